@@ -1,0 +1,182 @@
+"""Configuration: the operator's `NSAConfig` and the trainer's schema, defaults and validation.
+
+A file in configs/ calls `default_config()`, edits what differs and returns it. `validate` is run after flag overrides
+are parsed, reports every problem at once, and says how to fix each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ml_collections import ConfigDict
+
+
+@dataclasses.dataclass(frozen=True)
+class NSAConfig:
+    """Block geometry of Native Sparse Attention (arXiv 2502.11089, section 3.3; the defaults are the paper's).
+
+    Attributes:
+      compress_block: l, tokens in one compressed block.
+      compress_stride: d, tokens between the starts of neighbouring compressed blocks.
+      select_block: l', tokens in one selection block.
+      num_selected: n, selection blocks that each query reads, the forced ones included.
+      num_initial: how many of the first blocks of the document are always read.
+      num_local: how many of the blocks up to the query's own are always read.
+      window: w, tokens that the sliding-window branch reads, the query's own included.
+
+    Raises:
+      ValueError: naming the field, if the geometry is impossible.
+    """
+
+    compress_block: int = 32
+    compress_stride: int = 16
+    select_block: int = 64
+    num_selected: int = 16
+    num_initial: int = 1
+    num_local: int = 2
+    window: int = 512
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                raise ValueError(f"NSAConfig.{field.name}={value!r}: must be a positive int")
+        if self.compress_block % self.compress_stride:
+            raise ValueError(
+                f"NSAConfig.compress_block={self.compress_block}: must be a multiple of "
+                f"compress_stride={self.compress_stride}"
+            )
+        if self.select_block % self.compress_stride:
+            raise ValueError(
+                f"NSAConfig.select_block={self.select_block}: must be a multiple of "
+                f"compress_stride={self.compress_stride}"
+            )
+        if self.compress_block > self.select_block:
+            raise ValueError(
+                f"NSAConfig.compress_block={self.compress_block}: must be at most select_block={self.select_block}"
+            )
+        if self.num_initial + self.num_local > self.num_selected:
+            raise ValueError(
+                f"NSAConfig.num_selected={self.num_selected}: must be at least num_initial + num_local = "
+                f"{self.num_initial + self.num_local}, since forced blocks count towards it"
+            )
+
+
+def default_config() -> ConfigDict:
+    """Every field of a training run with its default: the schema. The result is locked (unknown fields raise)."""
+    c = ConfigDict()
+    c.name = "default"  # the run's name; the default workdir is runs/<name>
+    c.seed = 0  # one seed for parameters, dropout and data order
+    c.allow_dense_regime = False  # accept sequences so short that NSA reads everything anyway
+
+    c.model = m = ConfigDict()
+    m.attention = "nsa"  # nsa | dense
+    m.vocab_size = 0  # 0: the tokenizer's; otherwise at least the tokenizer's (padding for efficiency)
+    m.dim = 768  # D, model width
+    m.num_layers = 12
+    m.num_heads = 12  # N, query heads
+    m.num_kv_heads = 2  # K, key/value heads; G = N / K query heads share one block list
+    m.head_dim = 64  # H, of queries and keys
+    m.value_head_dim = 0  # V; 0: head_dim
+    m.mlp_dim = 0  # SwiGLU hidden width; 0: 8/3 of dim rounded up to a multiple of 64
+    m.rope_theta = 10_000.0  # RoPE base; raise it for long sequences
+    m.norm_eps = 1e-6
+    m.init_std = 0.02  # of all projections; those that write to the residual stream are scaled by 1/sqrt(2 * num_layers)
+    m.dropout = 0.0  # on the outputs of attention and MLP, training only
+    m.tie_embeddings = True  # output head shares the embedding matrix
+    m.compressor = "mlp"  # mlp (learned, the paper's) | mean
+    m.implementation = "auto"  # auto | reference | xla | pallas: which implementation serves the NSA ops
+    m.compute_dtype = "bfloat16"  # of activations and matrix products; statistics stay float32
+    m.param_dtype = "float32"
+    m.scan_layers = True  # one traced layer scanned num_layers times: compiles faster, same numbers
+    m.remat = "block"  # none | block | attention_saved | full: what the backward pass recomputes
+
+    m.nsa = ConfigDict(dataclasses.asdict(NSAConfig()))  # see NSAConfig
+
+    c.data = d = ConfigDict()
+    d.source = "stdlib"  # stdlib | text | hf | synthetic
+    d.files = ()  # text: files or globs, UTF-8, plain, .gz or .zst
+    d.hf_path = ""  # hf: first argument of datasets.load_dataset, e.g. HuggingFaceFW/fineweb-edu, parquet, json
+    d.hf_name = ""  # hf: configuration name, e.g. sample-10BT
+    d.hf_data_files = ()  # hf: data_files of load_dataset, for parquet, json, text
+    d.hf_split = "train"  # hf: split to read; validation documents are split off by hash
+    d.hf_text_field = "text"  # hf: column that holds the document
+    d.hf_streaming = False  # hf: iterate without downloading; the position goes into the checkpoint
+    d.synthetic = "random"  # synthetic: random (uniform tokens) | copy (a random string, then the same again)
+    d.synthetic_vocab = 256  # synthetic: vocabulary size
+    d.max_documents = 0  # stop after this many documents; 0: all
+    d.tokenizer = "byte"  # byte (256 + EOS) | bpe (trained on the corpus and saved) | hf (tokenizer.json or hub id)
+    d.tokenizer_path = ""  # hf: path of a tokenizer.json or a hub id
+    d.bpe_vocab_size = 8192  # bpe: vocabulary size to train
+    d.seq_len = 2048  # T, tokens in one row
+    d.packing = True  # rows hold several documents, attention does not cross them (segment_start)
+    d.val_fraction = 0.01  # share of documents held out, chosen by a hash of their content
+    d.cache_dir = ""  # tokenised corpus; default: ~/.cache/nsa_jax, or $NSA_JAX_CACHE
+    d.num_workers = 0  # grain worker processes; 0: threads in this process
+    d.prefetch = 8  # batches prepared ahead
+
+    c.train = t = ConfigDict()
+    t.steps = 1000
+    t.batch_size = 8  # sequences per optimizer step, over all devices and accumulation
+    t.grad_accum = 1  # micro-batches per optimizer step
+    t.log_every = 10  # steps between log lines
+    t.eval_every = 500  # steps between validations; 0: only at the end
+    t.eval_batches = 16  # batches of each validation
+    t.save_every = 500  # steps between checkpoints; 0: none
+    t.keep_last = 3  # checkpoints kept besides the best
+    t.keep_best = True  # also keep the checkpoint with the lowest validation loss
+    t.sample_tokens = 128  # length of the text sample written at each validation; 0: none
+    t.sample_prompt = ""  # the sample continues this
+
+    c.optim = o = ConfigDict()
+    o.name = "adamw"
+    o.learning_rate = 3e-4  # peak
+    o.schedule = "cosine"  # cosine | linear | constant, after warm-up
+    o.warmup_steps = 100
+    o.final_fraction = 0.1  # learning rate at the last step, as a share of the peak
+    o.b1 = 0.9
+    o.b2 = 0.95
+    o.eps = 1e-8
+    o.weight_decay = 0.1  # on matrices only (not norms, biases, position embeddings)
+    o.clip = 1.0  # global gradient norm; 0: no clipping
+
+    c.mesh = s = ConfigDict()
+    s.data = -1  # devices along the data axis; -1: all that the other axes leave
+    s.fsdp = 1  # devices over which parameters and optimizer state are sharded
+
+    c.lock()
+    return c
+
+
+def nsa_config(config: ConfigDict) -> NSAConfig:
+    """The operator's config of a training config."""
+    return NSAConfig(**config.model.nsa.to_dict())
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One finding about a config.
+
+    Attributes:
+      rule: stable id such as "R012"; `config.preflight.ignore` names it.
+      severity: "error" (refuses to run) or "warning".
+      message: the field, its value and what is wrong.
+      fix: what to change.
+    """
+
+    rule: str
+    severity: str
+    message: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.rule} {self.severity}: {self.message}. Fix: {self.fix}"
+
+
+class ConfigError(ValueError):
+    """Raised with every error that validation found; `problems` holds them."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        super().__init__("\n".join(["the config cannot run:", *(f"  {p}" for p in problems)]))

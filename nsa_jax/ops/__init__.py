@@ -1,0 +1,1 @@
+"""Pure functions on arrays: the operator, its implementations and block arithmetic."""

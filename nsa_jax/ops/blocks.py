@@ -1,0 +1,109 @@
+"""Block arithmetic of NSA, in one place: every implementation and test takes it from here.
+
+Symbols: T query tokens, S key tokens, C compressed blocks, J selection blocks, l = compress_block,
+d = compress_stride, l' = select_block, n = num_selected. `t` is a query's position in the row and `start` is its
+`segment_start`; a key position p may be used iff start <= p <= t. All functions work on Python ints, NumPy and JAX arrays.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax.config import NSAConfig
+
+
+def num_compressed(num_keys: int, config: NSAConfig) -> int:
+    """C: how many compressed blocks S keys give. Block i covers tokens [i*d, i*d + l)."""
+    if num_keys < config.compress_block:
+        return 0
+    return (num_keys - config.compress_block) // config.compress_stride + 1
+
+
+def num_selection_blocks(num_keys: int, select_block: int) -> int:
+    """J: how many selection blocks S keys fall into; the last one may be partial."""
+    return -(-num_keys // select_block)
+
+
+def compressed_last_position(index, config: NSAConfig):
+    """Position of the last token that compressed block `index` covers (where RoPE places its key)."""
+    return index * config.compress_stride + config.compress_block - 1
+
+
+def compressed_range(t, start, config: NSAConfig):
+    """The compressed blocks a query sees, as a half-open range [low, high); empty where high <= low.
+
+    Block i is visible iff i*d >= start and i*d + l - 1 <= t, which is a contiguous range.
+    """
+    low = (start + config.compress_stride - 1) // config.compress_stride
+    high = (t + 1 - config.compress_block) // config.compress_stride + 1  # floor division: <= 0 before the first block
+    return low, high
+
+
+def candidate_range(t, start, select_block: int):
+    """The selection blocks that overlap [start, t], as an inclusive range (first, last)."""
+    return start // select_block, t // select_block
+
+
+def fold_weights(config: NSAConfig) -> np.ndarray:
+    """Weights of compressed blocks in a selection block's importance (paper eq. 9).
+
+    p_slc[j] = sum over m in [0, l'/d), r in [0, l/d) of p_cmp[(l'/d) j + m - r]. The index (l'/d) j + m - r runs over
+    consecutive blocks; element k of the result weights block (l'/d) j - (l/d - 1) + k.
+
+    Returns:
+      int array of length l'/d + l/d - 1; (1, 2, 2, 2, 1) for l=32, d=16, l'=64.
+    """
+    per_block = config.select_block // config.compress_stride
+    overlap = config.compress_block // config.compress_stride
+    return np.convolve(np.ones(per_block, np.int32), np.ones(overlap, np.int32))
+
+
+def fold_importance(p_cmp: jax.Array, num_blocks: int, config: NSAConfig) -> jax.Array:
+    """Sums compressed-block probabilities [..., C] into selection-block importance [..., J] (paper eq. 9)."""
+    per_block = config.select_block // config.compress_stride
+    overlap = config.compress_block // config.compress_stride
+    weights = fold_weights(config)
+    num_cmp = p_cmp.shape[-1]
+    # Left-pad so that index 0 is block -(overlap - 1); right-pad or cut so that every j has its full support.
+    need = per_block * (num_blocks - 1) + len(weights)
+    right = max(need - (overlap - 1) - num_cmp, 0)
+    padded = jnp.pad(p_cmp, [(0, 0)] * (p_cmp.ndim - 1) + [(overlap - 1, right)])
+    out = jnp.zeros((*p_cmp.shape[:-1], num_blocks), p_cmp.dtype)
+    for k, weight in enumerate(weights):
+        out = out + int(weight) * padded[..., k : k + per_block * (num_blocks - 1) + 1 : per_block]
+    return out
+
+
+def forced_blocks(j, first, last, config: NSAConfig):
+    """True where selection block j is always taken: the first num_initial and last num_local candidates."""
+    inside = (j >= first) & (j <= last)
+    return inside & ((j < first + config.num_initial) | (j > last - config.num_local))
+
+
+def select_from_importance(importance: jax.Array, t: jax.Array, start: jax.Array, config: NSAConfig) -> jax.Array:
+    """Picks each query's block list from importance scores (paper eq. 11).
+
+    Args:
+      importance: [..., J] float32 scores, >= 0.
+      t: [...] int32 query positions (broadcastable to importance's leading shape).
+      start: [...] int32 segment starts, like `t`.
+      config: the operator's config.
+
+    Returns:
+      int32 [..., n], ascending, padded at the end with J. Forced blocks come first in priority, then the highest
+      scores, ties to the lower index.
+    """
+    num_blocks = importance.shape[-1]
+    n = config.num_selected
+    j = jnp.arange(num_blocks, dtype=jnp.int32)
+    first, last = candidate_range(t[..., None], start[..., None], config.select_block)
+    candidate = (j >= first) & (j <= last)
+    priority = jnp.where(candidate, importance, -1.0)
+    priority = jnp.where(forced_blocks(j, first, last, config), jnp.inf, priority)
+    if num_blocks < n:
+        priority = jnp.pad(priority, [(0, 0)] * (priority.ndim - 1) + [(0, n - num_blocks)], constant_values=-1.0)
+    value, index = jax.lax.top_k(priority, n)  # equal values: lower index first
+    index = jnp.where(value < 0, num_blocks, index)
+    return jnp.sort(index, axis=-1).astype(jnp.int32)

@@ -1,0 +1,465 @@
+"""The public ops of Native Sparse Attention (arXiv 2502.11089): argument checks and the choice of implementation.
+
+Shapes use B batch, T query tokens, S key tokens, N query heads, K key/value heads, G = N / K, H and V head dims of
+keys and values, C compressed blocks, J = ceil(S / select_block) selection blocks, n = num_selected.
+
+Every op takes:
+  segment_start: int32 [B, T], the row position of the first token of each query's document; None means 0 everywhere.
+    A key position p may be used by the query at position t iff segment_start[t] <= p <= t.
+  query_offset: position of the first query in the keys' row, an int or a traced int32 scalar. None means that queries
+    and keys are the same tokens (S = T). Chunked prefill and context parallelism use it.
+  implementation: "reference", "xla", "pallas", or None for the best that supports the inputs on this device
+    (`implementations_served` tells which one it was).
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.ops import blocks, pallas, reference, xla
+from nsa_jax.ops.target import current_target
+
+logger = logging.getLogger("nsa_jax")
+
+IMPLEMENTATIONS: dict[str, types.ModuleType] = {"reference": reference, "xla": xla, "pallas": pallas}
+
+_DTYPES = (jnp.float32, jnp.bfloat16)
+_SERVED: dict[str, str] = {}
+_WARNED: set[str] = set()
+
+
+def implementations_served() -> dict[str, str]:
+    """Which implementation served each op most recently, by op name: {"selected_attention": "pallas", ...}."""
+    return dict(_SERVED)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _check_array(name: str, array, symbols: str, sizes: dict[str, int], origin: str = "query") -> None:
+    """Checks rank and every dimension already known in `sizes`; learns the others."""
+    _require(hasattr(array, "shape"), f"{name}={array!r}: must be an array [{', '.join(symbols)}]")
+    _require(
+        len(array.shape) == len(symbols),
+        f"{name} has shape {tuple(array.shape)}: must have {len(symbols)} dimensions [{', '.join(symbols)}]",
+    )
+    for axis, symbol in enumerate(symbols):
+        size = array.shape[axis]
+        known = sizes.setdefault(symbol, size)
+        _require(
+            known == size,
+            f"{name} has shape {tuple(array.shape)}: dimension {axis} ({symbol}) must be {known} to match {origin}",
+        )
+
+
+def _check_float(name: str, array, like=None) -> None:
+    dtype = like.dtype if like is not None else None
+    _require(array.dtype in _DTYPES, f"{name} has dtype {array.dtype}: must be float32 or bfloat16")
+    _require(dtype is None or array.dtype == dtype, f"{name} has dtype {array.dtype}: must be {dtype} to match query")
+
+
+def _check_query(query) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    _check_array("query", query, "BTNH", sizes)
+    _check_float("query", query)
+    _require(all(size >= 1 for size in query.shape), f"query has shape {tuple(query.shape)}: every size must be >= 1")
+    return sizes
+
+
+def _check_heads(name: str, sizes: dict[str, int]) -> None:
+    _require(
+        sizes["K"] >= 1 and sizes["N"] % sizes["K"] == 0,
+        f"{name} has {sizes['K']} key/value heads: must divide query's {sizes['N']} heads",
+    )
+
+
+def _check_key_value(names: tuple[str, str], key, value, query, sizes: dict[str, int], symbol: str) -> None:
+    """Key [B, symbol, K, H] and value [B, symbol, K, V] against the query's sizes."""
+    _check_array(names[0], key, f"B{symbol}KH", sizes)
+    _check_array(names[1], value, f"B{symbol}KV", sizes, origin=names[0])
+    _check_float(names[0], key, query)
+    _check_float(names[1], value, query)
+    _check_heads(names[0], sizes)
+    _require(value.shape[-1] >= 1, f"{names[1]} has shape {tuple(value.shape)}: every size must be >= 1")
+
+
+def _check_length(name: str, have: int, query_offset, num_queries: int, need: int) -> None:
+    """Keys must be exactly the queries' tokens, or, with a query_offset, reach at least the last query."""
+    if query_offset is None:
+        _require(
+            have == need, f"{name} has length {have}: must be {need} for {num_queries} query tokens (no query_offset)"
+        )
+    elif isinstance(query_offset, int):
+        _require(query_offset >= 0, f"query_offset={query_offset}: must be >= 0")
+        _require(have >= need, f"{name} has length {have}: must be at least {need} to reach the last query")
+
+
+def _check_segments(segment_start, sizes: dict[str, int]) -> None:
+    if segment_start is not None:
+        _check_array("segment_start", segment_start, "BT", sizes)
+        _require(
+            jnp.issubdtype(segment_start.dtype, jnp.integer),
+            f"segment_start has dtype {segment_start.dtype}: must be an integer type",
+        )
+
+
+def _check_config(config) -> None:
+    _require(isinstance(config, NSAConfig), f"config={config!r}: must be an nsa_jax.NSAConfig")
+
+
+def _last_position(query_offset, num_queries: int) -> int:
+    return (query_offset if isinstance(query_offset, int) else 0) + num_queries
+
+
+def _offset(query_offset):
+    return 0 if query_offset is None else query_offset
+
+
+def _choose(op: str, implementation: str | None, query, key, value, **static) -> types.ModuleType:
+    """Picks the module that serves `op`, records it and logs it once."""
+    _require(
+        implementation is None or implementation in IMPLEMENTATIONS,
+        f"implementation={implementation!r}: must be None or one of {sorted(IMPLEMENTATIONS)}",
+    )
+    target = current_target()
+    why = "asked for"
+    if implementation == "pallas" or (implementation is None and target.is_gpu):
+        reason = pallas.unsupported(op, query, key, value, target=target, **static)
+        if implementation == "pallas":
+            if reason is not None:
+                raise NotImplementedError(f"{op}(implementation='pallas'): {reason}")
+            if not target.is_gpu and op not in _WARNED:
+                _WARNED.add(op)
+                warnings.warn(
+                    f"{op}(implementation='pallas') runs in interpret mode on {target.platform}: correct and very slow",
+                    stacklevel=3,
+                )
+        else:
+            implementation, why = ("pallas", "the GPU kernels") if reason is None else ("xla", f"not pallas: {reason}")
+    elif implementation is None:
+        implementation, why = "xla", f"no GPU (platform {target.platform})"
+    chosen = implementation or "xla"
+    if _SERVED.get(op) != chosen:
+        logger.info("%s is served by %r (%s)", op, chosen, why)
+    _SERVED[op] = chosen
+    return IMPLEMENTATIONS[chosen]
+
+
+def compressed_attention(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    value_cmp: Float[Array, "B C K V"],
+    *,
+    config: NSAConfig,
+    segment_start: Int[Array, "B T"] | None = None,
+    query_offset=None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Attention over the compressed blocks that lie wholly inside each query's visible past (paper eq. 5 and 7).
+
+    Block i covers tokens [i*d, i*d + l); the query at t sees it iff i*d >= segment_start[t] and i*d + l - 1 <= t.
+    A query that sees no block gets exactly 0, with zero gradients.
+
+    Args:
+      query: [B, T, N, H], float32 or bfloat16. Scores are scaled by 1/sqrt(H).
+      key_cmp: [B, C, K, H] compressed keys, C = 0 if S < l else (S - l) // d + 1.
+      value_cmp: [B, C, K, V] compressed values.
+      config: block geometry.
+      segment_start: int [B, T] or None; see the module's docstring.
+      query_offset: position of the first query, or None; see the module's docstring.
+      implementation: see the module's docstring.
+
+    Returns:
+      The output [B, T, N, V] in query's dtype, and the natural-log log-sum-exp of the scaled scores, float32
+      [B, T, N], -inf where a query sees nothing. The log-sum-exp carries no gradient.
+
+    Raises:
+      ValueError: an argument has the wrong shape, dtype or value.
+      NotImplementedError: the named implementation cannot serve these inputs.
+    """
+    _check_config(config)
+    sizes = _check_query(query)
+    _check_key_value(("key_cmp", "value_cmp"), key_cmp, value_cmp, query, sizes, "C")
+    length = sizes["T"]
+    _check_length(
+        "key_cmp",
+        sizes["C"],
+        query_offset,
+        length,
+        blocks.num_compressed(_last_position(query_offset, length), config),
+    )
+    _check_segments(segment_start, sizes)
+    module = _choose("compressed_attention", implementation, query, key_cmp, value_cmp, config=config)
+    out, lse = module.compressed_attention(
+        query, key_cmp, value_cmp, config=config, segment_start=segment_start, query_offset=_offset(query_offset)
+    )
+    return out, jax.lax.stop_gradient(lse)
+
+
+def select_blocks(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    lse: Float[Array, "B T N"],
+    *,
+    config: NSAConfig,
+    segment_start: Int[Array, "B T"] | None = None,
+    query_offset=None,
+    num_keys: int | None = None,
+    implementation: str | None = None,
+) -> Int[Array, "B T K n"]:
+    """The selection blocks each query reads, chosen by compressed-attention probability (paper eq. 8 to 12).
+
+    Probabilities are recomputed from `lse`, folded into selection blocks and summed over the G heads of a key/value
+    head. The first `num_initial` and last `num_local` blocks of [segment_start, t] are always taken and count
+    towards n; the rest are the highest scores, ties to the lower index. No gradient flows.
+
+    Args:
+      query: [B, T, N, H].
+      key_cmp: [B, C, K, H].
+      lse: float32 [B, T, N], as `compressed_attention` returns it.
+      config: block geometry.
+      segment_start: int [B, T] or None; see the module's docstring.
+      query_offset: position of the first query, or None; see the module's docstring.
+      num_keys: S, how many key tokens the lists index; None means T (it is required with a query_offset).
+      implementation: see the module's docstring.
+
+    Returns:
+      int32 [B, T, K, n], ascending block indices, padded at the end with J = ceil(S / select_block).
+
+    Raises:
+      ValueError: an argument has the wrong shape, dtype or value.
+      NotImplementedError: the named implementation cannot serve these inputs.
+    """
+    _check_config(config)
+    sizes = _check_query(query)
+    _check_array("key_cmp", key_cmp, "BCKH", sizes)
+    _check_float("key_cmp", key_cmp, query)
+    _check_heads("key_cmp", sizes)
+    _check_array("lse", lse, "BTN", sizes)
+    _require(lse.dtype == jnp.float32, f"lse has dtype {lse.dtype}: must be float32, as compressed_attention returns it")
+    length = sizes["T"]
+    _check_length(
+        "key_cmp",
+        sizes["C"],
+        query_offset,
+        length,
+        blocks.num_compressed(_last_position(query_offset, length), config),
+    )
+    _check_segments(segment_start, sizes)
+    _require(
+        query_offset is None or num_keys is not None, "num_keys=None: must be the number of keys when query_offset is given"
+    )
+    num_keys = length if num_keys is None else num_keys
+    _require(
+        num_keys >= _last_position(query_offset, length),
+        f"num_keys={num_keys}: must be at least {_last_position(query_offset, length)} to reach the last query",
+    )
+    query, key_cmp, lse = jax.lax.stop_gradient((query, key_cmp, lse))
+    module = _choose("select_blocks", implementation, query, key_cmp, None, config=config)
+    indices = module.select_blocks(
+        query,
+        key_cmp,
+        lse,
+        config=config,
+        num_keys=num_keys,
+        segment_start=segment_start,
+        query_offset=_offset(query_offset),
+    )
+    return checkpoint_name(indices, "nsa_block_indices")
+
+
+def selected_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    block_indices: Int[Array, "B T K n"],
+    *,
+    select_block: int,
+    segment_start: Int[Array, "B T"] | None = None,
+    query_offset=None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N V"]:
+    """Attention over the tokens p of the listed blocks with segment_start[t] <= p <= t (paper section 3.3.2).
+
+    Args:
+      query: [B, T, N, H], float32 or bfloat16. Scores are scaled by 1/sqrt(H).
+      key: [B, S, K, H].
+      value: [B, S, K, V].
+      block_indices: int32 [B, T, K, n], distinct and ascending, entries >= J (padding) at the end are ignored.
+      select_block: l', tokens in one block.
+      segment_start: int [B, T] or None; see the module's docstring.
+      query_offset: position of the first query, or None; see the module's docstring.
+      implementation: see the module's docstring.
+
+    Returns:
+      [B, T, N, V] in query's dtype; exactly 0 where a query's list holds nothing it may use.
+
+    Raises:
+      ValueError: an argument has the wrong shape, dtype or value.
+      NotImplementedError: the named implementation cannot serve these inputs.
+    """
+    sizes = _check_query(query)
+    _check_key_value(("key", "value"), key, value, query, sizes, "S")
+    _check_length("key", sizes["S"], query_offset, sizes["T"], _last_position(query_offset, sizes["T"]))
+    _check_array("block_indices", block_indices, "BTKn", sizes, origin="query and key")
+    _require(block_indices.dtype == jnp.int32, f"block_indices has dtype {block_indices.dtype}: must be int32")
+    _require(
+        isinstance(select_block, int) and select_block >= 1, f"select_block={select_block!r}: must be a positive int"
+    )
+    _check_segments(segment_start, sizes)
+    module = _choose("selected_attention", implementation, query, key, value, select_block=select_block)
+    return module.selected_attention(
+        query,
+        key,
+        value,
+        block_indices,
+        select_block=select_block,
+        segment_start=segment_start,
+        query_offset=_offset(query_offset),
+    )
+
+
+def window_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    *,
+    window: int,
+    segment_start: Int[Array, "B T"] | None = None,
+    query_offset=None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N V"]:
+    """Attention over p in [max(segment_start[t], t - window + 1), t] (paper section 3.3.3).
+
+    Args:
+      query: [B, T, N, H], float32 or bfloat16. Scores are scaled by 1/sqrt(H).
+      key: [B, S, K, H].
+      value: [B, S, K, V].
+      window: w, tokens each query reads, its own included.
+      segment_start: int [B, T] or None; see the module's docstring.
+      query_offset: position of the first query, or None; see the module's docstring.
+      implementation: see the module's docstring.
+
+    Returns:
+      [B, T, N, V] in query's dtype.
+
+    Raises:
+      ValueError: an argument has the wrong shape, dtype or value.
+      NotImplementedError: the named implementation cannot serve these inputs.
+    """
+    sizes = _check_query(query)
+    _check_key_value(("key", "value"), key, value, query, sizes, "S")
+    _check_length("key", sizes["S"], query_offset, sizes["T"], _last_position(query_offset, sizes["T"]))
+    _require(isinstance(window, int) and window >= 1, f"window={window!r}: must be a positive int")
+    _check_segments(segment_start, sizes)
+    module = _choose(
+        "window_attention", implementation, query, key, value, window=window, packed=segment_start is not None
+    )
+    return module.window_attention(
+        query, key, value, window=window, segment_start=segment_start, query_offset=_offset(query_offset)
+    )
+
+
+def nsa_attention(
+    query: Float[Array, "B T N H"],
+    key_cmp: Float[Array, "B C K H"],
+    value_cmp: Float[Array, "B C K V"],
+    key_slc: Float[Array, "B S K H"],
+    value_slc: Float[Array, "B S K V"],
+    key_win: Float[Array, "B S K H"],
+    value_win: Float[Array, "B S K V"],
+    gates: Float[Array, "B T N 3"],
+    *,
+    config: NSAConfig,
+    segment_start: Int[Array, "B T"] | None = None,
+    query_offset=None,
+    implementation: str | None = None,
+    return_block_indices: bool = False,
+):
+    """Native Sparse Attention: the gated sum of compressed, selected and window attention (paper eq. 5).
+
+    Args:
+      query: [B, T, N, H], float32 or bfloat16. Scores are scaled by 1/sqrt(H).
+      key_cmp: [B, C, K, H] compressed keys; see `mean_compress` and `nsa_jax.nn.NSAttention`.
+      value_cmp: [B, C, K, V] compressed values.
+      key_slc: [B, S, K, H] keys of the selected branch.
+      value_slc: [B, S, K, V] values of the selected branch.
+      key_win: [B, S, K, H] keys of the window branch.
+      value_win: [B, S, K, V] values of the window branch.
+      gates: [B, T, N, 3] weights of the branches in the order compressed, selected, window.
+      config: block geometry.
+      segment_start: int [B, T] or None; see the module's docstring.
+      query_offset: position of the first query, or None; see the module's docstring.
+      implementation: see the module's docstring; it applies to all four ops.
+      return_block_indices: also return the block lists that the selected branch read.
+
+    Returns:
+      [B, T, N, V] in query's dtype; with `return_block_indices`, a pair with int32 [B, T, K, n].
+
+    Raises:
+      ValueError: an argument has the wrong shape, dtype or value.
+      NotImplementedError: the named implementation cannot serve these inputs.
+    """
+    _check_config(config)
+    sizes = _check_query(query)
+    _check_key_value(("key_cmp", "value_cmp"), key_cmp, value_cmp, query, dict(sizes), "C")
+    _check_key_value(("key_slc", "value_slc"), key_slc, value_slc, query, sizes, "S")
+    _check_key_value(("key_win", "value_win"), key_win, value_win, query, sizes, "S")
+    _require(
+        key_cmp.shape[2] == sizes["K"] and value_cmp.shape[3] == sizes["V"],
+        f"key_cmp and value_cmp have shapes {tuple(key_cmp.shape)} and {tuple(value_cmp.shape)}: must have "
+        f"K={sizes['K']} heads and V={sizes['V']} to match key_slc and value_slc",
+    )
+    _require(
+        tuple(gates.shape) == (sizes["B"], sizes["T"], sizes["N"], 3),
+        f"gates has shape {tuple(gates.shape)}: must be {(sizes['B'], sizes['T'], sizes['N'], 3)}",
+    )
+    _check_float("gates", gates)
+    common = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
+    out_cmp, lse = compressed_attention(query, key_cmp, value_cmp, config=config, **common)
+    block_indices = select_blocks(query, key_cmp, lse, config=config, num_keys=sizes["S"], **common)
+    out_slc = selected_attention(
+        query, key_slc, value_slc, block_indices, select_block=config.select_block, **common
+    )
+    out_win = window_attention(query, key_win, value_win, window=config.window, **common)
+    gate = gates.astype(jnp.float32)
+    out = sum(gate[..., i, None] * branch.astype(jnp.float32) for i, branch in enumerate((out_cmp, out_slc, out_win)))
+    out = out.astype(query.dtype)
+    return (out, block_indices) if return_block_indices else out
+
+
+def mean_compress(x: Float[Array, "B S K H"], *, config: NSAConfig) -> Float[Array, "B C K H"]:
+    """Mean of each compressed block's tokens, the parameter-free compressor phi (paper eq. 7 with phi = mean).
+
+    Args:
+      x: [B, S, K, H] keys or values, float32 or bfloat16.
+      config: block geometry.
+
+    Returns:
+      [B, C, K, H] in x's dtype; C = 0 if S < l, else (S - l) // d + 1. The mean is taken in float32.
+
+    Raises:
+      ValueError: x has the wrong shape or dtype.
+    """
+    _check_config(config)
+    _check_array("x", x, "BSKH", {})
+    _check_float("x", x)
+    batch, length, heads, dim = x.shape
+    num_cmp = blocks.num_compressed(length, config)
+    if num_cmp == 0:
+        return jnp.zeros((batch, 0, heads, dim), x.dtype)
+    stride, overlap = config.compress_stride, config.compress_block // config.compress_stride
+    pieces = num_cmp + overlap - 1
+    sums = x[:, : pieces * stride].astype(jnp.float32).reshape(batch, pieces, stride, heads, dim).sum(2)
+    total = sum(sums[:, r : r + num_cmp] for r in range(overlap))
+    return (total / config.compress_block).astype(x.dtype)

@@ -1,0 +1,69 @@
+"""The device that ops are traced for: which implementation and which kernels are chosen depends on it.
+
+Normally this is JAX's default device. Compiling ahead of time for a GPU that is not here (preflight, tests) states it:
+
+    with compile_for(Target("gpu", (8, 0))):
+        jax.jit(step).trace(...).lower(lowering_platforms=("cuda",)).compile()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A device kind to choose kernels for.
+
+    Attributes:
+      platform: `"cpu"`, `"gpu"` or `"tpu"`.
+      compute_capability: CUDA compute capability as (major, minor); None off the GPU.
+      ahead_of_time: the device is not this machine's: kernels must be lowered for it, never interpreted.
+    """
+
+    platform: str
+    compute_capability: tuple[int, int] | None = None
+    ahead_of_time: bool = False
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.platform == "gpu"
+
+    @property
+    def is_hopper(self) -> bool:
+        """True on sm90, where wgmma and TMA exist (H100, H200)."""
+        return self.compute_capability is not None and self.compute_capability[0] == 9
+
+
+_OVERRIDE: contextvars.ContextVar[Target | None] = contextvars.ContextVar("nsa_jax_target", default=None)
+
+
+@contextlib.contextmanager
+def compile_for(target: Target) -> Iterator[Target]:
+    """Makes ops traced in this context choose for `target` instead of the default device."""
+    token = _OVERRIDE.set(dataclasses.replace(target, ahead_of_time=True))
+    try:
+        yield target
+    finally:
+        _OVERRIDE.reset(token)
+
+
+def current_target() -> Target:
+    """The device ops are being traced for: `compile_for`'s if inside one, else JAX's default device."""
+    override = _OVERRIDE.get()
+    if override is not None:
+        return override
+    default = jax.config.jax_default_device
+    if isinstance(default, str):  # a platform name is allowed there
+        device = jax.devices(default)[0]
+    else:
+        device = default or jax.devices()[0]
+    if device.platform != "gpu":
+        return Target(device.platform)
+    major, minor = str(getattr(device, "compute_capability", "8.0")).split(".")[:2]
+    return Target("gpu", (int(major), int(minor)))
