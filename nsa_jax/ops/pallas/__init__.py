@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from nsa_jax.ops.pallas.ranged import compressed_attention, window_attention
+from nsa_jax.ops.pallas.select import select_blocks
+from nsa_jax.ops.pallas.selected import selected_attention
 from nsa_jax.ops.target import Target
+
+__all__ = ["compressed_attention", "select_blocks", "selected_attention", "unsupported", "window_attention"]
+
+_HEAD_DIMS = (16, 32, 64, 128, 192)
 
 
 def unsupported(op: str, query, key, value, *, target: Target, **static) -> str | None:
-    """Why the kernels cannot serve these inputs, or None if they can."""
-    return "no kernels yet"
+    """Why the kernels cannot serve these inputs, or None if they can.
+
+    Args:
+      op: the public op's name.
+      query: [B, T, N, H].
+      key: [B, S or C, K, H].
+      value: [B, S or C, K, V], or None for `select_blocks`.
+      target: the device.
+      **static: the op's static arguments (config, select_block, window, packed).
+    """
+    if target.is_gpu and (target.compute_capability or (0, 0)) < (8, 0):
+        return f"compute capability {target.compute_capability}: the kernels need 8.0 (A100) or later"
+    for name, array in (("query", query), ("value", value)):
+        if array is not None and array.shape[-1] not in _HEAD_DIMS:
+            return f"{name} has head dim {array.shape[-1]}: the kernels support {_HEAD_DIMS}"
+    group = query.shape[2] // key.shape[2]
+    if group > 64:
+        return f"{group} query heads per key/value head: the kernels support at most 64"
+    return None
