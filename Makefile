@@ -1,0 +1,52 @@
+# make install | quickstart | test | lint     (PYTHON=python3.12 chooses the interpreter, EXTRAS=cuda13 the CUDA version)
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+TEST_JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
+PYTEST_ARGS ?=
+# With an NVIDIA driver the CUDA 12 build of JAX is installed, otherwise the CPU build.
+GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
+EXTRAS ?= $(if $(GPU),cuda12,)
+
+PY := $(VENV)/bin/python
+stamp = $(VENV)/.installed-$(1)
+comma := ,
+
+.PHONY: install quickstart test lint format clean
+
+install: $(call stamp,run)
+
+quickstart: $(call stamp,run)
+	$(PY) train.py --config=configs/quickstart.py
+
+test: $(call stamp,test)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q -n $(TEST_JOBS) $(PYTEST_ARGS)
+
+lint: $(call stamp,test)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(call stamp,test)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+$(PY):
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "nsa_jax needs Python 3.11 or newer, and $(PYTHON) is %d.%d: run make with PYTHON=python3.11 (or newer)" % v[:2])'
+	$(PYTHON) -m venv $(VENV)
+
+$(call stamp,run): pyproject.toml $(CONSTRAINTS) | $(PY)
+	@echo "$(if $(GPU),GPU found ($(GPU)),no NVIDIA GPU found): installing nsa_jax$(if $(EXTRAS), with [$(EXTRAS)],, CPU only)"
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e .$(if $(EXTRAS),[$(EXTRAS)])
+	@touch $@
+
+$(call stamp,test): $(call stamp,run)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e .[dev$(comma)aot]
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
