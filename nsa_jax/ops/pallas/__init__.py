@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from nsa_jax.ops.pallas.ranged import compressed_attention, window_attention
-from nsa_jax.ops.pallas.select import select_blocks
-from nsa_jax.ops.pallas.selected import selected_attention
+import importlib
+from typing import Any
+
 from nsa_jax.ops.target import Target
 
 __all__ = ["compressed_attention", "select_blocks", "selected_attention", "unsupported", "window_attention"]
+
+_MODULES = {
+    "compressed_attention": "ranged",
+    "window_attention": "ranged",
+    "select_blocks": "select",
+    "selected_attention": "selected",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a kernel family when it is first used: a jaxlib without GPU backends can still import the library."""
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"nsa_jax.ops.pallas.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _HEAD_DIMS = (16, 32, 64, 128, 192)
 

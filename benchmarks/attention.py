@@ -1,0 +1,273 @@
+r"""Times NSA and its branches against dense cuDNN attention, in one process on one GPU.
+
+    python benchmarks/attention.py --json benchmarks/results/attention_h200.json \
+        --plot benchmarks/results/attention_h200.png
+    python benchmarks/attention.py --lengths 2048,8192 --shape 12,2,64,64 --ops nsa,selected --lists random,shared
+
+"nsa" is `nsa_attention` with selection, gates and list building, compressed keys given; its gradients are those of all
+eight inputs. "selected" alone reads made-up lists: independent per token ("random") or shared by
+64 neighbours ("shared").
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import nsa_jax  # noqa: E402
+from benchmarks.timing import environment, matmul_ceiling, measure  # noqa: E402
+from nsa_jax.ops import blocks  # noqa: E402
+
+OPS = ("nsa", "compressed", "select", "selected", "window")
+PASSES = ("fwd", "bwd", "fwd_bwd")
+
+
+def make_lists(key: jax.Array, length: int, num_kv: int, config: nsa_jax.NSAConfig, shared_by: int) -> jax.Array:
+    """Block lists [1, T, K, n]: the forced blocks and random ones, the same for `shared_by` neighbouring tokens."""
+    num_blocks = blocks.num_selection_blocks(length, config.select_block)
+
+    def chunk(args):
+        key, t = args  # t [shared_by]: the group's tokens
+        noise = jax.random.uniform(key, (num_kv, num_blocks))
+        scores = jnp.broadcast_to(noise, (shared_by, num_kv, num_blocks))
+        return blocks.select_from_importance(scores, t[:, None], jnp.zeros_like(t)[:, None], config)
+
+    groups = -(-length // shared_by)
+    t = jnp.arange(groups * shared_by, dtype=jnp.int32).reshape(groups, shared_by)
+    batch = max(1, 4096 // shared_by)
+    lists = jax.lax.map(chunk, (jax.random.split(key, groups), t), batch_size=batch)
+    return lists.reshape(1, groups * shared_by, num_kv, config.num_selected)[:, :length]
+
+
+def visible_pairs(op: str, length: int, config: nsa_jax.NSAConfig, lists: jax.Array | None = None) -> float:
+    """Query-key pairs per query head that the op must touch."""
+    t = np.arange(length, dtype=np.int64)
+    if op == "dense":
+        return float(np.sum(t + 1))
+    if op in ("compressed", "select"):
+        low, high = blocks.compressed_range(t, 0, config)
+        return float(np.sum(np.maximum(high - low, 0)))
+    if op == "window":
+        return float(np.sum(np.minimum(t + 1, config.window)))
+    assert lists is not None
+    tokens = jnp.clip(jnp.arange(length)[None, :, None, None] + 1 - lists * config.select_block, 0, config.select_block)
+    return float(tokens.sum(dtype=jnp.float32) / lists.shape[2])
+
+
+def useful_tflop(op: str, which: str, pairs: dict[str, float], num_heads: int, head: int, value_head: int) -> float:
+    """Multiply-adds the pass needs in TFLOP: scores and values forward; five products backward."""
+    forward = 2 * (head + value_head)
+    backward = 2 * (3 * head + 2 * value_head)
+    per_pair = {"fwd": forward, "bwd": backward, "fwd_bwd": forward + backward}[which]
+    if op == "select":
+        return pairs["select"] * num_heads * 2 * head / 1e12
+    if op == "nsa":
+        attention = sum(pairs[o] for o in ("compressed", "selected", "window")) * per_pair
+        scores = pairs["select"] * 2 * head if which != "bwd" else 0
+        return (attention + scores) * num_heads / 1e12
+    return pairs[op] * num_heads * per_pair / 1e12
+
+
+def split_passes(function, num_differentiable: int):
+    """Jitted forward, backward on stored residuals, and both, of `function(*inputs)` -> array."""
+
+    def vjp(*inputs):
+        return jax.vjp(lambda *x: function(*x, *inputs[num_differentiable:]), *inputs[:num_differentiable])
+
+    def both(cotangent, *inputs):
+        out, pullback = vjp(*inputs)
+        return out, pullback(cotangent)
+
+    return jax.jit(function), jax.jit(vjp), jax.jit(lambda pullback, cotangent: pullback(cotangent)), jax.jit(both)
+
+
+class Bench:
+    """All measurements for one (length, shape)."""
+
+    def __init__(self, length, heads, kv_heads, head, value_head, config, dtype, seed):
+        self.length, self.heads, self.kv_heads = length, heads, kv_heads
+        self.head, self.value_head, self.config, self.dtype = head, value_head, config, dtype
+        self.keys = iter(jax.random.split(jax.random.key(seed), 64))
+
+    def normal(self, *shape):
+        return jax.random.normal(next(self.keys), shape, self.dtype)
+
+    def query(self):
+        return self.normal(1, self.length, self.heads, self.head)
+
+    def key_value(self, length):
+        return self.normal(1, length, self.kv_heads, self.head), self.normal(1, length, self.kv_heads, self.value_head)
+
+    def inputs(self, op, lists):
+        """(function, inputs, how many of them are differentiable)."""
+        config = self.config
+        num_cmp = blocks.num_compressed(self.length, config)
+        if op == "dense":
+            dense = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+            return dense, (self.query(), *self.key_value(self.length)), 3
+        if op == "compressed":
+            return (
+                lambda q, k, v: nsa_jax.compressed_attention(q, k, v, config=config)[0],
+                (self.query(), *self.key_value(num_cmp)),
+                3,
+            )
+        if op == "select":
+            query, (key, value) = self.query(), self.key_value(num_cmp)
+            lse = jax.jit(lambda q, k, v: nsa_jax.compressed_attention(q, k, v, config=config)[1])(query, key, value)
+            return functools.partial(nsa_jax.select_blocks, config=config), (query, key, lse), 0
+        if op == "window":
+            window = functools.partial(nsa_jax.window_attention, window=config.window)
+            return window, (self.query(), *self.key_value(self.length)), 3
+        if op == "selected":
+            selected = functools.partial(nsa_jax.selected_attention, select_block=config.select_block)
+            return selected, (self.query(), *self.key_value(self.length), lists), 3
+        gates = jax.nn.sigmoid(self.normal(1, self.length, self.heads, 3))
+        arrays = (self.query(), *self.key_value(num_cmp), *self.key_value(self.length), *self.key_value(self.length))
+        return functools.partial(nsa_jax.nsa_attention, config=config), (*arrays, gates), 8
+
+    def run(self, op, passes, lists=None):
+        """Milliseconds by pass, and the temporary memory of forward and backward in GiB."""
+        function, inputs, num_differentiable = self.inputs(op, lists)
+        forward, vjp, backward, both = split_passes(function, num_differentiable)
+        times: dict[str, float] = {}
+        temp = None
+        if "fwd" in passes:
+            times["fwd"] = measure(forward, [inputs])
+        if num_differentiable and ("bwd" in passes or "fwd_bwd" in passes):
+            cotangent = self.normal(1, self.length, self.heads, self.value_head)
+            if "fwd_bwd" in passes:
+                compiled = both.lower(cotangent, *inputs).compile()
+                temp = compiled.memory_analysis().temp_size_in_bytes / 2**30
+                times["fwd_bwd"] = measure(compiled, [(cotangent, *inputs)])
+            if "bwd" in passes:
+                _, pullback = vjp(*inputs)
+                times["bwd"] = measure(backward, [(pullback, cotangent)])
+        return times, temp
+
+
+def run(args) -> list[dict]:
+    config = nsa_jax.NSAConfig()
+    ceiling = matmul_ceiling()
+    print(f"bf16 matrix product ceiling: {ceiling:.0f} TFLOP/s")
+    rows = []
+    for shape in args.shape:
+        heads, kv_heads, head, value_head = (int(x) for x in shape.split(","))
+        for length in args.lengths:
+            dense: dict[str, float] = {}
+            pairs = {op: visible_pairs(op, length, config) for op in ("dense", "compressed", "select", "window")}
+            for op in (["dense"] if args.dense else []) + args.ops:
+                for pattern in args.lists if op == "selected" else ["selection" if op == "nsa" else ""]:
+                    bench = Bench(length, heads, kv_heads, head, value_head, config, jnp.bfloat16, args.seed)
+                    lists = None
+                    if op in ("selected", "nsa"):
+                        shared_by = 64 if pattern == "shared" else 1
+                        lists = make_lists(jax.random.key(args.seed + 1), length, kv_heads, config, shared_by)
+                        pairs["selected"] = visible_pairs("selected", length, config, lists)
+                    try:
+                        times, temp = bench.run(op, args.passes, lists)
+                    except Exception as error:  # one size that does not fit must not lose the others
+                        print(f"{op} {pattern} T={length}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                        continue
+                    finally:
+                        gc.collect()
+                    if op == "dense":
+                        dense = times
+                    for which, ms in times.items():
+                        tflops = useful_tflop(op, which, pairs, heads, head, value_head) / ms * 1e3
+                        row = {"op": op, "pass": which, "T": length, "N": heads, "K": kv_heads, "H": head}
+                        row |= {"V": value_head, "lists": pattern, "ms": round(ms, 4)}
+                        row |= {"dense_ms": round(dense[which], 4) if which in dense else None}
+                        row |= {"tflops": round(tflops, 1), "ceiling_share": round(tflops / ceiling, 3)}
+                        if which == "fwd_bwd" and temp is not None:
+                            row["temp_gib"] = round(temp, 3)
+                        rows.append(row)
+                        print_row(row)
+    return rows
+
+
+def print_row(row: dict) -> None:
+    speedup = f"{row['dense_ms'] / row['ms']:6.2f}x" if row["dense_ms"] else "      -"
+    temp = f"  temp {row['temp_gib']:.2f} GiB" if "temp_gib" in row else ""
+    print(
+        f"{row['op']:>10} {row['lists']:>9} {row['pass']:>7}  T={row['T']:<7} N={row['N']:<3} K={row['K']:<2} "
+        f"H={row['H']:<3} {row['ms']:9.3f} ms  {speedup} dense  {row['tflops']:6.0f} TFLOP/s "
+        f"({row['ceiling_share']:.0%}){temp}",
+        flush=True,
+    )
+
+
+def plot(rows: list[dict], title: str, path: str) -> None:
+    """Log-log time over T of dense and NSA attention, forward and forward + backward."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    first = next(row for row in rows if row["op"] == "nsa")
+    shape = {key: first[key] for key in ("N", "K", "H", "V")}
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    for which, style, label in (("fwd", "--", "forward"), ("fwd_bwd", "-", "forward + backward")):
+        for op, colour in (("dense", "tab:grey"), ("nsa", "tab:blue")):
+            points = sorted(
+                (row["T"], row["ms"])
+                for row in rows
+                if row["op"] == op and row["pass"] == which and all(row[k] == v for k, v in shape.items())
+            )
+            if points:
+                name = "dense (cuDNN)" if op == "dense" else "NSA (nsa_jax)"
+                axis.loglog(*zip(*points, strict=True), style, marker="o", color=colour, label=f"{name}, {label}")
+    lengths = sorted({row["T"] for row in rows if row["op"] == "nsa"})
+    axis.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
+    axis.minorticks_off()
+    axis.set_xlabel("sequence length T")
+    axis.set_ylabel("milliseconds")
+    axis.set_title(title + "\n" + ", ".join(f"{k}={v}" for k, v in shape.items()), fontsize=10)
+    axis.grid(True, which="both", alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    def words(choices):
+        def parse(text):
+            values = text.split(",")
+            if unknown := set(values) - set(choices):
+                raise argparse.ArgumentTypeError(f"unknown {sorted(unknown)}: choose from {choices}")
+            return values
+
+        return parse
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default=[2048, 8192, 32768, 65536], type=lambda s: [int(x) for x in s.split(",")])
+    parser.add_argument("--shape", action="append", help="N,K,H,V; repeatable (default 64,4,128,128)")
+    parser.add_argument("--ops", default=list(OPS), type=words(OPS))
+    parser.add_argument("--passes", default=list(PASSES), type=words(PASSES))
+    parser.add_argument("--lists", default=["random", "shared"], type=words(("random", "shared")))
+    parser.add_argument("--no-dense", dest="dense", action="store_false", help="leave the dense baseline out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="write the rows and the environment here")
+    parser.add_argument("--plot", help="write the log-log plot here")
+    parser.add_argument("--commit", help="commit to record where git is not available")
+    args = parser.parse_args()
+    args.shape = args.shape or ["64,4,128,128"]
+    rows = run(args)
+    env = environment(args.commit)
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
+    if args.plot and any(row["op"] == "nsa" for row in rows):
+        plot(rows, f"{env['device']}, bf16, jax {env['jax']}", args.plot)
+
+
+if __name__ == "__main__":
+    main()

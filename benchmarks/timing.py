@@ -1,0 +1,70 @@
+"""Timing and bookkeeping that the benchmarks share."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def measure(function: Callable, arguments: Sequence[tuple], *, repeats: int = 11, min_sample_s: float = 4e-3) -> float:
+    """Median milliseconds of one call on the device.
+
+    Args:
+      function: a compiled (jitted) function.
+      arguments: argument sets to rotate among, so that small inputs do not live in the cache.
+      repeats: how many samples the median is taken over.
+      min_sample_s: calls are queued back to back until one sample lasts about this long, to hide the dispatch.
+    """
+    for args in arguments:
+        jax.block_until_ready(function(*args))
+    start = time.perf_counter()
+    jax.block_until_ready(function(*arguments[0]))
+    once = time.perf_counter() - start
+    calls = max(1, min(64, int(min_sample_s / max(once, 1e-6))))
+    samples = []
+    for repeat in range(repeats):
+        start = time.perf_counter()
+        result = None
+        for call in range(calls):
+            result = function(*arguments[(repeat + call) % len(arguments)])
+        jax.block_until_ready(result)
+        samples.append((time.perf_counter() - start) / calls)
+        del result
+    return statistics.median(samples) * 1e3
+
+
+def matmul_ceiling(size: int = 8192) -> float:
+    """TFLOP/s of a plain bf16 matrix product of random data: the ceiling that shares are given of."""
+    a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
+    return 2 * size**3 / measure(jax.jit(jnp.matmul), [(a, b)]) / 1e9
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """What a figure depends on: GPU, driver, versions, commit, command and date."""
+    device = jax.devices()[0]
+    dirty = "+" if _output(["git", "status", "--porcelain", "--untracked-files=no"]) else ""
+    return {
+        "device": device.device_kind,
+        "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "commit": commit or _output(["git", "rev-parse", "--short=12", "HEAD"]) + dirty,
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(),
+    }
