@@ -14,6 +14,14 @@ import numpy as np
 from nsa_jax.config import NSAConfig
 
 
+def query_positions(query, segment_start, query_offset) -> tuple[jax.Array, jax.Array]:
+    """Row positions and segment starts of queries [B, T, ...]: both int32 [B, T]."""
+    batch, length = query.shape[:2]
+    t = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32) + query_offset, (batch, length))
+    start = jnp.zeros_like(t) if segment_start is None else segment_start.astype(jnp.int32)
+    return t, start
+
+
 def num_compressed(num_keys: int, config: NSAConfig) -> int:
     """C: how many compressed blocks S keys give. Block i covers tokens [i*d, i*d + l)."""
     if num_keys < config.compress_block:

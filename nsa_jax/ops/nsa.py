@@ -14,6 +14,7 @@ Every op takes:
 
 from __future__ import annotations
 
+import importlib
 import logging
 import types
 import warnings
@@ -24,12 +25,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.ops import blocks, pallas, reference, xla
+from nsa_jax.ops import blocks
 from nsa_jax.ops.target import current_target
 
 logger = logging.getLogger("nsa_jax")
 
-IMPLEMENTATIONS: dict[str, types.ModuleType] = {"reference": reference, "xla": xla, "pallas": pallas}
+IMPLEMENTATIONS = ("reference", "xla", "pallas")  # modules of nsa_jax.ops
 
 _DTYPES = (jnp.float32, jnp.bfloat16)
 _SERVED: dict[str, str] = {}
@@ -125,6 +126,11 @@ def _offset(query_offset):
     return 0 if query_offset is None else query_offset
 
 
+def _module(implementation: str) -> types.ModuleType:
+    """An implementation's module, imported when first used: the kernels' dependencies load only where they run."""
+    return importlib.import_module(f"nsa_jax.ops.{implementation}")
+
+
 def _choose(op: str, implementation: str | None, query, key, value, **static) -> types.ModuleType:
     """Picks the module that serves `op`, records it and logs it once."""
     _require(
@@ -134,7 +140,7 @@ def _choose(op: str, implementation: str | None, query, key, value, **static) ->
     target = current_target()
     why = "asked for"
     if implementation == "pallas" or (implementation is None and target.is_gpu):
-        reason = pallas.unsupported(op, query, key, value, target=target, **static)
+        reason = _module("pallas").unsupported(op, query, key, value, target=target, **static)
         if implementation == "pallas":
             if reason is not None:
                 raise NotImplementedError(f"{op}(implementation='pallas'): {reason}")
@@ -152,7 +158,7 @@ def _choose(op: str, implementation: str | None, query, key, value, **static) ->
     if _SERVED.get(op) != chosen:
         logger.info("%s is served by %r (%s)", op, chosen, why)
     _SERVED[op] = chosen
-    return IMPLEMENTATIONS[chosen]
+    return _module(chosen)
 
 
 def compressed_attention(
@@ -246,7 +252,9 @@ def select_blocks(
     _check_float("key_cmp", key_cmp, query)
     _check_heads("key_cmp", sizes)
     _check_array("lse", lse, "BTN", sizes)
-    _require(lse.dtype == jnp.float32, f"lse has dtype {lse.dtype}: must be float32, as compressed_attention returns it")
+    _require(
+        lse.dtype == jnp.float32, f"lse has dtype {lse.dtype}: must be float32, as compressed_attention returns it"
+    )
     length = sizes["T"]
     _check_length(
         "key_cmp",
@@ -257,7 +265,8 @@ def select_blocks(
     )
     _check_segments(segment_start, sizes)
     _require(
-        query_offset is None or num_keys is not None, "num_keys=None: must be the number of keys when query_offset is given"
+        query_offset is None or num_keys is not None,
+        "num_keys=None: must be the number of keys when query_offset is given",
     )
     num_keys = length if num_keys is None else num_keys
     _require(
@@ -428,9 +437,7 @@ def nsa_attention(
     common = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
     out_cmp, lse = compressed_attention(query, key_cmp, value_cmp, config=config, **common)
     block_indices = select_blocks(query, key_cmp, lse, config=config, num_keys=sizes["S"], **common)
-    out_slc = selected_attention(
-        query, key_slc, value_slc, block_indices, select_block=config.select_block, **common
-    )
+    out_slc = selected_attention(query, key_slc, value_slc, block_indices, select_block=config.select_block, **common)
     out_win = window_attention(query, key_win, value_win, window=config.window, **common)
     gate = gates.astype(jnp.float32)
     out = sum(gate[..., i, None] * branch.astype(jnp.float32) for i, branch in enumerate((out_cmp, out_slc, out_win)))

@@ -11,14 +11,6 @@ from nsa_jax.ops import blocks
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def _positions(query: jax.Array, segment_start: jax.Array | None, query_offset) -> tuple[jax.Array, jax.Array]:
-    """Query positions and segment starts, both int32 [B, T]."""
-    batch, length = query.shape[:2]
-    t = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32) + query_offset, (batch, length))
-    start = jnp.zeros_like(t) if segment_start is None else segment_start.astype(jnp.int32)
-    return t, start
-
-
 def _scores(query: jax.Array, key: jax.Array) -> jax.Array:
     """Scaled dot products in float32: query [B, T, N, H], key [B, S, K, H] -> [B, T, K, G, S]."""
     batch, length, num_heads, head_dim = query.shape
@@ -51,7 +43,7 @@ def _attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array)
 
 def _compressed_mask(query, num_cmp: int, config: NSAConfig, segment_start, query_offset) -> jax.Array:
     """[B, T, 1, C]: which compressed blocks each query sees."""
-    t, start = _positions(query, segment_start, query_offset)
+    t, start = blocks.query_positions(query, segment_start, query_offset)
     low, high = blocks.compressed_range(t, start, config)
     index = jnp.arange(num_cmp, dtype=jnp.int32)
     return ((index >= low[..., None]) & (index < high[..., None]))[:, :, None, :]
@@ -77,15 +69,21 @@ def select_blocks(query, key_cmp, lse, *, config: NSAConfig, num_keys: int, segm
     """See `nsa_jax.select_blocks`; `num_keys` is S."""
     num_blocks = blocks.num_selection_blocks(num_keys, config.select_block)
     scores = importance(
-        query, key_cmp, lse, config=config, num_blocks=num_blocks, segment_start=segment_start, query_offset=query_offset
+        query,
+        key_cmp,
+        lse,
+        config=config,
+        num_blocks=num_blocks,
+        segment_start=segment_start,
+        query_offset=query_offset,
     )
-    t, start = _positions(query, segment_start, query_offset)
+    t, start = blocks.query_positions(query, segment_start, query_offset)
     return blocks.select_from_importance(scores, t[:, :, None], start[:, :, None], config)
 
 
 def selected_attention(query, key, value, block_indices, *, select_block: int, segment_start=None, query_offset=0):
     """See `nsa_jax.selected_attention`."""
-    t, start = _positions(query, segment_start, query_offset)
+    t, start = blocks.query_positions(query, segment_start, query_offset)
     position = jnp.arange(key.shape[1], dtype=jnp.int32)
     num_blocks = blocks.num_selection_blocks(key.shape[1], select_block)
     listed = (block_indices[..., None] == jnp.arange(num_blocks)).any(-2)  # [B, T, K, J]; J in a list means nothing
@@ -96,7 +94,7 @@ def selected_attention(query, key, value, block_indices, *, select_block: int, s
 
 def window_attention(query, key, value, *, window: int, segment_start=None, query_offset=0):
     """See `nsa_jax.window_attention`."""
-    t, start = _positions(query, segment_start, query_offset)
+    t, start = blocks.query_positions(query, segment_start, query_offset)
     position = jnp.arange(key.shape[1], dtype=jnp.int32)
     low = jnp.maximum(start, t - window + 1)
     mask = (position >= low[..., None]) & (position <= t[..., None])
