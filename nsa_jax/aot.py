@@ -1,8 +1,8 @@
 """Compiling for a GPU that is not here, on any machine: what preflight and the kernel tests do without a GPU.
 
 It needs the `aot` extra (the CUDA compiler plugin; no CUDA libraries, no driver). `compile_for_gpu` lowers a function
-for the named GPU with the kernels chosen for it and returns the executable, whose `memory_analysis()` and `as_text()` tell
-what the program needs. It cannot be run.
+for the named GPU with the kernels chosen for it and returns the executable, whose `memory_analysis()` and `as_text()`
+tell what the program needs. It cannot be run.
 """
 
 from __future__ import annotations
