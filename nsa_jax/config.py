@@ -97,6 +97,7 @@ def default_config() -> ConfigDict:
     c.data = d = ConfigDict()
     d.source = "stdlib"  # stdlib | text | hf | synthetic
     d.files = ()  # text: files or globs, UTF-8, plain, .gz or .zst
+    d.text_separator = ""  # text: string between the documents of a file; empty: a file is one document
     d.hf_path = ""  # hf: first argument of datasets.load_dataset, e.g. HuggingFaceFW/fineweb-edu, parquet, json
     d.hf_name = ""  # hf: configuration name, e.g. sample-10BT
     d.hf_data_files = ()  # hf: data_files of load_dataset, for parquet, json, text
@@ -108,6 +109,7 @@ def default_config() -> ConfigDict:
     d.max_documents = 0  # stop after this many documents; 0: all
     d.tokenizer = "byte"  # byte (256 + EOS) | bpe (trained on the corpus and saved) | hf (tokenizer.json or hub id)
     d.tokenizer_path = ""  # hf: path of a tokenizer.json or a hub id
+    d.tokenizer_eos = ""  # hf: end-of-document token; empty: found in the tokenizer's own files
     d.bpe_vocab_size = 8192  # bpe: vocabulary size to train
     d.seq_len = 2048  # T, tokens in one row
     d.packing = True  # rows hold several documents, attention does not cross them (segment_start)
