@@ -1,0 +1,74 @@
+"""Inverted block lists: for each key block, the queries that listed it, cut into work items of bounded size.
+
+A backward pass over keys needs, per key block, the (query, slot) pairs that listed the block. One sort gives them in a
+compact form, linear in the number of list entries: never a [T, J] map.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class InvertedLists(NamedTuple):
+    """List entries grouped by block; every row is inverted on its own.
+
+    Attributes:
+      order: int32 [rows, E], positions of entries in the input row, grouped by block and ascending within each.
+      block: int32 [rows, W], the key block of each work item.
+      begin: int32 [rows, W], first entry of each work item in `order`.
+      end: int32 [rows, W], one past its last entry; begin == end for items that are not needed.
+      offset: int32 [rows, J + 1]: block j's work items are offset[j] .. offset[j + 1] - 1.
+    """
+
+    order: jax.Array
+    block: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    offset: jax.Array
+
+
+def num_work_items(num_entries: int, num_blocks: int, chunk: int) -> int:
+    """How many work items of at most `chunk` entries any lists of `num_entries` entries can need."""
+    return num_entries // chunk + min(num_blocks, num_entries)
+
+
+def max_entries(num_blocks: int) -> int:
+    """The longest row that `invert` can take: block and position share one 32-bit sort key."""
+    return (2**32 - 1) // (num_blocks + 1)
+
+
+def _first_at_least(ascending: jax.Array, bounds: jax.Array) -> jax.Array:
+    """Per row, the first index whose value is >= each bound; unrolled, so that it is one fused GPU kernel."""
+    search = jax.vmap(lambda row, bound: jnp.searchsorted(row, bound, method="scan_unrolled"))
+    return search(ascending, bounds).astype(jnp.int32)
+
+
+def invert(entries: jax.Array, num_blocks: int, chunk: int) -> InvertedLists:
+    """Groups list entries by the block that they name.
+
+    Args:
+      entries: int32 [rows, E], block indices; `num_blocks` and above are padding.
+      num_blocks: J.
+      chunk: the most entries that a work item may have.
+    """
+    rows, count = entries.shape
+    # One operand sorts faster than key and payload; the position inside the key makes the order unique.
+    packed = jnp.minimum(entries, num_blocks).astype(jnp.uint32) * count + jnp.arange(count, dtype=jnp.uint32)
+    packed = jax.lax.sort(packed, dimension=1, is_stable=False)
+    bounds = jnp.arange(num_blocks + 1, dtype=jnp.uint32) * count
+    starts = _first_at_least(packed, jnp.broadcast_to(bounds, (rows, num_blocks + 1)))  # [rows, J + 1]
+    order = (packed % jnp.uint32(count)).astype(jnp.int32)
+
+    per_block = starts[:, 1:] - starts[:, :-1]
+    offset = jnp.pad(jnp.cumsum(-(-per_block // chunk), axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    item = jnp.arange(num_work_items(count, num_blocks, chunk), dtype=jnp.int32)
+    block = _first_at_least(offset, jnp.broadcast_to(item + 1, (rows, item.size))) - 1
+    block = jnp.minimum(block, num_blocks - 1)
+    begin = jnp.take_along_axis(starts, block, axis=1) + (item - jnp.take_along_axis(offset, block, axis=1)) * chunk
+    end = jnp.minimum(begin + chunk, jnp.take_along_axis(starts, block + 1, axis=1))
+    needed = item < offset[:, -1:]
+    begin = jnp.where(needed, begin, 0)
+    return InvertedLists(order, block, begin, jnp.where(needed, end, begin), offset)

@@ -1,0 +1,393 @@
+"""Backward pass of selected attention: one key-major pass that computes every score once.
+
+A program owns one key block and a chunk of the queries that listed it (`lists.invert`). It recomputes their
+probabilities, accumulates dk and dv in registers, and writes each query's share of dq to a buffer indexed by (query,
+list slot); two small kernels then sum dk and dv over a block's work items and dq over a query's slots. Every sum has a
+fixed order and no atomics are used, so results are bit-reproducible.
+
+Computing dq here costs one matrix product and a buffer's traffic; a query-major kernel would load every listed block's
+keys and values again for a few rows and recompute two matrix products. The buffer is bounded: the pass runs over
+(batch, key/value head) pairs and ranges of queries one after the other, see `SelectedBackwardConfig.buffer_bytes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops import blocks
+from nsa_jax.ops.pallas import lists
+from nsa_jax.ops.pallas.common import LOG2E, interpreted, triton_call
+from nsa_jax.ops.pallas.tuning import SelectedBackwardConfig, selected_backward_config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Static sizes of one backward pass."""
+
+    batch: int
+    length: int  # T
+    num_keys: int  # S
+    num_heads: int
+    num_kv: int
+    head_dim: int
+    value_dim: int
+    select_block: int
+    slots: int  # n
+    num_blocks: int  # J
+    ranges: int  # the queries are processed in so many ranges ...
+    range_length: int  # ... of this many
+    pairs: int  # (batch, kv head) pairs processed together
+    items: int  # work items per pair and range
+    config: SelectedBackwardConfig
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv
+
+    @property
+    def tile_tokens(self) -> int:
+        """Queries per tile: their heads fill its rows, up to the rounding."""
+        return self.config.rows // self.group
+
+    @property
+    def columns(self) -> int:
+        """Width of a score tile: the block size rounded up to what the matrix units take."""
+        return max(16, pl.next_power_of_2(self.select_block))
+
+    @property
+    def entries(self) -> int:
+        return self.range_length * self.slots
+
+    @property
+    def steps(self) -> int:
+        return self.ranges * (self.batch * self.num_kv // self.pairs)
+
+
+def _make_plan(query, key, value, slots: int, select_block: int, config: SelectedBackwardConfig) -> _Plan:
+    batch, length, num_heads, head_dim = query.shape
+    num_kv = key.shape[2]
+    num_blocks = blocks.num_selection_blocks(key.shape[1], select_block)
+    bytes_per_query = slots * (num_heads // num_kv) * head_dim * query.dtype.itemsize
+    fits = min(config.buffer_bytes // bytes_per_query, lists.max_entries(num_blocks) // slots)
+    range_length, ranges = length, 1
+    if fits < length:
+        unit = 64
+        ranges = -(-length // max(fits // unit * unit, unit))
+        range_length = -(-length // (ranges * unit)) * unit
+    all_pairs = batch * num_kv
+    wanted = max(config.buffer_bytes // (bytes_per_query * range_length), 1) if ranges == 1 else 1
+    pairs = max(p for p in range(1, all_pairs + 1) if all_pairs % p == 0 and p <= wanted)
+    return _Plan(
+        batch=batch,
+        length=length,
+        num_keys=key.shape[1],
+        num_heads=num_heads,
+        num_kv=num_kv,
+        head_dim=head_dim,
+        value_dim=value.shape[-1],
+        select_block=select_block,
+        slots=slots,
+        num_blocks=num_blocks,
+        ranges=ranges,
+        range_length=range_length,
+        pairs=pairs,
+        items=lists.num_work_items(range_length * slots, num_blocks, config.chunk),
+        config=config,
+    )
+
+
+def _parts(dim: int) -> list[tuple[int, int]]:
+    """Cuts a head dim into power-of-two (start, size) pieces, which is what Triton tensors can hold: 192 = 128 + 64."""
+    pieces, start = [], 0
+    while start < dim:
+        size = 1 << ((dim - start).bit_length() - 1)
+        pieces.append((start, size))
+        start += size
+    return pieces
+
+
+def _load(ref, rows, dim: int):
+    return [ref[rows, pl.ds(start, size)] for start, size in _parts(dim)]
+
+
+def _store(ref, rows, dim: int, pieces) -> None:
+    for (start, size), piece in zip(_parts(dim), pieces, strict=True):
+        ref[rows, pl.ds(start, size)] = piece.astype(ref.dtype)
+
+
+def _dot(a, b, contract: tuple[int, int]):
+    """Matrix product over the given dimensions, accumulated in float32."""
+    precision = None
+    if a.dtype == jnp.float32:
+        # Plain tf32 has 10 bits of mantissa; the three-pass product keeps float32's accuracy on the matrix units.
+        precision = lax.Precision.HIGHEST if interpreted() else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _sum_of_products(left, right, contract: tuple[int, int]):
+    return functools.reduce(jnp.add, [_dot(a, b, contract) for a, b in zip(left, right, strict=True)])
+
+
+def _fused_kernel(
+    step_ref,  # int32 [3]: first pair, range index, query_offset
+    order_ref,  # int32 [B*K*ranges, E]
+    block_ref,  # int32 [B*K*ranges, W], also begin and end
+    begin_ref,
+    end_ref,
+    query_ref,  # [B*T*N, H]
+    key_ref,  # [B*S*K, H]
+    value_ref,  # [B*S*K, V]
+    d_out_ref,  # [B*T*N, V]
+    lse_ref,  # float32 [B*T*N], base 2
+    delta_ref,  # float32 [B*T*N]
+    start_ref,  # int32 [B*T]
+    d_query_ref,  # [(pairs*E + 1) * G, H]: share of each (query, slot); the last G rows take what nobody reads
+    d_key_ref,  # float32 [pairs*W*columns, H]
+    d_value_ref,  # float32 [pairs*W*columns, V]
+    *,
+    plan: _Plan,
+):
+    item, local_pair = pl.program_id(0), pl.program_id(1)
+    pair = step_ref[0] + local_pair
+    batch, head = pair // plan.num_kv, pair % plan.num_kv
+    row = pair * plan.ranges + step_ref[1]
+    first_query = step_ref[1] * plan.range_length
+    begin, end = begin_ref[row, item], end_ref[row, item]
+    rows, group, columns = plan.config.rows, plan.group, plan.columns
+    dtype = query_ref.dtype
+
+    @pl.when(begin < end)
+    def _():
+        column = lax.iota(jnp.int32, columns)
+        position = block_ref[row, item] * plan.select_block + column
+        key_row = (batch * plan.num_keys + jnp.minimum(position, plan.num_keys - 1)) * plan.num_kv + head
+        key = _load(key_ref, key_row, plan.head_dim)
+        value = _load(value_ref, key_row, plan.value_dim)
+        limit = jnp.where(column < plan.select_block, position, plan.num_keys)
+        limit = jnp.where(limit < plan.num_keys, limit, jnp.int32(2**31 - 1))  # columns outside are never visible
+        tile_row = lax.iota(jnp.int32, rows)
+        in_tile = tile_row < plan.tile_tokens * group
+
+        def tile(i, carry):
+            d_key, d_value = carry
+            entry = begin + i * plan.tile_tokens + tile_row // group
+            valid = in_tile & (entry < end)
+            flat = order_ref[row, jnp.minimum(entry, end - 1)]
+            token = first_query + flat // plan.slots
+            query_row = (batch * plan.length + token) * plan.num_heads + head * group + tile_row % group
+            query = _load(query_ref, query_row, plan.head_dim)
+            d_out = _load(d_out_ref, query_row, plan.value_dim)
+            lse, delta = lse_ref[query_row], delta_ref[query_row]
+            low = start_ref[batch * plan.length + token]
+            # A row that must not count has an empty range of positions.
+            high = jnp.where(valid, token + step_ref[2], -1)
+
+            scores = _sum_of_products(key, query, (1, 1)) * (plan.head_dim**-0.5 * LOG2E)  # [columns, rows]
+            visible = (limit[:, None] <= high[None, :]) & (limit[:, None] >= low[None, :])
+            probs = jnp.where(visible, jnp.exp2(scores - lse[None, :]), 0.0)
+            d_probs = _sum_of_products(value, d_out, (1, 1))
+            d_scores = (probs * (d_probs - delta[None, :])).astype(dtype)
+            probs = probs.astype(dtype)
+            d_value = [acc + _dot(probs, piece, (1, 0)) for acc, piece in zip(d_value, d_out, strict=True)]
+            d_key = [acc + _dot(d_scores, piece, (1, 0)) for acc, piece in zip(d_key, query, strict=True)]
+            share = jnp.where(valid, local_pair * plan.entries + flat, plan.pairs * plan.entries)
+            pieces = [_dot(d_scores, piece, (0, 0)) for piece in key]
+            _store(d_query_ref, share * group + tile_row % group, plan.head_dim, pieces)
+            return d_key, d_value
+
+        zeros = lambda dim: [jnp.zeros((columns, size), jnp.float32) for _, size in _parts(dim)]  # noqa: E731
+        count = (end - begin + plan.tile_tokens - 1) // plan.tile_tokens
+        d_key, d_value = lax.fori_loop(0, count, tile, (zeros(plan.head_dim), zeros(plan.value_dim)))
+        out_row = (local_pair * plan.items + item) * columns + column
+        _store(d_key_ref, out_row, plan.head_dim, [piece * plan.head_dim**-0.5 for piece in d_key])
+        _store(d_value_ref, out_row, plan.value_dim, d_value)
+
+
+_PIECE = 16  # key rows per program of the key and value reduction
+
+
+def _reduce_items_kernel(
+    step_ref, offset_ref, d_key_items_ref, d_value_items_ref, _k, _v, d_key_ref, d_value_ref, *, plan: _Plan
+):
+    """Adds a block's work items, in order, to dk and dv: float32 [B*J*columns*K, H or V]."""
+    block, piece, local_pair = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    pair = step_ref[0] + local_pair
+    row = pair * plan.ranges + step_ref[1]
+    first, last = offset_ref[row, block], offset_ref[row, block + 1]
+
+    @pl.when(first < last)
+    def _():
+        column = piece * _PIECE + lax.iota(jnp.int32, _PIECE)
+        batch, head = pair // plan.num_kv, pair % plan.num_kv
+        out_row = ((batch * plan.num_blocks + block) * plan.columns + column) * plan.num_kv + head
+        for items_ref, out_ref, dim in (
+            (d_key_items_ref, d_key_ref, plan.head_dim),
+            (d_value_items_ref, d_value_ref, plan.value_dim),
+        ):
+
+            def add(item, total, items_ref=items_ref, dim=dim):
+                item_row = (local_pair * plan.items + item) * plan.columns + column
+                return [acc + part for acc, part in zip(total, _load(items_ref, item_row, dim), strict=True)]
+
+            total = lax.fori_loop(first, last, add, _load(out_ref, out_row, dim))
+            _store(out_ref, out_row, dim, total)
+
+
+def _reduce_slots_kernel(step_ref, count_ref, shares_ref, _dq, d_query_ref, *, plan: _Plan, tokens: int, width: int):
+    """Sums a query's slots, in order: shares [pairs*E + 1, G*H] to dq [B*T, N*H]."""
+    local, part, local_pair = pl.program_id(0) * tokens, pl.program_id(1), pl.program_id(2)
+    pair = step_ref[0] + local_pair
+    token = step_ref[1] * plan.range_length + local
+
+    @pl.when(token < plan.length)
+    def _():
+        batch, head = pair // plan.num_kv, pair % plan.num_kv
+        inside = lax.iota(jnp.int32, tokens)
+        count = count_ref[pair, pl.ds(token, tokens)]
+
+        def add(slot, total):
+            share = local_pair * plan.entries + (local + inside) * plan.slots + slot
+            piece = shares_ref[share, pl.ds(part * width, width)].astype(jnp.float32)
+            # Slots past a list's end were never written.
+            return total + jnp.where((slot < count)[:, None], piece, 0.0)
+
+        total = jnp.zeros((tokens, width), jnp.float32)
+        if plan.slots <= 32:
+            for slot in range(plan.slots):  # unrolled: all loads in flight
+                total = add(slot, total)
+        else:
+            total = lax.fori_loop(0, plan.slots, add, total)
+        at = head * (plan.group * plan.head_dim) + part * width
+        total = total * plan.head_dim**-0.5
+        d_query_ref[batch * plan.length + token + inside, pl.ds(at, width)] = total.astype(d_query_ref.dtype)
+
+
+def _step(carry, step, inverted: lists.InvertedLists, counts, tensors, plan: _Plan, dtype):
+    """One (group of pairs, range of queries): updates d_query, d_key and d_value in place."""
+    d_query, d_key, d_value = carry
+    config, dims = plan.config, (plan.head_dim, plan.value_dim)
+    shares, d_key_items, d_value_items = triton_call(
+        functools.partial(_fused_kernel, plan=plan),
+        grid=(plan.items, plan.pairs),
+        out_shape=[
+            jax.ShapeDtypeStruct(((plan.pairs * plan.entries + 1) * plan.group, plan.head_dim), dtype),
+            *[jax.ShapeDtypeStruct((plan.pairs * plan.items * plan.columns, dim), jnp.float32) for dim in dims],
+        ],
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        name="selected_backward",
+    )(step, inverted.order, inverted.block, inverted.begin, inverted.end, *tensors)
+    d_key, d_value = triton_call(
+        functools.partial(_reduce_items_kernel, plan=plan),
+        grid=(plan.num_blocks, plan.columns // _PIECE, plan.pairs),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (d_key, d_value)],
+        input_output_aliases={4: 0, 5: 1},
+        num_warps=4,
+        num_stages=2,
+        name="selected_backward_reduce_items",
+    )(step, inverted.offset, d_key_items, d_value_items, d_key, d_value)
+    span = plan.group * plan.head_dim
+    width = min(span & -span, 1024)
+    tokens = 1
+    while tokens * width < 2048 and plan.length % (2 * tokens) == 0 and plan.range_length % (2 * tokens) == 0:
+        tokens *= 2
+    d_query = triton_call(
+        functools.partial(_reduce_slots_kernel, plan=plan, tokens=tokens, width=width),
+        grid=(plan.range_length // tokens, span // width, plan.pairs),
+        out_shape=jax.ShapeDtypeStruct(d_query.shape, d_query.dtype),
+        input_output_aliases={3: 0},
+        num_warps=4,
+        num_stages=1,
+        name="selected_backward_reduce_slots",
+    )(step, counts, shares.reshape(-1, span), d_query)
+    return d_query, d_key, d_value
+
+
+def _entries_by_range(block_indices: jax.Array, plan: _Plan) -> jax.Array:
+    """Block lists [B, T, K, n] as [B*K*ranges, range_length*n], padded with J."""
+    padded_length = plan.ranges * plan.range_length
+    entries = jnp.minimum(block_indices, plan.num_blocks).transpose(0, 2, 1, 3)
+    pad = ((0, 0), (0, 0), (0, padded_length - plan.length), (0, 0))
+    entries = jnp.pad(entries, pad, constant_values=plan.num_blocks)
+    return entries.reshape(plan.batch * plan.num_kv * plan.ranges, plan.entries)
+
+
+def selected_backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    block_indices: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    *,
+    select_block: int,
+    segment_start: jax.Array,
+    query_offset: jax.Array,
+    config: SelectedBackwardConfig | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of selected attention.
+
+    Args:
+      query: [B, T, N, H].
+      key: [B, S, K, H].
+      value: [B, S, K, V].
+      block_indices: int32 [B, T, K, n], ascending without repeats, padded with J or more.
+      out: [B, T, N, V], the forward result.
+      lse: float32 [B, T, N], its log-sum-exp (natural log); -inf for rows that see nothing, whose gradients are 0.
+      d_out: [B, T, N, V], cotangent of `out`.
+      select_block: block size.
+      segment_start: int32 [B, T].
+      query_offset: int32 scalar, position of the first query in the keys' row.
+      config: tile sizes; None chooses them from the shape.
+
+    Returns:
+      (d_query, d_key, d_value), like query, key and value.
+    """
+    batch, length, num_heads, head_dim = query.shape
+    num_kv, value_dim, slots = key.shape[2], value.shape[-1], block_indices.shape[-1]
+    if config is None:
+        config = selected_backward_config(num_heads // num_kv, head_dim, value_dim, query.dtype, select_block)
+    plan = _make_plan(query, key, value, slots, select_block, config)
+    if max(batch * length * num_heads, batch * key.shape[1] * num_kv) >= 2**31:
+        raise NotImplementedError("selected_attention: more than 2^31 query or key rows (B*T*N, B*S*K) in the backward")
+
+    entries = _entries_by_range(block_indices, plan)
+    inverted = lists.invert(entries, plan.num_blocks, config.chunk)
+    counts = (entries < plan.num_blocks).reshape(batch * num_kv, -1, slots).sum(-1, dtype=jnp.int32)
+    delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
+    lse = jnp.where(jnp.isneginf(lse), 0.0, lse * LOG2E)
+    tensors = (
+        query.reshape(-1, head_dim),
+        key.reshape(-1, head_dim),
+        value.reshape(-1, value_dim),
+        d_out.astype(query.dtype).reshape(-1, value_dim),
+        lse.reshape(-1),
+        delta.reshape(-1),
+        segment_start.astype(jnp.int32).reshape(-1),
+    )
+    offset = jnp.asarray(query_offset, jnp.int32)
+
+    def body(i, carry):
+        i = jnp.asarray(i, jnp.int32)
+        step = jnp.stack([i // plan.ranges * plan.pairs, i % plan.ranges, offset])
+        return _step(carry, step, inverted, counts, tensors, plan, query.dtype)
+
+    carry = (
+        jnp.zeros((batch * length, num_heads * head_dim), query.dtype),
+        *[jnp.zeros((batch * plan.num_blocks * plan.columns * num_kv, d), jnp.float32) for d in (head_dim, value_dim)],
+    )
+    d_query, d_key, d_value = body(0, carry) if plan.steps == 1 else lax.fori_loop(0, plan.steps, body, carry)
+
+    def finish(x, like):
+        x = x.reshape(batch, plan.num_blocks, plan.columns, num_kv, -1)[:, :, :select_block]
+        return x.reshape(batch, -1, num_kv, x.shape[-1])[:, : plan.num_keys].astype(like.dtype)
+
+    return d_query.reshape(query.shape), finish(d_key, key), finish(d_value, value)

@@ -1,0 +1,125 @@
+"""Backward of selected attention against the reference's vjp: interpreted on CPU, and at real shapes on a GPU."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nsa_jax.ops import blocks, reference
+from nsa_jax.ops.pallas import lists
+from nsa_jax.ops.pallas.selected_backward import selected_backward
+from nsa_jax.ops.pallas.tuning import SelectedBackwardConfig
+
+
+def _random_lists(rng, batch, length, num_kv, slots, num_blocks) -> np.ndarray:
+    """Ascending lists of distinct blocks of random lengths (0 included), padded with J; some name future blocks."""
+    out = np.full((batch, length, num_kv, slots), num_blocks, np.int32)
+    for index in np.ndindex(batch, length, num_kv):
+        count = rng.integers(0, min(slots, num_blocks) + 1)
+        out[index][:count] = np.sort(rng.permutation(num_blocks)[:count])
+    return out
+
+
+def _inputs(seed, *, batch, length, num_keys, num_heads, num_kv, h_dim, v_dim, slots, select_block, dtype, packed, offset):
+    rng = np.random.default_rng(seed)
+    shapes = ((length, num_heads, h_dim), (num_keys, num_kv, h_dim), (num_keys, num_kv, v_dim), (length, num_heads, v_dim))
+    query, key, value, d_out = (jnp.asarray(rng.normal(size=(batch, *s)), dtype) for s in shapes)
+    num_blocks = blocks.num_selection_blocks(num_keys, select_block)
+    indices = jnp.asarray(_random_lists(rng, batch, length, num_kv, slots, num_blocks))
+    positions = offset + np.arange(length)
+    start = np.sort(rng.integers(0, positions + 1, (batch, length)), axis=1) if packed else np.zeros((batch, length))
+    return query, key, value, indices, d_out, jnp.asarray(start, jnp.int32)
+
+
+def _reference(query, key, value, indices, d_out, start, select_block, offset):
+    """(out, lse, gradients), all float32 from the reference."""
+    query, key, value, d_out = (x.astype(jnp.float32) for x in (query, key, value, d_out))
+    t = offset + jnp.arange(query.shape[1])[:, None]
+    position = jnp.arange(key.shape[1])
+    listed = (indices[..., None, :] == (position // select_block)[:, None]).any(-1)  # [B, T, K, S]
+    visible = (position >= start[..., None]) & (position <= t)
+    mask = listed & visible[:, :, None, :]
+    (out, lse), vjp = jax.vjp(lambda q, k, v: reference._attend(q, k, v, mask), query, key, value)
+    return out, lse, vjp((d_out, jnp.zeros_like(lse)))
+
+
+def _errors(got, want):
+    return [
+        float(jnp.linalg.norm(g.astype(jnp.float32) - w) / jnp.maximum(jnp.linalg.norm(w), 1e-30))
+        for g, w in zip(got, want, strict=True)
+    ]
+
+
+_CASES = {
+    "plain": {},
+    "one_head_per_group": dict(num_heads=2, num_kv=2, length=37, num_keys=37),
+    "three": dict(num_heads=6, num_kv=2, packed=True),
+    "six_packed_batch": dict(batch=2, num_heads=6, num_kv=1, packed=True, length=29, num_keys=29),
+    "sixteen": dict(num_heads=16, num_kv=1, length=21, num_keys=21),
+    "sixty_four": dict(num_heads=64, num_kv=1, length=9, num_keys=9),
+    "wide_values": dict(h_dim=16, v_dim=32),
+    "three_part_keys": dict(h_dim=192, v_dim=64, length=20, num_keys=20),
+    "odd_block": dict(select_block=12, length=41, num_keys=41),
+    "wide_block": dict(select_block=32, length=70, num_keys=70, slots=3),
+    "offset": dict(length=11, num_keys=50, offset=30, packed=True),
+    "bfloat16": dict(dtype=jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_gradients_equal_the_references(name):
+    case = dict(
+        batch=1, length=33, num_keys=33, num_heads=4, num_kv=2, h_dim=16, v_dim=16, slots=4, select_block=8,
+        dtype=jnp.float32, packed=False, offset=0,
+    ) | _CASES[name]  # fmt: skip
+    query, key, value, indices, d_out, start = _inputs(0, **case)
+    select_block, offset = case["select_block"], case["offset"]
+    out, lse, want = _reference(query, key, value, indices, d_out, start, select_block, offset)
+    got = selected_backward(
+        query, key, value, indices, out.astype(query.dtype), lse, d_out,
+        select_block=select_block, segment_start=start, query_offset=jnp.int32(offset),
+    )  # fmt: skip
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, (query, key, value))
+    tolerance = 1e-5 if case["dtype"] == jnp.float32 else 1e-2
+    assert max(_errors(got, want)) < tolerance, _errors(got, want)
+    unseen = jnp.isneginf(lse)
+    assert bool(unseen.any())
+    assert float(jnp.abs(jnp.where(unseen[..., None], got[0], 0)).max()) == 0.0
+
+
+def test_ranges_of_queries_change_nothing_but_the_order_of_sums():
+    case = dict(
+        batch=2, length=150, num_keys=150, num_heads=4, num_kv=2, h_dim=16, v_dim=16, slots=3, select_block=16,
+        dtype=jnp.float32, packed=True, offset=0,
+    )  # fmt: skip
+    query, key, value, indices, d_out, start = _inputs(1, **case)
+    out, lse, want = _reference(query, key, value, indices, d_out, start, 16, 0)
+    for buffer_bytes in (64 * 3 * 2 * 16 * 4, 2 * 150 * 3 * 2 * 16 * 4):  # 3 ranges of 64; 2 heads at a time
+        config = SelectedBackwardConfig(rows=16, chunk=8, num_warps=4, num_stages=1, buffer_bytes=buffer_bytes)
+        got = selected_backward(
+            query, key, value, indices, out, lse, d_out,
+            select_block=16, segment_start=start, query_offset=jnp.int32(0), config=config,
+        )  # fmt: skip
+        assert max(_errors(got, want)) < 1e-5, _errors(got, want)
+
+
+def test_inverted_lists_hold_every_entry_once_in_bounded_items():
+    rng = np.random.default_rng(2)
+    num_blocks, chunk = 7, 4
+    entries = rng.integers(0, num_blocks + 2, (3, 60)).astype(np.int32)
+    entries[1] = 0  # one block takes everything
+    entries[2] = num_blocks
+    inverted = jax.tree.map(np.asarray, lists.invert(jnp.asarray(entries), num_blocks, chunk))
+    for row in range(3):
+        seen = {j: [] for j in range(num_blocks)}
+        for j in range(num_blocks):
+            for item in range(inverted.offset[row, j], inverted.offset[row, j + 1]):
+                begin, end = inverted.begin[row, item], inverted.end[row, item]
+                assert inverted.block[row, item] == j and 0 < end - begin <= chunk
+                seen[j].extend(inverted.order[row, begin:end].tolist())
+        assert seen == {j: np.flatnonzero(entries[row] == j).tolist() for j in range(num_blocks)}
+        needed = inverted.offset[row, -1]
+        assert (inverted.begin[row, needed:] == inverted.end[row, needed:]).all()
