@@ -18,22 +18,40 @@ class SelectedConfig:
       keys: keys per step of every loop; a selection block is walked in steps of this size.
       plain_warps: warps of one program of the plain loop (one query token and key/value head).
       plain_stages: software pipeline depth of the plain loop.
+      tile: neighbouring tokens whose shared blocks are read once, at most 32; 1 means the plain loop alone.
+      share: how many tokens of a tile must list a block for it to count as shared.
+      tile_warps: warps of one program of the tile loop.
+      tile_stages: software pipeline depth of the tile loop.
     """
 
     keys: int
     plain_warps: int
     plain_stages: int
+    tile: int
+    share: int
+    tile_warps: int
+    tile_stages: int
 
 
 def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype) -> SelectedConfig:
     """Picks the selected forward's tiles.
 
     The plain loop is limited by the traffic from L2 to the multiprocessors, so one warp per program (many programs in
-    flight, no synchronisation) beat 4 and 8 on an H200. A step holds K and V of `keys` tokens in shared memory.
+    flight, no synchronisation) beat 4 and 8 on an H200. A step holds K and V of `keys` tokens in shared memory. A tile
+    of 128 rows keeps its state in the registers of 4 warps; one of its steps costs about as much as 3 of the plain loop.
     """
     row_bytes = (h_dim + v_dim) * jnp.dtype(dtype).itemsize
-    keys = max(16, min(1 << (select_block - 1).bit_length(), 64))
-    return SelectedConfig(keys=keys, plain_warps=1 if row_bytes <= 512 and group <= 16 else 4, plain_stages=2)
+    small = row_bytes <= 512
+    tile = max(1, min(32, (128 if small else 64) // group))
+    return SelectedConfig(
+        keys=max(16, min(1 << (select_block - 1).bit_length(), 64)),
+        plain_warps=1 if small and group <= 16 else 4,
+        plain_stages=2,
+        tile=tile,
+        share=min(3, tile),
+        tile_warps=4 if small else 8,
+        tile_stages=2,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +63,7 @@ class SelectedBackwardConfig:
       chunk: the most queries that one work item takes from a key block's list.
       num_warps: warps per program.
       num_stages: software pipeline depth of the loop over queries.
+      keys_first: score tiles are [keys, rows] rather than [rows, keys].
       buffer_bytes: bound on the buffer of dq shares; query ranges and heads are processed one after the other to
         stay within it.
     """
@@ -53,6 +72,7 @@ class SelectedBackwardConfig:
     chunk: int
     num_warps: int
     num_stages: int
+    keys_first: bool = True
     buffer_bytes: int = 512 * 2**20
 
 
@@ -64,3 +84,114 @@ def selected_backward_config(group: int, h_dim: int, v_dim: int, dtype, select_b
     rows = max(64, 1 << (group - 1).bit_length())
     wide = max(h_dim, v_dim) > 128 or jnp.dtype(dtype).itemsize > 2 or select_block > 64
     return SelectedBackwardConfig(rows=rows, chunk=128, num_warps=8 if wide else 4, num_stages=1 if wide else 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectConfig:
+    """Tiles of block selection: the importance scores and the top n of each row.
+
+    Attributes:
+      keys: compressed blocks of one scores program; it keeps their keys and meets every head of its query tile.
+      queries: query tokens of one scores program.
+      num_warps: warps of a scores program.
+      num_stages: software pipeline depth of its loop over heads.
+      chunk_bytes: bound on the buffer of scores; query ranges are processed one after the other to stay within it.
+    """
+
+    keys: int
+    queries: int
+    num_warps: int
+    num_stages: int
+    chunk_bytes: int = 256 * 2**20
+
+
+def select_config(num_queries: int, h_dim: int, support: int, dtype) -> SelectConfig:
+    """Picks the scores tile.
+
+    The running sum over heads and one head's scores are both [keys, queries] in registers: 128 x 64 over 4 warps is
+    what fits. Every head's queries are read once per key tile, so more keys mean less traffic from L2.
+
+    Args:
+      num_queries: T.
+      h_dim: H.
+      support: compressed blocks that one selection block gathers (the length of the fold weights).
+      dtype: dtype of queries and keys.
+    """
+    wide = jnp.dtype(dtype).itemsize > 2
+    keys = 64 if wide else 128
+    while keys < 2 * support:  # at least half of a tile's columns must be whole selection blocks
+        keys *= 2
+    queries = min(32 if wide else 64, max(16, 1 << (num_queries - 1).bit_length()))
+    large = wide or keys * queries > 128 * 64
+    return SelectConfig(keys=keys, queries=queries, num_warps=8 if large else 4, num_stages=1 if wide or h_dim > 128 else 2)
+
+
+def top_n_shape(width: int) -> tuple[int, int]:
+    """Rows per program and warps of the top-n kernel for rows of `width` scores (a power of two).
+
+    A warp keeps up to 2048 scores, 64 registers per thread; narrow rows share a program so that its lanes are full.
+    """
+    return max(1, min(8, 1024 // width)), max(1, min(16, width // 2048))
+
+
+@dataclasses.dataclass(frozen=True)
+class RangedConfig:
+    """Tiles of one kernel of ranged attention (the compressed and window branches).
+
+    Attributes:
+      rows: rows of a query tile, a power of two of at least G: `rows // G` queries with all their heads.
+      keys: keys per block.
+      num_warps: warps per program.
+      num_stages: software pipeline depth of the loop.
+      splits: programs that share the queries of one key block in the dk, dv kernel; 0 picks `ranged_splits`.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    splits: int = 0
+
+
+def _ranged_rows(rows: int, group: int) -> int:
+    """At least `rows`, and room for one token's heads."""
+    return max(rows, 1 << (group - 1).bit_length())
+
+
+def ranged_forward_config(group: int, h_dim: int, v_dim: int, dtype) -> RangedConfig:
+    """Picks the forward's tiles: 128 rows keep K and V's traffic low; wide heads and float32 halve the tiles."""
+    if jnp.dtype(dtype).itemsize > 2:
+        return RangedConfig(_ranged_rows(64, group), 32, 4, 1 if max(h_dim, v_dim) > 128 else 2)
+    if max(h_dim, v_dim) > 128:
+        return RangedConfig(_ranged_rows(128, group), 64, 8, 2)
+    return RangedConfig(_ranged_rows(128, group), 64, 4 if max(h_dim, v_dim) <= 64 else 8, 3)
+
+
+def ranged_dq_config(group: int, h_dim: int, v_dim: int, dtype) -> RangedConfig:
+    """Picks the dq kernel's tiles."""
+    if jnp.dtype(dtype).itemsize > 2:
+        return RangedConfig(_ranged_rows(64, group), 32, 4, 1)
+    if max(h_dim, v_dim) > 128:
+        return RangedConfig(_ranged_rows(64, group), 32, 4, 2)
+    return RangedConfig(_ranged_rows(128, group), 64, 8, 2)
+
+
+def ranged_dkv_config(group: int, h_dim: int, v_dim: int, dtype) -> RangedConfig:
+    """Picks the dk, dv kernel's tiles."""
+    if jnp.dtype(dtype).itemsize > 2:
+        return RangedConfig(_ranged_rows(32, group), 32, 4, 1)
+    if max(h_dim, v_dim) > 128:
+        return RangedConfig(_ranged_rows(32, group), 64, 8, 1)
+    return RangedConfig(_ranged_rows(64, group), 128, 8, 2)
+
+
+def ranged_splits(programs: int, query_tiles: int, share_bytes: int) -> int:
+    """Programs per key block of the dk, dv kernel: enough to fill a GPU several times over.
+
+    Args:
+      programs: key blocks times key/value heads times batch.
+      query_tiles: query tiles of a row.
+      share_bytes: bytes of one float32 share of dk and dv; all shares together stay within 256 MiB.
+    """
+    wanted = -(-2048 // programs)
+    return max(1, min(wanted, query_tiles // 16, 256 * 2**20 // share_bytes))

@@ -1,0 +1,196 @@
+"""Compressed and window attention on GPUs: every query sees one contiguous range of keys (paper eq. 5, sections 3.3.1, 3.3.3).
+
+Both branches are the same flash attention: the query at t sees the keys [low(t), high(t)). `low` and `high` carry all
+there is to know about causality, blocks, packing and `query_offset`. A query tile's loop runs over the keys that any
+of its queries sees and is free of masks where all of them see a whole key block. cuDNN serves the forward pass of the
+window where it can (`ranged_cudnn`); the backward pass is always ours, since cuDNN's adds dq atomically and so is not
+reproducible from run to run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.ops import blocks
+from nsa_jax.ops.pallas import ranged_backward, ranged_cudnn, tuning
+from nsa_jax.ops.pallas.common import LN2, LOG2E, triton_call
+from nsa_jax.ops.pallas.ranged_tiles import (
+    dot,
+    head_pieces,
+    key_block,
+    key_loops,
+    load_rows,
+    query_rows,
+    rows_spec,
+    store_rows,
+)
+
+
+def compressed_attention(query, key_cmp, value_cmp, *, config: NSAConfig, segment_start=None, query_offset=0):
+    """See `nsa_jax.compressed_attention`."""
+    t, start = _positions(query, segment_start, query_offset)
+    low, high = blocks.compressed_range(t, start, config)
+    return ranged_attention(query, key_cmp, value_cmp, low, high)
+
+
+def window_attention(query, key, value, *, window: int, segment_start=None, query_offset=0):
+    """See `nsa_jax.window_attention`."""
+    t, start = _positions(query, segment_start, query_offset)
+    low, high = jnp.maximum(start, t - window + 1), t + 1
+    if segment_start is None and ranged_cudnn.serves_window(query, key, value, query_offset):
+        return _window_cudnn(query, key, value, low, high, window)
+    return ranged_attention(query, key, value, low, high)[0]
+
+
+def ranged_attention(query, key, value, low, high) -> tuple[jax.Array, jax.Array]:
+    """Attention of every query over its own contiguous range of keys.
+
+    Args:
+      query: [B, T, N, H], float32 or bfloat16. Scores are scaled by 1/sqrt(H).
+      key: [B, S, K, H].
+      value: [B, S, K, V].
+      low: int32 [B, T]; the query at t sees keys low[t] <= p < high[t] with 0 <= p < S, none where high <= low.
+      high: int32 [B, T].
+
+    Returns:
+      The output [B, T, N, V], exactly 0 for a query that sees nothing, and the natural-log log-sum-exp of the scaled
+      scores, float32 [B, T, N], -inf there. The log-sum-exp has no gradient.
+    """
+    batch, length, heads, _ = query.shape
+    num_keys, v_dim = key.shape[1], value.shape[-1]
+    if num_keys == 0:
+        out = jnp.zeros((batch, length, heads, v_dim), query.dtype)
+        return out, jnp.full((batch, length, heads), -jnp.inf, jnp.float32)
+    low, high = jnp.clip(low, 0, num_keys), jnp.clip(high, 0, num_keys)
+    empty = high <= low
+    return _ranged(query, key, value, jnp.where(empty, num_keys, low), jnp.where(empty, 0, high))
+
+
+def _positions(query, segment_start, query_offset) -> tuple[jax.Array, jax.Array]:
+    """Query positions and segment starts, both int32 [B, T]."""
+    t = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32) + query_offset, query.shape[:2])
+    return t, jnp.zeros_like(t) if segment_start is None else segment_start.astype(jnp.int32)
+
+
+@jax.custom_vjp
+def _ranged(query, key, value, low, high):
+    return ranged_forward(query, key, value, low, high)
+
+
+def _ranged_fwd(query, key, value, low, high):
+    out, lse = ranged_forward(query, key, value, low, high)
+    return (out, lse), (query, key, value, low, high, out, lse)
+
+
+def _ranged_bwd(residuals, cotangents):
+    return (*ranged_backward.ranged_backward(*residuals, cotangents[0]), None, None)
+
+
+_ranged.defvjp(_ranged_fwd, _ranged_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _window_cudnn(query, key, value, low, high, window):
+    return ranged_cudnn.window_forward(query, key, value, window)[0]
+
+
+def _window_cudnn_fwd(query, key, value, low, high, window):
+    out, lse = ranged_cudnn.window_forward(query, key, value, window)
+    return out, (query, key, value, low, high, out, lse)
+
+
+def _window_cudnn_bwd(window, residuals, cotangent):
+    del window
+    return (*ranged_backward.ranged_backward(*residuals, cotangent), None, None)
+
+
+_window_cudnn.defvjp(_window_cudnn_fwd, _window_cudnn_bwd)
+
+
+def _forward_kernel(
+    query_ref, key_ref, value_ref, low_ref, high_ref, out_ref, lse_ref, *, config, tokens, group, heads, length, num_keys
+):
+    h_dim, v_dim = query_ref.shape[-1], value_ref.shape[-1]
+    tile = pl.num_programs(0) - 1 - pl.program_id(0)  # late queries see most: they go first, so that the end is short
+    token, row = query_rows(tile, config.rows, tokens, group, heads, pl.program_id(1), length)
+    low, high = low_ref[token], high_ref[token]
+    query = load_rows(query_ref, row, h_dim)
+    scale = LOG2E / math.sqrt(h_dim)
+
+    def step(exact, i, carry):
+        acc, peak, total = carry
+        index = key_block(i, config.keys, num_keys, exact)
+        scores = sum(
+            dot(q, key_ref[index, pl.ds(offset, size)], (1, 1))
+            for q, (offset, size) in zip(query, head_pieces(h_dim), strict=True)
+        )
+        if not exact:
+            position = i * config.keys + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+            scores = jnp.where((position >= low[:, None]) & (position < high[:, None]), scores, -jnp.inf)
+        new_peak = jnp.maximum(peak, scores.max(1) * scale)
+        alpha = jnp.exp2(peak - new_peak)
+        weights = jnp.exp2(scores * scale - new_peak[:, None])
+        total = total * alpha + weights.sum(1)
+        weights = weights.astype(value_ref.dtype)
+        acc = tuple(
+            a * alpha[:, None] + dot(weights, value_ref[index, pl.ds(offset, size)], (1, 0))
+            for a, (offset, size) in zip(acc, head_pieces(v_dim), strict=True)
+        )
+        return acc, new_peak, total
+
+    carry = (
+        tuple(jnp.zeros((config.rows, size), jnp.float32) for _, size in head_pieces(v_dim)),
+        # Finite, so that a row that has seen nothing yet gets weights exp2(-inf - peak) = 0 and not NaN.
+        jnp.full((config.rows,), -1e30, jnp.float32),
+        jnp.zeros((config.rows,), jnp.float32),
+    )
+    acc, peak, total = key_loops(step, low, high, config.keys, carry)
+    safe = jnp.where(total > 0, total, 1.0)
+    store_rows(out_ref, row, tuple(a / safe[:, None] for a in acc))
+    lse_ref[row] = jnp.where(total > 0, (peak + jnp.log2(safe)) * LN2, -jnp.inf)
+
+
+def ranged_forward(query, key, value, low, high, config: tuning.RangedConfig | None = None):
+    """The forward kernel; arguments as `ranged_attention`, with low = S and high = 0 where a query sees nothing."""
+    batch, length, heads, h_dim = query.shape
+    num_keys, kv_heads, v_dim = value.shape[1:]
+    group = heads // kv_heads
+    config = config or tuning.ranged_forward_config(group, h_dim, v_dim, query.dtype)
+    tokens = config.rows // group
+    kernel = functools.partial(
+        _forward_kernel,
+        config=config,
+        tokens=tokens,
+        group=group,
+        heads=heads,
+        length=length,
+        num_keys=num_keys,
+    )
+    per_head = lambda dim: pl.BlockSpec((None, num_keys, None, dim), lambda i, h, b: (b, 0, h, 0))  # noqa: E731
+    out, lse = triton_call(
+        kernel,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        grid=(pl.cdiv(length, tokens), kv_heads, batch),
+        in_specs=[
+            rows_spec(length * heads, h_dim),
+            per_head(h_dim),
+            per_head(v_dim),
+            rows_spec(length),
+            rows_spec(length),
+        ],
+        out_specs=[rows_spec(length * heads, v_dim), rows_spec(length * heads)],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, length * heads, v_dim), query.dtype),
+            jax.ShapeDtypeStruct((batch, length * heads), jnp.float32),
+        ],
+        name="ranged_forward",
+    )(query.reshape(batch, length * heads, h_dim), key, value, low, high)
+    return out.reshape(batch, length, heads, v_dim), lse.reshape(batch, length, heads)

@@ -1,0 +1,290 @@
+"""Backward of ranged attention without atomics: one kernel for dq, one for dk and dv, each recomputing the weights."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops.pallas import tuning
+from nsa_jax.ops.pallas.common import LOG2E, triton_call
+from nsa_jax.ops.pallas.ranged_tiles import (
+    dot,
+    head_pieces,
+    key_block,
+    key_loops,
+    load_rows,
+    query_rows,
+    rows_spec,
+    store_rows,
+)
+
+# Stands for the log-sum-exp of a row that must get no weight: exp2(score - this) is exactly 0.
+_NO_WEIGHT = 1e30
+
+
+def ranged_backward(query, key, value, low, high, out, lse, grad_out):
+    """Gradients of `ranged_attention`'s output for query, key and value.
+
+    Args:
+      query, key, value, low, high: as `ranged_forward` took them.
+      out, lse: what it returned.
+      grad_out: [B, T, N, V].
+    """
+    batch, length, heads, v_dim = out.shape
+    delta = jnp.sum(out.astype(jnp.float32) * grad_out.astype(jnp.float32), axis=-1)
+    lse = jnp.where(lse == -jnp.inf, _NO_WEIGHT, lse * LOG2E)
+    rows = (batch, length * heads)
+    args = (query.reshape(*rows, -1), key, value, grad_out.reshape(*rows, v_dim), lse.reshape(rows), delta.reshape(rows))
+    grad_query = grad_query_kernel(*args, low, high)
+    grad_key, grad_value = grad_key_value_kernel(*args, low, high)
+    return grad_query.reshape(query.shape), grad_key, grad_value
+
+
+def _scores(rows, keys):
+    """Sum over the pieces of a head dim of rows [R, size] times keys [M, size] transposed: float32 [R, M]."""
+    return sum(dot(a, b, (1, 1)) for a, b in zip(rows, keys, strict=True))
+
+
+def _dq_kernel(
+    query_ref,
+    key_ref,
+    value_ref,
+    grad_ref,
+    lse_ref,
+    delta_ref,
+    low_ref,
+    high_ref,
+    dq_ref,
+    *,
+    config,
+    tokens,
+    group,
+    heads,
+    length,
+    num_keys,
+):
+    h_dim, v_dim = query_ref.shape[-1], value_ref.shape[-1]
+    tile = pl.num_programs(0) - 1 - pl.program_id(0)
+    token, row = query_rows(tile, config.rows, tokens, group, heads, pl.program_id(1), length)
+    low, high = low_ref[token], high_ref[token]
+    query, grad = load_rows(query_ref, row, h_dim), load_rows(grad_ref, row, v_dim)
+    lse, delta = lse_ref[row], delta_ref[row]
+    scale = 1.0 / math.sqrt(h_dim)
+
+    def step(exact, i, acc):
+        index = key_block(i, config.keys, num_keys, exact)
+        key = tuple(key_ref[index, pl.ds(offset, size)] for offset, size in head_pieces(h_dim))
+        value = tuple(value_ref[index, pl.ds(offset, size)] for offset, size in head_pieces(v_dim))
+        weights = jnp.exp2(_scores(query, key) * (scale * LOG2E) - lse[:, None])
+        if not exact:
+            position = i * config.keys + lax.broadcasted_iota(jnp.int32, weights.shape, 1)
+            weights = jnp.where((position >= low[:, None]) & (position < high[:, None]), weights, 0.0)
+        d_scores = weights * (_scores(grad, value) - delta[:, None])
+        d_scores = d_scores.astype(key_ref.dtype)
+        return tuple(a + dot(d_scores, k, (1, 0)) for a, k in zip(acc, key, strict=True))
+
+    acc = tuple(jnp.zeros((config.rows, size), jnp.float32) for _, size in head_pieces(h_dim))
+    acc = key_loops(step, low, high, config.keys, acc)
+    store_rows(dq_ref, row, tuple(a * scale for a in acc))
+
+
+def grad_query_kernel(query, key, value, grad_out, lse, delta, low, high, config=None):
+    """dq [B, T * N, H]; query and grad_out are [B, T * N, H or V], lse (base 2) and delta [B, T * N]."""
+    batch, num_rows, h_dim = query.shape
+    num_keys, kv_heads, v_dim = value.shape[1:]
+    length = low.shape[1]
+    heads = num_rows // length
+    group = heads // kv_heads
+    config = config or tuning.ranged_dq_config(group, h_dim, v_dim, query.dtype)
+    tokens = config.rows // group
+    kernel = functools.partial(
+        _dq_kernel, config=config, tokens=tokens, group=group, heads=heads, length=length, num_keys=num_keys
+    )
+    per_head = lambda dim: pl.BlockSpec((None, num_keys, None, dim), lambda i, h, b: (b, 0, h, 0))  # noqa: E731
+    return triton_call(
+        kernel,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        grid=(pl.cdiv(length, tokens), kv_heads, batch),
+        in_specs=[
+            rows_spec(num_rows, h_dim),
+            per_head(h_dim),
+            per_head(v_dim),
+            rows_spec(num_rows, v_dim),
+            rows_spec(num_rows),
+            rows_spec(num_rows),
+            rows_spec(length),
+            rows_spec(length),
+        ],
+        out_specs=rows_spec(num_rows, h_dim),
+        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        name="ranged_dq",
+    )(query, key, value, grad_out, lse, delta, low, high)
+
+
+def query_tile_ranges(low, high, tokens: int, keys: int, num_keys: int) -> jax.Array:
+    """Which query tiles each key block must visit, for any `low` and `high`, monotone or not.
+
+    Args:
+      low, high: int32 [B, T] ranges; queries that see nothing have low = S and high = 0.
+      tokens: queries per tile.
+      keys: keys per block.
+      num_keys: S.
+
+    Returns:
+      int32 [B, 4, number of key blocks] tile indices (first, whole_begin, whole_end, last): every tile that sees
+      anything of the block is in [first, last), and all queries of the tiles in [whole_begin, whole_end) see all of it
+      or nothing of any key.
+    """
+    batch, length = low.shape
+    tiles = pl.cdiv(length, tokens)
+    pad = ((0, 0), (0, tiles * tokens - length))
+
+    def per_tile(x, fill, reduce):
+        return reduce(jnp.pad(x, pad, constant_values=fill).reshape(batch, tiles, tokens), axis=2)[:, :, None]
+
+    empty = high <= low
+    lowest, highest = per_tile(low, num_keys, jnp.min), per_tile(high, 0, jnp.max)
+    # A query without keys has weights 0 whatever the mask says, so it does not keep a tile from being whole.
+    low_max = per_tile(jnp.where(empty, 0, low), 0, jnp.max)
+    high_min = per_tile(jnp.where(empty, num_keys, high), num_keys, jnp.min)
+    begin = jnp.arange(0, num_keys, keys, dtype=jnp.int32)
+    end = jnp.minimum(begin + keys, num_keys)
+    tile = jnp.arange(tiles, dtype=jnp.int32)[:, None]
+    seen = (lowest < end) & (highest > begin)
+    whole = (low_max <= begin) & (high_min >= end)
+    last = jnp.max(jnp.where(seen, tile + 1, 0), axis=1)
+    first = jnp.minimum(jnp.min(jnp.where(seen, tile, tiles), axis=1), last)
+    inside = (tile >= first[:, None]) & (tile < last[:, None])
+    whole_begin = jnp.min(jnp.where(inside & whole, tile, last[:, None]), axis=1)
+    after = inside & ~whole & (tile >= whole_begin[:, None])
+    whole_end = jnp.min(jnp.where(after, tile, last[:, None]), axis=1)
+    return jnp.stack([first, whole_begin, whole_end, last], axis=1)
+
+
+def _dkv_kernel(
+    query_ref,
+    key_ref,
+    value_ref,
+    grad_ref,
+    lse_ref,
+    delta_ref,
+    low_ref,
+    high_ref,
+    ranges_ref,
+    dk_ref,
+    dv_ref,
+    *,
+    config,
+    tokens,
+    group,
+    heads,
+    length,
+    num_keys,
+    splits,
+):
+    h_dim, v_dim = query_ref.shape[-1], value_ref.shape[-1]
+    block, split = lax.div(pl.program_id(0), splits), lax.rem(pl.program_id(0), splits)
+    kv_head = pl.program_id(1)
+    position = jnp.minimum(block * config.keys + lax.broadcasted_iota(jnp.int32, (config.keys,), 0), num_keys - 1)
+    key, value = load_rows(key_ref, position, h_dim), load_rows(value_ref, position, v_dim)
+    scale = 1.0 / math.sqrt(h_dim)
+    ragged = tokens * group < config.rows or length % tokens != 0
+
+    def step(exact, tile, carry):
+        dk, dv = carry
+        token, row = query_rows(tile, config.rows, tokens, group, heads, kv_head, length)
+        query, grad = load_rows(query_ref, row, h_dim), load_rows(grad_ref, row, v_dim)
+        lse, delta = lse_ref[row], delta_ref[row]
+        if ragged:  # rows that repeat another one must not be counted twice
+            r = lax.broadcasted_iota(jnp.int32, (config.rows,), 0)
+            own = (r < tokens * group) & (tile * tokens + lax.div(r, jnp.int32(group)) < length)
+            lse = jnp.where(own, lse, _NO_WEIGHT)
+        weights = jnp.exp2(_scores(key, query) * (scale * LOG2E) - lse[None, :])  # [keys, rows]
+        if not exact:
+            low, high = low_ref[token], high_ref[token]
+            visible = (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :])
+            weights = jnp.where(visible, weights, 0.0)
+        half = weights.astype(grad_ref.dtype)
+        dv = tuple(a + dot(half, g, (1, 0)) for a, g in zip(dv, grad, strict=True))
+        d_scores = weights * (_scores(value, grad) - delta[None, :])
+        d_scores = d_scores.astype(query_ref.dtype)
+        dk = tuple(a + dot(d_scores, q, (1, 0)) for a, q in zip(dk, query, strict=True))
+        return dk, dv
+
+    first, whole_begin, whole_end, last = (ranges_ref[i, block] for i in range(4))
+    share = lax.div(last - first + splits - 1, splits)
+    begin = jnp.minimum(first + split * share, last)
+    end = jnp.minimum(begin + share, last)
+    whole_begin = jnp.clip(whole_begin, begin, end)
+    whole_end = jnp.clip(whole_end, whole_begin, end)
+    carry = tuple(
+        tuple(jnp.zeros((config.keys, size), jnp.float32) for _, size in head_pieces(dim)) for dim in (h_dim, v_dim)
+    )
+    carry = lax.fori_loop(begin, whole_begin, lambda i, c: step(False, i, c), carry)
+    carry = lax.fori_loop(whole_begin, whole_end, lambda i, c: step(True, i, c), carry)
+    dk, dv = lax.fori_loop(whole_end, end, lambda i, c: step(False, i, c), carry)
+    # Past the last key every row repeats it and stores the same values, as in query tiles.
+    store_rows(dk_ref.at[split], position, tuple(a * scale for a in dk))
+    store_rows(dv_ref.at[split], position, dv)
+
+
+def grad_key_value_kernel(query, key, value, grad_out, lse, delta, low, high, config=None):
+    """dk [B, S, K, H] and dv [B, S, K, V]; arguments as `grad_query_kernel`.
+
+    Few keys (the compressed branch) leave few programs with very long loops, so a key block's queries are split over
+    several programs; each writes its own float32 share and the shares are added in a fixed order.
+    """
+    batch, num_rows, h_dim = query.shape
+    num_keys, kv_heads, v_dim = value.shape[1:]
+    length = low.shape[1]
+    heads = num_rows // length
+    group = heads // kv_heads
+    config = config or tuning.ranged_dkv_config(group, h_dim, v_dim, query.dtype)
+    tokens = config.rows // group
+    num_blocks = pl.cdiv(num_keys, config.keys)
+    splits = config.splits or tuning.ranged_splits(
+        num_blocks * kv_heads * batch, pl.cdiv(length, tokens), num_keys * kv_heads * batch * (h_dim + v_dim) * 4
+    )
+    kernel = functools.partial(
+        _dkv_kernel,
+        config=config,
+        tokens=tokens,
+        group=group,
+        heads=heads,
+        length=length,
+        num_keys=num_keys,
+        splits=splits,
+    )
+    ranges = query_tile_ranges(low, high, tokens, config.keys, num_keys)
+    per_head = lambda dim: pl.BlockSpec((None, num_keys, None, dim), lambda i, h, b: (b, 0, h, 0))  # noqa: E731
+    shares = lambda dim: pl.BlockSpec((splits, None, num_keys, None, dim), lambda i, h, b: (0, b, 0, h, 0))  # noqa: E731
+    dtype = query.dtype if splits == 1 else jnp.float32
+    dk, dv = triton_call(
+        kernel,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        grid=(num_blocks * splits, kv_heads, batch),
+        in_specs=[
+            rows_spec(num_rows, h_dim),
+            per_head(h_dim),
+            per_head(v_dim),
+            rows_spec(num_rows, v_dim),
+            rows_spec(num_rows),
+            rows_spec(num_rows),
+            rows_spec(length),
+            rows_spec(length),
+            rows_spec(4, num_blocks),
+        ],
+        out_specs=[shares(h_dim), shares(v_dim)],
+        out_shape=[jax.ShapeDtypeStruct((splits, *x.shape), dtype) for x in (key, value)],
+        name="ranged_dkv",
+    )(query, key, value, grad_out, lse, delta, low, high, ranges)
+    if splits == 1:
+        return dk[0], dv[0]
+    return dk.sum(0).astype(key.dtype), dv.sum(0).astype(value.dtype)

@@ -1,0 +1,90 @@
+"""Tiles of ranged attention: what its forward and backward kernels share.
+
+A query tile is `tokens` query tokens with the G heads of one key/value head: row r is token `r // G`, head `r % G`. Rows
+that a tile has too many repeat its last one: they compute and store the same values, so nothing needs a mask.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops.pallas.common import interpreted
+
+
+def head_pieces(dim: int) -> list[tuple[int, int]]:
+    """Splits a head dim into (offset, size) with power-of-two sizes, which is all that Triton tiles can have."""
+    pieces, offset = [], 0
+    while offset < dim:
+        size = 1 << ((dim - offset).bit_length() - 1)
+        pieces.append((offset, size))
+        offset += size
+    return pieces
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Matrix product over dimensions (of a, of b), accumulated in float32; float32 operands keep float32 accuracy."""
+    precision = None
+    if a.dtype == jnp.float32:
+        precision = lax.Precision.HIGHEST if interpreted() else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def rows_spec(rows: int, dim: int | None = None) -> pl.BlockSpec:
+    """One batch entry of an array [B, rows] or [B, rows, dim]; the batch is the grid's last dimension."""
+    if dim is None:
+        return pl.BlockSpec((None, rows), lambda *g: (g[-1], 0))
+    return pl.BlockSpec((None, rows, dim), lambda *g: (g[-1], 0, 0))
+
+
+def query_rows(tile, rows: int, tokens: int, group: int, heads: int, kv_head, length: int):
+    """Token of each row of a query tile and its index into the [T * N] view, both int32 [rows]."""
+    r = lax.broadcasted_iota(jnp.int32, (rows,), 0)
+    if tokens * group < rows:
+        r = jnp.minimum(r, tokens * group - 1)
+    token = tile * tokens + lax.div(r, jnp.int32(group))
+    if length % tokens:
+        token = jnp.minimum(token, length - 1)
+    return token, token * heads + kv_head * group + lax.rem(r, jnp.int32(group))
+
+
+def load_rows(ref, row, dim: int) -> tuple[jax.Array, ...]:
+    """Rows of a [rows, dim] ref, in pieces."""
+    return tuple(ref[row, pl.ds(offset, size)] for offset, size in head_pieces(dim))
+
+
+def store_rows(ref, row, pieces) -> None:
+    """Stores what `load_rows` loads, in the ref's dtype."""
+    offset = 0
+    for piece in pieces:
+        ref[row, pl.ds(offset, piece.shape[1])] = piece.astype(ref.dtype)
+        offset += piece.shape[1]
+
+
+def key_block(i, size: int, num_keys: int, exact: bool):
+    """Index of the i-th block of keys; an `exact` one lies within the keys, others repeat the last key past the end."""
+    if (exact and num_keys >= size) or num_keys % size == 0:
+        return pl.ds(pl.multiple_of(i * size, size), size)
+    return jnp.minimum(i * size + lax.broadcasted_iota(jnp.int32, (size,), 0), num_keys - 1)
+
+
+def key_loops(step, low, high, size: int, carry):
+    """Runs step(exact, i, carry) over the key blocks that a query tile sees.
+
+    Args:
+      step: `exact` is True where every row sees the whole block, so that nothing needs a mask.
+      low, high: int32 [rows] ranges; rows that see nothing have low = S and high = 0.
+      size: keys per block.
+      carry: the loop's state.
+    """
+    size = jnp.int32(size)
+    begin = lax.div(low.min(), size)
+    end = jnp.maximum(lax.div(high.max() + size - 1, size), begin)
+    exact_begin = jnp.clip(lax.div(low.max() + size - 1, size), begin, end)
+    exact_end = jnp.clip(lax.div(high.min(), size), exact_begin, end)
+    carry = lax.fori_loop(begin, exact_begin, lambda i, c: step(False, i, c), carry)
+    carry = lax.fori_loop(exact_begin, exact_end, lambda i, c: step(True, i, c), carry)
+    return lax.fori_loop(exact_end, end, lambda i, c: step(False, i, c), carry)
