@@ -1,0 +1,327 @@
+"""Tokenised corpora on disk: built once per (source, tokenizer, split), then memory-mapped.
+
+A finished corpus is a directory <root>/<fingerprint>/ with, for each split, `<split>.tokens` (the token stream: every
+document followed by EOS), `<split>.offsets` (int64, stream position of each document, and the stream's length) and
+`<split>.hashes` (uint64, content hash of each document), the tokenizer, and `meta.json`. It is built under another name
+and renamed when complete, under a lock that the system releases when its holder dies: a process that is killed leaves
+nothing that could be mistaken for a corpus, and two processes that start together build it once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+import rich.console
+import rich.progress
+
+from nsa_jax.data.errors import DataError
+from nsa_jax.data.sources import Source
+from nsa_jax.data.tokenizers import Tokenizer
+
+_FORMAT = 1  # part of the fingerprint: raise it when the files' meaning changes
+_BATCH_CHARS = 4 << 20  # text that is tokenised at once
+SPLITS = ("train", "validation")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitStats:
+    """Size of one split.
+
+    Attributes:
+      documents: number of documents.
+      tokens: number of tokens, with one EOS per document.
+      bytes: bytes of UTF-8 text.
+    """
+
+    documents: int
+    tokens: int
+    bytes: int
+
+
+class TokenFile:
+    """A file of token ids, mapped when first used; pickles as its path, so worker processes map it themselves."""
+
+    def __init__(self, path: str | os.PathLike, dtype: Any):
+        self.path = os.fspath(path)
+        self.dtype = np.dtype(dtype)
+        self._array: np.ndarray | None = None
+
+    @property
+    def array(self) -> np.ndarray:
+        if self._array is None:
+            empty = os.path.getsize(self.path) == 0  # an empty file cannot be mapped
+            self._array = np.empty(0, self.dtype) if empty else np.memmap(self.path, self.dtype, mode="r")
+        return self._array
+
+    def __len__(self) -> int:
+        return os.path.getsize(self.path) // self.dtype.itemsize
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_array": None}
+
+
+class Split:
+    """One split of a corpus.
+
+    Attributes:
+      stats: its size.
+      tokens: the token stream.
+    """
+
+    def __init__(self, directory: Path, name: str, dtype: Any, stats: SplitStats):
+        self.name = name
+        self.stats = stats
+        self.tokens = TokenFile(directory / f"{name}.tokens", dtype)
+        self._offsets = TokenFile(directory / f"{name}.offsets", np.int64)
+        self._hashes = TokenFile(directory / f"{name}.hashes", np.uint64)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """int64 [documents + 1], stream position of the first token of each document; last: the stream's length."""
+        return self._offsets.array
+
+    @property
+    def hashes(self) -> np.ndarray:
+        """uint64 [documents], hash of each document's content."""
+        return self._hashes.array
+
+    def document(self, index: int) -> np.ndarray:
+        """Token ids of one document, without its EOS."""
+        start, end = self.offsets[index : index + 2]
+        return self.tokens.array[start : end - 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """A finished cache directory.
+
+    Attributes:
+      directory: where it is.
+      fingerprint: of source, tokenizer and split.
+      train: documents to train on.
+      validation: documents held out.
+    """
+
+    directory: Path
+    fingerprint: str
+    train: Split
+    validation: Split
+
+
+def cache_root(cache_dir: str = "") -> Path:
+    """Where corpora are kept: `cache_dir`, else $NSA_JAX_CACHE, else ~/.cache/nsa_jax."""
+    return Path(cache_dir or os.environ.get("NSA_JAX_CACHE") or "~/.cache/nsa_jax").expanduser()
+
+
+def content_hash(raw: bytes) -> int:
+    """64-bit hash of a document; white space around it does not count."""
+    return int.from_bytes(hashlib.blake2b(raw.strip(), digest_size=8).digest(), "little")
+
+
+def is_validation(document_hash: int, val_fraction: float) -> bool:
+    """Whether a document is held out: decided by its content alone, so duplicates land on one side."""
+    return document_hash < int(val_fraction * 2**64)
+
+
+def corpus_fingerprint(source: Source, tokenizer: Tokenizer, val_fraction: float) -> str:
+    """Hash of everything that decides what is in the cache."""
+    parts = [_FORMAT, source.fingerprint(), tokenizer.fingerprint, float(val_fraction)]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
+
+
+def open_corpus(directory: Path) -> Corpus | None:
+    """Opens a finished corpus; None if there is none, or one whose files do not have the sizes they were left with."""
+    try:
+        meta = json.loads((directory / "meta.json").read_text())
+        for name, size in meta["files"].items():
+            if (directory / name).stat().st_size != size:
+                return None
+    except (OSError, ValueError, KeyError):
+        return None
+    splits = [Split(directory, name, meta["dtype"], SplitStats(**meta["splits"][name])) for name in SPLITS]
+    return Corpus(directory, meta["fingerprint"], *splits)
+
+
+class _SplitWriter:
+    def __init__(self, directory: Path, name: str, stack: contextlib.ExitStack):
+        self._files = {
+            kind: stack.enter_context(open(directory / f"{name}.{kind}", "wb", buffering=1 << 20))
+            for kind in ("tokens", "offsets", "hashes")
+        }
+        self._files["offsets"].write(np.int64(0).tobytes())
+        self.documents = self.tokens = self.bytes = 0
+
+    def append(self, encoded: list[np.ndarray], hashes: list[int], num_bytes: int, eos: np.ndarray) -> None:
+        lengths = np.array([len(e) + 1 for e in encoded], np.int64)
+        self._files["tokens"].write(np.concatenate([part for e in encoded for part in (e, eos)]).tobytes())
+        self._files["offsets"].write((self.tokens + np.cumsum(lengths)).tobytes())
+        self._files["hashes"].write(np.array(hashes, np.uint64).tobytes())
+        self.documents += len(encoded)
+        self.tokens += int(lengths.sum())
+        self.bytes += num_bytes
+
+    def flush(self) -> None:
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _batches(source: Source) -> Iterator[list[tuple[str, int, int]]]:
+    """Groups of (text, hash, bytes) of about `_BATCH_CHARS` characters; documents without text are left out."""
+    group: list[tuple[str, int, int]] = []
+    size = 0
+    for text in source.documents():
+        if not text or text.isspace():
+            continue
+        raw = text.encode("utf-8", "replace")
+        group.append((text, content_hash(raw), len(raw)))
+        size += len(text)
+        if size >= _BATCH_CHARS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+@contextlib.contextmanager
+def _progress(source: Source) -> Iterator[Any]:
+    """Yields a function to call with bytes and documents done. A bar in a terminal, nothing elsewhere."""
+    console = rich.console.Console(stderr=True)
+    with rich.progress.Progress(
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.DownloadColumn(),
+        rich.progress.TransferSpeedColumn(),
+        rich.progress.TextColumn("{task.fields[documents]:,} documents"),
+        rich.progress.TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(f"Tokenising {source.name}", total=source.size_bytes(), documents=0)
+
+        def advance(num_bytes: int, documents: int) -> None:
+            bar.update(task, advance=num_bytes, documents=bar.tasks[task].fields["documents"] + documents)
+
+        yield advance
+
+
+def _build(directory: Path, fingerprint: str, source: Source, tokenizer: Tokenizer, val_fraction: float) -> None:
+    """Writes a complete corpus into `directory`."""
+    directory.mkdir()
+    eos = np.array([tokenizer.eos_id], tokenizer.dtype)
+    with contextlib.ExitStack() as stack:
+        writers = {name: _SplitWriter(directory, name, stack) for name in SPLITS}
+        advance = stack.enter_context(_progress(source))
+        for group in _batches(source):
+            encoded = tokenizer.encode_batch([text for text, _, _ in group])
+            sides: dict[str, list[int]] = {name: [] for name in SPLITS}
+            for i, (_, document_hash, _) in enumerate(group):
+                sides["validation" if is_validation(document_hash, val_fraction) else "train"].append(i)
+            for name, members in sides.items():
+                if members:
+                    writers[name].append(
+                        [encoded[i] for i in members],
+                        [group[i][1] for i in members],
+                        sum(group[i][2] for i in members),
+                        eos,
+                    )
+            advance(sum(num_bytes for _, _, num_bytes in group), len(group))
+        for writer in writers.values():
+            writer.flush()
+    if not any(w.documents for w in writers.values()):
+        raise DataError(f"source {source.name}", "the corpus is empty: no document holds text", "check what it reads")
+    tokenizer.save(directory / "tokenizer")
+    meta = {
+        "fingerprint": fingerprint,
+        "source": source.name,
+        "tokenizer": tokenizer.fingerprint,
+        "val_fraction": val_fraction,
+        "dtype": tokenizer.dtype.name,
+        "splits": {n: {"documents": w.documents, "tokens": w.tokens, "bytes": w.bytes} for n, w in writers.items()},
+        "files": {p.name: p.stat().st_size for p in sorted(directory.iterdir()) if p.is_file()},
+    }
+    (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, root: Path) -> Corpus:
+    """The tokenised corpus, from the cache or built now.
+
+    Args:
+      source: where documents come from.
+      tokenizer: turns them into tokens.
+      val_fraction: share of documents held out.
+      root: directory of all caches.
+
+    Returns:
+      The corpus; its token files are mapped, not read.
+
+    Raises:
+      DataError: no text in the source, an unreadable file, no room or no permission under `root`.
+    """
+    fingerprint = corpus_fingerprint(source, tokenizer, val_fraction)
+    final = root / fingerprint
+    corpus = open_corpus(final)
+    if corpus is not None:
+        return corpus
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(root / f"{fingerprint}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            logger.warning("another process is building %s; waiting for it", final)
+            lock.acquire()
+    except OSError as error:
+        raise _storage_error(root, error) from error
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)
+        corpus = open_corpus(final)
+        if corpus is not None:
+            return corpus
+        if final.exists():
+            logger.warning("%s is damaged; building it again", final)
+            shutil.rmtree(final)
+        for leftover in root.glob(f"{fingerprint}.tmp*"):  # of a process that was killed: we hold the lock
+            shutil.rmtree(leftover, ignore_errors=True)
+        unfinished = root / f"{fingerprint}.tmp{uuid.uuid4().hex[:8]}"
+        try:
+            _build(unfinished, fingerprint, source, tokenizer, val_fraction)
+            os.rename(unfinished, final)
+        except OSError as error:
+            raise _storage_error(root, error) from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    corpus = open_corpus(final)
+    if corpus is None:
+        raise DataError(str(final), "what was just written cannot be read back", "check the disk")
+    train, held_out = corpus.train.stats, corpus.validation.stats
+    logger.info(
+        "tokenised %s: %s training documents (%s tokens), %s held out (%s tokens), in %s",
+        *(source.name, f"{train.documents:,}", f"{train.tokens:,}"),
+        *(f"{held_out.documents:,}", f"{held_out.tokens:,}", final),
+    )
+    return corpus
+
+
+def _storage_error(root: Path, error: OSError) -> DataError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return DataError(
+        f"cache directory {root}",
+        "no space left" if full else f"cannot be written ({error.strerror or error})",
+        "free some space, or set config.data.cache_dir or $NSA_JAX_CACHE to another place",
+    )

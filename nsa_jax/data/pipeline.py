@@ -1,0 +1,506 @@
+"""Batches of training and validation data.
+
+Batch s of a run holds rows [s * B, (s + 1) * B) of an endless order of rows that depends on the seed alone; every
+process takes its share of each batch. So a run continues exactly from a step number, also with another number of
+processes or workers. Only streamed datasets have more state than that; see streaming.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+from ml_collections import ConfigDict
+
+from nsa_jax.data import cache, sources, streaming, synthetic, tokenizers
+from nsa_jax.data.cache import SplitStats, TokenFile
+from nsa_jax.data.errors import DataError
+from nsa_jax.data.packing import Batch, check_batch, pack_rows
+
+_ENDLESS = 1 << 48  # steps; grain wants a length
+_READ_THREADS = 2  # a batch is one copy out of mapped memory: more threads only compete
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Which rows of every global batch this process takes.
+
+    Attributes:
+      batch_size: B, rows of the global batch.
+      process_index: of this process.
+      process_count: of the run.
+    """
+
+    batch_size: int
+    process_index: int = 0
+    process_count: int = 1
+
+    def __post_init__(self):
+        if self.batch_size <= 0 or self.batch_size % self.process_count:
+            raise DataError(
+                f"config.train.batch_size={self.batch_size}",
+                f"cannot be shared evenly by {self.process_count} processes",
+                "use a positive multiple of the process count",
+            )
+        if not 0 <= self.process_index < self.process_count:
+            raise DataError(
+                f"process_index={self.process_index}", f"not in [0, {self.process_count})", "use jax.process_index()"
+            )
+
+    @property
+    def size(self) -> int:
+        """b, rows that this process takes."""
+        return self.batch_size // self.process_count
+
+    def rows(self, step: int) -> np.ndarray:
+        """Global numbers of this process's rows of batch `step`: int64 [b]."""
+        start = step * self.batch_size + self.process_index * self.size
+        return np.arange(start, start + self.size, dtype=np.int64)
+
+
+@functools.lru_cache(maxsize=8)
+def _epoch_seeds(seed: int, epoch: int) -> tuple[int, int]:
+    shuffle, offset = np.random.SeedSequence([seed, epoch]).generate_state(2)
+    return int(shuffle), int(offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShuffledWindows:
+    """Training rows of a token stream: windows of T+1 tokens, T apart, in another order in every epoch.
+
+    Each epoch cuts the stream at another offset, so that documents do not always start at the same place in a row.
+
+    Attributes:
+      tokens: the stream.
+      seq_len: T.
+      seed: of the run.
+      eos_id: ends every document.
+      packing: whether rows keep documents apart.
+    """
+
+    tokens: TokenFile
+    seq_len: int
+    seed: int
+    eos_id: int
+    packing: bool
+
+    @functools.cached_property
+    def rows_per_epoch(self) -> int:
+        """Windows that fit whatever the offset."""
+        return max((len(self.tokens) - self.seq_len) // self.seq_len, 1)
+
+    def starts(self, rows: np.ndarray) -> np.ndarray:
+        """Stream position of the first token of each row: int64 [b]."""
+        per_epoch = self.rows_per_epoch
+        slack = min(self.seq_len, len(self.tokens) - per_epoch * self.seq_len)
+        starts = np.empty(len(rows), np.int64)
+        for i, row in enumerate(rows):
+            epoch, index = divmod(int(row), per_epoch)
+            shuffle_seed, offset_seed = _epoch_seeds(self.seed, epoch)
+            window = grain.experimental.index_shuffle(index, max_index=per_epoch - 1, seed=shuffle_seed, rounds=4)
+            starts[i] = offset_seed % slack + window * self.seq_len
+        return starts
+
+    def __call__(self, rows: np.ndarray) -> Batch:
+        stream = self.tokens.array
+        out = np.empty((len(rows), self.seq_len + 1), np.int32)
+        for row, start in zip(out, self.starts(rows), strict=True):
+            row[:] = stream[start : start + self.seq_len + 1]
+        return pack_rows(out, self.eos_id, packing=self.packing)
+
+
+@dataclasses.dataclass(frozen=True)
+class SequentialWindows:
+    """Validation rows: the windows of the held-out stream from its start, the last one filled up with EOS.
+
+    Attributes:
+      tokens: the stream.
+      seq_len: T.
+      eos_id: ends every document, and fills rows up.
+      packing: whether rows keep documents apart.
+    """
+
+    tokens: TokenFile
+    seq_len: int
+    eos_id: int
+    packing: bool
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with at least one target."""
+        return -(-(len(self.tokens) - 1) // self.seq_len)
+
+    def __call__(self, rows: np.ndarray) -> Batch:
+        """Rows past the end hold no target: their loss mask is 0."""
+        stream = self.tokens.array
+        out = np.full((len(rows), self.seq_len + 1), self.eos_id, np.int32)
+        targets = np.zeros(len(rows), np.int64)
+        for i, row in enumerate(rows):
+            window = stream[row * self.seq_len : (row + 1) * self.seq_len + 1]
+            out[i, : len(window)] = window
+            targets[i] = max(len(window) - 1, 0)
+        batch = pack_rows(out, self.eos_id, packing=self.packing)
+        batch["loss_mask"] *= np.arange(self.seq_len) < targets[:, None]
+        return batch
+
+
+class _StepBatches:
+    """The batch of a step: what grain maps over step numbers, here or in a worker process."""
+
+    def __init__(self, rows: Callable[[np.ndarray], Batch], share: Share):
+        self._rows = rows
+        self._share = share
+
+    def __call__(self, step: int) -> Batch:
+        return check_batch(self._rows(self._share.rows(int(step))))
+
+
+class TrainIterator(grain.DatasetIterator):
+    """Endless training batches of this process.
+
+    The state is a few JSON values: the step, the position in the stream if there is one, and the fingerprint of the
+    data, so that a checkpoint is never continued with other data. It does not depend on process or worker counts.
+    `save` and `load` are what Orbax calls.
+
+    Args:
+      open_at: opens the underlying grain iterator at a step.
+      fingerprint: of everything that decides the batches.
+      start_step: first step to yield.
+      stream: whether the underlying iterator has a position of its own.
+    """
+
+    def __init__(
+        self,
+        open_at: Callable[[int], grain.DatasetIterator],
+        fingerprint: str,
+        *,
+        start_step: int = 0,
+        stream: bool = False,
+    ):
+        super().__init__()
+        self._open_at = open_at
+        self._fingerprint = fingerprint
+        self._stream = stream
+        self._step = start_step
+        self._inner: grain.DatasetIterator | None = None
+        if stream and start_step:
+            # A stream can only be read from its start, so that this takes as long as training took to load them.
+            inner = self._ensure_open()
+            for _ in range(start_step):
+                next(inner)
+
+    def _ensure_open(self) -> grain.DatasetIterator:
+        if self._inner is None:
+            self._inner = self._open_at(0 if self._stream else self._step)
+        return self._inner
+
+    def __next__(self) -> Batch:
+        self._assert_not_closed()
+        batch = next(self._ensure_open())
+        self._step += 1
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        """JSON-serialisable position after the last batch that was returned, whatever has been prefetched."""
+        position = self._ensure_open().get_state() if self._stream else None
+        return {"step": self._step, "data": self._fingerprint, "stream": position}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues after the batch at which `state` was taken.
+
+        Raises:
+          DataError: the state belongs to other data, tokenizer, sequence length, batch size or seed.
+        """
+        if state.get("data") != self._fingerprint:
+            raise DataError(
+                f"saved data position (data {state.get('data')}, step {state.get('step')})",
+                f"belongs to other data than the config gives (data {self._fingerprint}): the corpus or its files, the "
+                "tokenizer, seq_len, packing, batch_size, val_fraction or seed differs, and the run could not continue "
+                "exactly",
+                "restore these settings, or start a new run from the saved weights only",
+            )
+        self._step = int(state["step"])
+        if self._stream:
+            self._ensure_open().set_state(state["stream"])
+        else:
+            self._release()
+
+    async def load(self, directory):
+        """Reads the state that `save` wrote; all processes' states are the same, so any of them serves."""
+        files = sorted(Path(str(directory)).glob("process_*.json"))
+        if not files:
+            raise DataError(str(directory), "holds no data position", "use a complete checkpoint")
+
+        async def read() -> None:
+            self.set_state(json.loads(await asyncio.to_thread(files[0].read_text)))
+
+        return read()
+
+    def start_prefetch(self) -> None:
+        """Starts to load in the background, before the first batch is asked for."""
+        self._ensure_open().start_prefetch()
+
+    def _release(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+            self._inner = None
+
+    def close(self) -> None:
+        """Stops background threads and workers."""
+        self._release()
+        super().close()
+
+
+class ValidationBatches:
+    """The same batches at every iteration: rows of held-out documents in order, as far as they reach.
+
+    Args:
+      rows: makes a batch from row numbers.
+      share: of this process.
+      count: number of batches.
+    """
+
+    def __init__(self, rows: Callable[[np.ndarray], Batch], share: Share, count: int):
+        self._batch = _StepBatches(rows, share)
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self._batch(step) for step in range(self._count))
+
+
+class Pipeline:
+    """Data of one run, as this process sees it.
+
+    Attributes:
+      tokenizer: of the run.
+      stats: {"train": SplitStats, "validation": SplitStats}; None where the size is not known (streams, synthetic).
+      corpus: the cached corpus; None for streams and synthetic data.
+      fingerprint: of everything that decides the batches.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        tokenizer: tokenizers.Tokenizer,
+        share: Share,
+        *,
+        train_rows: Callable[[np.ndarray], Batch] | None,
+        validation_rows: Callable[[np.ndarray], Batch],
+        num_validation_rows: int,
+        data_fingerprint: str,
+        corpus: cache.Corpus | None = None,
+        stats: dict[str, SplitStats | None] | None = None,
+        stream: streaming.StreamBatches | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.corpus = corpus
+        self.stats = stats or {"train": None, "validation": None}
+        data = config.data
+        parts = [data_fingerprint, tokenizer.fingerprint, data.seq_len, data.packing, share.batch_size, config.seed]
+        self.fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+        self._share = share
+        self._train_rows = train_rows
+        self._validation_rows = validation_rows
+        self._num_validation_rows = num_validation_rows
+        self._eval_batches = config.train.eval_batches
+        self._num_workers = data.num_workers
+        self._prefetch = data.prefetch
+        self._stream = stream
+
+    def train(self, start_step: int = 0) -> TrainIterator:
+        """Endless batches, beginning with that of `start_step`.
+
+        Args:
+          start_step: immediate for cached and synthetic data; a stream is read up to there.
+
+        Returns:
+          A grain iterator of dicts `inputs`, `targets`, `segment_start` int32 [b, T] and `loss_mask` float32 [b, T],
+          where b = batch_size / process_count.
+        """
+        if self._stream is not None:
+            return TrainIterator(self._open_stream, self.fingerprint, start_step=start_step, stream=True)
+        return TrainIterator(self._open_at, self.fingerprint, start_step=start_step)
+
+    def _open_at(self, step: int) -> grain.DatasetIterator:
+        assert self._train_rows is not None
+        steps = grain.MapDataset.range(step, _ENDLESS).map(_StepBatches(self._train_rows, self._share))
+        if self._num_workers:
+            workers = grain.multiprocessing.MultiprocessingOptions(
+                num_workers=self._num_workers, per_worker_buffer_size=max(1, self._prefetch // self._num_workers)
+            )
+            read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+            return iter(steps.to_iter_dataset(read).mp_prefetch(workers))
+        read = grain.ReadOptions(
+            num_threads=min(_READ_THREADS, self._prefetch), prefetch_buffer_size=max(self._prefetch, 0)
+        )
+        return iter(steps.to_iter_dataset(read))
+
+    def _open_stream(self, step: int) -> grain.DatasetIterator:
+        assert self._stream is not None and step == 0
+        return iter(grain.experimental.ThreadPrefetchIterDataset(self._stream, prefetch_buffer_size=self._prefetch))
+
+    def validation(self) -> ValidationBatches:
+        """Up to `config.train.eval_batches` batches of held-out rows, the same each time.
+
+        A corpus with fewer gives fewer batches; the rows that are missing in the last one have loss mask 0.
+
+        Raises:
+          DataError: no document is held out.
+        """
+        batches = -(-self._num_validation_rows // self._share.batch_size)
+        if not batches:
+            raise DataError(
+                "validation split",
+                "no document is held out, so there is nothing to validate on",
+                "raise config.data.val_fraction, use a corpus of more documents (config.data.text_separator splits files "
+                "into documents), or turn validation off with config.train.eval_batches=0",
+            )
+        return ValidationBatches(self._validation_rows, self._share, min(batches, self._eval_batches))
+
+
+def make_pipeline(config: ConfigDict, *, process_index: int = 0, process_count: int = 1) -> Pipeline:
+    """Opens the data that `config` asks for, building the tokenised cache if there is none yet.
+
+    Args:
+      config: the training config; `config.data`, `config.seed` and the batch fields of `config.train` are read.
+      process_index: of this process.
+      process_count: processes of the run; each gets an equal share of every batch.
+
+    Returns:
+      The pipeline.
+
+    Raises:
+      DataError: whatever makes the data unusable: what, where, and how to fix it.
+    """
+    data = config.data
+    share = Share(config.train.batch_size, process_index, process_count)
+    if data.seq_len < 1:
+        raise DataError(f"config.data.seq_len={data.seq_len}", "must be positive", "set the tokens in one row")
+    if not 0 <= data.val_fraction < 1:
+        raise DataError(f"config.data.val_fraction={data.val_fraction}", "not in [0, 1)", "use a share such as 0.01")
+    if data.source == "synthetic":
+        return _synthetic_pipeline(config, share)
+    source = sources.make_source(config)
+    root = cache.cache_root(data.cache_dir)
+    tokenizer = _tokenizer(config, source, root)
+    _check_vocabulary(config, tokenizer)
+    if data.source == "hf" and data.hf_streaming:
+        return _streaming_pipeline(config, share, source, tokenizer, root)
+
+    corpus = cache.load_corpus(source, tokenizer, val_fraction=data.val_fraction, root=root)
+    if corpus.train.stats.tokens < data.seq_len + 1:
+        raise DataError(
+            f"training split of {source.name}",
+            f"{corpus.train.stats.tokens:,} tokens in {corpus.train.stats.documents:,} documents are fewer than one row "
+            f"of seq_len + 1 = {data.seq_len + 1:,}",
+            "lower config.data.seq_len, lower config.data.val_fraction, or use a longer corpus",
+        )
+    held_out = SequentialWindows(corpus.validation.tokens, data.seq_len, tokenizer.eos_id, data.packing)
+    return Pipeline(
+        config,
+        tokenizer,
+        share,
+        train_rows=ShuffledWindows(corpus.train.tokens, data.seq_len, config.seed, tokenizer.eos_id, data.packing),
+        validation_rows=held_out,
+        num_validation_rows=held_out.num_rows,
+        data_fingerprint=corpus.fingerprint,
+        corpus=corpus,
+        stats={"train": corpus.train.stats, "validation": corpus.validation.stats},
+    )
+
+
+def _tokenizer(config: ConfigDict, source: sources.Source, root: Path) -> tokenizers.Tokenizer:
+    """Loads the tokenizer; a BPE is trained on training documents only, so that none is tuned to held-out text."""
+    data = config.data
+
+    def training_documents() -> Iterator[str]:
+        for text in source.documents():
+            if not cache.is_validation(cache.content_hash(text.encode("utf-8", "replace")), data.val_fraction):
+                yield text
+
+    parts = f"{source.fingerprint()} {data.bpe_vocab_size} {data.val_fraction}"
+    directory = root / f"bpe-{hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()}"
+    return tokenizers.load_tokenizer(config, training_documents(), directory=directory)
+
+
+def _check_vocabulary(config: ConfigDict, tokenizer: tokenizers.Tokenizer) -> None:
+    model_vocab = config.model.vocab_size
+    if model_vocab and model_vocab < tokenizer.vocab_size:
+        raise DataError(
+            f"config.model.vocab_size={model_vocab}",
+            f"smaller than the {tokenizer.vocab_size} ids of the {tokenizer.name} tokenizer",
+            f"set it to 0 (the tokenizer's size) or to at least {tokenizer.vocab_size}",
+        )
+
+
+def _synthetic_pipeline(config: ConfigDict, share: Share) -> Pipeline:
+    data = config.data
+    if data.synthetic not in ("random", "copy"):
+        raise DataError(f"config.data.synthetic={data.synthetic!r}", "no such task", "use random or copy")
+    if data.synthetic_vocab < 3:
+        raise DataError(f"config.data.synthetic_vocab={data.synthetic_vocab}", "too small", "use at least 3")
+    if data.synthetic == "copy" and data.seq_len < 2:
+        raise DataError(f"config.data.seq_len={data.seq_len}", "too short for the copy task", "use at least 2")
+    tokenizer = tokenizers.load_tokenizer(config)
+    _check_vocabulary(config, tokenizer)
+    make = synthetic.copy_rows if data.synthetic == "copy" else synthetic.random_rows
+    rows = functools.partial(make, seq_len=data.seq_len, vocab_size=data.synthetic_vocab, seed=config.seed)
+    return Pipeline(
+        config,
+        tokenizer,
+        share,
+        train_rows=functools.partial(rows, split="train"),
+        validation_rows=functools.partial(rows, split="validation"),
+        num_validation_rows=_ENDLESS,
+        data_fingerprint=f"synthetic-1-{data.synthetic}",
+    )
+
+
+def _streaming_pipeline(
+    config: ConfigDict, share: Share, source: Any, tokenizer: tokenizers.Tokenizer, root: Path
+) -> Pipeline:
+    data = config.data
+    needed = config.train.eval_batches * share.batch_size * data.seq_len + 1
+    held_out_source = streaming.HeldOutSource(source, tokenizer, val_fraction=data.val_fraction, tokens=needed)
+    held_out = None
+    if data.val_fraction and config.train.eval_batches:
+        held_out = cache.load_corpus(held_out_source, tokenizer, val_fraction=1.0, root=root).validation
+    rows = None
+    if held_out is not None:
+        rows = SequentialWindows(held_out.tokens, data.seq_len, tokenizer.eos_id, data.packing)
+    stream = streaming.StreamBatches(
+        source,
+        tokenizer,
+        seq_len=data.seq_len,
+        packing=data.packing,
+        val_fraction=data.val_fraction,
+        batch_size=share.batch_size,
+        first_row=share.process_index * share.size,
+        num_rows=share.size,
+    )
+    return Pipeline(
+        config,
+        tokenizer,
+        share,
+        train_rows=None,
+        validation_rows=rows or _no_rows,
+        num_validation_rows=rows.num_rows if rows else 0,
+        data_fingerprint=f"stream {source.fingerprint()} {data.val_fraction}",
+        stats={"train": None, "validation": held_out.stats if held_out else None},
+        stream=stream,
+    )
+
+
+def _no_rows(rows: np.ndarray) -> Batch:
+    raise DataError("validation split", "no document is held out", "raise config.data.val_fraction")

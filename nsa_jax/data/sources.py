@@ -1,0 +1,442 @@
+"""Where documents come from: the standard library's source text, text files, Hugging Face datasets.
+
+A source is an iterable of documents (str) with a fingerprint that changes whenever the documents may have. Synthetic
+tokens have no documents; they are in synthetic.py.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import io
+import json
+import os
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import zstandard
+from ml_collections import ConfigDict
+
+from nsa_jax.data.errors import DataError
+
+# Longer documents are cut at a line end: memory stays bounded, and one big file can still be split into train and
+# validation.
+MAX_DOCUMENT_CHARS = 1 << 20
+_READ_BYTES = 1 << 20
+
+
+class Source(Protocol):
+    """Documents of one corpus."""
+
+    name: str  # for progress bars and messages
+
+    def fingerprint(self) -> str:
+        """Hash of everything that decides which documents come, and in which order."""
+
+    def documents(self) -> Iterator[str]:
+        """Yields every document once, always in the same order."""
+
+    def size_bytes(self) -> int | None:
+        """Bytes of text to expect, for the progress bar; None if unknown."""
+
+
+def make_source(config: ConfigDict) -> Source:
+    """The source that `config.data` asks for.
+
+    Args:
+      config: the training config.
+
+    Returns:
+      A source of documents.
+
+    Raises:
+      DataError: unknown source, or one that needs a field that is not set.
+    """
+    data = config.data
+    source: Source
+    if data.source == "stdlib":
+        source = StdlibSource()
+    elif data.source == "text":
+        source = TextSource(data.files, separator=data.text_separator)
+    elif data.source == "hf":
+        source = HuggingFaceSource(
+            path=data.hf_path,
+            name=data.hf_name,
+            data_files=data.hf_data_files,
+            split=data.hf_split,
+            text_field=data.hf_text_field,
+            streaming=data.hf_streaming,
+        )
+    else:
+        raise DataError(
+            f"config.data.source={data.source!r}", "no such source of documents", "use stdlib, text, hf or synthetic"
+        )
+    if data.max_documents:
+        source = LimitedSource(source, data.max_documents)
+    return source
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def _as_tuple(value: Any) -> tuple[str, ...]:
+    """Flags give a plain string where a config file gives a tuple."""
+    if isinstance(value, (str, os.PathLike)):
+        value = [v for v in os.fspath(value).split(",") if v]
+    return tuple(os.fspath(v) for v in value)
+
+
+class LimitedSource:
+    """The first `limit` documents of another source."""
+
+    def __init__(self, source: Source, limit: int):
+        self.name = source.name
+        self.source = source
+        self.limit = limit
+
+    def fingerprint(self) -> str:
+        return _digest(self.source.fingerprint(), self.limit)
+
+    def documents(self) -> Iterator[str]:
+        for _, text in zip(range(self.limit), self.source.documents(), strict=False):
+            yield text
+
+    def size_bytes(self) -> int | None:
+        return None
+
+
+class StdlibSource:
+    """The .py files of the running Python's standard library: about 30 MB of real text on every machine.
+
+    Files that are not UTF-8 (a handful of encoding tests) are left out, as are installed packages and the generated
+    build description, which differs between machines.
+
+    Args:
+      root: directory to read; default: the standard library of this interpreter.
+    """
+
+    name = "stdlib"
+
+    def __init__(self, root: str | os.PathLike | None = None):
+        self.root = Path(root or sysconfig.get_paths()["stdlib"])
+        self._files: list[tuple[str, int]] | None = None
+
+    def files(self) -> list[tuple[str, int]]:
+        """Relative path and size of every file, in the order in which they are read."""
+        if self._files is None:
+            found = []
+            for directory, subdirectories, names in os.walk(self.root):
+                subdirectories[:] = sorted(
+                    s for s in subdirectories if s not in ("site-packages", "dist-packages", "__pycache__")
+                )
+                for name in sorted(names):
+                    if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                        path = Path(directory, name)
+                        found.append((path.relative_to(self.root).as_posix(), path.stat().st_size))
+            self._files = found
+        return self._files
+
+    def fingerprint(self) -> str:
+        return _digest(self.name, sys.version_info[:3], self.files())
+
+    def documents(self) -> Iterator[str]:
+        for relative, _ in self.files():
+            try:
+                yield (self.root / relative).read_bytes().decode("utf-8")
+            except UnicodeDecodeError:
+                continue
+
+    def size_bytes(self) -> int | None:
+        return sum(size for _, size in self.files())
+
+
+class _ZstdReader(io.RawIOBase):
+    """Decompresses all frames of a .zst file, and unlike `zstandard.stream_reader` notices one that is cut short."""
+
+    def __init__(self, raw: BinaryIO):
+        self._raw = raw
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame: Any = None
+        self._pending = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._pending:
+            chunk = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+            if self._frame is None or self._frame.eof:
+                chunk = chunk or self._raw.read(_READ_BYTES)
+                if not chunk:
+                    return 0
+                self._frame = self._decompressor.decompressobj()
+            else:
+                chunk = self._raw.read(_READ_BYTES)
+                if not chunk:
+                    raise EOFError("compressed file ended before the end of its last frame")
+            self._pending = self._frame.decompress(chunk)
+        count = min(len(buffer), len(self._pending))
+        buffer[:count] = self._pending[:count]
+        self._pending = self._pending[count:]
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _open_text(path: str) -> io.TextIOWrapper:
+    if path.endswith(".gz"):
+        binary: Any = gzip.open(path, "rb")
+    elif path.endswith(".zst"):
+        binary = io.BufferedReader(_ZstdReader(open(path, "rb")), _READ_BYTES)
+    else:
+        binary = open(path, "rb")
+    return io.TextIOWrapper(binary, encoding="utf-8", newline="")
+
+
+def _cut(text: str) -> int:
+    """Where to end a document that is too long: after its last line, or at the limit if it is one line."""
+    end = text.rfind("\n", 0, MAX_DOCUMENT_CHARS)
+    return end + 1 if end > 0 else MAX_DOCUMENT_CHARS
+
+
+class TextSource:
+    """UTF-8 text files, plain, .gz or .zst; one document per file, or per piece between separators.
+
+    Args:
+      files: paths and globs (`**` allowed); a comma-separated string is accepted, as flags give it.
+      separator: string between the documents of a file; empty: a file is one document, cut at line ends into pieces of
+        at most `MAX_DOCUMENT_CHARS`.
+
+    Raises:
+      DataError: nothing listed, or an entry that matches no file.
+    """
+
+    name = "text"
+
+    def __init__(self, files: Any, *, separator: str = ""):
+        patterns = _as_tuple(files)
+        if not patterns:
+            raise DataError("config.data.files=()", "the text source has no files", "list files or globs")
+        self.separator = separator
+        self.files: list[str] = []
+        for pattern in patterns:
+            expanded = os.path.expanduser(pattern)
+            # A path may itself contain glob characters.
+            if os.path.exists(expanded):
+                matches = [expanded]
+            else:
+                matches = sorted(glob.glob(expanded, recursive=True))
+            matches = [m for m in matches if os.path.isfile(m)]
+            if not matches:
+                what = "is a directory" if os.path.isdir(expanded) else f"matches no file (from {os.getcwd()})"
+                fix = (
+                    f"use {pattern.rstrip('/')}/**/*.txt or similar" if os.path.isdir(expanded) else "correct the path"
+                )
+                raise DataError(f"config.data.files entry {pattern!r}", what, fix)
+            self.files.extend(m for m in matches if m not in self.files)
+
+    def fingerprint(self) -> str:
+        stats = [(os.path.abspath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in self.files]
+        return _digest(self.name, stats, self.separator)
+
+    def documents(self) -> Iterator[str]:
+        for path in self.files:
+            try:
+                with _open_text(path) as stream:
+                    yield from self._pieces(stream)
+            except UnicodeDecodeError as error:
+                bad = error.object[error.start : error.start + 4]
+                raise DataError(
+                    path, f"not UTF-8 text ({error.reason}: bytes {bad!r})", "convert it to UTF-8 or leave it out"
+                ) from error
+            except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+                raise DataError(path, f"cannot be read ({error})", "replace the file or leave it out") from error
+
+    def _pieces(self, stream: io.TextIOWrapper) -> Iterator[str]:
+        pending = ""
+        while chunk := stream.read(_READ_BYTES):
+            pending += chunk
+            if self.separator:
+                *whole, pending = pending.split(self.separator)
+                for document in whole:
+                    yield from self._bounded(document)
+            while len(pending) > MAX_DOCUMENT_CHARS + len(self.separator):
+                end = _cut(pending)
+                yield pending[:end]
+                pending = pending[end:]
+        yield from self._bounded(pending)
+
+    def _bounded(self, document: str) -> Iterator[str]:
+        while len(document) > MAX_DOCUMENT_CHARS:
+            end = _cut(document)
+            yield document[:end]
+            document = document[end:]
+        yield document
+
+    def size_bytes(self) -> int | None:
+        if any(f.endswith((".gz", ".zst")) for f in self.files):
+            return None
+        return sum(os.path.getsize(f) for f in self.files)
+
+
+def fineweb_edu(name: str = "sample-10BT", *, streaming: bool = True) -> dict[str, Any]:
+    """The fields of `config.data` for FineWeb-Edu: `config.data.update(fineweb_edu())`.
+
+    Args:
+      name: subset: sample-10BT, sample-100BT, sample-350BT, or a crawl such as CC-MAIN-2024-10.
+      streaming: read it over the network while training, instead of downloading and tokenising it first.
+
+    Returns:
+      Field names and values.
+    """
+    return {
+        "source": "hf",
+        "hf_path": "HuggingFaceFW/fineweb-edu",
+        "hf_name": name,
+        "hf_split": "train",
+        "hf_text_field": "text",
+        "hf_streaming": streaming,
+    }
+
+
+class HuggingFaceSource:
+    """Any dataset that `datasets.load_dataset` reads: from the hub, or local parquet, jsonl, text or csv files.
+
+    Args:
+      path: first argument of `load_dataset`: a hub id, or `parquet`, `json`, ... with `data_files`.
+      name: configuration of the dataset; empty: its default.
+      data_files: files or globs; empty: what the dataset defines.
+      split: split to read.
+      text_field: column that holds the document.
+      streaming: iterate without downloading first.
+    """
+
+    name = "hf"
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        name: str = "",
+        data_files: Any = (),
+        split: str = "train",
+        text_field: str = "text",
+        streaming: bool = False,
+    ):
+        if not path:
+            raise DataError(
+                "config.data.hf_path=''",
+                "the hf source has no dataset",
+                "set a hub id such as HuggingFaceFW/fineweb-edu, or 'parquet' or 'json' with hf_data_files",
+            )
+        self.path = path
+        self.config_name = name
+        self.data_files = _as_tuple(data_files)
+        self.split = split
+        self.text_field = text_field
+        self.streaming = streaming
+
+    def __str__(self) -> str:
+        return "/".join(part for part in (self.path, self.config_name, self.split) if part)
+
+    def fingerprint(self) -> str:
+        # Of local files, size and time; a hub dataset is taken to be what it was when it was first cached.
+        local = []
+        for pattern in (*self.data_files, *([self.path] if os.path.exists(self.path) else [])):
+            for entry in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)):
+                members = sorted(str(p) for p in Path(entry).rglob("*")) if os.path.isdir(entry) else [entry]
+                local += [(m, os.stat(m).st_size, os.stat(m).st_mtime_ns) for m in members if os.path.isfile(m)]
+        return _digest(
+            self.name, self.path, self.config_name, self.data_files, self.split, self.text_field, self.streaming, local
+        )
+
+    def load(self) -> Any:
+        """Calls `load_dataset` and checks that the text column exists.
+
+        Returns:
+          A `datasets.Dataset`, or a `datasets.IterableDataset` if streaming.
+
+        Raises:
+          DataError: the hub cannot be reached, the dataset or split does not exist, or it has no such column.
+        """
+        import datasets  # slow to import, and only this source needs it
+
+        try:
+            dataset = datasets.load_dataset(
+                self.path,
+                name=self.config_name or None,
+                data_files=list(self.data_files) or None,
+                split=self.split,
+                streaming=self.streaming,
+            )
+            columns = dataset.column_names
+            if columns is None:
+                columns = list(next(iter(dataset), {self.text_field: ""}))
+        except Exception as error:
+            raise self._explain(error) from error
+        if self.text_field not in columns:
+            raise DataError(
+                f"config.data.hf_text_field={self.text_field!r}",
+                f"{self} has no such column; its columns are {', '.join(columns)}",
+                "name the column that holds the text",
+            )
+        return dataset
+
+    def _explain(self, error: Exception) -> DataError:
+        """What to tell the user about a failure of `load_dataset` or of reading."""
+        chain: BaseException | None = error
+        while chain is not None:
+            names = {cls.__name__ for cls in type(chain).__mro__}
+            if names & {"ConnectionError", "OfflineModeIsEnabled", "TransportError", "LocalEntryNotFoundError"}:
+                return DataError(
+                    f"config.data.hf_path={self.path!r}",
+                    f"the Hugging Face hub cannot be reached ({type(error).__name__}: {error})",
+                    "check the network, or use local files: hf_path='parquet' (or 'json') with "
+                    "hf_data_files=('dir/*.parquet',), or source='text' with files",
+                )
+            chain = chain.__cause__ or chain.__context__
+        return DataError(
+            f"config.data.hf_path={self.path!r}",
+            f"load_dataset failed for name={self.config_name!r}, split={self.split!r}, "
+            f"data_files={self.data_files!r} ({type(error).__name__}: {error})",
+            "correct hf_path, hf_name, hf_split or hf_data_files",
+        )
+
+    def text(self, row: dict[str, Any]) -> str:
+        """The document of one row; missing values count as empty.
+
+        Raises:
+          DataError: the column holds something else than text.
+        """
+        value = row[self.text_field]
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise DataError(
+                f"config.data.hf_text_field={self.text_field!r}",
+                f"the column holds {type(value).__name__}, not text; the columns are {', '.join(row)}",
+                "name the column that holds the text",
+            )
+        return value
+
+    def documents(self) -> Iterator[str]:
+        rows = iter(self.load())
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise self._explain(error) from error
+            yield self.text(row)
+
+    def size_bytes(self) -> int | None:
+        return None

@@ -1,0 +1,68 @@
+"""Synthetic rows: uniform random tokens, which nothing can predict, and the copy task, which needs long attention."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nsa_jax.data.packing import Batch
+
+_SPLITS = {"train": 0, "validation": 1}
+
+
+def _symbols(indices: np.ndarray, count: int, high: int, *, seed: int, split: str) -> np.ndarray:
+    """Uniform ids in [0, high): int32 [len(indices), count], each row from its own generator."""
+    rows = np.empty((len(indices), count), np.int32)
+    for row, index in zip(rows, indices, strict=True):
+        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, _SPLITS[split], int(index)])))
+        row[:] = generator.integers(0, high, count, dtype=np.int32)
+    return rows
+
+
+def random_rows(indices: np.ndarray, seq_len: int, vocab_size: int, *, seed: int, split: str) -> Batch:
+    """Rows of uniform random tokens.
+
+    Args:
+      indices: [b] global row numbers; a row depends on (seed, split, its number) alone.
+      seq_len: T.
+      vocab_size: ids are uniform in [0, vocab_size).
+      seed: of the run.
+      split: train or validation.
+
+    Returns:
+      A batch as `pack_rows` returns it: one document per row, every target counts.
+    """
+    rows = _symbols(indices, seq_len + 1, vocab_size, seed=seed, split=split)
+    return {
+        "inputs": rows[:, :-1],
+        "targets": rows[:, 1:],
+        "segment_start": np.zeros((len(rows), seq_len), np.int32),
+        "loss_mask": np.ones((len(rows), seq_len), np.float32),
+    }
+
+
+def copy_rows(indices: np.ndarray, seq_len: int, vocab_size: int, *, seed: int, split: str) -> Batch:
+    """Rows of the copy task: T // 2 random symbols, the separator (id vocab_size - 1), the same symbols again.
+
+    Args:
+      indices: [b] global row numbers.
+      seq_len: T; if odd, one more separator fills the row.
+      vocab_size: symbols are uniform in [0, vocab_size - 1).
+      seed: of the run.
+      split: train or validation.
+
+    Returns:
+      A batch whose loss mask is 1 only where the target is in the second copy.
+    """
+    half = seq_len // 2
+    separator = vocab_size - 1
+    rows = np.full((len(indices), seq_len + 1), separator, np.int32)
+    rows[:, :half] = _symbols(indices, half, separator, seed=seed, split=split)
+    rows[:, half + 1 : 2 * half + 1] = rows[:, :half]
+    mask = np.zeros((len(rows), seq_len), np.float32)
+    mask[:, half : 2 * half] = 1
+    return {
+        "inputs": rows[:, :-1],
+        "targets": rows[:, 1:],
+        "segment_start": np.zeros((len(rows), seq_len), np.int32),
+        "loss_mask": mask,
+    }

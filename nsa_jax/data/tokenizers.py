@@ -1,0 +1,351 @@
+"""Tokenizers: bytes, BPE trained on the corpus, and any Hugging Face tokenizer.json.
+
+All have `vocab_size`, `eos_id` (ends every document in the token stream), `token_bytes` (bytes of text per token, for
+bits per byte), `encode`, `encode_batch`, `decode`, `fingerprint`, `save`; `load` reads back what `save` wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+import tokenizers as hf_tokenizers
+from ml_collections import ConfigDict
+
+from nsa_jax.data.errors import DataError
+
+# Enough text for the merges to be stable; training time and memory stay bounded on large corpora.
+BPE_TRAINING_BYTES = 64 << 20
+BPE_EOS = "<|endoftext|>"
+_KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
+
+
+class Tokenizer:
+    """What all tokenizers share.
+
+    Attributes:
+      name: short name for messages.
+      vocab_size: number of token ids, the end-of-document token included.
+      eos_id: end-of-document token.
+      token_bytes: int32 [vocab_size], bytes of text that each token stands for; 0 for tokens that stand for no text.
+      fingerprint: hash of everything that decides what `encode` returns.
+    """
+
+    name: str
+    vocab_size: int
+    eos_id: int
+    token_bytes: np.ndarray
+    fingerprint: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest unsigned type that holds every id."""
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a text, without end-of-document token: int32 [n]."""
+        return self.encode_batch([text])[0].astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of several texts, in the tokenizer's own dtype."""
+        raise NotImplementedError
+
+    def decode(self, ids: Any) -> str:
+        """The text of token ids; end-of-document tokens are left out."""
+        raise NotImplementedError
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes tokenizer files into `directory`, which is created if needed."""
+        raise NotImplementedError
+
+    @staticmethod
+    def load(directory: str | os.PathLike) -> Tokenizer:
+        """Reads what `save` wrote.
+
+        Raises:
+          DataError: `directory` holds no tokenizer.
+        """
+        path = Path(directory, "tokenizer_config.json")
+        try:
+            saved = json.loads(path.read_text())
+        except OSError as error:
+            raise DataError(str(directory), "holds no saved tokenizer", "name a directory that save() wrote") from error
+        if saved["kind"] == "byte":
+            return ByteTokenizer()
+        if saved["kind"] == "synthetic":
+            return SyntheticTokenizer(saved["vocab_size"], copy=saved["copy"])
+        return HuggingFaceTokenizer(Path(directory, "tokenizer.json").read_text(), eos=saved["eos_token"])
+
+
+def _write_config(directory: str | os.PathLike, **fields: Any) -> None:
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    Path(directory, "tokenizer_config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes as ids 0..255 and the end-of-document token 256."""
+
+    name = "byte"
+    vocab_size = 257
+    eos_id = 256
+    fingerprint = "byte-1"
+
+    def __init__(self) -> None:
+        self.token_bytes = np.ones(self.vocab_size, np.int32)
+        self.token_bytes[self.eos_id] = 0
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(t.encode("utf-8", "replace"), np.uint8).astype(np.uint16) for t in texts]
+
+    def decode(self, ids: Any) -> str:
+        ids = np.asarray(ids).reshape(-1)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def save(self, directory: str | os.PathLike) -> None:
+        _write_config(directory, kind="byte")
+
+
+class SyntheticTokenizer(Tokenizer):
+    """Names for synthetic tokens: a text is their ids with spaces between.
+
+    Every token counts as one byte, so that bits per byte is bits per token. In the copy task the last id separates
+    the halves; in the random task every id is an ordinary token and nothing ends a document.
+
+    Args:
+      vocab_size: number of ids.
+      copy: whether the last id is the separator of the copy task.
+    """
+
+    name = "synthetic"
+
+    def __init__(self, vocab_size: int, *, copy: bool):
+        self.vocab_size = vocab_size
+        self.eos_id = vocab_size - 1
+        self.copy = copy
+        self.token_bytes = np.ones(vocab_size, np.int32)
+        if copy:
+            self.token_bytes[self.eos_id] = 0
+        self.fingerprint = f"synthetic-1-{vocab_size}-{'copy' if copy else 'random'}"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        # Free text (a sample prompt) becomes whatever its characters give, so that any string can be encoded.
+        return [
+            np.array([int(w) % self.vocab_size if w.isdecimal() else len(w) for w in t.split()], np.int64).astype(
+                self.dtype
+            )
+            % self.vocab_size
+            for t in texts
+        ]
+
+    def decode(self, ids: Any) -> str:
+        return " ".join(str(int(i)) for i in np.asarray(ids).reshape(-1))
+
+    def save(self, directory: str | os.PathLike) -> None:
+        _write_config(directory, kind="synthetic", vocab_size=self.vocab_size, copy=self.copy)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library.
+
+    Args:
+      serialized: text of a tokenizer.json.
+      eos: its end-of-document token; empty: the first of the usual names that it knows.
+      name: for messages.
+
+    Raises:
+      DataError: the file is no tokenizer, or has no end-of-document token.
+    """
+
+    def __init__(self, serialized: str, *, eos: str = "", name: str = "tokenizer.json"):
+        self.name = name
+        try:
+            self._tokenizer = hf_tokenizers.Tokenizer.from_str(serialized)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"tokenizer {name}", f"is not a tokenizer.json ({error})", "name a tokenizer.json file"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._serialized = serialized
+        candidates = (eos,) if eos else _KNOWN_EOS
+        self.eos_token = next((c for c in candidates if self._tokenizer.token_to_id(c) is not None), "")
+        if not self.eos_token:
+            raise DataError(
+                f"tokenizer {name}",
+                f"none of {', '.join(candidates)} is in its vocabulary",
+                "set config.data.tokenizer_eos to its end-of-document token",
+            )
+        self.eos_id = self._tokenizer.token_to_id(self.eos_token)
+        # Ids may have gaps: the size that an embedding needs is the highest id + 1.
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.token_bytes = self._token_bytes(vocabulary)
+        digest = hashlib.blake2b(serialized.encode(), digest_size=16)
+        digest.update(self.eos_token.encode())
+        self.fingerprint = digest.hexdigest()
+
+    def _token_bytes(self, vocabulary: dict[str, int]) -> np.ndarray:
+        description = json.loads(self._serialized)
+        byte_level = '"ByteLevel"' in json.dumps([description.get("pre_tokenizer"), description.get("decoder")])
+        counts = np.zeros(self.vocab_size, np.int32)
+        for token, index in vocabulary.items():
+            if byte_level:  # one character of the vocabulary per byte
+                counts[index] = len(token)
+            elif re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):  # byte fallback of SentencePiece vocabularies
+                counts[index] = 1
+            else:
+                counts[index] = len(token.removeprefix("##").replace("\u2581", " ").encode())
+        for added in description.get("added_tokens", []):
+            counts[added["id"]] = 0 if added.get("special") else len(added["content"].encode())
+        counts[self.eos_id] = 0
+        return counts
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(e.ids, self.dtype) for e in encodings]
+
+    def decode(self, ids: Any) -> str:
+        kept = [int(i) for i in np.asarray(ids).reshape(-1) if i != self.eos_id and i < self.vocab_size]
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+    def save(self, directory: str | os.PathLike) -> None:
+        _write_config(directory, kind="hf", eos_token=self.eos_token)
+        Path(directory, "tokenizer.json").write_text(self._serialized)
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int, *, max_bytes: int = BPE_TRAINING_BYTES) -> str:
+    """Trains a byte-level BPE tokenizer.
+
+    Args:
+      documents: text to train on, read until `max_bytes`.
+      vocab_size: size to reach, the 256 bytes and the end-of-document token included.
+      max_bytes: how much text to read.
+
+    Returns:
+      The text of a tokenizer.json.
+
+    Raises:
+      DataError: `vocab_size` is too small, or the corpus has no text.
+    """
+    if vocab_size < 257:
+        raise DataError(
+            f"config.data.bpe_vocab_size={vocab_size}", "too small for 256 bytes and EOS", "use at least 257"
+        )
+    seen = 0
+
+    def sample() -> Iterator[str]:
+        nonlocal seen
+        for text in documents:
+            if seen >= max_bytes:
+                return
+            seen += len(text)
+            # The trainer holds each piece; smaller ones keep its memory in check.
+            for start in range(0, len(text), 1 << 16):
+                yield text[start : start + (1 << 16)]
+
+    tokenizer = hf_tokenizers.Tokenizer(hf_tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = hf_tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = hf_tokenizers.decoders.ByteLevel()
+    trainer = hf_tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BPE_EOS],
+        initial_alphabet=hf_tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample(), trainer)
+    if not seen:
+        raise DataError("config.data", "the corpus has no text to train a tokenizer on", "use a corpus with text")
+    return tokenizer.to_str()
+
+
+def _load_or_train_bpe(config: ConfigDict, documents: Iterable[str] | None, directory: Path | None) -> Tokenizer:
+    """Trains once: the result is kept in `directory`, whose name tells the corpus and size apart."""
+    vocab_size = config.data.bpe_vocab_size
+    if directory is not None and Path(directory, "tokenizer_config.json").exists():
+        return Tokenizer.load(directory)
+    if documents is None:
+        raise DataError("config.data.tokenizer='bpe'", "there is no text to train on", "pass documents")
+    if directory is None:
+        return HuggingFaceTokenizer(train_bpe(documents, vocab_size), eos=BPE_EOS, name="bpe")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f"{directory}.lock"):
+        if not Path(directory, "tokenizer_config.json").exists():
+            trained = HuggingFaceTokenizer(train_bpe(documents, vocab_size), eos=BPE_EOS, name="bpe")
+            unfinished = directory.with_name(f"{directory.name}.tmp{os.getpid()}")
+            trained.save(unfinished)
+            os.rename(unfinished, directory)
+    return Tokenizer.load(directory)
+
+
+def _hf_tokenizer_files(path: str) -> tuple[str, str]:
+    """Text of tokenizer.json and the EOS token that tokenizer_config.json beside it names ('' if none)."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        local = local / "tokenizer.json"
+    if local.suffix == ".json" or local.exists():
+        try:
+            serialized = local.read_text(encoding="utf-8")
+        except OSError as error:
+            raise DataError(
+                f"config.data.tokenizer_path={path!r}", f"cannot be read ({error.strerror})", "correct the path"
+            ) from error
+        settings = local.with_name("tokenizer_config.json")
+        settings_text = settings.read_text(encoding="utf-8") if settings.exists() else "{}"
+    else:
+        import huggingface_hub
+
+        try:
+            serialized = Path(huggingface_hub.hf_hub_download(path, "tokenizer.json")).read_text(encoding="utf-8")
+        except Exception as error:
+            raise DataError(
+                f"config.data.tokenizer_path={path!r}",
+                f"is no local file and could not be fetched from the Hugging Face hub ({type(error).__name__}: {error})",
+                "name a local tokenizer.json, correct the hub id, or check the network",
+            ) from error
+        try:
+            settings_file = huggingface_hub.hf_hub_download(path, "tokenizer_config.json")
+            settings_text = Path(settings_file).read_text(encoding="utf-8")
+        except Exception:  # optional file
+            settings_text = "{}"
+    eos = json.loads(settings_text).get("eos_token") or ""
+    return serialized, eos["content"] if isinstance(eos, dict) else eos
+
+
+def load_tokenizer(
+    config: ConfigDict, documents: Iterable[str] | None = None, *, directory: str | os.PathLike | None = None
+) -> Tokenizer:
+    """The tokenizer that `config.data` asks for.
+
+    Args:
+      config: the training config.
+      documents: text that a `bpe` tokenizer is trained on; other tokenizers do not read it.
+      directory: where a trained `bpe` tokenizer is kept and found again; None: it is not kept.
+
+    Returns:
+      The tokenizer.
+
+    Raises:
+      DataError: unknown kind, unreadable tokenizer file, hub unreachable, no text to train on.
+    """
+    data = config.data
+    if data.source == "synthetic":
+        return SyntheticTokenizer(data.synthetic_vocab, copy=data.synthetic == "copy")
+    if data.tokenizer == "byte":
+        return ByteTokenizer()
+    if data.tokenizer == "bpe":
+        return _load_or_train_bpe(config, documents, Path(directory) if directory else None)
+    if data.tokenizer == "hf":
+        if not data.tokenizer_path:
+            raise DataError(
+                "config.data.tokenizer_path=''", "tokenizer='hf' has none", "name a tokenizer.json or a hub id"
+            )
+        serialized, eos = _hf_tokenizer_files(data.tokenizer_path)
+        return HuggingFaceTokenizer(serialized, eos=data.tokenizer_eos or eos, name=data.tokenizer_path)
+    raise DataError(f"config.data.tokenizer={data.tokenizer!r}", "no such tokenizer", "use byte, bpe or hf")
