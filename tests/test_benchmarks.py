@@ -1,0 +1,54 @@
+"""The benchmarks run end to end and their bookkeeping is right; the figures themselves come from GPUs."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import nsa_jax
+from benchmarks import attention
+
+
+def test_attention_benchmark_writes_rows_and_plot(tmp_path):
+    results, picture = tmp_path / "out.json", tmp_path / "out.png"
+    command = [sys.executable, "benchmarks/attention.py", "--lengths", "128", "--shape", "4,2,16,16", "--no-dense"]
+    command += ["--ops", "nsa,selected", "--passes", "fwd,fwd_bwd", "--lists", "shared"]
+    command += ["--json", str(results), "--plot", str(picture)]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    data = json.loads(results.read_text())
+    assert [(row["op"], row["pass"]) for row in data["rows"]] == [
+        ("nsa", "fwd"),
+        ("nsa", "fwd_bwd"),
+        ("selected", "fwd"),
+        ("selected", "fwd_bwd"),
+    ]
+    assert all(row["ms"] > 0 and row["tflops"] > 0 for row in data["rows"])
+    assert {"device", "jax", "commit", "command", "date"} <= data["environment"].keys()
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("shared_by", [1, 64])
+def test_made_up_lists_are_valid(shared_by):
+    config = nsa_jax.NSAConfig()
+    lists = np.asarray(attention.make_lists(jax.random.key(0), 2048, 2, config, shared_by))
+    assert lists.shape == (1, 2048, 2, 16)
+    own = np.arange(2048)[None, :, None] // config.select_block
+    real = lists < 32
+    assert np.all(real.sum(-1) == np.minimum(own + 1, 16))
+    assert np.all(np.where(real, lists, 0) <= own[..., None])
+    assert np.all(np.diff(np.where(real, lists, 32 + np.arange(16)), axis=-1) > 0)
+    same = np.all(lists[:, 1:] == lists[:, :-1], axis=(2, 3))[0]
+    assert same[1984:].all() == (shared_by == 64)
+
+
+def test_useful_work_of_one_small_case():
+    config = nsa_jax.NSAConfig(4, 2, 4, 2, 1, 1, 3)
+    # Five tokens: pairs of the dense mask 15, of the window 1+2+3+3+3, of compressed blocks (ends 3, 5, ..) 0+0+0+1+1.
+    assert attention.visible_pairs("dense", 5, config) == 15
+    assert attention.visible_pairs("window", 5, config) == 12
+    assert attention.visible_pairs("compressed", 5, config) == 2
+    lists = np.array([[[[0, 2]], [[0, 2]], [[0, 2]], [[0, 2]], [[0, 1]]]])
+    assert attention.visible_pairs("selected", 5, config, lists) == 1 + 2 + 3 + 4 + 5
