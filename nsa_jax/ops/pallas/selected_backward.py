@@ -160,7 +160,7 @@ def _fused_kernel(
     row = pair * plan.ranges + step_ref[1]
     first_query = step_ref[1] * plan.range_length
     begin, end = begin_ref[row, item], end_ref[row, item]
-    rows, group, columns = plan.config.rows, plan.group, plan.columns
+    config, rows, group, columns = plan.config, plan.config.rows, plan.group, plan.columns
     dtype = query_ref.dtype
 
     @pl.when(begin < end)
@@ -189,16 +189,24 @@ def _fused_kernel(
             # A row that must not count has an empty range of positions.
             high = jnp.where(valid, token + step_ref[2], -1)
 
-            scores = _sum_of_products(key, query, (1, 1)) * (plan.head_dim**-0.5 * LOG2E)  # [columns, rows]
-            visible = (limit[:, None] <= high[None, :]) & (limit[:, None] >= low[None, :])
-            probs = jnp.where(visible, jnp.exp2(scores - lse[None, :]), 0.0)
-            d_probs = _sum_of_products(value, d_out, (1, 1))
-            d_scores = (probs * (d_probs - delta[None, :])).astype(dtype)
+            if config.keys_first:  # score tiles are [columns, rows]: dk and dv take them from registers
+                visible = (limit[:, None] <= high[None, :]) & (limit[:, None] >= low[None, :])
+                scores = _sum_of_products(key, query, (1, 1))
+                d_probs = _sum_of_products(value, d_out, (1, 1))
+                lse, delta, key_axis = lse[None, :], delta[None, :], 0
+            else:  # [rows, columns]: the share of dq does
+                visible = (limit[None, :] <= high[:, None]) & (limit[None, :] >= low[:, None])
+                scores = _sum_of_products(query, key, (1, 1))
+                d_probs = _sum_of_products(d_out, value, (1, 1))
+                lse, delta, key_axis = lse[:, None], delta[:, None], 1
+            probs = jnp.where(visible, jnp.exp2(scores * (plan.head_dim**-0.5 * LOG2E) - lse), 0.0)
+            d_scores = (probs * (d_probs - delta)).astype(dtype)
             probs = probs.astype(dtype)
-            d_value = [acc + _dot(probs, piece, (1, 0)) for acc, piece in zip(d_value, d_out, strict=True)]
-            d_key = [acc + _dot(d_scores, piece, (1, 0)) for acc, piece in zip(d_key, query, strict=True)]
+            over_rows = (1 - key_axis, 0)
+            d_value = [acc + _dot(probs, piece, over_rows) for acc, piece in zip(d_value, d_out, strict=True)]
+            d_key = [acc + _dot(d_scores, piece, over_rows) for acc, piece in zip(d_key, query, strict=True)]
             share = jnp.where(valid, local_pair * plan.entries + flat, plan.pairs * plan.entries)
-            pieces = [_dot(d_scores, piece, (0, 0)) for piece in key]
+            pieces = [_dot(d_scores, piece, (key_axis, 0)) for piece in key]
             _store(d_query_ref, share * group + tile_row % group, plan.head_dim, pieces)
             return d_key, d_value
 
