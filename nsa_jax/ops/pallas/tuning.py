@@ -123,7 +123,8 @@ def select_config(num_queries: int, h_dim: int, support: int, dtype) -> SelectCo
         keys *= 2
     queries = min(32 if wide else 64, max(16, 1 << (num_queries - 1).bit_length()))
     large = wide or keys * queries > 128 * 64
-    return SelectConfig(keys=keys, queries=queries, num_warps=8 if large else 4, num_stages=1 if wide or h_dim > 128 else 2)
+    stages = 1 if wide or h_dim > 128 else 2
+    return SelectConfig(keys=keys, queries=queries, num_warps=8 if large else 4, num_stages=stages)
 
 
 def top_n_shape(width: int) -> tuple[int, int]:

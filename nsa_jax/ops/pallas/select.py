@@ -1,0 +1,317 @@
+"""Block selection on GPUs: importance of selection blocks from the log-sum-exp, then the top n (paper eq. 8 to 12).
+
+The scores kernel keeps a tile of compressed keys and walks over the G query heads, whose probabilities it adds up; the
+mask and the fold into selection blocks come after that sum, once per tile. Its tiles overlap by the few compressed
+blocks that two selection blocks share, so every score is finished by one program. The top-n kernel finds the n-th
+largest score of a row by bisection on the float32 bits (scores are never negative, so bits order like values) and
+compacts what lies above it in ascending order.
+
+The scores are a [T, J] buffer, so query ranges are processed one after the other within a bounded buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.ops import blocks
+from nsa_jax.ops.pallas import tuning
+from nsa_jax.ops.pallas.common import LOG2E, interpreted, triton_call
+
+_INF_BITS = 0x7F800000
+# One scan ranks two classes of blocks at once, one in each half of an int32.
+_HALF = 16
+_MAX_BLOCKS = (1 << (_HALF - 1)) - 1
+
+
+def _next_power_of_2(x: int) -> int:
+    return 1 << max(x - 1, 0).bit_length()
+
+
+def _pieces(dim: int) -> list[tuple[int, int]]:
+    """Splits a head dim into (offset, size) with power-of-two sizes, which is all that Triton tiles can have."""
+    out, offset = [], 0
+    while offset < dim:
+        size = 1 << ((dim - offset).bit_length() - 1)
+        out.append((offset, size))
+        offset += size
+    return out
+
+
+def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Matrix product accumulated in float32; float32 operands are not rounded (to within 2^-21)."""
+    precision = None
+    if a.dtype == jnp.float32:
+        precision = lax.Precision.HIGHEST if interpreted() else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _exp2(x: jax.Array) -> jax.Array:
+    """2**x with results below 2^-126 flushed to 0: one instruction where the exact one needs four."""
+    if interpreted():
+        return jnp.exp2(x)
+    (out,) = pltriton.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return out
+
+
+def _whole_blocks(tile: tuning.SelectConfig, config: NSAConfig) -> int:
+    """Selection blocks whose compressed blocks all lie in one key tile."""
+    overlap = config.compress_block // config.compress_stride
+    return (tile.keys - (overlap - 1)) // (config.select_block // config.compress_stride)
+
+
+def _scores_kernel(*refs, tile, config: NSAConfig, num_heads, num_cmp, length, scale, packed):
+    """Importance of the selection blocks of one key tile for one query tile.
+
+    refs: where = (position of query 0, first query of this buffer) [2], query [T, G, H], key [C, H], base-2 lse [G, T]
+    (+inf for rows that see nothing), segment_start [T] if packed; out: scores [queries of the buffer, width].
+    """
+    where_ref, q_ref, k_ref, lse_ref, *start_refs, out_ref = refs
+    per_block = config.select_block // config.compress_stride
+    overlap = config.compress_block // config.compress_stride
+    whole = _whole_blocks(tile, config)
+    width = _next_power_of_2(whole)
+    offset, first_row = where_ref[0], where_ref[1]
+    tile_row = pl.program_id(1) * tile.queries
+    rows = jnp.minimum(first_row + tile_row + lax.broadcasted_iota(jnp.int32, (tile.queries,), 0), length - 1)
+    position = offset + rows
+    start = start_refs[0][rows] if packed else jnp.zeros_like(rows)
+    block = pl.program_id(0) * whole
+    # Forced blocks are taken whatever their scores, so tiles that hold nothing else are skipped.
+    last_row = jnp.minimum(first_row + tile_row + tile.queries, length) - 1
+    needed = block <= (offset + last_row) // config.select_block - config.num_local
+    if packed:
+        needed &= block + whole - 1 >= jnp.min(start) // config.select_block + config.num_initial
+
+    @pl.when(needed)
+    def _():
+        # Key columns of a tile start at the first compressed block that its first selection block gathers.
+        column = block * per_block - (overlap - 1) + lax.broadcasted_iota(jnp.int32, (tile.keys,), 0)
+        key_rows = jnp.clip(column, 0, num_cmp - 1)
+        pieces = _pieces(k_ref.shape[-1])
+        keys = [k_ref[key_rows, pl.ds(at, size)] for at, size in pieces]
+
+        def head(g, total):
+            scores = None
+            for key, (at, size) in zip(keys, pieces, strict=True):
+                part = _dot(key, q_ref[rows, g, pl.ds(at, size)], (1, 1))  # [keys, queries]
+                scores = part if scores is None else scores + part
+            return total + _exp2(scores * scale - lse_ref[g, rows][None, :])
+
+        total = lax.fori_loop(0, num_heads, head, jnp.zeros((tile.keys, tile.queries), jnp.float32))
+        low, high = blocks.compressed_range(position, start, config)
+        low, high = jnp.maximum(low, 0), jnp.minimum(high, num_cmp)
+        visible = (column[:, None] >= low[None, :]) & (column[:, None] < high[None, :])
+        total = jnp.where(visible, total, 0.0)
+        # blocks.fold_weights as arithmetic on the distance from the block's first compressed block.
+        distance = lax.broadcasted_iota(jnp.int32, (tile.keys, width), 0) - per_block * lax.broadcasted_iota(
+            jnp.int32, (tile.keys, width), 1
+        )
+        weight = jnp.minimum(distance + 1, per_block + overlap - 1 - distance)
+        weight = jnp.clip(weight, 0, min(per_block, overlap)).astype(jnp.float32)
+        folded = _dot(total, weight, (0, 0))  # [queries, width]
+        inside = lax.broadcasted_iota(jnp.int32, folded.shape, 1) < whole
+        pltriton.store(out_ref.at[pl.ds(tile_row, tile.queries), pl.ds(block, width)], folded, mask=inside)
+
+
+def _select_rows(s_ref, out_ref, first, last, width: int, num_blocks: int, config: NSAConfig):
+    """Writes the lists of a program's rows, whose candidates [first, last] all lie in the first `width` blocks."""
+    n = config.num_selected
+    rows = first.shape[0]
+    j = lax.broadcasted_iota(jnp.int32, (rows, width), 1)
+    forced = blocks.forced_blocks(j, first[:, None], last[:, None], config)
+    free = (j >= first[:, None]) & (j <= last[:, None]) & ~forced
+    candidates = last - first + 1
+    taken = jnp.minimum(candidates, n)
+    want = taken - jnp.minimum(candidates, config.num_initial + config.num_local)  # how many are chosen by score
+    bits = lax.bitcast_convert_type(s_ref[:, pl.ds(0, width)], jnp.int32)
+    bits = jnp.where(free, bits, -1)
+
+    def at_least(threshold):
+        return jnp.sum((bits >= threshold[:, None]).astype(jnp.int32), axis=1)
+
+    # Bisection keeps at_least(low) >= want > at_least(high). The least of at least `want` group maxima is such a low.
+    groups = _next_power_of_2(n)
+    if width > groups:
+        low = jnp.maximum(jnp.min(jnp.max(bits.reshape(rows, width // groups, groups), axis=1), axis=1), 0)
+    else:
+        low = jnp.zeros_like(first)
+    high = jnp.where(want > 0, jnp.max(bits, axis=1) + 1, 0)
+
+    def unresolved(carry):
+        low, high, count = carry
+        return jnp.max(((count > want) & (high - low > 1)).astype(jnp.int32)) > 0
+
+    def halve(carry):
+        low, high, count = carry
+        middle = low + (high - low) // 2
+        above = at_least(middle)
+        keep = above >= want
+        return jnp.where(keep, middle, low), jnp.where(keep, high, middle), jnp.where(keep, above, count)
+
+    low, _, _ = lax.while_loop(unresolved, halve, (low, high, at_least(low)))
+    low = jnp.where(want > 0, low, _INF_BITS)[:, None]
+    sure = forced | (bits > low)
+    tied = bits == low
+    ties = (taken - jnp.sum(sure.astype(jnp.int32), axis=1))[:, None]  # this many of the tied, the lowest indices
+    rank = lax.cumsum(sure.astype(jnp.int32) + (tied.astype(jnp.int32) << _HALF), axis=1)
+    tied_rank = rank >> _HALF
+    chosen = sure | (tied & (tied_rank <= ties))
+    slot = (rank & ((1 << _HALF) - 1)) + jnp.minimum(tied_rank, ties) - 1
+    row = lax.broadcasted_iota(jnp.int32, (rows, width), 0)
+    pltriton.store(out_ref.at[row, jnp.where(chosen, slot, n)], j, mask=chosen)
+    row = lax.broadcasted_iota(jnp.int32, (rows, groups), 0)
+    column = lax.broadcasted_iota(jnp.int32, (rows, groups), 1)
+    padding = (column >= taken[:, None]) & (column < n)
+    pltriton.store(
+        out_ref.at[row, jnp.where(padding, column, n)], jnp.full((rows, groups), num_blocks, jnp.int32), mask=padding
+    )
+
+
+def _top_n_kernel(*refs, rows, widths, config: NSAConfig, length, num_blocks, packed):
+    """Block lists of `rows` neighbouring queries.
+
+    refs: where [2] as in `_scores_kernel`, scores [rows, width], segment_start [T] if packed; out: lists [rows, n].
+    """
+    where_ref, s_ref, *start_refs, out_ref = refs
+    row = where_ref[1] + pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows,), 0)
+    row = jnp.minimum(row, length - 1)
+    start = start_refs[0][row] if packed else jnp.zeros_like(row)
+    first, last = blocks.candidate_range(where_ref[0] + row, start, config.select_block)
+    needed = jnp.max(last) + 1
+    below = 0
+    for width in widths:  # early queries have few candidates: read no more than the next power of two
+
+        @pl.when((needed > below) & (needed <= width))
+        def _(width=width):
+            _select_rows(s_ref, out_ref, first, last, width, num_blocks, config)
+
+        below = width
+
+
+def _widths(num_blocks: int, n: int) -> list[int]:
+    """Row widths the top-n kernel is specialised for, ascending; the last one covers every block."""
+    top = max(_next_power_of_2(num_blocks), _next_power_of_2(n), 16)
+    return [w for w in (top // 8, top // 4, top // 2) if w >= 128] + [top]
+
+
+def _call_scores(scores_tile, where, query, key_cmp, lse2, start, *, rows, width, config, num_blocks):
+    """Scores [B * K, rows, width] of the queries from row where[1] on."""
+    batch, length, num_heads, head_dim = query.shape
+    num_cmp, num_kv = key_cmp.shape[1:3]
+    group = num_heads // num_kv
+    scored = max(num_blocks - config.num_local, 1)
+    packed = [] if start is None else [start]
+    kernel = functools.partial(
+        _scores_kernel,
+        tile=scores_tile,
+        config=config,
+        num_heads=group,
+        num_cmp=num_cmp,
+        length=length,
+        scale=LOG2E * head_dim**-0.5,
+        packed=bool(packed),
+    )
+    return triton_call(
+        kernel,
+        num_warps=scores_tile.num_warps,
+        num_stages=scores_tile.num_stages,
+        grid=(pl.cdiv(scored, _whole_blocks(scores_tile, config)), rows // scores_tile.queries, batch * num_kv),
+        in_specs=[
+            pl.BlockSpec((2,), lambda j, t, b: (0,)),
+            pl.BlockSpec((None, length, group, head_dim), lambda j, t, b: (b // num_kv, 0, b % num_kv, 0)),
+            pl.BlockSpec((None, num_cmp, None, head_dim), lambda j, t, b: (b // num_kv, 0, b % num_kv, 0)),
+            pl.BlockSpec((None, group, length), lambda j, t, b: (b // num_kv, b % num_kv, 0)),
+            *(pl.BlockSpec((None, length), lambda j, t, b: (b // num_kv, 0)) for _ in packed),
+        ],
+        out_specs=pl.BlockSpec((None, rows, width), lambda j, t, b: (b, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((batch * num_kv, rows, width), jnp.float32),
+    )(where, query, key_cmp, lse2, *packed)
+
+
+def _call_top_n(where, scores, start, *, batch, num_kv, length, config, num_blocks):
+    """Lists [B, rows, K, n] from scores [B * K, rows, width]."""
+    rows, width = scores.shape[1:]
+    widths = _widths(num_blocks, config.num_selected)
+    per_program, num_warps = tuning.top_n_shape(widths[-1])
+    packed = [] if start is None else [start]
+    kernel = functools.partial(
+        _top_n_kernel,
+        rows=per_program,
+        widths=widths,
+        config=config,
+        length=length,
+        num_blocks=num_blocks,
+        packed=bool(packed),
+    )
+    n = config.num_selected
+    return triton_call(
+        kernel,
+        num_warps=num_warps,
+        num_stages=1,
+        grid=(rows // per_program, batch * num_kv),
+        in_specs=[
+            pl.BlockSpec((2,), lambda t, b: (0,)),
+            pl.BlockSpec((None, per_program, width), lambda t, b: (b, t, 0)),
+            *(pl.BlockSpec((None, length), lambda t, b: (b // num_kv, 0)) for _ in packed),
+        ],
+        out_specs=pl.BlockSpec((None, per_program, None, n), lambda t, b: (b // num_kv, t, b % num_kv, 0)),
+        out_shape=jax.ShapeDtypeStruct((batch, rows, num_kv, n), jnp.int32),
+    )(where, scores, *packed)
+
+
+def select_blocks(query, key_cmp, lse, *, config: NSAConfig, num_keys: int, segment_start=None, query_offset=0):
+    """See `nsa_jax.select_blocks`; `num_keys` is S.
+
+    Raises:
+      NotImplementedError: more than 32,767 selection blocks.
+    """
+    batch, length, _, head_dim = query.shape
+    num_cmp, num_kv = key_cmp.shape[1:3]
+    num_blocks = blocks.num_selection_blocks(num_keys, config.select_block)
+    if num_blocks > _MAX_BLOCKS:
+        raise NotImplementedError(f"{num_blocks} selection blocks: the top-n kernel ranks at most {_MAX_BLOCKS}")
+    tile = tuning.select_config(length, head_dim, len(blocks.fold_weights(config)), query.dtype)
+    whole = _whole_blocks(tile, config)
+    tiles = pl.cdiv(num_blocks, whole)
+    width = max((tiles - 1) * whole + _next_power_of_2(whole), _widths(num_blocks, config.num_selected)[-1])
+
+    # Rows of one buffer: a multiple of both kernels' tiles (the scores tile is at least as tall).
+    most = max(tile.chunk_bytes // (batch * num_kv * width * 4) // tile.queries, 1)
+    needed = pl.cdiv(length, tile.queries)
+    chunks = pl.cdiv(needed, most)
+    rows = pl.cdiv(needed, chunks) * tile.queries
+
+    start = None if segment_start is None else segment_start.astype(jnp.int32)
+    lse2 = jnp.where(lse == -jnp.inf, jnp.inf, lse.astype(jnp.float32) * LOG2E).swapaxes(1, 2)  # [B, N, T]
+
+    def chunk(index):
+        where = jnp.stack([jnp.asarray(query_offset, jnp.int32), index * rows])
+        if num_cmp:
+            scores = _call_scores(
+                tile, where, query, key_cmp, lse2, start, rows=rows, width=width, config=config, num_blocks=num_blocks
+            )
+        else:
+            scores = jnp.zeros((batch * num_kv, rows, width), jnp.float32)
+        return _call_top_n(
+            where, scores, start, batch=batch, num_kv=num_kv, length=length, config=config, num_blocks=num_blocks
+        )
+
+    if chunks == 1:
+        return chunk(jnp.int32(0))[:, :length]
+    lists = lax.map(chunk, jnp.arange(chunks, dtype=jnp.int32))  # [chunks, B, rows, K, n]
+    lists = jnp.moveaxis(lists, 0, 1).reshape(batch, chunks * rows, num_kv, config.num_selected)
+    return lists[:, :length]
