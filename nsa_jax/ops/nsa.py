@@ -440,7 +440,8 @@ def nsa_attention(
     out_slc = selected_attention(query, key_slc, value_slc, block_indices, select_block=config.select_block, **common)
     out_win = window_attention(query, key_win, value_win, window=config.window, **common)
     gate = gates.astype(jnp.float32)
-    out = sum(gate[..., i, None] * branch.astype(jnp.float32) for i, branch in enumerate((out_cmp, out_slc, out_win)))
+    weighted = [gate[..., i, None] * branch.astype(jnp.float32) for i, branch in enumerate((out_cmp, out_slc, out_win))]
+    out = weighted[0] + weighted[1] + weighted[2]
     out = out.astype(query.dtype)
     return (out, block_indices) if return_block_indices else out
 
@@ -468,5 +469,7 @@ def mean_compress(x: Float[Array, "B S K H"], *, config: NSAConfig) -> Float[Arr
     stride, overlap = config.compress_stride, config.compress_block // config.compress_stride
     pieces = num_cmp + overlap - 1
     sums = x[:, : pieces * stride].astype(jnp.float32).reshape(batch, pieces, stride, heads, dim).sum(2)
-    total = sum(sums[:, r : r + num_cmp] for r in range(overlap))
+    total = sums[:, :num_cmp]
+    for r in range(1, overlap):
+        total = total + sums[:, r : r + num_cmp]
     return (total / config.compress_block).astype(x.dtype)

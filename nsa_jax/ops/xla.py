@@ -19,9 +19,12 @@ import jax.numpy as jnp
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
+from nsa_jax.ops.target import current_target
 
-# Elements of one chunk's largest array: 64 MiB of float32, several of which are alive at once.
-_CHUNK_ELEMENTS = 2**24
+# Elements of one chunk's largest array, of which several are alive at once. On a CPU they should stay in cache (4 MiB of
+# float32 was twice as fast as 64 MiB); on a GPU every step of the loop should keep the device busy.
+_CHUNK_ELEMENTS = {"cpu": 2**20}
+_CHUNK_ELEMENTS_ELSEWHERE = 2**24
 # Up to this many times n * l' keys, masked matrix products over all keys beat gathering each query's blocks.
 _DENSE_FACTOR = 4
 
@@ -41,9 +44,14 @@ class _Plan(Protocol):
     `keys` and `scores` are einsum subscripts over b batch, q query, k key/value head, g query head in its group, l key.
     """
 
-    chunk: int
-    keys: str
-    scores: str
+    @property
+    def chunk(self) -> int: ...
+
+    @property
+    def keys(self) -> str: ...
+
+    @property
+    def scores(self) -> str: ...
 
     def load(self, array: jax.Array, chunk: _Chunk) -> jax.Array: ...
 
@@ -219,7 +227,8 @@ def _attend_bwd(plan: _Plan, num_keys: int, residuals, cotangents):
 
     totals = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
     (dkey, dvalue), dquery = _over_chunks(plan, body, totals, (rows, out, lse, dout))
-    return _Chunk(dquery, None, None, None), dkey.astype(key.dtype), dvalue.astype(value.dtype)
+    drows = _Chunk(dquery, None, None, None)  # type: ignore[arg-type]  # integers have no gradient
+    return drows, dkey.astype(key.dtype), dvalue.astype(value.dtype)
 
 
 def _attend_primal(plan: _Plan, num_keys: int, rows: _Chunk, key: jax.Array, value: jax.Array):
@@ -233,7 +242,8 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 def _chunk_size(length: int, elements_per_query: int) -> int:
     """Queries per chunk: all of them if they fit the budget, else the largest power of two that does."""
-    fits = max(_CHUNK_ELEMENTS // max(elements_per_query, 1), 1)
+    budget = _CHUNK_ELEMENTS.get(current_target().platform, _CHUNK_ELEMENTS_ELSEWHERE)
+    fits = max(budget // max(elements_per_query, 1), 1)
     return length if length <= fits else 1 << (fits.bit_length() - 1)
 
 
