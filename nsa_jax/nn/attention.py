@@ -1,0 +1,253 @@
+"""Attention modules: `NSAttention` and, with the same interface, `DenseAttention`."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from nsa_jax.nn.config import ModelConfig
+from nsa_jax.nn.layers import init_normal, make_compressor, rope
+from nsa_jax.nn.sharding import sharded_attention
+from nsa_jax.ops import blocks
+from nsa_jax.ops.nsa import nsa_attention
+from nsa_jax.ops.target import current_target
+
+# A matrix product whose width is no multiple of this misses the fast tensor-core kernels.
+_WIDTH_MULTIPLE = 64
+
+
+def _project(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype, widths: tuple[int, ...]) -> list[jax.Array]:
+    """x @ kernel in one product, cut along the last axis into pieces of the given widths."""
+    padding = -kernel.shape[1] % _WIDTH_MULTIPLE
+    kernel = jnp.pad(kernel.astype(dtype), ((0, 0), (0, padding)))
+    pieces, start = [], 0
+    fused = x @ kernel
+    for width in widths:
+        pieces.append(fused[..., start : start + width])
+        start += width
+    return pieces
+
+
+def _heads(x: jax.Array, count: int) -> jax.Array:
+    """[B, T, count * F] -> [B, T, count, F]."""
+    return x.reshape(*x.shape[:2], count, -1)
+
+
+def _positions(x: jax.Array, positions: jax.Array | None) -> jax.Array:
+    return jnp.arange(x.shape[1], dtype=jnp.int32) if positions is None else positions
+
+
+def _check_input(x: jax.Array, segment_start: jax.Array | None, config: ModelConfig) -> None:
+    chex.assert_shape(x, (None, None, config.dim))
+    chex.assert_type(x, config.dtype)
+    if segment_start is not None:
+        chex.assert_shape(segment_start, x.shape[:2])
+        chex.assert_type(segment_start, int)
+
+
+class Projections(NamedTuple):
+    """What NSAttention projects its input to. Keys of the selected and window branches are roped, key_raw is not."""
+
+    query: jax.Array  # [B, T, N, H], roped
+    key_raw: jax.Array  # [B, T, K, H], to be compressed
+    value_raw: jax.Array  # [B, T, K, V], to be compressed
+    key_slc: jax.Array  # [B, T, K, H], roped
+    value_slc: jax.Array  # [B, T, K, V]
+    key_win: jax.Array  # [B, T, K, H], roped
+    value_win: jax.Array  # [B, T, K, V]
+    gates: jax.Array  # [B, T, N, 3] float32
+
+
+class NSAttention(nnx.Module):
+    """Native Sparse Attention as a layer: projections, compressor, gates, the three branches, output projection.
+
+    One matrix product gives the queries, the keys and values of the three branches, and the gates. Keys are compressed
+    before RoPE and turned afterwards at their block's last position, so that phi sees the same numbers wherever a block
+    lies. The compressed branch is queried by the same roped query as the others.
+
+    Attributes:
+      w_in: [D, N*H + 3*K*H + 3*K*V + 3*N], in the order of `Projections`.
+      gate_bias: [N, 3]; zero at first, so that every gate starts near 0.5.
+      compress_key, compress_value: phi of keys and of values.
+      w_out: [N*V, D].
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        n, k, h, v = config.num_heads, config.num_kv_heads, config.head_dim, config.value_head_dim
+        self.config = config
+        self.widths = (n * h, k * h, k * v, k * h, k * v, k * h, k * v, 3 * n)
+        self.w_in = init_normal(rngs, (config.dim, sum(self.widths)), config.init_std, config)
+        self.gate_bias = nnx.Param(jnp.zeros((n, 3), jnp.dtype(config.param_dtype)))
+        self.compress_key = make_compressor(config, h, rngs=rngs)
+        self.compress_value = make_compressor(config, v, rngs=rngs)
+        self.w_out = init_normal(rngs, (n * v, config.dim), config.residual_std, config)
+
+    def project(self, x: Float[Array, "B T D"], positions: jax.Array) -> Projections:
+        """Queries, keys, values and gates of the tokens x at row positions `positions` ([T] or [B, T])."""
+        config = self.config
+        pieces = _project(x, self.w_in[...], config.dtype, self.widths)
+        query, *keys_values = (
+            _heads(piece, count)
+            for piece, count in zip(pieces[:-1], (config.num_heads, *[config.num_kv_heads] * 6), strict=True)
+        )
+        key_raw, value_raw, key_slc, value_slc, key_win, value_win = keys_values
+        logits = _heads(pieces[-1].astype(jnp.float32), config.num_heads) + self.gate_bias[...].astype(jnp.float32)
+        turn = functools.partial(rope, positions=positions, theta=config.rope_theta)
+        return Projections(
+            turn(query), key_raw, value_raw, turn(key_slc), value_slc, turn(key_win), value_win, jax.nn.sigmoid(logits)
+        )
+
+    def compress(
+        self, key_raw: Float[Array, "B S K H"], value_raw: Float[Array, "B S K V"], first_position: int | jax.Array = 0
+    ) -> tuple[Float[Array, "B C K H"], Float[Array, "B C K V"]]:
+        """Compressed keys, roped at their block's last position, and compressed values.
+
+        Args:
+          key_raw: [B, S, K, H] unroped keys, starting where a block starts.
+          value_raw: [B, S, K, V].
+          first_position: row position of the first of them.
+        """
+        key, value = self.compress_key(key_raw), self.compress_value(value_raw)
+        index = jnp.arange(key.shape[1], dtype=jnp.int32)
+        last = first_position + blocks.compressed_last_position(index, self.config.nsa)
+        return rope(key, last, self.config.rope_theta), value
+
+    def output(self, attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
+        """Joins the heads and projects back to the model width."""
+        flat = attended.reshape(*attended.shape[:2], -1)
+        return flat @ self.w_out[...].astype(self.config.dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        segment_start: Int[Array, "B T"] | None = None,
+        *,
+        positions: jax.Array | None = None,
+        return_block_indices: bool = False,
+    ):
+        """Attention over the row.
+
+        Args:
+          x: [B, T, D] in the compute dtype.
+          segment_start: int [B, T], first position of each token's document; None if rows hold one document.
+          positions: integer [T] or [B, T] for RoPE; None means 0..T-1. Differences alone matter, except that
+            compressed keys are turned by their index in the row: shift all positions by one constant only.
+          return_block_indices: also return the block lists of the selected branch, int32 [B, T, K, n].
+
+        Returns:
+          [B, T, D] in the compute dtype, or a pair with the block lists.
+        """
+        config = self.config
+        _check_input(x, segment_start, config)
+        positions = _positions(x, positions)
+        p = self.project(x, positions)
+        key_cmp, value_cmp = self.compress(p.key_raw, p.value_raw, positions[..., :1])
+
+        def attend(segment_start, *arrays):
+            return nsa_attention(
+                *arrays,
+                config=config.nsa,
+                segment_start=segment_start,
+                implementation=config.implementation,
+                return_block_indices=True,
+            )
+
+        attended, block_indices = sharded_attention(
+            attend,
+            segment_start,
+            p.query,
+            key_cmp,
+            value_cmp,
+            p.key_slc,
+            p.value_slc,
+            p.key_win,
+            p.value_win,
+            p.gates,
+        )
+        attended = checkpoint_name(attended, "attention_out")
+        chex.assert_shape(attended, (*x.shape[:2], config.num_heads, config.value_head_dim))
+        out = self.output(attended)
+        return (out, block_indices) if return_block_indices else out
+
+
+def dense_attention(query, key, value, *, segment_start=None):
+    """Causal softmax attention over the whole document, quadratic in T.
+
+    Served by cuDNN on a GPU for bfloat16 rows of one document; otherwise by XLA with a mask.
+
+    Args:
+      query: [B, T, N, H].
+      key: [B, T, K, H].
+      value: [B, T, K, V].
+      segment_start: int [B, T] or None.
+
+    Returns:
+      [B, T, N, V] in query's dtype.
+    """
+    length, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
+    unpacked = segment_start is None and query.dtype == jnp.bfloat16 and head_dim == value_dim
+    if current_target().is_gpu and unpacked and head_dim % 8 == 0 and head_dim <= 128:
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+    # jax.nn wants H = V: zeros at the end of keys change no score, and at the end of values are cut off again.
+    wide = max(head_dim, value_dim)
+    query, key, value = (jnp.pad(a, [(0, 0)] * 3 + [(0, wide - a.shape[-1])]) for a in (query, key, value))
+    mask = None
+    if segment_start is not None:
+        mask = (jnp.arange(length) >= segment_start[..., None])[:, None]  # [B, 1, T, S]
+    out = jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=True, scale=head_dim**-0.5, implementation="xla"
+    )
+    return out[..., :value_dim]
+
+
+class DenseAttention(nnx.Module):
+    """Full causal attention with the interface of `NSAttention`: the baseline.
+
+    Attributes:
+      w_in: [D, N*H + K*H + K*V]: query, key, value.
+      w_out: [N*V, D].
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        n, k, h, v = config.num_heads, config.num_kv_heads, config.head_dim, config.value_head_dim
+        self.config = config
+        self.widths = (n * h, k * h, k * v)
+        self.w_in = init_normal(rngs, (config.dim, sum(self.widths)), config.init_std, config)
+        self.w_out = init_normal(rngs, (n * v, config.dim), config.residual_std, config)
+
+    def project(self, x: Float[Array, "B T D"], positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Roped query [B, T, N, H], roped key [B, T, K, H] and value [B, T, K, V]."""
+        config = self.config
+        query, key, value = _project(x, self.w_in[...], config.dtype, self.widths)
+        query, key = _heads(query, config.num_heads), _heads(key, config.num_kv_heads)
+        turn = functools.partial(rope, positions=positions, theta=config.rope_theta)
+        return turn(query), turn(key), _heads(value, config.num_kv_heads)
+
+    def output(self, attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
+        """Joins the heads and projects back to the model width."""
+        flat = attended.reshape(*attended.shape[:2], -1)
+        return flat @ self.w_out[...].astype(self.config.dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        segment_start: Int[Array, "B T"] | None = None,
+        *,
+        positions: jax.Array | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Attention over the row; the arguments are `NSAttention`'s."""
+        _check_input(x, segment_start, self.config)
+        query, key, value = self.project(x, _positions(x, positions))
+
+        def attend(segment_start, *arrays):
+            return dense_attention(*arrays, segment_start=segment_start)
+
+        attended = checkpoint_name(sharded_attention(attend, segment_start, query, key, value), "attention_out")
+        return self.output(attended)

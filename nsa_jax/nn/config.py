@@ -1,0 +1,126 @@
+"""`ModelConfig`: everything a model's shape and numbers depend on, frozen and hashable."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from nsa_jax.config import NSAConfig, nsa_config
+from nsa_jax.ops.nsa import IMPLEMENTATIONS
+
+REMAT_POLICIES = ("none", "block", "attention_saved", "full")
+
+
+def _default_mlp_dim(dim: int) -> int:
+    """SwiGLU width with about the parameters of a 4x MLP: 8/3 of `dim`, rounded up to a multiple of 64."""
+    return -(-8 * dim // (3 * 64)) * 64
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape and numerics of a model; the fields are `config.model`'s (see `nsa_jax.config.default_config`).
+
+    Attributes:
+      dim: D, model width.
+      num_heads: N, query heads.
+      num_kv_heads: K, key/value heads; divides `num_heads`.
+      head_dim: H, of queries and keys; even, since RoPE turns pairs.
+      value_head_dim: V, of values; 0 means `head_dim`.
+      vocab_size: rows of the embedding; only `Transformer` needs it.
+      num_layers: blocks; also scales the initialisation of residual-writing projections.
+      mlp_dim: hidden width of SwiGLU; 0 means 8/3 of `dim`, rounded up to a multiple of 64.
+      nsa: block geometry of the sparse attention.
+      attention: "nsa" or "dense".
+      rope_theta: base of the rotary position embedding.
+      norm_eps: added to the mean square in RMSNorm.
+      init_std: standard deviation of all projections at initialisation.
+      dropout: share of the outputs of attention and MLP that training sets to zero.
+      tie_embeddings: the output head is the embedding matrix.
+      compressor: "mlp" or "mean".
+      implementation: "reference", "xla", "pallas" or None for the best on this device.
+      compute_dtype: of activations and matrix products.
+      param_dtype: of parameters.
+      scan_layers: run the layers by `jax.lax.scan`; otherwise one after the other. The parameters are the same.
+      remat: what the backward pass recomputes; see `nsa_jax.nn.Transformer`.
+
+    Raises:
+      ValueError: naming the field.
+    """
+
+    dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int = 0
+    vocab_size: int = 0
+    num_layers: int = 1
+    mlp_dim: int = 0
+    nsa: NSAConfig = NSAConfig()
+    attention: str = "nsa"
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    dropout: float = 0.0
+    tie_embeddings: bool = True
+    compressor: str = "mlp"
+    implementation: str | None = None
+    compute_dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    scan_layers: bool = True
+    remat: str = "block"
+
+    def __post_init__(self):
+        if not self.value_head_dim:
+            object.__setattr__(self, "value_head_dim", self.head_dim)
+        if not self.mlp_dim:
+            object.__setattr__(self, "mlp_dim", _default_mlp_dim(self.dim))
+        for name in ("dim", "num_heads", "num_kv_heads", "head_dim", "value_head_dim", "num_layers", "mlp_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ModelConfig.{name}={getattr(self, name)}: must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"ModelConfig.num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"ModelConfig.head_dim={self.head_dim}: must be even, since RoPE turns pairs")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"ModelConfig.dropout={self.dropout}: must be in [0, 1)")
+        choices: dict[str, tuple] = {
+            "attention": ("nsa", "dense"),
+            "compressor": ("mlp", "mean"),
+            "implementation": (None, *sorted(IMPLEMENTATIONS)),
+            "compute_dtype": ("float32", "bfloat16"),
+            "param_dtype": ("float32", "bfloat16"),
+            "remat": REMAT_POLICIES,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"ModelConfig.{name}={getattr(self, name)!r}: must be one of {allowed}")
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of activations."""
+        return jnp.dtype(self.compute_dtype)
+
+    @property
+    def residual_std(self) -> float:
+        """Initialisation of the 2 * num_layers projections that write to the residual stream."""
+        return self.init_std * (2 * self.num_layers) ** -0.5
+
+    @classmethod
+    def from_config(cls, config: ConfigDict, vocab_size: int) -> ModelConfig:
+        """The model of a training config.
+
+        Args:
+          config: as `nsa_jax.config.default_config` returns it.
+          vocab_size: the tokenizer's; used where `config.model.vocab_size` is 0.
+        """
+        fields = {field.name for field in dataclasses.fields(cls)} - {"nsa", "implementation", "vocab_size"}
+        values = {name: getattr(config.model, name) for name in fields}
+        implementation = None if config.model.implementation == "auto" else config.model.implementation
+        return cls(
+            **values,
+            nsa=nsa_config(config),
+            implementation=implementation,
+            vocab_size=config.model.vocab_size or vocab_size,
+        )

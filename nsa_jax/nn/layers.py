@@ -1,0 +1,137 @@
+"""The parts that attention and transformer share: RMSNorm, RoPE, SwiGLU, dropout and the compressor phi."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.nn.config import ModelConfig
+from nsa_jax.ops import blocks
+from nsa_jax.ops.nsa import mean_compress
+
+
+def init_normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, config: ModelConfig) -> nnx.Param:
+    """A parameter drawn from a normal distribution with standard deviation `std`."""
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Sets a share `rate` of x to zero and scales the rest up; does nothing without a key."""
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def rope(x: Float[Array, "B T N H"], positions: jax.Array, theta: float) -> Float[Array, "B T N H"]:
+    """Rotary position embedding, applied to every head by itself, in float32.
+
+    Feature i of the first half and feature i of the second half of a head form a pair that is turned by
+    position * theta**(-2i/H), so that scores depend on differences of positions only.
+
+    Args:
+      x: [B, T, N, H], H even.
+      positions: integer [T] or [B, T].
+      theta: base of the frequencies.
+
+    Returns:
+      [B, T, N, H] in x's dtype.
+    """
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = (positions.astype(jnp.float32)[..., None] * frequency)[..., None, :]  # [(B,) T, 1, H/2]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square normalisation with a learned scale; statistics in float32."""
+
+    def __init__(self, config: ModelConfig):
+        self.scale = nnx.Param(jnp.ones((config.dim,), jnp.dtype(config.param_dtype)))
+        self.eps = config.norm_eps
+        self.dtype = config.dtype
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Normalises the last axis; returns the compute dtype."""
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return (wide * self.scale[...].astype(jnp.float32)).astype(self.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """silu(x W_gate) * (x W_up), projected back: the MLP of a block. W_gate and W_up are one matrix."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.w_in = init_normal(rngs, (config.dim, 2 * config.mlp_dim), config.init_std, config)
+        self.w_out = init_normal(rngs, (config.mlp_dim, config.dim), config.residual_std, config)
+        self.dtype = config.dtype
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Applies the MLP to each token."""
+        gate, up = jnp.split(x @ self.w_in[...].astype(self.dtype), 2, axis=-1)
+        return (jax.nn.silu(gate) * up) @ self.w_out[...].astype(self.dtype)
+
+
+class MLPCompressor(nnx.Module):
+    """The learned compressor phi: l tokens of a block become one key or value (paper eq. 7).
+
+    phi(block) = mean(block) + W_2 silu(W_1 flatten(block + intra-block position embedding) + b_1), the same for every
+    key/value head. The mean is a shortcut that the paper does not have: with W_2 small at first, selection starts from
+    mean-pooled keys instead of from noise.
+    """
+
+    def __init__(self, config: ModelConfig, features: int, *, rngs: nnx.Rngs):
+        length, hidden = config.nsa.compress_block, 2 * features
+        self.position = init_normal(rngs, (length, features), config.init_std, config)
+        self.w_1 = init_normal(rngs, (length, features, hidden), (length * features) ** -0.5, config)
+        self.b_1 = nnx.Param(jnp.zeros((hidden,), jnp.dtype(config.param_dtype)))
+        self.w_2 = init_normal(rngs, (hidden, features), config.init_std, config)
+        self.nsa = config.nsa
+        self.dtype = config.dtype
+
+    def __call__(self, x: Float[Array, "B S K H"]) -> Float[Array, "B C K H"]:
+        """Compresses every block of x.
+
+        Neighbouring blocks share l - d tokens. W_1 is cut into l/d pieces of d rows, each applied once to every run of
+        d tokens, and a block adds up the pieces it covers: the overlapping blocks are never gathered.
+        """
+        stride, overlap = self.nsa.compress_stride, self.nsa.compress_block // self.nsa.compress_stride
+        batch, length, heads, features = x.shape
+        count = blocks.num_compressed(length, self.nsa)
+        if count == 0:
+            return jnp.zeros((batch, 0, heads, features), x.dtype)
+        w_1 = self.w_1[...].astype(self.dtype)
+        runs = x[:, : (count + overlap - 1) * stride].reshape(batch, -1, stride, heads, features)
+        shift = jnp.einsum("lf,lfm->m", self.position[...].astype(self.dtype), w_1) + self.b_1[...].astype(self.dtype)
+        sums = runs.astype(jnp.float32).sum(2)
+        hidden, total = shift, jnp.zeros((), jnp.float32)
+        for piece in range(overlap):
+            covered = slice(piece, piece + count)
+            weight = w_1[piece * stride : (piece + 1) * stride]
+            hidden = hidden + jnp.einsum("bcskf,sfm->bckm", runs[:, covered], weight)
+            total = total + sums[:, covered]
+        mean = (total / self.nsa.compress_block).astype(x.dtype)
+        return mean + jax.nn.silu(hidden) @ self.w_2[...].astype(self.dtype)
+
+
+class MeanCompressor(nnx.Module):
+    """The mean of a block's tokens: a compressor without parameters."""
+
+    def __init__(self, nsa: NSAConfig):
+        self.nsa = nsa
+
+    def __call__(self, x: Float[Array, "B S K H"]) -> Float[Array, "B C K H"]:
+        """Compresses every block of x."""
+        return mean_compress(x, config=self.nsa)
+
+
+def make_compressor(config: ModelConfig, features: int, *, rngs: nnx.Rngs) -> MLPCompressor | MeanCompressor:
+    """The compressor that `config.compressor` names, for keys or values with this many features."""
+    if config.compressor == "mean":
+        return MeanCompressor(config.nsa)
+    return MLPCompressor(config, features, rngs=rngs)

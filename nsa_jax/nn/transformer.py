@@ -1,0 +1,212 @@
+"""The language model: pre-norm blocks of attention and SwiGLU, stacked, scanned and rematerialised by config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from nsa_jax.nn.attention import DenseAttention, NSAttention
+from nsa_jax.nn.config import ModelConfig
+from nsa_jax.nn.layers import RMSNorm, SwiGLU, dropout, init_normal
+from nsa_jax.nn.sharding import constrain_batch
+
+# Named by the ops; saved under every policy, since choosing blocks again could choose differently and costs time.
+_INDICES = "nsa_block_indices"
+# What attention's backward pass needs from its forward pass; kernels give these names to their residuals.
+_ATTENTION = ("attention_out", "nsa_attention_residuals")
+
+
+def _attention_saveable(prim, *args, **params) -> bool:
+    """Saves what kernels and cuDNN return, and whatever carries a name of attention's."""
+    names = jax.checkpoint_policies.save_only_these_names(_INDICES, *_ATTENTION)
+    return prim.name in ("pallas_call", "dot_product_attention_fwd") or bool(names(prim, *args, **params))
+
+
+def remat(fn: Callable, policy: str, *, scanned: bool) -> Callable:
+    """`fn` with what its backward pass recomputes decided by a policy's name; see `Transformer`.
+
+    Outside a scan the compiler would find that the recomputation equals the first pass and merge the two again, which
+    `prevent_cse` forbids; inside a scan it costs time for nothing.
+    """
+    if policy == "none":
+        return fn
+    indices_saveable = jax.checkpoint_policies.save_only_these_names(_INDICES)
+    saveable = _attention_saveable if policy == "attention_saved" else indices_saveable
+    return jax.checkpoint(fn, policy=saveable, prevent_cse=not scanned)
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.norm_attention = RMSNorm(config)
+        self.attention = (NSAttention if config.attention == "nsa" else DenseAttention)(config, rngs=rngs)
+        self.norm_mlp = RMSNorm(config)
+        self.mlp = SwiGLU(config, rngs=rngs)
+        self.dropout = config.dropout
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        segment_start: Int[Array, "B T"] | None = None,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> Float[Array, "B T D"]:
+        """One layer.
+
+        Args:
+          x: [B, T, D] in the compute dtype.
+          segment_start: int [B, T] or None; see `NSAttention`.
+          dropout_key: PRNG key of this layer's dropout; None means none.
+        """
+        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+        x = x + dropout(self.attention(self.norm_attention(x), segment_start), self.dropout, keys[0])
+        return x + dropout(self.mlp(self.norm_mlp(x)), self.dropout, keys[1])
+
+
+def _stack(config: ModelConfig, rngs: nnx.Rngs) -> Block:
+    """A Block whose parameters have a leading axis of num_layers."""
+
+    @nnx.split_rngs(splits=config.num_layers)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def create(rngs: nnx.Rngs) -> Block:
+        return Block(config, rngs=rngs)
+
+    return create(rngs)
+
+
+def _group_size(num_layers: int) -> int:
+    """The divisor of num_layers nearest to its square root: layers per group under remat "full"."""
+    divisors = [g for g in range(1, num_layers + 1) if num_layers % g == 0]
+    return min(divisors, key=lambda g: abs(g - num_layers**0.5))
+
+
+class Transformer(nnx.Module):
+    """A decoder-only language model.
+
+    Layers are stacked along a leading axis of their parameters whether or not they are scanned, so that a checkpoint
+    fits both ways of running them. `config.remat` decides what the backward pass recomputes; block indices are always
+    kept:
+      none: nothing; every activation is kept.
+      attention_saved: keeps each layer's input and what attention's backward pass needs; recomputes the rest.
+      block: keeps each layer's input only.
+      full: keeps the input of every sqrt(num_layers)-th layer only; runs the layers between twice more.
+
+    Used functionally: `graphdef, params = nnx.split(model)`, then `nnx.merge(graphdef, params)(tokens)` under jit.
+    All state is parameters; dropout takes its key as an argument.
+
+    Attributes:
+      embedding: [vocab, D].
+      blocks: a `Block` with parameters [num_layers, ...].
+      norm: the final RMSNorm.
+      head: [D, vocab], absent if embeddings are tied.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        if config.vocab_size < 1:
+            raise ValueError(f"ModelConfig.vocab_size={config.vocab_size}: a Transformer needs at least 1")
+        self.config = config
+        self.embedding = init_normal(rngs, (config.vocab_size, config.dim), config.init_std, config)
+        self.blocks = _stack(config, rngs)
+        self.norm = RMSNorm(config)
+        if not config.tie_embeddings:
+            self.head = init_normal(rngs, (config.dim, config.vocab_size), config.init_std, config)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_start: Int[Array, "B T"] | None = None,
+        *,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | jax.Array | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The activations that the output head reads, in the compute dtype.
+
+        Args:
+          tokens: integer [B, T].
+          segment_start: int [B, T], first position of each token's document; None if rows hold one document.
+          deterministic: no dropout.
+          rngs: where dropout takes its key from: `nnx.Rngs` (stream "dropout") or a PRNG key.
+        """
+        config = self.config
+        chex.assert_rank(tokens, 2)
+        chex.assert_type(tokens, int)
+        if segment_start is not None:
+            chex.assert_equal_shape([tokens, segment_start])
+        keys = None
+        if not deterministic and config.dropout > 0:
+            if rngs is None:
+                raise ValueError("rngs=None: must be nnx.Rngs or a PRNG key for dropout > 0 and deterministic=False")
+            key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs
+            keys = jax.random.split(key, config.num_layers)
+        x = constrain_batch(self.embedding[...][tokens].astype(config.dtype))
+        x = self._run_blocks(x, segment_start, keys)
+        return self.norm(x)
+
+    def _run_blocks(self, x: jax.Array, segment_start: jax.Array | None, keys: jax.Array | None) -> jax.Array:
+        config = self.config
+        graphdef, stacked = nnx.split(self.blocks)
+
+        def layer(x, inputs):
+            params, key = inputs
+            out = nnx.merge(graphdef, params)(x, segment_start, dropout_key=key)
+            return constrain_batch(out)
+
+        run = remat(layer, config.remat, scanned=config.scan_layers)
+        if config.scan_layers:
+            return _scan(run, x, (stacked, keys), config)
+        # Cutting by `split` makes the stacked gradient one concatenation instead of num_layers padded sums.
+        pieces = jax.tree.map(lambda a: jax.lax.split(a, (1,) * config.num_layers, axis=0), (stacked, keys))
+        for index in range(config.num_layers):
+            x = run(x, jax.tree.map(lambda _, p, i=index: p[i][0], (stacked, keys), pieces))
+        return x
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
+        """float32 logits of activations from `hidden`."""
+        if self.config.tie_embeddings:
+            weight, equation = self.embedding[...], "...d,vd->...v"
+        else:
+            weight, equation = self.head[...], "...d,dv->...v"
+        return jnp.einsum(equation, hidden, weight.astype(self.config.dtype), preferred_element_type=jnp.float32)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_start: Int[Array, "B T"] | None = None,
+        *,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | jax.Array | None = None,
+    ) -> Float[Array, "B T vocab"]:
+        """float32 logits [B, T, vocab]; the arguments are `hidden`'s."""
+        logits = self.logits(self.hidden(tokens, segment_start, deterministic=deterministic, rngs=rngs))
+        chex.assert_shape(logits, (*tokens.shape, self.config.vocab_size))
+        chex.assert_type(logits, jnp.float32)
+        return logits
+
+
+def _scan(run: Callable, x: jax.Array, stacked, config: ModelConfig) -> jax.Array:
+    """Runs the layers by lax.scan; under remat "full" by a scan over groups that are rematerialised as a whole."""
+
+    def step(x, inputs):
+        return run(x, inputs), None
+
+    group = _group_size(config.num_layers)
+    if config.remat != "full" or group in (1, config.num_layers):
+        return jax.lax.scan(step, x, stacked)[0]
+
+    def group_step(x, inputs):
+        return jax.lax.scan(step, x, inputs)[0]
+
+    outer = remat(group_step, config.remat, scanned=True)
+    grouped = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), stacked)
+    return jax.lax.scan(lambda x, inputs: (outer(x, inputs), None), x, grouped)[0]
+
+
+def count_parameters(model: nnx.Module) -> int:
+    """How many parameters a model has, measured from its arrays (a shared matrix counts once)."""
+    return sum(int(leaf.size) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
