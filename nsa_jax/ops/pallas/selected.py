@@ -1,13 +1,19 @@
 """Selected attention on GPUs: every query reads the tokens of its own list of key blocks (paper section 3.3.2).
 
 The plain loop runs one program per (query token, key/value head): the G query heads of the group are the rows of the
-matrix products and the program walks its list with a running softmax.
+matrix products and the program walks its list with a running softmax. Every step brings K and V of one block from L2
+to a multiprocessor for G rows only, and that traffic is its limit.
+
+So lists are split first. A tile of neighbouring tokens shares blocks: always the forced ones, often more. What at
+least `share` tokens of a tile list is read once for the whole tile (`_tile_kernel`, with one bit per token and block);
+the plain loop then continues from that result over what is left of each token's list.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,15 +54,15 @@ def _key_rows(ref, start, size: int, num_keys: int, offset: int, width: int, exa
     return ref[rows, pl.ds(offset, width)]
 
 
-def _attend_block(carry, q, k_ref, v_ref, start, low, high, *, size, scale, num_keys, v_dim, exact):
+def _attend_block(state, q, k_ref, v_ref, start, low, high, *, size, scale, num_keys, v_dim, exact):
     """One step of the running softmax over keys [start, start + size): those with low <= key - start <= high.
 
     Args:
-      carry: accumulator pieces [R, v], running maximum [R] (of unscaled scores) and sum [R].
+      state: accumulator pieces [R, v], running maximum [R] (of unscaled scores) and sum [R].
       q: query pieces [R, h].
       low, high: int32 [R] bounds inside the block, or None for low where nothing bounds it from below.
     """
-    acc, peak, total = carry
+    acc, peak, total = state
     scores, offset = None, 0
     for piece in q:
         part = _dot(piece, _key_rows(k_ref, start, size, num_keys, offset, piece.shape[1], exact), (1, 1))
@@ -79,14 +85,34 @@ def _attend_block(carry, q, k_ref, v_ref, start, low, high, *, size, scale, num_
     return acc, new_peak, total
 
 
+def _empty_state(rows: int, v_dim: int):
+    """The running softmax before any key: accumulator pieces, maximum, sum."""
+    acc = tuple(jnp.zeros((rows, width), jnp.float32) for _, width in _pieces(v_dim))
+    return acc, jnp.full((rows,), _NEG, jnp.float32), jnp.zeros((rows,), jnp.float32)
+
+
+def _finish(state, scale: float, dtype):
+    """Output pieces and natural-log lse; rows that met no key get 0 and -inf."""
+    acc, peak, total = state
+    some = peak > 0.5 * _NEG
+    total = jnp.where(some, total, 1.0)
+    inverse = jnp.where(some, 1.0 / total, 0.0)
+    lse = jnp.where(some, (peak * scale + jnp.log2(total)) * LN2, -jnp.inf)
+    return tuple((a * inverse[:, None]).astype(dtype) for a in acc), lse
+
+
 def _plain_kernel(
-    offset_ref, list_ref, start_ref, q_ref, k_ref, v_ref, o_ref, lse_ref,
-    *, rows, group, num_listed, select_block, size, scale, num_keys, packed, exact,
+    offset_ref, list_ref, start_ref, q_ref, k_ref, v_ref, *refs,
+    rows, group, num_listed, select_block, size, scale, num_keys, packed, exact, resume,
 ):  # fmt: skip
-    """One (token, kv head): list_ref [n], start_ref [1], q_ref [G, H], k_ref [S, H], v_ref [S, V]."""
+    """One (token, kv head): list_ref [n], start_ref [1], q_ref [G, H], k_ref [S, H], v_ref [S, V].
+
+    With `resume`, the output and lse hold what the tile kernel made of the token's shared blocks; a token with nothing
+    left in its list keeps them.
+    """
+    o_ref, lse_ref = refs[-2:]
     t = jnp.minimum(pl.program_id(0) + offset_ref[0], num_keys - 1)
     v_dim = v_ref.shape[-1]
-    head = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows,), 0), group - 1)
     slot = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(num_listed),), 0)
     listed = list_ref[jnp.minimum(slot, num_listed - 1)]
     real = slot < num_listed
@@ -97,30 +123,173 @@ def _plain_kernel(
         first = jnp.sum((real & (listed < segment // select_block)).astype(jnp.int32))
         last = jnp.where(segment <= t, last, first)
     parts = pl.cdiv(select_block, size)
-    q = [q_ref[head, pl.ds(offset, width)] for offset, width in _pieces(q_ref.shape[-1])]
 
-    def body(i, carry):
+    def attend():
+        # Rows of the padding above G hold copies of row G - 1 and write the same values to the same place.
+        head = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows,), 0), group - 1)
+        q = [q_ref[head, pl.ds(offset, width)] for offset, width in _pieces(q_ref.shape[-1])]
+
+        def body(i, state):
+            part = (i % parts) * size if parts > 1 else 0
+            start = list_ref[i // parts if parts > 1 else i] * select_block + part
+            high = jnp.full((rows,), jnp.minimum(t - start, select_block - 1 - part), jnp.int32)
+            low = jnp.full((rows,), segment - start, jnp.int32) if packed else None
+            return _attend_block(
+                state, q, k_ref, v_ref, start, low, high,
+                size=size, scale=scale, num_keys=num_keys, v_dim=v_dim, exact=exact,
+            )  # fmt: skip
+
+        state = _empty_state(rows, v_dim)
+        if resume:
+            out_ref, before_ref = refs[:2]
+            before = before_ref[head] * LOG2E / scale
+            some = before > -jnp.inf
+            acc = tuple(out_ref[head, pl.ds(at, width)].astype(jnp.float32) for at, width in _pieces(v_dim))
+            state = acc, jnp.where(some, before, _NEG), jnp.where(some, 1.0, 0.0)
+        out, lse = _finish(lax.fori_loop(first * parts, last * parts, body, state), scale, o_ref.dtype)
+        for piece, (offset, width) in zip(out, _pieces(v_dim), strict=True):
+            o_ref[head, pl.ds(offset, width)] = piece
+        lse_ref[head] = lse
+
+    if resume:
+        pl.when(last > first)(attend)
+    else:
+        attend()
+
+
+def _tile_kernel(
+    offset_ref, block_ref, bits_ref, count_ref, start_ref, q_ref, k_ref, v_ref, o_ref, lse_ref,
+    *, rows, group, length, select_block, size, scale, num_keys, packed, exact,
+):  # fmt: skip
+    """The shared blocks of a tile of tokens: block_ref and bits_ref [U], start_ref [Q], q_ref [Q, G, H]."""
+    tile = q_ref.shape[0]
+    v_dim = v_ref.shape[-1]
+    begin = pl.program_id(0) * tile
+    row = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows,), 0), tile * group - 1)
+    # Rows past the last token repeat the last token's, bits included, and write the same values to the same place.
+    token = jnp.minimum(row // group, length - 1 - begin)
+    head = row % group
+    t = jnp.minimum(begin + token + offset_ref[0], num_keys - 1)
+    q = [q_ref[token, head, pl.ds(offset, width)] for offset, width in _pieces(q_ref.shape[-1])]
+    parts = pl.cdiv(select_block, size)
+
+    def body(i, state):
         part = (i % parts) * size if parts > 1 else 0
-        start = list_ref[i // parts if parts > 1 else i] * select_block + part
-        high = jnp.minimum(t - start, select_block - 1 - part)
-        low = jnp.full((rows,), segment - start, jnp.int32) if packed else None
+        which = i // parts if parts > 1 else i
+        start = block_ref[which] * select_block + part
+        listed = ((bits_ref[which] >> token) & 1) == 1
+        high = jnp.where(listed, jnp.minimum(t - start, select_block - 1 - part), -1)
+        low = start_ref[token] - start if packed else None
         return _attend_block(
-            carry, q, k_ref, v_ref, start, low, jnp.full((rows,), high, jnp.int32),
+            state, q, k_ref, v_ref, start, low, high,
             size=size, scale=scale, num_keys=num_keys, v_dim=v_dim, exact=exact,
         )  # fmt: skip
 
-    init = (
-        tuple(jnp.zeros((rows, width), jnp.float32) for _, width in _pieces(v_dim)),
-        jnp.full((rows,), _NEG, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-    )
-    acc, peak, total = lax.fori_loop(first * parts, last * parts, body, init)
-    # Rows of the padding above G hold copies of row G - 1 and write the same values to the same place.
-    some = peak > 0.5 * _NEG
-    inverse = jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0)
-    for a, (offset, width) in zip(acc, _pieces(v_dim), strict=True):
-        o_ref[head, pl.ds(offset, width)] = (a * inverse[:, None]).astype(o_ref.dtype)
-    lse_ref[head] = jnp.where(some, (peak * scale + jnp.log2(jnp.where(some, total, 1.0))) * LN2, -jnp.inf)
+    state = lax.fori_loop(0, count_ref[0] * parts, body, _empty_state(rows, v_dim))
+    out, lse = _finish(state, scale, o_ref.dtype)
+    for piece, (offset, width) in zip(out, _pieces(v_dim), strict=True):
+        o_ref[token, head, pl.ds(offset, width)] = piece
+    lse_ref[token, head] = lse
+
+
+def _split_kernel(
+    offset_ref, list_ref, start_ref, block_ref, bits_ref, count_ref, rest_ref,
+    *, length, num_listed, num_keys, select_block, share, packed,
+):  # fmt: skip
+    """Splits the lists of a tile of tokens: list_ref and rest_ref [Q, n], block_ref and bits_ref [U + 1]."""
+    tile = list_ref.shape[0]
+    begin = pl.program_id(0) * tile
+    shape = (pl.next_power_of_2(tile), pl.next_power_of_2(num_listed))
+    token = lax.broadcasted_iota(jnp.int32, shape, 0)
+    slot = lax.broadcasted_iota(jnp.int32, shape, 1)
+    inside = jnp.minimum(token, jnp.minimum(tile, length - begin) - 1)
+    t = jnp.minimum(begin + inside + offset_ref[0], num_keys - 1)
+    listed = list_ref[inside, jnp.minimum(slot, num_listed - 1)]
+    useful = (token == inside) & (slot < num_listed) & (listed <= t // select_block)
+    if packed:
+        start = start_ref[inside]
+        useful &= (listed >= start // select_block) & (start <= t)
+    listed = jnp.where(useful, listed, -1)
+
+    def mark(u, bits):
+        other = jnp.max(jnp.where(token == u, listed, -1), axis=0)  # [n], token u's list
+        same = jnp.max((listed[:, :, None] == other[None, None, :]).astype(jnp.int32), axis=2)
+        return bits | (same << u)
+
+    bits = jnp.where(useful, lax.fori_loop(0, tile, mark, jnp.zeros(shape, jnp.int32)), 0)
+    shared = lax.population_count(bits) >= share
+    # The first token that lists a shared block enters it into the tile's list.
+    leader = shared & ((bits & -bits) == (1 << token))
+    lead = leader.astype(jnp.int32)
+    before = jnp.cumsum(jnp.sum(lead, axis=1), axis=0)[:, None] - jnp.sum(lead, axis=1)[:, None]
+    rank = before + jnp.cumsum(lead, axis=1) - lead
+    rank = jnp.where(leader, rank, block_ref.shape[0] - 1)  # the last element takes what is not wanted
+    block_ref[rank] = listed
+    bits_ref[rank] = bits
+    count_ref[0] = jnp.sum(lead)
+
+    keep = (useful & ~shared).astype(jnp.int32)
+    drop = ((slot < num_listed) & ~(useful & ~shared)).astype(jnp.int32)
+    kept = jnp.sum(keep, axis=1)[:, None]
+    place = jnp.where(keep == 1, jnp.cumsum(keep, axis=1) - 1, kept + jnp.cumsum(drop, axis=1) - 1)
+    place = jnp.where(slot < num_listed, place, num_listed)  # a column more than the list has takes the padding
+    rest_ref[token, place] = jnp.where(keep == 1, listed, pl.cdiv(num_keys, select_block))
+
+
+class _Split(NamedTuple):
+    """Lists split by tiles of Q tokens: what a tile shares, and what is left to each token.
+
+    Attributes:
+      block, bits: int32 [B, K, tiles, U + 1], a shared block and the tokens of the tile that list it.
+      count: int32 [B, K, tiles, 1], how many shared blocks there are.
+      rest: int32 [B, tiles * Q', K, n + 1], the other blocks of every token, ascending, padded with J.
+    """
+
+    block: jax.Array
+    bits: jax.Array
+    count: jax.Array
+    rest: jax.Array
+
+
+def _split(block_indices, segment_start, query_offset, *, tile, share, select_block, num_keys, packed) -> _Split:
+    batch, length, num_kv, num_listed = block_indices.shape
+    tiles = pl.cdiv(length, tile)
+    width = tile * num_listed // share + 1
+    tile_shape = jax.ShapeDtypeStruct((batch, num_kv, tiles, width), jnp.int32)
+    padded = pl.next_power_of_2(tile)
+    block, bits, count, rest = triton_call(
+        functools.partial(
+            _split_kernel,
+            length=length,
+            num_listed=num_listed,
+            num_keys=num_keys,
+            select_block=select_block,
+            share=share,
+            packed=packed,
+        ),
+        num_warps=4,
+        num_stages=1,
+        grid=(tiles, num_kv, batch),
+        in_specs=[
+            pl.BlockSpec((1,), lambda i, k, b: (0,)),
+            pl.BlockSpec((None, tile, None, num_listed), lambda i, k, b: (b, i, k, 0)),
+            pl.BlockSpec((None, tile), lambda i, k, b: (b, i)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0)),
+            pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0)),
+            pl.BlockSpec((None, None, None, 1), lambda i, k, b: (b, k, i, 0)),
+            pl.BlockSpec((None, None, padded, None, num_listed + 1), lambda i, k, b: (b, i, 0, k, 0)),
+        ],
+        out_shape=[
+            tile_shape,
+            tile_shape,
+            jax.ShapeDtypeStruct((batch, num_kv, tiles, 1), jnp.int32),
+            jax.ShapeDtypeStruct((batch, tiles, padded, num_kv, num_listed + 1), jnp.int32),
+        ],
+        name="nsa_selected_split",
+    )(query_offset.reshape(1), block_indices, segment_start)
+    return _Split(block, bits, count, rest)
 
 
 def _forward(query, key, value, block_indices, segment_start, query_offset, select_block: int, packed: bool):
@@ -128,13 +297,18 @@ def _forward(query, key, value, block_indices, segment_start, query_offset, sele
     batch, length, num_heads, h_dim = query.shape
     num_keys, num_kv, v_dim = value.shape[1:]
     group = num_heads // num_kv
-    num_listed = block_indices.shape[-1]
     config = tuning.selected_config(group, h_dim, v_dim, select_block, query.dtype)
-    kernel = functools.partial(
-        _plain_kernel,
-        rows=max(16, pl.next_power_of_2(group)),
+    return _forward_with(query, key, value, block_indices, segment_start, query_offset, select_block, packed, config)
+
+
+def _forward_with(query, key, value, block_indices, segment_start, query_offset, select_block, packed, config):
+    """`_forward` with a given configuration."""
+    batch, length, num_heads, h_dim = query.shape
+    num_keys, num_kv, v_dim = value.shape[1:]
+    group = num_heads // num_kv
+    num_listed = block_indices.shape[-1]
+    static = dict(
         group=group,
-        num_listed=num_listed,
         select_block=select_block,
         size=config.keys,
         scale=LOG2E / math.sqrt(h_dim),
@@ -142,37 +316,81 @@ def _forward(query, key, value, block_indices, segment_start, query_offset, sele
         packed=packed,
         exact=num_keys % select_block == 0 and select_block % config.keys == 0,
     )
+    query = query.reshape(batch, length, num_kv, group, h_dim)
+    query_offset = query_offset.reshape(1)
     # Tokens run fastest: the programs in flight share one head's keys and values, which then stay in the L2 cache.
+    key_specs = [
+        pl.BlockSpec((None, num_keys, None, h_dim), lambda t, k, b: (b, 0, k, 0)),
+        pl.BlockSpec((None, num_keys, None, v_dim), lambda t, k, b: (b, 0, k, 0)),
+    ]
+    out_shape = [
+        jax.ShapeDtypeStruct((batch, length, num_kv, group, v_dim), query.dtype),
+        jax.ShapeDtypeStruct((batch, length, num_kv, group), jnp.float32),
+    ]
+    scalar_spec = pl.BlockSpec((1,), lambda t, k, b: (0,))
+
+    tile = config.tile
+    resume = tile > 1 and length > 1
+    state = ()
+    list_spec = pl.BlockSpec((None, None, None, num_listed), lambda t, k, b: (b, t, k, 0))
+    if resume:
+        split = _split(
+            block_indices, segment_start, query_offset,
+            tile=tile, share=config.share, select_block=select_block, num_keys=num_keys, packed=packed,
+        )  # fmt: skip
+        width = split.block.shape[-1]
+        state = triton_call(
+            functools.partial(_tile_kernel, rows=max(16, pl.next_power_of_2(tile * group)), length=length, **static),
+            num_warps=config.tile_warps,
+            num_stages=config.tile_stages,
+            grid=(pl.cdiv(length, tile), num_kv, batch),
+            in_specs=[
+                scalar_spec,
+                pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0)),
+                pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0)),
+                pl.BlockSpec((None, None, None, 1), lambda i, k, b: (b, k, i, 0)),
+                pl.BlockSpec((None, tile), lambda i, k, b: (b, i)),
+                pl.BlockSpec((None, tile, None, group, h_dim), lambda i, k, b: (b, i, k, 0, 0)),
+                *key_specs,
+            ],
+            out_specs=[
+                pl.BlockSpec((None, tile, None, group, v_dim), lambda i, k, b: (b, i, k, 0, 0)),
+                pl.BlockSpec((None, tile, None, group), lambda i, k, b: (b, i, k, 0)),
+            ],
+            out_shape=out_shape,
+            name="nsa_selected_forward_tiles",
+        )(query_offset, split.block, split.bits, split.count, segment_start, query, key, value)
+        block_indices = split.rest
+        list_spec = pl.BlockSpec((None, None, None, None, num_listed), lambda t, k, b: (b, t // tile, t % tile, k, 0))
+
+    out_specs = [
+        pl.BlockSpec((None, None, None, group, v_dim), lambda t, k, b: (b, t, k, 0, 0)),
+        pl.BlockSpec((None, None, None, group), lambda t, k, b: (b, t, k, 0)),
+    ]
     out, lse = triton_call(
-        kernel,
+        functools.partial(
+            _plain_kernel,
+            rows=max(16, pl.next_power_of_2(group)),
+            num_listed=num_listed,
+            resume=resume,
+            **static,
+        ),
         num_warps=config.plain_warps,
         num_stages=config.plain_stages,
         grid=(length, num_kv, batch),
         in_specs=[
-            pl.BlockSpec((1,), lambda t, k, b: (0,)),
-            pl.BlockSpec((None, None, None, num_listed), lambda t, k, b: (b, t, k, 0)),
+            scalar_spec,
+            list_spec,
             pl.BlockSpec((None, 1), lambda t, k, b: (b, t)),
             pl.BlockSpec((None, None, None, group, h_dim), lambda t, k, b: (b, t, k, 0, 0)),
-            pl.BlockSpec((None, num_keys, None, h_dim), lambda t, k, b: (b, 0, k, 0)),
-            pl.BlockSpec((None, num_keys, None, v_dim), lambda t, k, b: (b, 0, k, 0)),
+            *key_specs,
+            *(out_specs if resume else ()),
         ],
-        out_specs=[
-            pl.BlockSpec((None, None, None, group, v_dim), lambda t, k, b: (b, t, k, 0, 0)),
-            pl.BlockSpec((None, None, None, group), lambda t, k, b: (b, t, k, 0)),
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, length, num_kv, group, v_dim), query.dtype),
-            jax.ShapeDtypeStruct((batch, length, num_kv, group), jnp.float32),
-        ],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        input_output_aliases={6: 0, 7: 1} if resume else {},
         name="nsa_selected_forward",
-    )(
-        query_offset.reshape(1),
-        block_indices,
-        segment_start,
-        query.reshape(batch, length, num_kv, group, h_dim),
-        key,
-        value,
-    )
+    )(query_offset, block_indices, segment_start, query, key, value, *state)
     return out.reshape(batch, length, num_heads, v_dim), lse.reshape(batch, length, num_heads)
 
 

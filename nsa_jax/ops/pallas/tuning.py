@@ -39,10 +39,10 @@ def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype
     The plain loop is limited by the traffic from L2 to the multiprocessors, so one warp per program (many programs in
     flight, no synchronisation) beat 4 and 8 on an H200. A step holds K and V of `keys` tokens in shared memory. A tile
     of 128 rows keeps its state in the registers of 4 warps; one of its steps costs about as much as 3 of the plain loop.
+    float32 tiles would not fit an A100's shared memory.
     """
-    row_bytes = (h_dim + v_dim) * jnp.dtype(dtype).itemsize
-    small = row_bytes <= 512
-    tile = max(1, min(32, (128 if small else 64) // group))
+    small = h_dim + v_dim <= 256 and jnp.dtype(dtype).itemsize == 2
+    tile = min(32, (128 if small else 64) // group) if jnp.dtype(dtype).itemsize == 2 else 1
     return SelectedConfig(
         keys=max(16, min(1 << (select_block - 1).bit_length(), 64)),
         plain_warps=1 if small and group <= 16 else 4,
