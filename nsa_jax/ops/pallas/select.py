@@ -1,9 +1,8 @@
 """Block selection on GPUs: importance of selection blocks from the log-sum-exp, then the top n (paper eq. 8 to 12).
 
 The scores kernel keeps a tile of compressed keys and walks over the G query heads, whose probabilities it adds up; the
-mask and the fold into selection blocks come after that sum, once per tile. Its tiles overlap by the few compressed
-blocks that two selection blocks share, so every score is finished by one program. The top-n kernel finds the n-th
-largest score of a row by bisection on the float32 bits (scores are never negative, so bits order like values) and
+mask and the fold into selection blocks come after that sum, once per tile, as float32 sums. The top-n kernel finds the
+n-th largest score of a row by bisection on the float32 bits (scores are never negative, so bits order like values) and
 compacts what lies above it in ascending order.
 
 The scores are a [T, J] buffer, so query ranges are processed one after the other within a bounded buffer.
@@ -11,6 +10,7 @@ The scores are a [T, J] buffer, so query ranges are processed one after the othe
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -67,39 +67,95 @@ def _exp2(x: jax.Array) -> jax.Array:
     return out
 
 
-def _whole_blocks(tile: tuning.SelectConfig, config: NSAConfig) -> int:
-    """Selection blocks whose compressed blocks all lie in one key tile."""
-    overlap = config.compress_block // config.compress_stride
-    return (tile.keys - (overlap - 1)) // (config.select_block // config.compress_stride)
+@dataclasses.dataclass(frozen=True)
+class _Fold:
+    """How a tile of compressed blocks folds into selection blocks: constants of the geometry.
+
+    Selection block j gathers the `reach + per_block` compressed blocks from j * per_block - reach on (`reach` is
+    l / d - 1). The first per_block of them are group j, the others the head of group j + 1, so one group contributes
+    to two selection blocks: the scores are two planes, own[j] and head[j + 1], that the top-n kernel adds.
+
+    Attributes:
+      per_block: l' / d.
+      reach: l / d - 1; without it there is one plane.
+      padded: per_block rounded up to a power of two; a tile row beyond per_block repeats another with weight 0.
+    """
+
+    per_block: int
+    reach: int
+    padded: int
+    weights: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: NSAConfig) -> _Fold:
+        per_block = config.select_block // config.compress_stride
+        weights = tuple(int(w) for w in blocks.fold_weights(config))
+        return cls(per_block, len(weights) - per_block, _next_power_of_2(per_block), weights)
+
+    @property
+    def planes(self) -> int:
+        return 2 if self.reach else 1
+
+    def split_rows(self, rows: int) -> tuple[int, ...]:
+        """Shape (member high bit, block high bits, member low bits, block low bits) of a tile's rows.
+
+        Row 64 * i + 16 * w + 8 * h + r of a matrix product sits in warp w, lane group r of a GPU; i and h are
+        registers of one thread. With members (i, h) a group of 4 is summed without leaving its thread.
+        """
+        if self.padded in (2, 4) and rows >= 16 * self.padded:
+            high = self.padded // 2
+            return high, rows // (16 * high), 2, 8
+        return 1, rows // self.padded, self.padded, 1
+
+    def locate(self, rows: int) -> tuple[jax.Array, jax.Array]:
+        """(selection block in the tile, member of its group) of every tile row, both int32 [rows]."""
+        high, outer, low, inner = self.split_rows(rows)
+        row = lax.broadcasted_iota(jnp.int32, (rows,), 0)
+        member = row // (rows // high) * low + row // inner % low
+        block = row // (low * inner) % outer * inner + row % inner
+        return block, member
+
+    def member_weights(self, member: jax.Array, plane: int) -> jax.Array:
+        """Weight of each group member in `own` (plane 0) or `head` (plane 1), as blocks.fold_weights."""
+        position = member + plane * self.per_block
+        weight = jnp.minimum(jnp.minimum(position + 1, len(self.weights) - position), max(self.weights))
+        inside = member < (self.reach if plane else self.per_block)
+        return jnp.where(inside, weight, 0).astype(jnp.float32)
+
+    def add_groups(self, total: jax.Array) -> jax.Array:
+        """Sums tile rows [rows, queries] over the members of each group: [rows / padded, queries]."""
+        rows, queries = total.shape
+        high, outer, low, inner = self.split_rows(rows)
+        total = total.reshape(high, outer, low, inner, queries).sum(2)
+        return total.sum(0).reshape(outer * inner, queries)
 
 
 def _scores_kernel(*refs, tile, config: NSAConfig, num_heads, num_cmp, length, scale, packed):
     """Importance of the selection blocks of one key tile for one query tile.
 
     refs: where = (position of query 0, first query of this buffer) [2], query [T, G, H], key [C, H], base-2 lse [G, T]
-    (+inf for rows that see nothing), segment_start [T] if packed; out: scores [queries of the buffer, width].
+    (+inf for rows that see nothing), segment_start [T] if packed; out: scores [planes, queries of the buffer, width].
     """
     where_ref, q_ref, k_ref, lse_ref, *start_refs, out_ref = refs
-    per_block = config.select_block // config.compress_stride
-    overlap = config.compress_block // config.compress_stride
-    whole = _whole_blocks(tile, config)
-    width = _next_power_of_2(whole)
+    fold = _Fold.of(config)
+    width = tile.keys // fold.padded
     offset, first_row = where_ref[0], where_ref[1]
     tile_row = pl.program_id(1) * tile.queries
     rows = jnp.minimum(first_row + tile_row + lax.broadcasted_iota(jnp.int32, (tile.queries,), 0), length - 1)
     position = offset + rows
     start = start_refs[0][rows] if packed else jnp.zeros_like(rows)
-    block = pl.program_id(0) * whole
+    block = pl.program_id(0) * width
     # Forced blocks are taken whatever their scores, so tiles that hold nothing else are skipped.
     last_row = jnp.minimum(first_row + tile_row + tile.queries, length) - 1
-    needed = block <= (offset + last_row) // config.select_block - config.num_local
+    last = (offset + last_row) // config.select_block - config.num_local
+    needed = block < last + fold.planes
     if packed:
-        needed &= block + whole - 1 >= jnp.min(start) // config.select_block + config.num_initial
+        needed &= block + width > jnp.min(start) // config.select_block + config.num_initial
 
     @pl.when(needed)
     def _():
-        # Key columns of a tile start at the first compressed block that its first selection block gathers.
-        column = block * per_block - (overlap - 1) + lax.broadcasted_iota(jnp.int32, (tile.keys,), 0)
+        local, member = fold.locate(tile.keys)
+        column = (block + local) * fold.per_block + member - fold.reach
         key_rows = jnp.clip(column, 0, num_cmp - 1)
         pieces = _pieces(k_ref.shape[-1])
         keys = [k_ref[key_rows, pl.ds(at, size)] for at, size in pieces]
@@ -116,15 +172,9 @@ def _scores_kernel(*refs, tile, config: NSAConfig, num_heads, num_cmp, length, s
         low, high = jnp.maximum(low, 0), jnp.minimum(high, num_cmp)
         visible = (column[:, None] >= low[None, :]) & (column[:, None] < high[None, :])
         total = jnp.where(visible, total, 0.0)
-        # blocks.fold_weights as arithmetic on the distance from the block's first compressed block.
-        distance = lax.broadcasted_iota(jnp.int32, (tile.keys, width), 0) - per_block * lax.broadcasted_iota(
-            jnp.int32, (tile.keys, width), 1
-        )
-        weight = jnp.minimum(distance + 1, per_block + overlap - 1 - distance)
-        weight = jnp.clip(weight, 0, min(per_block, overlap)).astype(jnp.float32)
-        folded = _dot(total, weight, (0, 0))  # [queries, width]
-        inside = lax.broadcasted_iota(jnp.int32, folded.shape, 1) < whole
-        pltriton.store(out_ref.at[pl.ds(tile_row, tile.queries), pl.ds(block, width)], folded, mask=inside)
+        for plane in range(fold.planes):
+            folded = fold.add_groups(total * fold.member_weights(member, plane)[:, None])  # [width, queries]
+            out_ref[plane, pl.ds(tile_row, tile.queries), pl.ds(block, width)] = folded.T
 
 
 def _select_rows(s_ref, out_ref, first, last, width: int, num_blocks: int, config: NSAConfig):
@@ -137,7 +187,10 @@ def _select_rows(s_ref, out_ref, first, last, width: int, num_blocks: int, confi
     candidates = last - first + 1
     taken = jnp.minimum(candidates, n)
     want = taken - jnp.minimum(candidates, config.num_initial + config.num_local)  # how many are chosen by score
-    bits = lax.bitcast_convert_type(s_ref[:, pl.ds(0, width)], jnp.int32)
+    scores = s_ref[0, :, pl.ds(0, width)]
+    if s_ref.shape[0] > 1:
+        scores += s_ref[1, :, pl.ds(1, width)]
+    bits = lax.bitcast_convert_type(scores, jnp.int32)
     bits = jnp.where(free, bits, -1)
 
     def at_least(threshold):
@@ -184,7 +237,8 @@ def _select_rows(s_ref, out_ref, first, last, width: int, num_blocks: int, confi
 def _top_n_kernel(*refs, rows, widths, config: NSAConfig, length, num_blocks, packed):
     """Block lists of `rows` neighbouring queries.
 
-    refs: where [2] as in `_scores_kernel`, scores [rows, width], segment_start [T] if packed; out: lists [rows, n].
+    refs: where [2] as in `_scores_kernel`, scores [planes, rows, width], segment_start [T] if packed; out: lists
+    [rows, n].
     """
     where_ref, s_ref, *start_refs, out_ref = refs
     row = where_ref[1] + pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows,), 0)
@@ -209,11 +263,12 @@ def _widths(num_blocks: int, n: int) -> list[int]:
 
 
 def _call_scores(scores_tile, where, query, key_cmp, lse2, start, *, rows, width, config, num_blocks):
-    """Scores [B * K, rows, width] of the queries from row where[1] on."""
+    """Scores [B * K, planes, rows, width] of the queries from row where[1] on."""
     batch, length, num_heads, head_dim = query.shape
     num_cmp, num_kv = key_cmp.shape[1:3]
     group = num_heads // num_kv
-    scored = max(num_blocks - config.num_local, 1)
+    fold = _Fold.of(config)
+    scored = max(num_blocks - config.num_local + fold.planes - 1, 1)
     packed = [] if start is None else [start]
     kernel = functools.partial(
         _scores_kernel,
@@ -229,7 +284,7 @@ def _call_scores(scores_tile, where, query, key_cmp, lse2, start, *, rows, width
         kernel,
         num_warps=scores_tile.num_warps,
         num_stages=scores_tile.num_stages,
-        grid=(pl.cdiv(scored, _whole_blocks(scores_tile, config)), rows // scores_tile.queries, batch * num_kv),
+        grid=(pl.cdiv(scored, scores_tile.keys // fold.padded), rows // scores_tile.queries, batch * num_kv),
         in_specs=[
             pl.BlockSpec((2,), lambda j, t, b: (0,)),
             pl.BlockSpec((None, length, group, head_dim), lambda j, t, b: (b // num_kv, 0, b % num_kv, 0)),
@@ -237,14 +292,14 @@ def _call_scores(scores_tile, where, query, key_cmp, lse2, start, *, rows, width
             pl.BlockSpec((None, group, length), lambda j, t, b: (b // num_kv, b % num_kv, 0)),
             *(pl.BlockSpec((None, length), lambda j, t, b: (b // num_kv, 0)) for _ in packed),
         ],
-        out_specs=pl.BlockSpec((None, rows, width), lambda j, t, b: (b, 0, 0)),
-        out_shape=jax.ShapeDtypeStruct((batch * num_kv, rows, width), jnp.float32),
+        out_specs=pl.BlockSpec((None, fold.planes, rows, width), lambda j, t, b: (b, 0, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((batch * num_kv, fold.planes, rows, width), jnp.float32),
     )(where, query, key_cmp, lse2, *packed)
 
 
 def _call_top_n(where, scores, start, *, batch, num_kv, length, config, num_blocks):
-    """Lists [B, rows, K, n] from scores [B * K, rows, width]."""
-    rows, width = scores.shape[1:]
+    """Lists [B, rows, K, n] from scores [B * K, planes, rows, width]."""
+    planes, rows, width = scores.shape[1:]
     widths = _widths(num_blocks, config.num_selected)
     per_program, num_warps = tuning.top_n_shape(widths[-1])
     packed = [] if start is None else [start]
@@ -265,7 +320,7 @@ def _call_top_n(where, scores, start, *, batch, num_kv, length, config, num_bloc
         grid=(rows // per_program, batch * num_kv),
         in_specs=[
             pl.BlockSpec((2,), lambda t, b: (0,)),
-            pl.BlockSpec((None, per_program, width), lambda t, b: (b, t, 0)),
+            pl.BlockSpec((None, planes, per_program, width), lambda t, b: (b, 0, t, 0)),
             *(pl.BlockSpec((None, length), lambda t, b: (b // num_kv, 0)) for _ in packed),
         ],
         out_specs=pl.BlockSpec((None, per_program, None, n), lambda t, b: (b // num_kv, t, b % num_kv, 0)),
@@ -284,13 +339,14 @@ def select_blocks(query, key_cmp, lse, *, config: NSAConfig, num_keys: int, segm
     num_blocks = blocks.num_selection_blocks(num_keys, config.select_block)
     if num_blocks > _MAX_BLOCKS:
         raise NotImplementedError(f"{num_blocks} selection blocks: the top-n kernel ranks at most {_MAX_BLOCKS}")
-    tile = tuning.select_config(length, head_dim, len(blocks.fold_weights(config)), query.dtype)
-    whole = _whole_blocks(tile, config)
-    tiles = pl.cdiv(num_blocks, whole)
-    width = max((tiles - 1) * whole + _next_power_of_2(whole), _widths(num_blocks, config.num_selected)[-1])
+    fold = _Fold.of(config)
+    tile = tuning.select_config(length, head_dim, fold.padded, query.dtype)
+    per_tile = tile.keys // fold.padded
+    # The top-n kernel reads one block past a row's width from the second plane.
+    width = max(pl.cdiv(num_blocks, per_tile) * per_tile, _widths(num_blocks, config.num_selected)[-1] + 8)
 
     # Rows of one buffer: a multiple of both kernels' tiles (the scores tile is at least as tall).
-    most = max(tile.chunk_bytes // (batch * num_kv * width * 4) // tile.queries, 1)
+    most = max(tile.chunk_bytes // (batch * num_kv * fold.planes * width * 4) // tile.queries, 1)
     needed = pl.cdiv(length, tile.queries)
     chunks = pl.cdiv(needed, most)
     rows = pl.cdiv(needed, chunks) * tile.queries
@@ -305,7 +361,7 @@ def select_blocks(query, key_cmp, lse, *, config: NSAConfig, num_keys: int, segm
                 tile, where, query, key_cmp, lse2, start, rows=rows, width=width, config=config, num_blocks=num_blocks
             )
         else:
-            scores = jnp.zeros((batch * num_kv, rows, width), jnp.float32)
+            scores = jnp.zeros((batch * num_kv, fold.planes, rows, width), jnp.float32)
         return _call_top_n(
             where, scores, start, batch=batch, num_kv=num_kv, length=length, config=config, num_blocks=num_blocks
         )

@@ -9,6 +9,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from nsa_jax.config import NSAConfig
+
 
 @dataclasses.dataclass(frozen=True)
 class SelectedConfig:
@@ -105,7 +107,7 @@ class SelectConfig:
     chunk_bytes: int = 256 * 2**20
 
 
-def select_config(num_queries: int, h_dim: int, support: int, dtype) -> SelectConfig:
+def select_config(num_queries: int, h_dim: int, group: int, dtype) -> SelectConfig:
     """Picks the scores tile.
 
     The running sum over heads and one head's scores are both [keys, queries] in registers: 128 x 64 over 4 warps is
@@ -114,13 +116,11 @@ def select_config(num_queries: int, h_dim: int, support: int, dtype) -> SelectCo
     Args:
       num_queries: T.
       h_dim: H.
-      support: compressed blocks that one selection block gathers (the length of the fold weights).
+      group: compressed blocks per selection block, rounded up to a power of two.
       dtype: dtype of queries and keys.
     """
     wide = jnp.dtype(dtype).itemsize > 2
-    keys = 64 if wide else 128
-    while keys < 2 * support:  # at least half of a tile's columns must be whole selection blocks
-        keys *= 2
+    keys = max(64 if wide else 128, group)
     queries = min(32 if wide else 64, max(16, 1 << (num_queries - 1).bit_length()))
     large = wide or keys * queries > 128 * 64
     stages = 1 if wide or h_dim > 128 else 2
@@ -196,3 +196,49 @@ def ranged_splits(programs: int, query_tiles: int, share_bytes: int) -> int:
     """
     wanted = -(-2048 // programs)
     return max(1, min(wanted, query_tiles // 16, 256 * 2**20 // share_bytes))
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Tiles and splits of decoding.
+
+    Attributes:
+      keys: keys per step of every loop.
+      compressed_parts: programs that share the compressed blocks of one (token, key/value head).
+      window_parts: programs that share its window.
+      selected_parts: programs that share its listed blocks.
+      fold_blocks: selection blocks per program of the importance kernel, a power of two.
+      num_warps: warps of the attention kernels.
+      num_stages: software pipeline depth of their loops.
+    """
+
+    keys: int
+    compressed_parts: int
+    window_parts: int
+    selected_parts: int
+    fold_blocks: int
+    num_warps: int
+    num_stages: int
+
+
+# Programs that one attention kernel of a decode step should have: about four for each multiprocessor of an A100 or H100.
+_DECODE_PROGRAMS = 512
+
+
+def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -> DecodeConfig:
+    """Picks how a decode step is split.
+
+    Args:
+      pairs: (query token, key/value head) pairs in the batch.
+      num_cmp: compressed blocks that the cache can hold.
+      config: block geometry.
+      row_bytes: bytes of one key and one value.
+    """
+    keys = 64 if row_bytes <= 512 else 32
+    wanted = -(-_DECODE_PROGRAMS // pairs)
+    compressed = max(1, min(wanted, -(-num_cmp // keys)))
+    # A window share is about as long as a compressed one.
+    share = -(-num_cmp // compressed)
+    window = max(1, min(-(-config.window // max(share, keys)), -(-config.window // keys)))
+    selected = max(1, min(wanted, config.num_selected))
+    return DecodeConfig(keys, compressed, window, selected, fold_blocks=64, num_warps=4, num_stages=3)
