@@ -121,7 +121,7 @@ def devices(gpu: str, count: int = 1) -> list[Any]:
     except Exception as error:
         raise AheadOfTimeUnavailable(
             f"cannot compile for {gpu} on this machine ({type(error).__name__}: {str(error)[:200]}); "
-            "install the extra: pip install 'nsa_jax[aot]'"
+            "install the extra (pip install 'nsa_jax[aot]') and, where there is no GPU, set JAX_PLATFORMS=cpu"
         ) from error
     return list(topology.devices)
 

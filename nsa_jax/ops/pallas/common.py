@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
@@ -20,22 +19,19 @@ def interpreted() -> bool:
     return not current_target().is_gpu
 
 
+# JAX announces the end of this backend each time such a kernel is lowered; kernels live in this folder alone so that
+# it can be replaced, and users can do nothing about it.
+warnings.filterwarnings(
+    "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning, module="jax"
+)
+
+
 def triton_call(kernel, *, num_warps: int, num_stages: int, **kwargs: Any):
     """`pl.pallas_call` through the Triton backend: always with explicit compiler parameters, since the default
     backend of `pallas_call` differs between JAX versions."""
-    with warnings.catch_warnings():
-        # JAX announces the end of this backend; the kernels live in this folder alone so that it can be replaced.
-        warnings.filterwarnings("ignore", message=".*[Tt]riton.*", category=DeprecationWarning)
-        call = pl.pallas_call(
-            kernel,
-            compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-            interpret=interpreted(),
-            **kwargs,
-        )
-
-    def run(*args: jax.Array):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*[Tt]riton.*", category=DeprecationWarning)
-            return call(*args)
-
-    return run
+    return pl.pallas_call(
+        kernel,
+        compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpreted(),
+        **kwargs,
+    )

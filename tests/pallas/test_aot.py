@@ -1,0 +1,75 @@
+"""Every kernel, forward and backward, compiles for A100 and H100 at the real shapes, on a machine without a GPU."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import nsa_jax
+from nsa_jax import aot
+from nsa_jax.ops import blocks
+
+CONFIG = nsa_jax.NSAConfig()
+
+# name: B, T, N, K, H, V
+SHAPES = {
+    "a100_prod": (8, 2048, 12, 2, 64, 64),
+    "h200_long": (1, 65536, 12, 2, 64, 64),
+    "paper": (1, 65536, 64, 4, 128, 128),
+    "paper_192": (1, 8192, 64, 4, 192, 128),
+}
+
+
+def _inputs(shape):
+    batch, length, heads, kv_heads, head, value_head = shape
+    num_cmp = blocks.num_compressed(length, CONFIG)
+
+    def array(*dims):
+        return jax.ShapeDtypeStruct((batch, *dims), jnp.bfloat16)
+
+    key, value = array(length, kv_heads, head), array(length, kv_heads, value_head)
+    compressed = array(num_cmp, kv_heads, head), array(num_cmp, kv_heads, value_head)
+    return array(length, heads, head), *compressed, key, value, key, value, array(length, heads, 3)
+
+
+def _loss(packed):
+    def loss(*args):
+        *inputs, segment_start = args if packed else (*args, None)
+        out = nsa_jax.nsa_attention(*inputs, config=CONFIG, segment_start=segment_start, implementation="pallas")
+        return out.astype(jnp.float32).sum()
+
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("gpu", ["a100-80gb", "h100"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_forward_and_backward_compile_for_gpus_that_are_not_here(name, gpu, packed):
+    inputs = _inputs(SHAPES[name])
+    segments = (jax.ShapeDtypeStruct(inputs[0].shape[:2], jnp.int32),) if packed else ()
+    gradient = jax.grad(_loss(packed), argnums=tuple(range(8)))
+    compiled = aot.compile_for_gpu(gradient, *inputs, *segments, gpu=gpu)
+    assert "__gpu$xla.gpu.triton" in compiled.as_text()
+    temp_gib = compiled.memory_analysis().temp_size_in_bytes / 2**30
+    assert temp_gib <= 4.0
+
+
+def test_too_much_shared_memory_is_refused():
+    """The compiler really checks the GPU's limit: a kernel that needs 512 KiB must not compile for an A100."""
+    from nsa_jax.ops.pallas.common import triton_call
+
+    def kernel(a_ref, b_ref, out_ref):
+        out_ref[...] = jnp.dot(a_ref[...], b_ref[...], preferred_element_type=jnp.float32).astype(out_ref.dtype)
+
+    square = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+
+    def run(a, b):
+        return triton_call(kernel, num_warps=8, num_stages=2, out_shape=square, grid=(1,))(a, b)
+
+    with pytest.raises(Exception, match="Shared memory size limit exceeded"):
+        aot.compile_for_gpu(run, square, square, gpu="a100-80gb")
+
+
+def test_unknown_gpu_names_the_known_ones():
+    with pytest.raises(ValueError, match="a100-80gb"):
+        aot.devices("v100")
