@@ -2,8 +2,8 @@
 
 Symbols: T query tokens, S key tokens, C compressed blocks, J selection blocks, l = compress_block,
 d = compress_stride, l' = select_block, n = num_selected. `t` is a query's position in the row and `start` is its
-`segment_start`; a key position p may be used iff start <= p <= t. Functions of `t` and `start` work on Python ints, NumPy
-and JAX arrays alike.
+`segment_start`; a key position p may be used iff start <= p <= t. Functions of `t` and `start` work on Python ints,
+NumPy and JAX arrays alike.
 """
 
 from __future__ import annotations

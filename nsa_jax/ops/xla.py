@@ -21,8 +21,8 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
 from nsa_jax.ops.target import current_target
 
-# Elements of one chunk's largest array, of which several are alive at once. On a CPU they should stay in cache (4 MiB of
-# float32 was twice as fast as 64 MiB); on a GPU every step of the loop should keep the device busy.
+# Elements of one chunk's largest array, of which several are alive at once. On a CPU they should stay in cache (4 MiB
+# of float32 was twice as fast as 64 MiB); on a GPU every step of the loop should keep the device busy.
 _CHUNK_ELEMENTS = {"cpu": 2**20}
 _CHUNK_ELEMENTS_ELSEWHERE = 2**24
 # Up to this many times n * l' keys, masked matrix products over all keys beat gathering each query's blocks.

@@ -1,0 +1,38 @@
+"""Shared set-up: eight virtual CPU devices, or the GPU if there is one; a compilation cache; parsed absl flags."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+# Everything here must happen before jax is imported.
+HAS_GPU = shutil.which("nvidia-smi") is not None and os.environ.get("JAX_PLATFORMS", "") != "cpu"
+if not HAS_GPU:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from absl import flags  # noqa: E402
+
+# One folder per jax version: entries of another version are never read, only kept.
+jax.config.update(
+    "jax_compilation_cache_dir",
+    os.path.join(tempfile.gettempdir(), f"nsa_jax_test_cache_{os.getuid()}_{jax.__version__}"),
+)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+# grain's worker processes refuse to start while absl's flags are unparsed.
+if not flags.FLAGS.is_parsed():
+    flags.FLAGS(["pytest"], known_only=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    if any(device.platform == "gpu" for device in jax.devices()):
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
