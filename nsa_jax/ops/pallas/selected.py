@@ -21,84 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops.pallas import tuning
-from nsa_jax.ops.pallas.common import LN2, LOG2E, interpreted, triton_call
-
-# Stands for minus infinity inside kernels: finite, so that differences of two of them are 0 and never NaN.
-_NEG = -1e30
-
-
-def _pieces(dim: int) -> list[tuple[int, int]]:
-    """Splits a head dim into (offset, size) with power-of-two sizes, which is all that Triton tiles can have."""
-    out, offset = [], 0
-    while offset < dim:
-        size = 1 << int(math.log2(dim - offset))
-        out.append((offset, size))
-        offset += size
-    return out
-
-
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Matrix product in the operands' precision with float32 accumulation."""
-    precision = None
-    if a.dtype == jnp.float32:
-        precision = lax.Precision.HIGHEST if interpreted() else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _key_rows(ref, start, size: int, num_keys: int, offset: int, width: int, exact: bool) -> jax.Array:
-    """Loads rows [start, start + size) and columns [offset, offset + width); rows past the end repeat the last one."""
-    if exact:
-        return ref[pl.ds(pl.multiple_of(start, size), size), pl.ds(offset, width)]
-    rows = jnp.minimum(start + lax.broadcasted_iota(jnp.int32, (size,), 0), num_keys - 1)
-    return ref[rows, pl.ds(offset, width)]
-
-
-def _attend_block(state, q, k_ref, v_ref, start, low, high, *, size, scale, num_keys, v_dim, exact):
-    """One step of the running softmax over keys [start, start + size): those with low <= key - start <= high.
-
-    Args:
-      state: accumulator pieces [R, v], running maximum [R] (of unscaled scores) and sum [R].
-      q: query pieces [R, h].
-      low, high: int32 [R] bounds inside the block, or None for low where nothing bounds it from below.
-    """
-    acc, peak, total = state
-    scores, offset = None, 0
-    for piece in q:
-        part = _dot(piece, _key_rows(k_ref, start, size, num_keys, offset, piece.shape[1], exact), (1, 1))
-        scores = part if scores is None else scores + part
-        offset += piece.shape[1]
-    column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    visible = column <= high[:, None]
-    if low is not None:
-        visible &= column >= low[:, None]
-    scores = jnp.where(visible, scores, _NEG)
-    new_peak = jnp.maximum(peak, scores.max(1))
-    alpha = jnp.exp2((peak - new_peak) * scale)
-    weights = jnp.exp2(scores * scale - (new_peak * scale)[:, None])
-    total = total * alpha + weights.sum(1)
-    weights = weights.astype(v_ref.dtype)
-    acc = tuple(
-        a * alpha[:, None] + _dot(weights, _key_rows(v_ref, start, size, num_keys, offset, width, exact), (1, 0))
-        for a, (offset, width) in zip(acc, _pieces(v_dim), strict=True)
-    )
-    return acc, new_peak, total
-
-
-def _empty_state(rows: int, v_dim: int):
-    """The running softmax before any key: accumulator pieces, maximum, sum."""
-    acc = tuple(jnp.zeros((rows, width), jnp.float32) for _, width in _pieces(v_dim))
-    return acc, jnp.full((rows,), _NEG, jnp.float32), jnp.zeros((rows,), jnp.float32)
-
-
-def _finish(state, scale: float, dtype):
-    """Output pieces and natural-log lse; rows that met no key get 0 and -inf."""
-    acc, peak, total = state
-    some = peak > 0.5 * _NEG
-    total = jnp.where(some, total, 1.0)
-    inverse = jnp.where(some, 1.0 / total, 0.0)
-    lse = jnp.where(some, (peak * scale + jnp.log2(total)) * LN2, -jnp.inf)
-    return tuple((a * inverse[:, None]).astype(dtype) for a in acc), lse
+from nsa_jax.ops.pallas.common import LOG2E, triton_call
+from nsa_jax.ops.pallas.selected_common import NEG, attend_block, empty_state, finish, pieces
+from nsa_jax.ops.pallas.selected_key_major import continue_by_key_block
 
 
 def _plain_kernel(
@@ -127,27 +52,27 @@ def _plain_kernel(
     def attend():
         # Rows of the padding above G hold copies of row G - 1 and write the same values to the same place.
         head = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows,), 0), group - 1)
-        q = [q_ref[head, pl.ds(offset, width)] for offset, width in _pieces(q_ref.shape[-1])]
+        q = [q_ref[head, pl.ds(offset, width)] for offset, width in pieces(q_ref.shape[-1])]
 
         def body(i, state):
-            part = (i % parts) * size if parts > 1 else 0
-            start = list_ref[i // parts if parts > 1 else i] * select_block + part
+            part = lax.rem(i, parts) * size if parts > 1 else 0
+            start = list_ref[lax.div(i, parts) if parts > 1 else i] * select_block + part
             high = jnp.full((rows,), jnp.minimum(t - start, select_block - 1 - part), jnp.int32)
             low = jnp.full((rows,), segment - start, jnp.int32) if packed else None
-            return _attend_block(
+            return attend_block(
                 state, q, k_ref, v_ref, start, low, high,
                 size=size, scale=scale, num_keys=num_keys, v_dim=v_dim, exact=exact,
             )  # fmt: skip
 
-        state = _empty_state(rows, v_dim)
+        state = empty_state(rows, v_dim)
         if resume:
             out_ref, before_ref = refs[:2]
             before = before_ref[head] * LOG2E / scale
             some = before > -jnp.inf
-            acc = tuple(out_ref[head, pl.ds(at, width)].astype(jnp.float32) for at, width in _pieces(v_dim))
-            state = acc, jnp.where(some, before, _NEG), jnp.where(some, 1.0, 0.0)
-        out, lse = _finish(lax.fori_loop(first * parts, last * parts, body, state), scale, o_ref.dtype)
-        for piece, (offset, width) in zip(out, _pieces(v_dim), strict=True):
+            acc = tuple(out_ref[head, pl.ds(at, width)].astype(jnp.float32) for at, width in pieces(v_dim))
+            state = acc, jnp.where(some, before, NEG), jnp.where(some, 1.0, 0.0)
+        out, lse = finish(lax.fori_loop(first * parts, last * parts, body, state), scale, o_ref.dtype)
+        for piece, (offset, width) in zip(out, pieces(v_dim), strict=True):
             o_ref[head, pl.ds(offset, width)] = piece
         lse_ref[head] = lse
 
@@ -170,24 +95,24 @@ def _tile_kernel(
     token = jnp.minimum(row // group, length - 1 - begin)
     head = row % group
     t = jnp.minimum(begin + token + offset_ref[0], num_keys - 1)
-    q = [q_ref[token, head, pl.ds(offset, width)] for offset, width in _pieces(q_ref.shape[-1])]
+    q = [q_ref[token, head, pl.ds(offset, width)] for offset, width in pieces(q_ref.shape[-1])]
     parts = pl.cdiv(select_block, size)
 
     def body(i, state):
-        part = (i % parts) * size if parts > 1 else 0
-        which = i // parts if parts > 1 else i
+        part = lax.rem(i, parts) * size if parts > 1 else 0
+        which = lax.div(i, parts) if parts > 1 else i
         start = block_ref[which] * select_block + part
         listed = ((bits_ref[which] >> token) & 1) == 1
         high = jnp.where(listed, jnp.minimum(t - start, select_block - 1 - part), -1)
         low = start_ref[token] - start if packed else None
-        return _attend_block(
+        return attend_block(
             state, q, k_ref, v_ref, start, low, high,
             size=size, scale=scale, num_keys=num_keys, v_dim=v_dim, exact=exact,
         )  # fmt: skip
 
-    state = lax.fori_loop(0, count_ref[0] * parts, body, _empty_state(rows, v_dim))
-    out, lse = _finish(state, scale, o_ref.dtype)
-    for piece, (offset, width) in zip(out, _pieces(v_dim), strict=True):
+    state = lax.fori_loop(0, count_ref[0] * parts, body, empty_state(rows, v_dim))
+    out, lse = finish(state, scale, o_ref.dtype)
+    for piece, (offset, width) in zip(out, pieces(v_dim), strict=True):
         o_ref[token, head, pl.ds(offset, width)] = piece
     lse_ref[token, head] = lse
 
@@ -267,7 +192,7 @@ def _split(block_indices, segment_start, query_offset, *, tile, share, select_bl
             share=share,
             packed=packed,
         ),
-        num_warps=4,
+        num_warps=1,
         num_stages=1,
         grid=(tiles, num_kv, batch),
         in_specs=[
@@ -360,6 +285,13 @@ def _forward_with(query, key, value, block_indices, segment_start, query_offset,
             out_shape=out_shape,
             name="nsa_selected_forward_tiles",
         )(query_offset, split.block, split.bits, split.count, segment_start, query, key, value)
+        if config.key_major:
+            rest = split.rest[:, :, :tile, :, :num_listed].reshape(batch, -1, num_kv, num_listed)[:, :length]
+            out, lse = continue_by_key_block(
+                query, key, value, rest, segment_start, query_offset, *state,
+                select_block=select_block, packed=packed, config=config,
+            )  # fmt: skip
+            return out.reshape(batch, length, num_heads, v_dim), lse.reshape(batch, length, num_heads)
         block_indices = split.rest
         list_spec = pl.BlockSpec((None, None, None, None, num_listed), lambda t, k, b: (b, t // tile, t % tile, k, 0))
 

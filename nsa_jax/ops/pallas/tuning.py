@@ -24,6 +24,12 @@ class SelectedConfig:
       share: how many tokens of a tile must list a block for it to count as shared.
       tile_warps: warps of one program of the tile loop.
       tile_stages: software pipeline depth of the tile loop.
+      key_major: whether what is left of the lists is served by key block instead of the plain loop.
+      gather_rows: rows of a tile of gathered queries, all their heads counted.
+      gather_warps: warps of one program that gathers queries.
+      gather_stages: software pipeline depth of its loop over queries.
+      chunk: the most list entries of a work item.
+      buffer_bytes: bound on the buffer of shares; token ranges and heads are served one after the other to stay in it.
     """
 
     keys: int
@@ -33,6 +39,12 @@ class SelectedConfig:
     share: int
     tile_warps: int
     tile_stages: int
+    key_major: bool
+    gather_rows: int = 64
+    gather_warps: int = 4
+    gather_stages: int = 2
+    chunk: int = 128
+    buffer_bytes: int = 512 * 2**20
 
 
 def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype) -> SelectedConfig:
@@ -53,6 +65,7 @@ def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype
         share=min(3, tile),
         tile_warps=4 if small else 8,
         tile_stages=2,
+        key_major=tile > 1 and group <= 8 and select_block <= 64,
     )
 
 
@@ -75,6 +88,7 @@ class SelectedBackwardConfig:
     num_warps: int
     num_stages: int
     keys_first: bool = True
+    transpose_share: bool = False
     buffer_bytes: int = 512 * 2**20
 
 

@@ -1,0 +1,218 @@
+"""Selected attention by key block: the queries that listed a block are gathered to it, then each adds up its shares.
+
+For few query heads per key/value head (small G) the per-token loop reads 64 keys and values for G rows. Here a program
+holds one key block and walks the queries that listed it, many of them in one matrix product: the traffic per list entry
+falls from K and V of a block to one query and one share of the output. The shares pass through memory, one per list
+entry, in a buffer of bounded size; a second kernel adds them up in list order, so results are bit-reproducible.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops.pallas.common import LN2, LOG2E, triton_call
+from nsa_jax.ops.pallas.lists import InvertedLists, invert, max_entries
+from nsa_jax.ops.pallas.selected_common import NEG, attend_block, empty_state, pieces
+
+
+def _share_kernel(
+    offset_ref, row_ref, order_ref, block_ref, begin_ref, end_ref, start_ref, q_ref, k_ref, v_ref, share_ref, lse_ref,
+    *, rows, group, chunk_tokens, num_chunks, num_listed, select_block, size, scale, num_keys, packed, exact,
+):  # fmt: skip
+    """One work item: a key block and up to `chunk` of the list entries that name it.
+
+    order_ref [rows, E]; block_ref, begin_ref, end_ref [rows, W]; start_ref [B, T]; q_ref [B, T, K, G, H];
+    k_ref [B, S, K, H]; v_ref [B, S, K, V]; share_ref [R, E, G, V] and lse_ref [R, E, G] for the R rows of this call.
+    """
+    item, here = pl.program_id(0), pl.program_id(1)
+    line = row_ref[0] + here
+    num_kv, v_dim = v_ref.shape[2:]
+    batch, kv_head, chunk = line // (num_kv * num_chunks), line // num_chunks % num_kv, line % num_chunks
+    begin, end = begin_ref[line, item], end_ref[line, item]
+    start = block_ref[line, item] * select_block
+    step = rows // group
+    row = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows,), 0), step * group - 1)
+    head = row % group
+    scores_high = jnp.minimum(num_keys - 1 - start, select_block - 1)
+
+    def body(i, carry):
+        # Rows past the item's end repeat its last entry and write the same values to the same place.
+        entry = order_ref[line, jnp.minimum(begin + i * step + row // group, end - 1)]
+        token = chunk * chunk_tokens + entry // num_listed
+        high = jnp.minimum(token + offset_ref[0] - start, scores_high)
+        low = start_ref[batch, token] - start if packed else None
+        q = [q_ref[batch, token, kv_head, head, pl.ds(at, width)] for at, width in pieces(q_ref.shape[-1])]
+        acc, peak, total = attend_block(
+            empty_state(rows, v_dim), q, k_ref, v_ref, start, low, high, at=(batch, kv_head),
+            size=size, scale=scale, num_keys=num_keys, v_dim=v_dim, exact=exact,
+        )  # fmt: skip
+        for a, (at, width) in zip(acc, pieces(v_dim), strict=True):
+            share_ref[here, entry, head, pl.ds(at, width)] = (a / total[:, None]).astype(share_ref.dtype)
+        lse_ref[here, entry, head] = peak * scale + jnp.log2(total)
+        return carry
+
+    lax.fori_loop(0, pl.cdiv(end - begin, step), body, 0)
+
+
+def _sum_kernel(
+    row_ref, list_ref, share_ref, share_lse_ref, before_ref, before_lse_ref, o_ref, lse_ref,
+    *, rows, group, length, chunk_tokens, num_chunks, num_blocks,
+):  # fmt: skip
+    """Adds the shares of a tile of tokens to what their shared blocks gave.
+
+    list_ref [rows, tokens, n]; share_ref [R, E, G, V]; share_lse_ref [R, E, G], base 2; before_ref and o_ref
+    [B, T, K, G, V]; before_lse_ref and lse_ref [B, T, K, G], natural.
+    """
+    here = pl.program_id(1)
+    line = row_ref[0] + here
+    num_kv, _, v_dim = o_ref.shape[2:]
+    num_listed = list_ref.shape[-1]
+    batch, kv_head, chunk = line // (num_kv * num_chunks), line // num_chunks % num_kv, line % num_chunks
+    step = rows // group
+    row = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows,), 0), step * group - 1)
+    head = row % group
+    last = jnp.minimum(chunk_tokens, length - chunk * chunk_tokens) - 1
+    inside = jnp.minimum(pl.program_id(0) * step + row // group, last)
+    count = jnp.zeros((rows,), jnp.int32)
+    for i in range(num_listed):
+        count += (list_ref[line, inside, i] < num_blocks).astype(jnp.int32)
+    most = jnp.max(count)
+
+    @pl.when((most > 0) & (last >= 0))
+    def _():
+        token = chunk * chunk_tokens + inside
+        before = before_lse_ref[batch, token, kv_head, head] * LOG2E
+        some = before > -jnp.inf
+        acc = tuple(
+            before_ref[batch, token, kv_head, head, pl.ds(at, width)].astype(jnp.float32) for at, width in pieces(v_dim)
+        )
+
+        def body(i, state):
+            acc, peak, total = state
+            entry = inside * num_listed + i
+            real = i < count
+            lse = jnp.where(real, share_lse_ref[here, entry, head], NEG)
+            new_peak = jnp.maximum(peak, lse)
+            alpha = jnp.exp2(peak - new_peak)
+            weight = jnp.where(real, jnp.exp2(lse - new_peak), 0.0)
+            acc = tuple(
+                a * alpha[:, None]
+                + jnp.where(
+                    real[:, None], share_ref[here, entry, head, pl.ds(at, width)].astype(jnp.float32), 0.0
+                ) * weight[:, None]
+                for a, (at, width) in zip(acc, pieces(v_dim), strict=True)
+            )  # fmt: skip
+            return acc, new_peak, total * alpha + weight
+
+        state = acc, jnp.where(some, before, NEG), jnp.where(some, 1.0, 0.0)
+        acc, peak, total = lax.fori_loop(0, most, body, state)
+        some = peak > 0.5 * NEG
+        total = jnp.where(some, total, 1.0)
+        inverse = jnp.where(some, 1.0 / total, 0.0)
+        for a, (at, width) in zip(acc, pieces(v_dim), strict=True):
+            o_ref[batch, token, kv_head, head, pl.ds(at, width)] = (a * inverse[:, None]).astype(o_ref.dtype)
+        lse_ref[batch, token, kv_head, head] = jnp.where(some, (peak + jnp.log2(total)) * LN2, -jnp.inf)
+
+
+def _full(array) -> pl.BlockSpec:
+    """The whole array: the kernels index it themselves, since which row they serve is known at run time only."""
+    return pl.BlockSpec(array.shape, lambda *_: (0,) * len(array.shape))
+
+
+def continue_by_key_block(
+    query, key, value, lists, segment_start, query_offset, out, lse, *, select_block, packed, config
+):
+    """Adds the listed blocks to the attention of every query.
+
+    Args:
+      query: [B, T, K, G, H].
+      key: [B, S, K, H].
+      value: [B, S, K, V].
+      lists: int32 [B, T, K, n], blocks that overlap each query's visible range, padded with J at the end.
+      segment_start: int32 [B, T].
+      query_offset: int32 [1].
+      out: [B, T, K, G, V] attention over other blocks so far, exactly 0 where there was none.
+      lse: float32 [B, T, K, G], its natural-log log-sum-exp, -inf where there was none.
+      select_block: l'.
+      packed: whether segment_start matters.
+      config: a `tuning.SelectedConfig`.
+
+    Returns:
+      The new (out, lse).
+    """
+    batch, length, num_kv, group, h_dim = query.shape
+    num_keys, v_dim = value.shape[1], value.shape[-1]
+    num_listed = lists.shape[-1]
+    num_blocks = pl.cdiv(num_keys, select_block)
+
+    # A row is one (batch row, kv head, range of tokens): what shares a buffer of shares and is sorted together.
+    per_token = num_listed * group * (v_dim * query.dtype.itemsize + 4)
+    most_tokens = max(1, min(config.buffer_bytes // per_token, max_entries(num_blocks) // num_listed))
+    num_chunks = pl.cdiv(length, most_tokens)
+    chunk_tokens = pl.cdiv(length, num_chunks)
+    num_rows = batch * num_kv * num_chunks
+    pad = ((0, 0), (0, num_chunks * chunk_tokens - length), (0, 0), (0, 0))
+    lists = jnp.pad(lists, pad, constant_values=num_blocks).swapaxes(1, 2).reshape(num_rows, chunk_tokens, num_listed)
+    inverted: InvertedLists = invert(lists.reshape(num_rows, chunk_tokens * num_listed), num_blocks, config.chunk)
+
+    at_once = max(
+        n
+        for n in range(1, num_rows + 1)
+        if num_rows % n == 0 and (n == 1 or n * chunk_tokens * per_token <= config.buffer_bytes)
+    )
+    entries = chunk_tokens * num_listed
+    shape = dict(group=group, chunk_tokens=chunk_tokens, num_chunks=num_chunks)
+    share_shape = [
+        jax.ShapeDtypeStruct((at_once, entries, group, v_dim), query.dtype),
+        jax.ShapeDtypeStruct((at_once, entries, group), jnp.float32),
+    ]
+    size = config.keys
+    share_args = (inverted.order, inverted.block, inverted.begin, inverted.end, segment_start, query, key, value)
+    scalar = pl.BlockSpec((1,), lambda *_: (0,))
+    shares = triton_call(
+        functools.partial(
+            _share_kernel,
+            rows=max(config.gather_rows, pl.next_power_of_2(group)),
+            num_listed=num_listed,
+            select_block=select_block,
+            size=size,
+            scale=LOG2E / math.sqrt(h_dim),
+            num_keys=num_keys,
+            packed=packed,
+            exact=num_keys % size == 0 and select_block == size,
+            **shape,
+        ),
+        num_warps=config.gather_warps,
+        num_stages=config.gather_stages,
+        grid=(inverted.block.shape[1], at_once),
+        in_specs=[scalar, scalar, *(_full(x) for x in share_args)],
+        out_specs=[_full(x) for x in share_shape],
+        out_shape=share_shape,
+        name="nsa_selected_forward_shares",
+    )
+    rows = max(16, pl.next_power_of_2(group))
+    add_up = triton_call(
+        functools.partial(_sum_kernel, rows=rows, length=length, num_blocks=num_blocks, **shape),
+        num_warps=4 if rows * v_dim >= 2048 else 1,
+        num_stages=2,
+        grid=(pl.cdiv(chunk_tokens, rows // group), at_once),
+        in_specs=[scalar, _full(lists), *(_full(x) for x in (*share_shape, out, lse))],
+        out_specs=[_full(out), _full(lse)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)],
+        input_output_aliases={4: 0, 5: 1},
+        name="nsa_selected_forward_sum",
+    )
+
+    def serve(i, state):
+        row = (i * at_once).astype(jnp.int32).reshape(1)
+        return tuple(add_up(row, lists, *shares(query_offset, row, *share_args), *state))
+
+    if num_rows == at_once:
+        return serve(jnp.zeros((), jnp.int32), (out, lse))
+    return lax.fori_loop(0, num_rows // at_once, serve, (out, lse))
