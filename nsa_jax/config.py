@@ -82,7 +82,9 @@ def default_config() -> ConfigDict:
     m.mlp_dim = 0  # SwiGLU hidden width; 0: 8/3 of dim rounded up to a multiple of 64
     m.rope_theta = 10_000.0  # RoPE base; raise it for long sequences
     m.norm_eps = 1e-6
-    m.init_std = 0.02  # of all projections; those that write to the residual stream are scaled by 1/sqrt(2 * num_layers)
+    m.init_std = (
+        0.02  # of all projections; those that write to the residual stream are scaled by 1/sqrt(2 * num_layers)
+    )
     m.dropout = 0.0  # on the outputs of attention and MLP, training only
     m.tie_embeddings = True  # output head shares the embedding matrix
     m.compressor = "mlp"  # mlp (learned, the paper's) | mean
@@ -182,3 +184,192 @@ class ConfigError(ValueError):
     def __init__(self, problems: list[Problem]):
         self.problems = problems
         super().__init__("\n".join(["the config cannot run:", *(f"  {p}" for p in problems)]))
+
+
+class _Findings:
+    """Collects problems while rules run."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def error(self, rule: str, message: str, fix: str) -> None:
+        self.problems.append(Problem(rule, "error", message, fix))
+
+    def warning(self, rule: str, message: str, fix: str) -> None:
+        self.problems.append(Problem(rule, "warning", message, fix))
+
+
+_CHOICES = {
+    "model.attention": ("nsa", "dense"),
+    "model.compressor": ("mlp", "mean"),
+    "model.implementation": ("auto", "reference", "xla", "pallas"),
+    "model.compute_dtype": ("float32", "bfloat16"),
+    "model.param_dtype": ("float32", "bfloat16"),
+    "model.remat": ("none", "block", "attention_saved", "full"),
+    "data.source": ("stdlib", "text", "hf", "synthetic"),
+    "data.synthetic": ("random", "copy"),
+    "data.tokenizer": ("byte", "bpe", "hf"),
+    "optim.name": ("adamw",),
+    "optim.schedule": ("cosine", "linear", "constant"),
+}
+
+_AT_LEAST = {
+    1: (
+        "model.dim model.num_layers model.num_heads model.num_kv_heads model.head_dim data.seq_len data.prefetch "
+        "train.steps train.batch_size train.grad_accum train.log_every train.keep_last mesh.fsdp"
+    ),
+    0: (
+        "seed model.vocab_size model.value_head_dim model.mlp_dim data.max_documents data.num_workers train.eval_every "
+        "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip"
+    ),
+}
+
+# field: (lowest, is it allowed itself, highest, is it allowed itself)
+_RANGES = {
+    "model.dropout": (0.0, True, 1.0, False),
+    "data.val_fraction": (0.0, True, 1.0, False),
+    "optim.learning_rate": (0.0, False, float("inf"), False),
+    "optim.final_fraction": (0.0, True, 1.0, True),
+    "optim.b1": (0.0, True, 1.0, False),
+    "optim.b2": (0.0, True, 1.0, False),
+    "optim.eps": (0.0, False, float("inf"), False),
+    "model.norm_eps": (0.0, False, float("inf"), False),
+    "model.init_std": (0.0, False, float("inf"), False),
+    "model.rope_theta": (1.0, False, float("inf"), False),
+}
+
+_LONG_RUN = 5_000  # steps; beyond, a mistake costs days
+
+
+def _field(config: ConfigDict, name: str) -> Any:
+    for part in name.split("."):
+        config = config[part]
+    return config
+
+
+def _check_values(config: ConfigDict, found: _Findings) -> None:
+    for name, allowed in _CHOICES.items():
+        value = _field(config, name)
+        if value not in allowed:
+            found.error("R001", f"config.{name}={value!r}: no such choice", f"use one of {', '.join(allowed)}")
+    for lowest, names in _AT_LEAST.items():
+        for name in names.split():
+            value = _field(config, name)
+            if not value >= lowest:
+                found.error("R002", f"config.{name}={value}: too small", f"use at least {lowest}")
+    for name, (low, low_included, high, high_included) in _RANGES.items():
+        value = _field(config, name)
+        inside = (value >= low if low_included else value > low) and (value <= high if high_included else value < high)
+        if not inside:
+            interval = f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high_included else ')'}"
+            found.error("R003", f"config.{name}={value}: out of range", f"use a value in {interval}")
+    if config.mesh.data != -1 and config.mesh.data < 1:
+        found.error("R002", f"config.mesh.data={config.mesh.data}: too small", "use -1 for all devices, or at least 1")
+
+
+def _check_model(config: ConfigDict, found: _Findings) -> NSAConfig | None:
+    m, seq_len = config.model, config.data.seq_len
+    if m.num_kv_heads >= 1 and m.num_heads % m.num_kv_heads:
+        message = f"config.model.num_kv_heads={m.num_kv_heads}: does not divide num_heads={m.num_heads}"
+        found.error("R004", message, "use a divisor of num_heads")
+    if m.head_dim % 2:
+        message = f"config.model.head_dim={m.head_dim}: odd, but RoPE turns pairs"
+        found.error("R004", message, "use an even head_dim (64 or 128 for the GPU kernels)")
+    try:
+        nsa = nsa_config(config)
+    except ValueError as error:
+        found.error("R005", f"config.model.nsa: {error}", "see NSAConfig; the paper's geometry is the default")
+        return None
+    if m.attention != "nsa" or config.allow_dense_regime:
+        return nsa
+    reach = nsa.num_selected * nsa.select_block
+    if seq_len <= reach:
+        message = (
+            f"config.data.seq_len={seq_len}: every query reads all of its past, since num_selected * select_block = "
+            f"{reach}; nothing is sparse"
+        )
+        found.error("R006", message, "use longer sequences or fewer blocks, or set config.allow_dense_regime=True")
+    elif seq_len <= 2 * nsa.window:
+        message = f"config.data.seq_len={seq_len}: the window of {nsa.window} covers most of it"
+        found.warning("R006", message, "use sequences of at least 4 windows")
+    return nsa
+
+
+def _check_data(config: ConfigDict, found: _Findings) -> None:
+    d = config.data
+    if d.source == "text" and not d.files:
+        found.error("R007", "config.data.files=(): source text has nothing to read", "give files or globs")
+    if d.source == "hf" and not d.hf_path:
+        message = "config.data.hf_path='': source hf needs a dataset"
+        found.error("R007", message, "give the first argument of datasets.load_dataset")
+    if d.tokenizer == "hf" and not d.tokenizer_path:
+        message = "config.data.tokenizer_path='': tokenizer hf needs one"
+        found.error("R007", message, "give the path of a tokenizer.json or a hub id")
+    if d.tokenizer == "bpe" and d.bpe_vocab_size < 257:
+        message = f"config.data.bpe_vocab_size={d.bpe_vocab_size}: smaller than the 256 bytes and EOS"
+        found.error("R007", message, "use at least 257")
+    smallest = {"byte": 257, "bpe": d.bpe_vocab_size}.get(d.tokenizer, 0)
+    if d.source != "synthetic" and 0 < config.model.vocab_size < smallest:
+        message = f"config.model.vocab_size={config.model.vocab_size}: smaller than the tokenizer's {smallest}"
+        found.error("R008", message, "set it to 0, which means the tokenizer's size")
+    if config.train.eval_batches and d.val_fraction == 0 and d.source != "synthetic":
+        message = "config.data.val_fraction=0 with eval_batches > 0: no document is held out to validate on"
+        found.error("R009", message, "hold out a share such as 0.01, or set config.train.eval_batches=0")
+
+
+def _check_training(config: ConfigDict, found: _Findings) -> None:
+    t, o, mesh = config.train, config.optim, config.mesh
+    if t.grad_accum >= 1 and t.batch_size % t.grad_accum:
+        message = f"config.train.batch_size={t.batch_size}: not a multiple of grad_accum={t.grad_accum}"
+        found.error("R010", message, "make it one; batch_size counts all micro-batches")
+    elif t.grad_accum >= 1 and mesh.data >= 1 and mesh.fsdp >= 1:
+        micro, devices = t.batch_size // t.grad_accum, mesh.data * mesh.fsdp
+        if micro % devices:
+            message = f"config.train.batch_size={t.batch_size}: {micro} rows per micro-batch for {devices} devices"
+            found.error("R010", message, f"use a multiple of {devices * t.grad_accum}")
+    if o.warmup_steps >= t.steps:
+        message = f"config.optim.warmup_steps={o.warmup_steps}: the run of {t.steps} steps ends before the warm-up"
+        found.error("R011", message, "warm up for 1 to 10 % of the steps")
+    if t.eval_every and not t.eval_batches:
+        message = "config.train.eval_batches=0 with eval_every > 0: there is no validation"
+        found.warning("R012", message, "set eval_batches, or eval_every=0 as well")
+    if t.steps < _LONG_RUN:
+        return
+    if not t.save_every:
+        message = f"config.train.save_every=0: runs of {_LONG_RUN:,} steps or more need checkpoints"
+        found.error("R013", message, "set save_every, such as 1000")
+    elif t.save_every > t.steps // 2:
+        message = f"config.train.save_every={t.save_every}: at most one checkpoint before the end of {t.steps} steps"
+        found.error("R013", message, "save several times, such as every 1000 steps")
+    if not t.eval_batches or not t.eval_every:
+        message = (
+            f"config.train.eval_every={t.eval_every}, eval_batches={t.eval_batches}: runs this long need validation"
+        )
+        found.error("R014", message, "validate several times, on 16 batches or more")
+
+
+def validate(config: ConfigDict) -> list[Problem]:
+    """Everything that is wrong or doubtful about a config, without touching a device, data or the network.
+
+    Args:
+      config: as `default_config` returns it, with edits.
+
+    Returns:
+      All problems, errors first; empty if there are none.
+    """
+    found = _Findings()
+    for check_part in (_check_values, _check_model, _check_data, _check_training):
+        check_part(config, found)
+    return sorted(found.problems, key=lambda problem: (problem.severity != "error", problem.rule))
+
+
+def check(config: ConfigDict) -> list[Problem]:
+    """Raises if `validate` finds an error; returns the warnings.
+
+    Raises:
+      ConfigError: with every problem that was found.
+    """
+    problems = validate(config)
+    if any(problem.severity == "error" for problem in problems):
+        raise ConfigError(problems)
+    return problems

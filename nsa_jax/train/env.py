@@ -1,0 +1,94 @@
+"""env.json: everything needed to say later what a run was."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from nsa_jax.ops.nsa import implementations_served
+from nsa_jax.train.flops import forward_flops_per_token, peak_flops, train_flops_per_token
+from nsa_jax.train.state import Setup
+
+_PACKAGES = ("nsa_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml_collections")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"python": platform.python_version(), **found}
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit of the source tree and whether it has changes; None outside a repository."""
+
+    def run(*command: str) -> str:
+        root = Path(__file__).parent
+        return subprocess.run(
+            ("git", *command), cwd=root, capture_output=True, text=True, check=True, timeout=10
+        ).stdout
+
+    try:
+        return {"commit": run("rev-parse", "HEAD").strip(), "changed": bool(run("status", "--porcelain").strip())}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def plain_config(config: ConfigDict) -> dict[str, Any]:
+    """The config as JSON values."""
+    return json.loads(config.to_json())
+
+
+def parameter_counts(setup: Setup) -> dict[str, int]:
+    """Measured numbers of parameters: in all, of the embedding and head, and of the rest."""
+    params = setup.abstract_state["params"]
+    outside = sum(math.prod(params[name].shape) for name in ("embedding", "head") if name in params)
+    total = setup.num_parameters()
+    return {"total": total, "embedding_and_head": outside, "without_embedding_and_head": total - outside}
+
+
+def environment(setup: Setup, *, start_step: int, resumed_from: str | None, data: dict[str, Any]) -> dict[str, Any]:
+    """What env.json holds; called when the step has been traced, so that the served implementations are known."""
+    device = jax.devices()[0]
+    seq_len = setup.config.data.seq_len
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "versions": _versions(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "git": _git(),
+        "devices": {"kind": device.device_kind, "platform": device.platform, "count": jax.device_count()},
+        "processes": jax.process_count(),
+        "mesh": dict(setup.mesh.shape),
+        "peak_flops_per_device": peak_flops(device.device_kind),
+        "parameters": parameter_counts(setup),
+        "flops_per_token": {
+            "train": train_flops_per_token(setup.model_config, seq_len),
+            "forward": forward_flops_per_token(setup.model_config, seq_len),
+        },
+        "implementations": implementations_served(),
+        "start_step": start_step,
+        "resumed_from": resumed_from,
+        "data": data,
+        "config": plain_config(setup.config),
+    }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file that is never seen half-written."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.replace(path)

@@ -1,0 +1,73 @@
+"""What a token costs: floating point operations by part, and the peaks of GPUs that MFU is measured against.
+
+One multiply-add is two operations. A matrix product of w parameters costs 2w per token forward; the backward pass costs
+twice the forward pass; recomputation under remat is not counted, so MFU is about useful work. Attention costs
+2(H + V) per query head and key that it reads, keys averaged over the row's positions, causally.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nsa_jax.nn import ModelConfig
+from nsa_jax.ops import blocks
+
+# Dense bfloat16 peak in FLOP/s, by a substring of JAX's device_kind; the first match counts.
+_PEAKS = (
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a GPU, or None where it is not known (MFU is then not reported)."""
+    return next((peak for name, peak in _PEAKS if name in device_kind), None)
+
+
+def keys_per_query(config: ModelConfig, seq_len: int) -> dict[str, float]:
+    """Mean number of keys that a query reads in each branch, in rows of one document."""
+    t = np.arange(seq_len)
+    if config.attention == "dense":
+        return {"dense": float((t + 1).mean())}
+    nsa = config.nsa
+    low, high = blocks.compressed_range(t, 0, nsa)
+    block_count = np.minimum(t // nsa.select_block + 1, nsa.num_selected)
+    # All listed blocks are whole but the query's own, of which it reads up to itself.
+    selected = (block_count - 1) * nsa.select_block + t % nsa.select_block + 1
+    return {
+        "compressed": float(np.maximum(high - low, 0).mean()),
+        "selected": float(selected.mean()),
+        "window": float(np.minimum(t + 1, nsa.window).mean()),
+    }
+
+
+def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, float]:
+    """Operations of one token's forward pass, by part."""
+    d, n, k, h, v = config.dim, config.num_heads, config.num_kv_heads, config.head_dim, config.value_head_dim
+    sparse = config.attention == "nsa"
+    width = n * h + (3 if sparse else 1) * k * (h + v) + (3 * n if sparse else 0)
+    per_layer = {
+        "projections": 2.0 * d * (width + n * v),
+        "mlp": 2.0 * 3 * d * config.mlp_dim,
+    }
+    if sparse and config.compressor == "mlp":
+        overlap = config.nsa.compress_block // config.nsa.compress_stride
+        hidden = sum(2 * f * f * overlap + 2 * f * f / config.nsa.compress_stride for f in (h, v))
+        per_layer["compressor"] = 2.0 * k * hidden
+    for branch, keys in keys_per_query(config, seq_len).items():
+        per_layer[f"attention_{branch}"] = 2.0 * (h + v) * n * keys
+    if sparse:  # scores of the compressed keys, once more, for selection
+        per_layer["selection"] = 2.0 * h * n * keys_per_query(config, seq_len)["compressed"]
+    parts = {name: value * config.num_layers for name, value in per_layer.items()}
+    parts["head"] = 2.0 * d * config.vocab_size
+    return parts
+
+
+def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """Operations of one trained token: three forward passes, but selection has no backward pass."""
+    parts = forward_flops_per_token(config, seq_len)
+    return 3 * sum(parts.values()) - 2 * parts.get("selection", 0.0)

@@ -1,0 +1,382 @@
+"""The training run: reads top to bottom."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import math
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
+
+from nsa_jax import config as config_lib
+from nsa_jax.data import Pipeline, make_pipeline
+from nsa_jax.train import env, flops, metrics
+from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
+from nsa_jax.train.state import Setup, State, batch_sharding, setup
+from nsa_jax.train.step import make_eval_step, make_sampler, make_train_step
+
+logger = logging.getLogger("nsa_jax")
+
+HALT = "HALT"
+
+
+class TrainingError(RuntimeError):
+    """Training stopped because going on would waste the run; the message says why."""
+
+
+class _StopRequest:
+    """SIGTERM, SIGINT or a file named HALT in the workdir ask the run to save and stop.
+
+    The second signal of a kind ends the process as if it were not handled.
+    """
+
+    def __init__(self, workdir: Path):
+        self._halt = workdir / HALT
+        self._signal: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _StopRequest:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Only the main thread may install handlers; elsewhere (a notebook's thread, a test) HALT still works.
+            with contextlib.suppress(ValueError):
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        with contextlib.suppress(FileNotFoundError):
+            self._halt.unlink()  # it has done its work: starting again resumes
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        self._signal = signal.Signals(number).name
+        signal.signal(number, self._previous[number])
+
+    def reason(self) -> str | None:
+        """What asked to stop, on this process or (checked by all at the same step) any other."""
+        mine = self._signal or (HALT if self._halt.exists() else None)
+        if jax.process_count() > 1 and multihost_utils.process_allgather(np.asarray(mine is not None)).any():
+            return mine or "another process"
+        return mine
+
+
+class _Batches:
+    """Batches of the global array type, and how long the loop waited for each."""
+
+    def __init__(self, iterator: Iterator, setup: Setup):
+        self._iterator = iterator
+        self._sharding = batch_sharding(setup.mesh)
+        self.waits: list[float] = []
+
+    def __next__(self) -> dict[str, jax.Array]:
+        start = time.perf_counter()
+        batch = next(self._iterator)
+        self.waits.append(time.perf_counter() - start)
+        return to_device(batch, self._sharding)
+
+    def take_waits(self) -> list[float]:
+        """Seconds waited per batch since the last call."""
+        waits, self.waits = self.waits, []
+        return waits
+
+
+def to_device(batch: dict[str, np.ndarray], sharding: jax.sharding.NamedSharding) -> dict[str, jax.Array]:
+    """This process's rows as part of a global array."""
+    return {name: jax.make_array_from_process_local_data(sharding, value) for name, value in batch.items()}
+
+
+def evaluate(eval_step, params, batches, sharding) -> dict[str, float]:
+    """Validation metrics over the fixed validation batches."""
+    parts = [eval_step(params, to_device(batch, sharding)) for batch in batches]
+    sums = {name: math.fsum(float(part[name]) for part in jax.device_get(parts)) for name in parts[0]}
+    return metrics.validation_row(sums["nats"], sums["tokens"], sums["bytes"])
+
+
+class _Sampler:
+    """Writes a text sample with the current parameters."""
+
+    def __init__(self, setup: Setup, pipeline: Pipeline):
+        train, tokenizer = setup.config.train, pipeline.tokenizer
+        prompt = np.concatenate([[tokenizer.eos_id], tokenizer.encode(train.sample_prompt)]).astype(np.int32)
+        # The row must not be longer than training's: the model has seen no later position.
+        self._prompt = prompt[: max(setup.config.data.seq_len - 1, 1)]
+        length = min(len(self._prompt) + train.sample_tokens, setup.config.data.seq_len)
+        self._tokens = np.zeros((1, length), np.int32)
+        self._tokens[0, : len(self._prompt)] = self._prompt
+        self._sample = make_sampler(setup, length, tokenizer.vocab_size)
+        self._key = jax.random.key(setup.config.seed)
+        self._tokenizer = tokenizer
+
+    def __call__(self, params, step: int) -> str:
+        key = jax.random.fold_in(self._key, step)
+        tokens = self._sample(params, self._tokens, len(self._prompt), key)
+        return self._tokenizer.decode(np.asarray(tokens)[0, 1:])
+
+
+class _Interval:
+    """Metrics of the steps since the last log line; read only after the next line's steps have been dispatched."""
+
+    def __init__(self, first_step: int):
+        self.first_step = first_step
+        self.values: list[dict[str, jax.Array]] = []
+        self.waits: list[float] = []
+
+    def read(self) -> list[dict[str, float]]:
+        """Waits for the last of the steps; raises if one of them gave a loss or gradient that is not finite."""
+        rows = [{name: float(value) for name, value in row.items()} for row in jax.device_get(self.values)]
+        for offset, row in enumerate(rows):
+            if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
+                raise TrainingError(
+                    f"step {self.first_step + offset}: loss {row['loss']}, gradient norm {row['grad_norm']}, "
+                    f"learning rate {row['learning_rate']:.3g}: not finite. The last checkpoint is good; lower "
+                    "config.optim.learning_rate or set config.optim.clip, and start again to resume from it"
+                )
+        return rows
+
+
+class Run:
+    """One run from its config to its summary; `run` is the whole of it.
+
+    Args:
+      config: validated.
+      workdir: where everything is written.
+      resume: "DIR[@STEP]" of another run to start from, if the workdir has no checkpoint of its own.
+    """
+
+    def __init__(self, config: ConfigDict, workdir: Path, resume: str | None = None):
+        self.config = config
+        self.workdir = Path(workdir).absolute()
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        self._other = parse_resume(resume) if resume else None
+        self.pipeline = make_pipeline(config, process_index=jax.process_index(), process_count=jax.process_count())
+        tokenizer = self.pipeline.tokenizer
+        self.setup = setup(config, tokenizer.vocab_size)
+        token_bytes = np.zeros(self.setup.model_config.vocab_size, np.int32)
+        token_bytes[: tokenizer.vocab_size] = tokenizer.token_bytes
+        self.train_step = make_train_step(self.setup, token_bytes)
+        self.eval_step = make_eval_step(self.setup, token_bytes)
+        self.sampler = _Sampler(self.setup, self.pipeline) if config.train.sample_tokens else None
+        self.best: tuple[int, float] | None = None
+        self._last_validation: tuple[int, dict[str, float]] | None = None
+        self._last_row: dict[str, float] = {}
+
+    def _restore(self, checkpoints: Checkpoints, info: dict, data: Any) -> tuple[int, State, str | None]:
+        """Where the state comes from: this workdir's newest checkpoint, else --resume, else the initialisation."""
+        target = self.setup.target()
+        own = checkpoints.restore(target, data)
+        if own is not None:
+            self.best = checkpoints.best()
+            return (*own, str(self.workdir))
+        if self._other is not None:
+            directory, step = self._other
+            other = Checkpoints(directory, info, read_only=True)
+            try:
+                found = other.restore(target, data, step)
+            finally:
+                other.close()
+            if found is None:
+                raise config_lib.ConfigError(
+                    [
+                        config_lib.Problem(
+                            "R022", "error", f"--resume={directory}: no checkpoint there", "give another run"
+                        )
+                    ]
+                )
+            return (*found, str(directory))
+        return 0, self.setup.init(), None
+
+    def run(self) -> dict[str, Any]:
+        """Trains to the end, or to a stop request.
+
+        Returns:
+          The summary that is also written to summary.json.
+
+        Raises:
+          TrainingError: loss or gradient became non-finite.
+          CheckpointError: a checkpoint does not fit the config.
+        """
+        config, train = self.config, self.config.train
+        info = {
+            "parameters": describe(self.setup.abstract_state),
+            "tokenizer": self.pipeline.tokenizer.fingerprint,
+            "config": env.plain_config(config),
+        }
+        checkpoints = Checkpoints(
+            self.workdir / "checkpoints", info, keep_last=train.keep_last, keep_best=train.keep_best
+        )
+        data = self.pipeline.train()
+        with jax.set_mesh(self.setup.mesh), contextlib.ExitStack() as stack:
+            stack.callback(checkpoints.close)
+            stack.callback(data.close)
+            start, state, source = self._restore(checkpoints, info, data)
+            data.start_prefetch()
+            self.pipeline.tokenizer.save(self.workdir / "tokenizer")
+            writer = metrics.MetricsWriter(
+                self.workdir, start_step=start, total_steps=train.steps, active=jax.process_index() == 0
+            )
+            stack.callback(writer.close)
+            self._announce(writer, start, source)
+            stop = stack.enter_context(_StopRequest(self.workdir))
+            step, state, reason = self._train(start, state, data, checkpoints, writer, stop, source)
+            if train.save_every and step not in checkpoints.steps():
+                self._save(checkpoints, step, state, data)
+            checkpoints.wait()
+            self.best = checkpoints.best() or self.best
+            return self._summarise(writer, start, step, reason)
+
+    def _train(self, start, state, data, checkpoints, writer, stop, source):
+        """The loop. Returns the last finished step, the state, and what stopped it early (or None)."""
+        train = self.config.train
+        batches = _Batches(data, self.setup)
+        pending: collections.deque[_Interval] = collections.deque()
+        interval = _Interval(start + 1)
+        clock = _Clock()
+        if start == 0 and train.eval_batches:
+            self._validate(0, state, writer)
+        clock.restart()
+        step, reason = start, None
+        while step < train.steps:
+            # Several processes must agree, which costs a sync: they ask at log lines only.
+            if jax.process_count() == 1 or step % train.log_every == 0:
+                reason = stop.reason()
+            if reason:
+                break
+            state, values = self.train_step(state, next(batches))
+            interval.values.append(values)
+            step += 1
+            if step == start + 1:
+                self._write_env(start, source)
+                clock.restart()  # compilation is over
+            last = step == train.steps
+            evaluates = train.eval_batches and (last or (train.eval_every and step % train.eval_every == 0))
+            saves = train.save_every and (last or step % train.save_every == 0)
+            if step % train.log_every == 0 or last or evaluates or saves:
+                interval.waits = batches.take_waits()
+                pending.append(interval)
+                interval = _Interval(step + 1)
+                # The newest interval is still running on the device: report the one before it.
+                while len(pending) > 1:
+                    self._report(pending.popleft(), writer, clock)
+            if evaluates or saves:
+                while pending:  # nothing that is not finite may be validated or saved
+                    self._report(pending.popleft(), writer, clock)
+                if evaluates:
+                    self._validate(step, state, writer)
+                if saves:
+                    self._save(checkpoints, step, state, data)
+                clock.restart()
+        interval.waits = batches.take_waits()
+        for rest in (*pending, interval):
+            if rest.values:
+                self._report(rest, writer, clock)
+        return step, state, reason
+
+    def _report(self, interval: _Interval, writer: metrics.MetricsWriter, clock: _Clock) -> None:
+        """Logs the last step of an interval, and the speed over all of it."""
+        rows = interval.read()
+        seconds = clock.lap()
+        config = self.config
+        tokens = len(rows) * config.train.batch_size * config.data.seq_len
+        row = metrics.train_row(rows[-1])
+        row["perf/tokens_per_second"] = tokens / seconds
+        row["perf/step_seconds"] = seconds / len(rows)
+        row.update(metrics.wait_row(interval.waits))
+        peak = flops.peak_flops(jax.devices()[0].device_kind)
+        if peak is not None:
+            used = flops.train_flops_per_token(self.setup.model_config, config.data.seq_len) * tokens / seconds
+            row["perf/mfu"] = used / (peak * jax.device_count())
+        row.update(metrics.memory_row())
+        self._last_row = row
+        step = interval.first_step + len(rows) - 1
+        writer.write(step, row)
+        writer.progress(step, row)
+
+    def _validate(self, step: int, state: State, writer: metrics.MetricsWriter) -> None:
+        row = evaluate(self.eval_step, state["params"], self.pipeline.validation(), batch_sharding(self.setup.mesh))
+        self._last_validation = (step, row)
+        writer.write(step, row)
+        writer.say(f"step {step}: validation loss {row['val/loss']:.4f}, {row['val/bits_per_byte']:.3f} bits/byte")
+        if self.sampler is not None:
+            writer.text(step, "sample", self.sampler(state["params"], step))
+
+    def _save(self, checkpoints: Checkpoints, step: int, state: State, data: Any) -> None:
+        val_loss = None
+        if self._last_validation is not None and self._last_validation[0] == step:
+            val_loss = self._last_validation[1]["val/loss"]
+        checkpoints.save(step, state, data, val_loss)
+
+    def _announce(self, writer: metrics.MetricsWriter, start: int, source: str | None) -> None:
+        config, device = self.config, jax.devices()[0]
+        writer.say(
+            f"{config.name}: {self.setup.num_parameters():,} parameters ({config.model.attention}), "
+            f"{config.train.batch_size} x {config.data.seq_len} tokens per step, {config.train.steps:,} steps, "
+            f"{jax.device_count()} x {device.device_kind}, {self.workdir}"
+        )
+        if source is not None:
+            writer.say(f"resuming after step {start} of {source}")
+
+    def _write_env(self, start: int, source: str | None) -> None:
+        if jax.process_index() == 0:
+            stats = {name: vars(split) if split else None for name, split in self.pipeline.stats.items()}
+            data = {"splits": stats, "tokenizer": self.pipeline.tokenizer.fingerprint}
+            found = env.environment(self.setup, start_step=start, resumed_from=source, data=data)
+            env.write_json(self.workdir / "env.json", found)
+
+    def _summarise(self, writer: metrics.MetricsWriter, start: int, step: int, reason: str | None) -> dict[str, Any]:
+        summary = {
+            "step": step,
+            "steps": self.config.train.steps,
+            "start_step": start,
+            "finished": step >= self.config.train.steps,
+            "stopped_by": reason,
+            "last": self._last_row,
+            "validation": {"step": self._last_validation[0], **self._last_validation[1]}
+            if self._last_validation
+            else None,
+            "best_checkpoint": {"step": self.best[0], "val/loss": self.best[1]} if self.best else None,
+            "workdir": str(self.workdir),
+        }
+        if jax.process_index() == 0:
+            env.write_json(self.workdir / "summary.json", summary)
+        stopped = f"stopped by {reason}" if reason else "done"
+        writer.say(f"{stopped} at step {step}; the run is in {self.workdir}")
+        return summary
+
+
+class _Clock:
+    """Seconds between reports, without the time that validation and saving took."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self) -> None:
+        self._mark = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
+        return max(seconds, 1e-9)
+
+
+def run(config: ConfigDict, workdir: str | Path, resume: str | None = None) -> dict[str, Any]:
+    """Trains as `config` says and returns the summary.
+
+    Args:
+      config: as a get_config() of configs/ returns it.
+      workdir: everything is written there; a run that was interrupted is continued.
+      resume: "DIR[@STEP]" of another run to start from.
+
+    Raises:
+      ConfigError: with everything that is wrong, before any device is touched.
+    """
+    config_lib.check(config)
+    return Run(config, Path(workdir), resume).run()

@@ -1,0 +1,196 @@
+"""The compiled functions of training: loss, train step, evaluation step, sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from nsa_jax.nn import Transformer
+from nsa_jax.nn.sharding import batch_axes
+from nsa_jax.train.state import Setup, State, batch_sharding, learning_rate
+
+Batch = dict[str, jax.Array]
+
+# float32 logits of one chunk on one device: more is not faster, and [B*T, vocab] can be larger than the model.
+_LOGIT_BYTES = 128 * 2**20
+
+
+def check_batch(batch: Batch, batch_size: int, seq_len: int) -> None:
+    """Shapes and dtypes of a batch at the step's boundary."""
+    chex.assert_shape(
+        [batch[name] for name in ("inputs", "targets", "segment_start", "loss_mask")], (batch_size, seq_len)
+    )
+    chex.assert_type([batch["inputs"], batch["targets"], batch["segment_start"]], jnp.int32)
+    chex.assert_type(batch["loss_mask"], jnp.float32)
+
+
+def _num_chunks(rows: int, length: int, vocab: int) -> int:
+    """The smallest divisor of `length` that keeps a chunk's float32 logits within `_LOGIT_BYTES`."""
+    need = rows * length * vocab * 4 / _LOGIT_BYTES
+    return next(k for k in range(1, length + 1) if length % k == 0 and k >= min(need, length))
+
+
+def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+    """Cross-entropy of every token, float32 nats [B, T].
+
+    Computed in chunks of the sequence that are recomputed in the backward pass, where all logits at once would be
+    large.
+
+    Args:
+      model: for its output head.
+      hidden: [B, T, D] from `model.hidden`.
+      targets: int32 [B, T].
+    """
+
+    def losses(hidden, targets):
+        logits = model.logits(hidden)
+        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return jax.nn.logsumexp(logits, axis=-1) - picked
+
+    rows, length, _ = hidden.shape
+    mesh = jax.sharding.get_abstract_mesh()
+    split = math.prod(mesh.shape[axis] for axis in batch_axes(rows))
+    chunks = _num_chunks(rows // split, length, model.config.vocab_size)
+    if chunks == 1:
+        return losses(hidden, targets)
+
+    def cut(x):  # [B, T, ...] -> [chunks, B, T / chunks, ...]
+        return jnp.moveaxis(x.reshape(rows, chunks, length // chunks, *x.shape[2:]), 1, 0)
+
+    # prevent_cse is for code outside loops; a scan cannot merge its forward and backward bodies anyway.
+    step = jax.checkpoint(losses, prevent_cse=False)
+    _, out = jax.lax.scan(lambda carry, inputs: (carry, step(*inputs)), None, (cut(hidden), cut(targets)))
+    return jnp.moveaxis(out, 0, 1).reshape(rows, length)
+
+
+def _split_micro_batches(batch: Batch, count: int) -> Batch:
+    """[B, ...] -> [count, B / count, ...] such that every device keeps the rows it has."""
+
+    def split(x):
+        x = jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
+        axes = batch_axes(x.shape[1])
+        return jax.lax.with_sharding_constraint(x, P(None, axes)) if axes else x
+
+    return jax.tree.map(split, batch)
+
+
+def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+    """The jitted step (state, batch) -> (state, metrics); the state is donated.
+
+    The loss is the mean over every token of the global batch that `loss_mask` weights, whatever the number of
+    micro-batches and devices. Metrics are float32 scalars on the device; nothing is sent to the host.
+
+    Args:
+      setup: the run's.
+      token_bytes: int [vocab], bytes of text of each token, for bits per byte.
+    """
+    config = setup.config
+    schedule = learning_rate(config)
+    packed, count = config.data.packing, config.train.grad_accum
+    lengths = jnp.asarray(token_bytes, jnp.float32)
+
+    def micro_loss(params, batch, total, key):
+        model = setup.model(params)
+        hidden = model.hidden(
+            batch["inputs"],
+            batch["segment_start"] if packed else None,
+            deterministic=config.model.dropout == 0,
+            rngs=key,
+        )
+        losses = token_losses(model, hidden, batch["targets"])
+        return jnp.sum(losses * batch["loss_mask"]) / total
+
+    def step(state: State, batch: Batch):
+        check_batch(batch, config.train.batch_size, config.data.seq_len)
+        params = state["params"]
+        total = jnp.maximum(batch["loss_mask"].sum(), 1.0)
+        key = jax.random.fold_in(jax.random.key(config.seed), state["step"])
+        value_and_grad = jax.value_and_grad(micro_loss)
+        if count == 1:
+            loss, grads = value_and_grad(params, batch, total, jax.random.fold_in(key, 0))
+        else:
+
+            def accumulate(carry, inputs):
+                index, micro = inputs
+                got = value_and_grad(params, micro, total, jax.random.fold_in(key, index))
+                return jax.tree.map(jnp.add, carry, got), None
+
+            zero = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
+            (loss, grads), _ = jax.lax.scan(accumulate, zero, (jnp.arange(count), _split_micro_batches(batch, count)))
+        # Measured here, before clipping and before anything could reset it.
+        grad_norm = optax.global_norm(grads)
+        updates, opt_state = setup.optimizer.update(grads, state["opt_state"], params)
+        new_params = optax.apply_updates(params, updates)
+        text_bytes = jnp.sum(lengths[batch["targets"]] * batch["loss_mask"])
+        metrics = {
+            "loss": loss,
+            "tokens": batch["loss_mask"].sum(),
+            "bits_per_byte": loss * total / math.log(2) / jnp.maximum(text_bytes, 1.0),
+            "grad_norm": grad_norm,
+            "param_norm": optax.global_norm(new_params),
+            "update_norm": optax.global_norm(updates),
+            "learning_rate": schedule(state["step"]),
+        }
+        chex.assert_rank(list(metrics.values()), 0)
+        return {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}, metrics
+
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        in_shardings=(setup.sharding, batch_sharding(setup.mesh)),
+        out_shardings=(setup.sharding, None),
+    )
+
+
+def make_eval_step(setup: Setup, token_bytes) -> Callable[[State, Batch], dict[str, jax.Array]]:
+    """The jitted evaluation (params, batch) -> sums over the global batch: nats, tokens and bytes of text."""
+    config = setup.config
+    lengths = jnp.asarray(token_bytes, jnp.float32)
+
+    def step(params, batch: Batch):
+        check_batch(batch, config.train.batch_size, config.data.seq_len)
+        model = setup.model(params)
+
+        def sums(micro):
+            hidden = model.hidden(micro["inputs"], micro["segment_start"] if config.data.packing else None)
+            losses = token_losses(model, hidden, micro["targets"])
+            return {
+                "nats": jnp.sum(losses * micro["loss_mask"]),
+                "tokens": micro["loss_mask"].sum(),
+                "bytes": jnp.sum(lengths[micro["targets"]] * micro["loss_mask"]),
+            }
+
+        if config.train.grad_accum == 1:
+            return sums(batch)
+        parts = jax.lax.map(sums, _split_micro_batches(batch, config.train.grad_accum))
+        return jax.tree.map(jnp.sum, parts)
+
+    return jax.jit(step, in_shardings=(setup.sharding["params"], batch_sharding(setup.mesh)))
+
+
+def make_sampler(setup: Setup, length: int, vocab_size: int, temperature: float = 0.8) -> Callable:
+    """The jitted sampler (params, tokens [1, length], prompt_length, key) -> tokens [1, length].
+
+    Every new token costs a forward pass over the whole row: simple, and one compilation. Only the first `vocab_size`
+    ids are drawn, since the model's vocabulary may be padded beyond the tokenizer's.
+    """
+
+    def sample(params, tokens, prompt_length, key):
+        model = setup.model(params)
+
+        def extend(position, tokens):
+            hidden = model.hidden(tokens)
+            last = jax.lax.dynamic_slice_in_dim(hidden, position - 1, 1, axis=1)
+            logits = model.logits(last)[0, 0, :vocab_size] / temperature
+            token = jax.random.categorical(jax.random.fold_in(key, position), logits)
+            return tokens.at[0, position].set(token.astype(tokens.dtype))
+
+        return jax.lax.fori_loop(prompt_length, length, extend, tokens)
+
+    return jax.jit(sample, in_shardings=(setup.sharding["params"], None, None, None))

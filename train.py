@@ -1,0 +1,56 @@
+"""Trains a model: python train.py --config=configs/quickstart.py [--workdir=DIR] [--resume=DIR[@STEP]].
+
+Any field of the config can be overridden: --config.train.steps=100. An interrupted run is continued by starting it
+again with the same workdir.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from absl import app, flags
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "The run's config, a file in configs/.", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is written; default: runs/<config.name>.")
+_RESUME = flags.DEFINE_string("resume", None, "Start from another run's checkpoint: DIR or DIR@STEP.")
+
+EXIT_CONFIG = 2
+
+
+def main(argv: list[str]) -> int:
+    """Validates the config and trains; returns the exit status."""
+    if len(argv) > 1:
+        print(f"unexpected arguments: {' '.join(argv[1:])}; flags start with --", file=sys.stderr)
+        return EXIT_CONFIG
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("nsa_jax").setLevel(logging.INFO)
+    logging.getLogger("absl").setLevel(logging.ERROR)
+
+    from nsa_jax import config as config_lib
+
+    config = _CONFIG.value
+    try:
+        for problem in config_lib.check(config):
+            print(problem, file=sys.stderr)
+        # Imported after the check: from here on devices are used.
+        from nsa_jax.data import DataError
+        from nsa_jax.train import CheckpointError, TrainingError, run
+    except config_lib.ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_CONFIG
+    try:
+        run(config, _WORKDIR.value or f"runs/{config.name}", _RESUME.value)
+    except (config_lib.ConfigError, CheckpointError, DataError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_CONFIG
+    except TrainingError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    flags.mark_flag_as_required("config")
+    app.run(main)
