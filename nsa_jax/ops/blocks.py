@@ -51,8 +51,10 @@ def compressed_range(t, start, config: NSAConfig):
 
 
 def candidate_range(t, start, select_block: int):
-    """The selection blocks that overlap [start, t], as an inclusive range (first, last)."""
-    return start // select_block, t // select_block
+    """The selection blocks that overlap [start, t], as an inclusive range (first, last); last < first if start > t."""
+    first, last = start // select_block, t // select_block
+    # start > t can happen inside one block, which must not be a candidate then. Booleans count as 0 or 1 everywhere.
+    return first, last - (start > t)
 
 
 def fold_weights(config: NSAConfig) -> np.ndarray:

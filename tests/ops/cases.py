@@ -118,6 +118,8 @@ class Tested:
       patches: attributes to set while it runs, "module:attribute" -> value.
     """
 
+    __test__ = False  # not a test class, whatever its name
+
     implementation: str
     label: str = ""
     values: float = 1e-5

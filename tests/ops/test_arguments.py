@@ -1,0 +1,110 @@
+"""Caller mistakes name the argument, what it was and what it must be; the implementation that served can be asked for."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+import nsa_jax
+from nsa_jax import NSAConfig
+from tests.ops.cases import SMALL, Case
+
+CASE = Case("arguments", T=40, N=4, K=2, H=16, V=16, B=1)
+ARRAYS = CASE.inputs()
+NAMES = ("query", "key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win", "gates")
+
+
+def _nsa(**changes):
+    return nsa_jax.nsa_attention(**{**ARRAYS, "config": SMALL, "implementation": "xla", **changes})
+
+
+def _selected(**changes):
+    arguments = dict(
+        query=ARRAYS["query"], key=ARRAYS["key_slc"], value=ARRAYS["value_slc"],
+        block_indices=jnp.zeros((1, 40, 2, 4), jnp.int32), select_block=16, implementation="xla",
+    )  # fmt: skip
+    return nsa_jax.selected_attention(**{**arguments, **changes})
+
+
+def _window(**changes):
+    arguments = dict(query=ARRAYS["query"], key=ARRAYS["key_win"], value=ARRAYS["value_win"], window=8)
+    return nsa_jax.window_attention(**{**arguments, "implementation": "xla", **changes})
+
+
+def _select(**changes):
+    arguments = dict(query=ARRAYS["query"], key_cmp=ARRAYS["key_cmp"], lse=jnp.zeros((1, 40, 4)), config=SMALL)
+    return nsa_jax.select_blocks(**{**arguments, "implementation": "xla", **changes})
+
+
+MISTAKES = {
+    "rank": (_nsa, dict(query=ARRAYS["query"][0]), r"query has shape \(40, 4, 16\).*4 dimensions"),
+    "batch": (_nsa, dict(key_slc=jnp.zeros((2, 40, 2, 16))), r"key_slc has shape \(2,.*must be 1 to match query"),
+    "head_dim": (_nsa, dict(key_win=jnp.zeros((1, 40, 2, 8))), r"key_win has shape.*\(H\) must be 16"),
+    "heads": (_window, dict(key=jnp.zeros((1, 40, 3, 16)), value=jnp.zeros((1, 40, 3, 16))), r"key has 3.*divide.*4"),
+    "key_length": (_nsa, dict(key_slc=jnp.zeros((1, 39, 2, 16))), r"value_slc has shape \(1, 40.*must be 39"),
+    "no_offset": (_window, dict(query=ARRAYS["query"][:, :8]), r"key has length 40: must be 8.*no query_offset"),
+    "compressed_length": (_nsa, dict(key_cmp=jnp.zeros((1, 5, 2, 16)), value_cmp=jnp.zeros((1, 5, 2, 16))),
+                          r"key_cmp has length 5: must be 9"),
+    "compressed_heads": (_nsa, dict(key_cmp=jnp.zeros((1, 9, 1, 16)), value_cmp=jnp.zeros((1, 9, 1, 16))),
+                         r"key_cmp and value_cmp have shapes.*K=2"),
+    "value_dtype": (_nsa, dict(value_win=jnp.zeros((1, 40, 2, 16), jnp.bfloat16)), r"value_win has dtype bfloat16.*float32"),
+    "query_dtype": (_nsa, dict(query=jnp.zeros((1, 40, 4, 16), jnp.float16)), r"query has dtype float16.*float32 or"),
+    "gates": (_nsa, dict(gates=jnp.zeros((1, 40, 4, 2))), r"gates has shape \(1, 40, 4, 2\): must be \(1, 40, 4, 3\)"),
+    "config": (_nsa, dict(config={"window": 8}), r"config=\{'window': 8\}: must be an nsa_jax.NSAConfig"),
+    "segment_shape": (_nsa, dict(segment_start=jnp.zeros((1, 39), jnp.int32)), r"segment_start has shape.*must be 40"),
+    "segment_dtype": (_nsa, dict(segment_start=jnp.zeros((1, 40))), r"segment_start has dtype float32.*integer"),
+    "implementation": (_nsa, dict(implementation="cuda"), r"implementation='cuda': must be None or one of"),
+    "offset_negative": (_window, dict(query_offset=-1), r"query_offset=-1: must be >= 0"),
+    "offset_too_large": (_window, dict(query_offset=1), r"key has length 40: must be at least 41"),
+    "window": (_window, dict(window=0), r"window=0: must be a positive int"),
+    "select_block": (_selected, dict(select_block=0), r"select_block=0: must be a positive int"),
+    "index_dtype": (_selected, dict(block_indices=jnp.zeros((1, 40, 2, 4))), r"block_indices has dtype float32.*int32"),
+    "index_shape": (_selected, dict(block_indices=jnp.zeros((1, 40, 4, 4), jnp.int32)), r"block_indices.*\(K\) must be 2"),
+    "lse_dtype": (_select, dict(lse=jnp.zeros((1, 40, 4), jnp.bfloat16)), r"lse has dtype bfloat16: must be float32"),
+    "num_keys_missing": (_select, dict(query_offset=0), r"num_keys=None: must be the number of keys"),
+    "num_keys_small": (_select, dict(num_keys=39), r"num_keys=39: must be at least 40"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_explained(name):
+    function, changes, message = MISTAKES[name]
+    with pytest.raises(ValueError, match=message):
+        function(**changes)
+
+
+@pytest.mark.parametrize(
+    "field,value,message",
+    [
+        ("window", 0, "window=0: must be a positive int"),
+        ("compress_block", 24, "compress_block=24: must be a multiple of compress_stride=16"),
+        ("select_block", 40, "select_block=40: must be a multiple of compress_stride=16"),
+        ("compress_block", 128, "compress_block=128: must be at most select_block=64"),
+        ("num_selected", 2, "num_selected=2: must be at least num_initial"),
+        ("num_local", True, "num_local=True: must be a positive int"),
+    ],
+)
+def test_impossible_geometry_is_explained(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        NSAConfig(**{field: value})
+
+
+def test_named_implementation_that_cannot_serve_says_why():
+    with pytest.raises(NotImplementedError, match="pallas.*head dim 24"):
+        nsa_jax.window_attention(
+            jnp.zeros((1, 4, 2, 24)),
+            jnp.zeros((1, 4, 1, 24)),
+            jnp.zeros((1, 4, 1, 24)),
+            window=2,
+            implementation="pallas",
+        )
+
+
+def test_what_served_each_op_can_be_asked_for():
+    _nsa(implementation="reference")
+    assert nsa_jax.implementations_served()["selected_attention"] == "reference"
+    _nsa(implementation="xla")
+    served = nsa_jax.implementations_served()
+    assert {"compressed_attention", "select_blocks", "selected_attention", "window_attention"} <= served.keys()
+    assert set(served.values()) == {"xla"}
+    assert _nsa().shape == (1, 40, 4, 16)
