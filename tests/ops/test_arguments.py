@@ -1,4 +1,4 @@
-"""Caller mistakes name the argument, what it was and what it must be; the implementation that served can be asked for."""
+"""Caller mistakes name the argument, what it was and what it must be; what served an op can be asked for."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MISTAKES = {
                           r"key_cmp has length 5: must be 9"),
     "compressed_heads": (_nsa, dict(key_cmp=jnp.zeros((1, 9, 1, 16)), value_cmp=jnp.zeros((1, 9, 1, 16))),
                          r"key_cmp and value_cmp have shapes.*K=2"),
-    "value_dtype": (_nsa, dict(value_win=jnp.zeros((1, 40, 2, 16), jnp.bfloat16)), r"value_win has dtype bfloat16.*float32"),
+    "value_dtype": (_nsa, dict(value_win=jnp.zeros((1, 40, 2, 16), jnp.bfloat16)), r"value_win has dtype bfloat16"),
     "query_dtype": (_nsa, dict(query=jnp.zeros((1, 40, 4, 16), jnp.float16)), r"query has dtype float16.*float32 or"),
     "gates": (_nsa, dict(gates=jnp.zeros((1, 40, 4, 2))), r"gates has shape \(1, 40, 4, 2\): must be \(1, 40, 4, 3\)"),
     "config": (_nsa, dict(config={"window": 8}), r"config=\{'window': 8\}: must be an nsa_jax.NSAConfig"),
@@ -59,7 +59,7 @@ MISTAKES = {
     "window": (_window, dict(window=0), r"window=0: must be a positive int"),
     "select_block": (_selected, dict(select_block=0), r"select_block=0: must be a positive int"),
     "index_dtype": (_selected, dict(block_indices=jnp.zeros((1, 40, 2, 4))), r"block_indices has dtype float32.*int32"),
-    "index_shape": (_selected, dict(block_indices=jnp.zeros((1, 40, 4, 4), jnp.int32)), r"block_indices.*\(K\) must be 2"),
+    "index_shape": (_selected, dict(block_indices=jnp.zeros((1, 40, 4, 4), jnp.int32)), r"block_indices.*must be 2"),
     "lse_dtype": (_select, dict(lse=jnp.zeros((1, 40, 4), jnp.bfloat16)), r"lse has dtype bfloat16: must be float32"),
     "num_keys_missing": (_select, dict(query_offset=0), r"num_keys=None: must be the number of keys"),
     "num_keys_small": (_select, dict(num_keys=39), r"num_keys=39: must be at least 40"),
