@@ -7,10 +7,18 @@ from typing import Any
 
 from nsa_jax.ops.target import Target
 
-__all__ = ["compressed_attention", "select_blocks", "selected_attention", "unsupported", "window_attention"]
+__all__ = [
+    "compressed_attention",
+    "decode_attention",
+    "select_blocks",
+    "selected_attention",
+    "unsupported",
+    "window_attention",
+]
 
 _MODULES = {
     "compressed_attention": "ranged",
+    "decode_attention": "decode",
     "window_attention": "ranged",
     "select_blocks": "select",
     "selected_attention": "selected",

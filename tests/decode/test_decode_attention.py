@@ -1,0 +1,245 @@
+"""nsa_jax.decode_attention: every implementation against the full forward pass and the reference."""
+
+from __future__ import annotations
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nsa_jax
+from nsa_jax import aot
+from nsa_jax.ops import blocks
+
+SMALL = nsa_jax.NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12)
+PAPER = nsa_jax.NSAConfig()
+
+
+def filled_cache(config, lengths, *, num_kv=2, group=2, h_dim=16, v_dim=16, tokens=1, capacity=None, slots=None,
+                 dtype=jnp.float32, seed=0):  # fmt: skip
+    """Arguments of decode_attention for rows of random tokens, and the same rows unrolled for nsa_attention.
+
+    Everything of the cache that is not in use holds large numbers, which must not show.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = np.asarray(lengths, np.int32)
+    batch, longest = len(lengths), int(lengths.max())
+    capacity = capacity or -(-longest // config.select_block) * config.select_block + config.select_block
+    slots = slots or config.window + tokens - 1
+
+    def draw(length, heads, dim):
+        return rng.normal(size=(batch, length, heads, dim)).astype(np.float32)
+
+    dims = (h_dim, v_dim)
+    query = draw(longest, num_kv * group, h_dim)
+    gates = rng.uniform(0.2, 1.0, (batch, longest, num_kv * group, 3)).astype(np.float32)
+    cmp = [draw(blocks.num_compressed(capacity, config), num_kv, dim) for dim in dims]
+    slc = [draw(capacity, num_kv, dim) for dim in dims]
+    win = [draw(capacity, num_kv, dim) for dim in dims]
+    cached = [np.full_like(x, 50.0) for x in (*cmp, *slc)]
+    ring = [np.full((batch, slots, num_kv, dim), 50.0, np.float32) for dim in dims]
+    for b, length in enumerate(lengths):
+        used = blocks.num_compressed(int(length), config)
+        for to, source, end in zip(cached, (*cmp, *slc), (used, used, length, length), strict=True):
+            to[b, :end] = source[b, :end]
+        for p in range(max(0, length - slots), length):
+            for to, source in zip(ring, win, strict=True):
+                to[b, p % slots] = source[b, p]
+    last = np.stack([np.arange(length - tokens, length) for length in lengths])
+    new = [np.take_along_axis(x, last[..., None, None], axis=1) for x in (query, gates)]
+    arrays = (new[0], *cached, *ring, new[1])
+    full = (query, *cmp, *slc, *win, gates)
+    cast = lambda xs: [jnp.asarray(x, dtype) for x in xs]  # noqa: E731
+    return (*cast(arrays), jnp.asarray(lengths)), cast(full), last
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _forward(full, start, config):
+    length = full[0].shape[1]
+    count = blocks.num_compressed(length, config)
+    query, key_cmp, value_cmp, *keys_values, gates = full
+    return nsa_jax.nsa_attention(
+        query,
+        key_cmp[:, :count],
+        value_cmp[:, :count],
+        *(x[:, :length] for x in keys_values),
+        gates,
+        config=config,
+        segment_start=start,
+        implementation="reference",
+        return_block_indices=True,
+    )
+
+
+def full_forward(full, last, config, segment_start=None):
+    """nsa_attention over the whole rows (what follows a row's last tokens cannot matter), at the last tokens."""
+    shape = full[0].shape[:2]
+    start = jnp.zeros(shape, jnp.int32) if segment_start is None else jnp.broadcast_to(segment_start[:, -1:], shape)
+    out, lists = _forward(full, start, config)
+    return tuple(np.stack([np.asarray(x)[b, t] for b, t in enumerate(last)]) for x in (out, lists))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "implementation"))
+def decode(arrays, start=None, *, config, implementation):
+    return nsa_jax.decode_attention(
+        *arrays, config=config, segment_start=start, implementation=implementation, return_info=True
+    )
+
+
+def same_blocks(got, want, lengths, config):
+    """Lists equal up to their padding, which depends on the capacity."""
+    for b, length in enumerate(np.asarray(lengths)):
+        real = blocks.num_selection_blocks(int(length), config.select_block)
+        got_b, want_b = np.asarray(got[b]), want[b]
+        np.testing.assert_array_equal(np.where(got_b < real, got_b, -1), np.where(want_b < real, want_b, -1))
+
+
+LENGTHS = (3, 8, 61, 150)
+CASES = {
+    "group_1": dict(group=1, num_kv=3),
+    "group_4": dict(group=4),
+    "group_6_value_dim": dict(group=6, num_kv=1, v_dim=32),
+    "group_16": dict(group=16, num_kv=1),
+    "key_dim_192": dict(h_dim=192, v_dim=128, num_kv=1),
+    "few_tokens": dict(tokens=3),
+    "larger_ring": dict(slots=37),
+    "linear_window": dict(capacity=192, slots=192),
+    "large_capacity": dict(capacity=1024),
+}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_equals_the_full_forward_at_the_last_tokens(case, implementation):
+    """Rows of different lengths, odd ones, and one shorter than a compressed block."""
+    arrays, full, last = filled_cache(SMALL, LENGTHS, **CASES[case])
+    out, info = decode(arrays, config=SMALL, implementation=implementation)
+    want, lists = full_forward(full, last, SMALL)
+    chex.assert_trees_all_close(np.asarray(out), want, atol=1e-5, rtol=1e-5)
+    same_blocks(info.block_indices, lists, LENGTHS, SMALL)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_documents(implementation):
+    """Only the query's own document counts, also where it starts inside a block or nothing precedes it."""
+    arrays, full, last = filled_cache(SMALL, (5, 70, 100, 140))
+    start = jnp.asarray([[0], [69], [41], [96]], jnp.int32)
+    out, info = decode(arrays, start, config=SMALL, implementation=implementation)
+    want, lists = full_forward(full, last, SMALL, start)
+    chex.assert_trees_all_close(np.asarray(out), want, atol=1e-5, rtol=1e-5)
+    same_blocks(info.block_indices, lists, (5, 70, 100, 140), SMALL)
+    assert not np.allclose(out[2], decode(arrays, config=SMALL, implementation="xla")[0][2], atol=1e-2)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_an_empty_row_gives_zero(implementation):
+    arrays, _, _ = filled_cache(SMALL, (40, 90))
+    lengths = jnp.asarray([0, 90], jnp.int32)
+    out, info = decode((*arrays[:-1], lengths), config=SMALL, implementation=implementation)
+    assert np.all(np.asarray(out[0]) == 0) and np.all(np.asarray(info.keys_read[0]) == 0)
+    assert np.isfinite(np.asarray(out[1])).all() and np.abs(np.asarray(out[1])).max() > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_bfloat16_kernels_are_as_exact_as_their_inputs():
+    arrays, full, last = filled_cache(SMALL, LENGTHS, group=4, dtype=jnp.bfloat16)
+    out, _ = decode(arrays, config=SMALL, implementation="pallas")
+    want, _ = full_forward([x.astype(jnp.float32) for x in full], last, SMALL)
+    error = np.linalg.norm(np.asarray(out, np.float32) - want) / np.linalg.norm(want)
+    assert out.dtype == jnp.bfloat16 and error < 4e-3, error
+
+
+@pytest.mark.parametrize(("length", "paper"), [(8192, 2047), (16384, 2559), (32768, 3583), (65536, 5631)])
+def test_key_positions_read_are_those_of_the_paper(length, paper):
+    """Table 4 of the paper, counted from the lists that the operator used."""
+    arrays, _, _ = filled_cache(PAPER, (length,), num_kv=1, group=2, h_dim=2, v_dim=2)
+    _, info = decode(arrays, config=PAPER, implementation="xla")
+    chex.assert_shape(info.keys_read, (1, 1, 1))
+    assert abs(int(info.keys_read[0, 0, 0]) - paper) <= 1
+
+
+def test_key_positions_read_are_counted_from_the_lists():
+    """Brute force over the positions, also where blocks are partial and cut by the document's start."""
+    lengths = (5, 70, 100, 140)
+    arrays, _, _ = filled_cache(SMALL, lengths)
+    start = jnp.asarray([[0], [69], [41], [96]], jnp.int32)
+    _, info = decode(arrays, start, config=SMALL, implementation="xla")
+    for b, length in enumerate(lengths):
+        t, first = length - 1, int(start[b, 0])
+        low, high = blocks.compressed_range(t, first, SMALL)
+        for k, listed in enumerate(np.asarray(info.block_indices[b, 0])):
+            tokens = {j * 16 + i for j in listed for i in range(16)} & set(range(first, length))
+            window = min(SMALL.window, t + 1 - first)
+            assert int(info.keys_read[b, 0, k]) == max(high - low, 0) + len(tokens) + window
+
+
+def test_one_compilation_serves_every_length():
+    arrays, _, _ = filled_cache(SMALL, (20, 90))
+    step = jax.jit(lambda *xs: nsa_jax.decode_attention(*xs, config=SMALL))
+    for lengths in ([1, 2], [20, 90], [21, 91]):
+        step(*arrays[:-1], jnp.asarray(lengths, jnp.int32))
+    assert step._cache_size() == 1
+
+
+def test_mistakes_are_named():
+    arrays, _, _ = filled_cache(SMALL, (20, 90))
+    few = [np.concatenate([arrays[i]] * 2, axis=1) for i in (0, 7)]
+    for change, words in (
+        ({3: arrays[3][:, :-1], 4: arrays[4][:, :-1]}, "multiple of select_block"),
+        ({1: arrays[1][:, :-1], 2: arrays[2][:, :-1]}, "key_cmp has length"),
+        ({0: few[0], 7: few[1]}, "key_win has length"),
+        ({8: arrays[8][:1]}, "lengths has shape"),
+        ({8: arrays[8].astype(jnp.float32)}, "lengths has dtype"),
+        ({7: arrays[7][..., :2]}, "gates has shape"),
+    ):
+        given = [change.get(i, x) for i, x in enumerate(arrays)]
+        with pytest.raises(ValueError, match=words):
+            nsa_jax.decode_attention(*given, config=SMALL)
+
+
+def decode_shapes(batch, capacity, config=PAPER, num_heads=64, num_kv=4, dim=128):
+    """Shapes of decode_attention's arrays at benchmark size."""
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    cmp = struct(batch, blocks.num_compressed(capacity, config), num_kv, dim)
+    slc, win = struct(batch, capacity, num_kv, dim), struct(batch, config.window, num_kv, dim)
+    query, gates = struct(batch, 1, num_heads, dim), struct(batch, 1, num_heads, 3)
+    return query, cmp, cmp, slc, slc, win, win, gates, jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+
+@pytest.mark.parametrize(("gpu", "batch"), [("a100-80gb", 16), ("h100", 1)])
+def test_kernels_compile_ahead_of_time(gpu, batch):
+    """At 128k tokens; the cache is read in place, so temporary memory stays far below it."""
+    shapes = decode_shapes(batch, 131_072)
+    try:
+        compiled = aot.compile_for_gpu(
+            lambda *xs: nsa_jax.decode_attention(*xs, config=PAPER, implementation="pallas"), *shapes, gpu=gpu
+        )
+    except aot.AheadOfTimeUnavailable as error:
+        pytest.skip(str(error))
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * 2**20 * max(batch, 4) / 4
+
+
+@pytest.mark.gpu
+def test_gpu_long_context():
+    """bfloat16 at a real shape against the float32 reference, and bit-equal when repeated."""
+    lengths = (32_768, 9_999)
+    arrays, _, _ = filled_cache(PAPER, lengths, num_kv=4, group=16, h_dim=128, v_dim=128, dtype=jnp.bfloat16)
+    step = jax.jit(lambda *xs: nsa_jax.decode_attention(*xs, config=PAPER, implementation="pallas", return_info=True))
+    out, info = step(*arrays)
+    wide = [x.astype(jnp.float32) for x in arrays[:-1]]
+    want, truth = nsa_jax.decode_attention(
+        *wide, arrays[-1], config=PAPER, implementation="reference", return_info=True
+    )
+    for b, k in np.ndindex(2, 4):  # one swapped near-tie changes an output a little, not the rest
+        same = np.intersect1d(info.block_indices[b, 0, k], truth.block_indices[b, 0, k]).size
+        assert same >= 14
+    error = np.linalg.norm(np.asarray(out, np.float32) - np.asarray(want)) / np.linalg.norm(np.asarray(want))
+    assert error < 2e-2
+    again, _ = step(*arrays)
+    np.testing.assert_array_equal(np.asarray(again, np.float32), np.asarray(out, np.float32))
