@@ -18,6 +18,7 @@ from typing import Any
 
 import grain
 import numpy as np
+from absl import flags
 from ml_collections import ConfigDict
 
 from nsa_jax.data import cache, sources, streaming, synthetic, tokenizers
@@ -139,17 +140,13 @@ class SequentialWindows:
         return -(-(len(self.tokens) - 1) // self.seq_len)
 
     def __call__(self, rows: np.ndarray) -> Batch:
-        """Rows past the end hold no target: their loss mask is 0."""
+        """What is filled up, whole rows included, holds no target: nothing is to be predicted after an EOS."""
         stream = self.tokens.array
         out = np.full((len(rows), self.seq_len + 1), self.eos_id, np.int32)
-        targets = np.zeros(len(rows), np.int64)
-        for i, row in enumerate(rows):
+        for filled, row in zip(out, rows, strict=True):
             window = stream[row * self.seq_len : (row + 1) * self.seq_len + 1]
-            out[i, : len(window)] = window
-            targets[i] = max(len(window) - 1, 0)
-        batch = pack_rows(out, self.eos_id, packing=self.packing)
-        batch["loss_mask"] *= np.arange(self.seq_len) < targets[:, None]
-        return batch
+            filled[: len(window)] = window
+        return pack_rows(out, self.eos_id, packing=self.packing)
 
 
 class _StepBatches:
@@ -336,6 +333,9 @@ class Pipeline:
         assert self._train_rows is not None
         steps = grain.MapDataset.range(step, _ENDLESS).map(_StepBatches(self._train_rows, self._share))
         if self._num_workers:
+            if not flags.FLAGS.is_parsed():
+                # Grain's workers read absl flags, which a program that does not use absl has never parsed.
+                flags.FLAGS.mark_as_parsed()
             workers = grain.multiprocessing.MultiprocessingOptions(
                 num_workers=self._num_workers, per_worker_buffer_size=max(1, self._prefetch // self._num_workers)
             )
@@ -363,8 +363,8 @@ class Pipeline:
             raise DataError(
                 "validation split",
                 "no document is held out, so there is nothing to validate on",
-                "raise config.data.val_fraction, use a corpus of more documents (config.data.text_separator splits files "
-                "into documents), or turn validation off with config.train.eval_batches=0",
+                "raise config.data.val_fraction, use more documents (config.data.text_separator splits files), "
+                "or turn validation off with config.train.eval_batches=0",
             )
         return ValidationBatches(self._validation_rows, self._share, min(batches, self._eval_batches))
 
@@ -387,6 +387,8 @@ def make_pipeline(config: ConfigDict, *, process_index: int = 0, process_count: 
     share = Share(config.train.batch_size, process_index, process_count)
     if data.seq_len < 1:
         raise DataError(f"config.data.seq_len={data.seq_len}", "must be positive", "set the tokens in one row")
+    if config.seed < 0:
+        raise DataError(f"config.seed={config.seed}", "must not be negative", "use 0 or more")
     if not 0 <= data.val_fraction < 1:
         raise DataError(f"config.data.val_fraction={data.val_fraction}", "not in [0, 1)", "use a share such as 0.01")
     if data.source == "synthetic":
@@ -402,8 +404,8 @@ def make_pipeline(config: ConfigDict, *, process_index: int = 0, process_count: 
     if corpus.train.stats.tokens < data.seq_len + 1:
         raise DataError(
             f"training split of {source.name}",
-            f"{corpus.train.stats.tokens:,} tokens in {corpus.train.stats.documents:,} documents are fewer than one row "
-            f"of seq_len + 1 = {data.seq_len + 1:,}",
+            f"{corpus.train.stats.tokens:,} tokens in {corpus.train.stats.documents:,} documents are fewer than one "
+            f"row of seq_len + 1 = {data.seq_len + 1:,}",
             "lower config.data.seq_len, lower config.data.val_fraction, or use a longer corpus",
         )
     held_out = SequentialWindows(corpus.validation.tokens, data.seq_len, tokenizer.eos_id, data.packing)

@@ -81,7 +81,8 @@ def make_source(config: ConfigDict) -> Source:
     return source
 
 
-def _digest(*parts: Any) -> str:
+def digest(*parts: Any) -> str:
+    """Hash of JSON-serialisable values."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
@@ -101,7 +102,7 @@ class LimitedSource:
         self.limit = limit
 
     def fingerprint(self) -> str:
-        return _digest(self.source.fingerprint(), self.limit)
+        return digest(self.source.fingerprint(), self.limit)
 
     def documents(self) -> Iterator[str]:
         for _, text in zip(range(self.limit), self.source.documents(), strict=False):
@@ -143,7 +144,7 @@ class StdlibSource:
         return self._files
 
     def fingerprint(self) -> str:
-        return _digest(self.name, sys.version_info[:3], self.files())
+        return digest(self.name, sys.version_info[:3], self.files())
 
     def documents(self) -> Iterator[str]:
         for relative, _ in self.files():
@@ -245,7 +246,7 @@ class TextSource:
 
     def fingerprint(self) -> str:
         stats = [(os.path.abspath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in self.files]
-        return _digest(self.name, stats, self.separator)
+        return digest(self.name, stats, self.separator)
 
     def documents(self) -> Iterator[str]:
         for path in self.files:
@@ -354,7 +355,7 @@ class HuggingFaceSource:
             for entry in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)):
                 members = sorted(str(p) for p in Path(entry).rglob("*")) if os.path.isdir(entry) else [entry]
                 local += [(m, os.stat(m).st_size, os.stat(m).st_mtime_ns) for m in members if os.path.isfile(m)]
-        return _digest(
+        return digest(
             self.name, self.path, self.config_name, self.data_files, self.split, self.text_field, self.streaming, local
         )
 
@@ -381,7 +382,7 @@ class HuggingFaceSource:
             if columns is None:
                 columns = list(next(iter(dataset), {self.text_field: ""}))
         except Exception as error:
-            raise self._explain(error) from error
+            raise self.explain(error) from error
         if self.text_field not in columns:
             raise DataError(
                 f"config.data.hf_text_field={self.text_field!r}",
@@ -390,7 +391,7 @@ class HuggingFaceSource:
             )
         return dataset
 
-    def _explain(self, error: Exception) -> DataError:
+    def explain(self, error: Exception) -> DataError:
         """What to tell the user about a failure of `load_dataset` or of reading."""
         chain: BaseException | None = error
         while chain is not None:
@@ -435,7 +436,7 @@ class HuggingFaceSource:
             except StopIteration:
                 return
             except Exception as error:
-                raise self._explain(error) from error
+                raise self.explain(error) from error
             yield self.text(row)
 
     def size_bytes(self) -> int | None:

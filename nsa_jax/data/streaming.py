@@ -18,7 +18,7 @@ import numpy as np
 from nsa_jax.data import cache
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.packing import Batch, check_batch, pack_rows
-from nsa_jax.data.sources import HuggingFaceSource, LimitedSource, _digest
+from nsa_jax.data.sources import HuggingFaceSource, LimitedSource, digest
 from nsa_jax.data.tokenizers import Tokenizer
 
 _GROUP_DOCUMENTS = 32  # tokenised together: the tokenizer spreads them over threads
@@ -57,7 +57,7 @@ class HeldOutSource:
 
     def fingerprint(self) -> str:
         """Hash of the stream, the split and the amount."""
-        return _digest("held-out", self._source.fingerprint(), self._val_fraction, self._tokens, _SCAN_DOCUMENTS)
+        return digest("held-out", self._source.fingerprint(), self._val_fraction, self._tokens, _SCAN_DOCUMENTS)
 
     def documents(self) -> Iterator[str]:
         """Yields held-out documents in stream order."""
@@ -98,51 +98,60 @@ class _DocumentStream:
         self._source, self._limit = _unwrap(source)
         self._val_fraction = val_fraction
         self._dataset: Any = None
+        self._initial: Any = None
         self._rows: Iterator[dict[str, Any]] | None = None
+        # What `state_dict()` of the dataset is after the rows read so far. It is kept here because the dataset goes on
+        # reporting its old state after `load_state_dict` until the first row is read.
+        self._state: Any = None
         self._epoch = 0
         self._read = 0  # documents of this epoch
         self._used = 0  # documents of this epoch that are trained on
 
+    def _open(self) -> None:
+        if self._dataset is None:
+            self._dataset = self._source.load()
+            self._initial = self._state = self._dataset.state_dict()
+
     def position(self) -> dict[str, Any]:
         self._open()
-        return {"epoch": self._epoch, "read": self._read, "used": self._used, "dataset": self._dataset.state_dict()}
+        return {"epoch": self._epoch, "read": self._read, "used": self._used, "dataset": self._state}
 
     def seek(self, position: dict[str, Any]) -> None:
         self._open()
         self._epoch, self._read, self._used = position["epoch"], position["read"], position["used"]
-        self._dataset.load_state_dict(position["dataset"])
+        self._state = position["dataset"]
         self._rows = None
-
-    def _open(self) -> None:
-        if self._dataset is None:
-            self._dataset = self._source.load()
-            # The state before the first row only exists once iteration has begun; asking for it now creates it.
-            self._initial = self._dataset.state_dict()
 
     def next_group(self) -> list[str]:
         """Up to `_GROUP_DOCUMENTS` documents; empty at the end of an epoch, after which the next one begins."""
         self._open()
         if self._rows is None:
+            self._dataset.load_state_dict(self._state)
             self._rows = iter(self._dataset)
         group: list[str] = []
         while len(group) < _GROUP_DOCUMENTS:
-            if self._limit and self._read >= self._limit:
-                row = None
-            else:
-                try:
-                    row = next(self._rows, None)
-                except Exception as error:
-                    raise self._source._explain(error) from error
+            row = self._next_row()
             if row is None:
-                if not group:
-                    self._next_epoch()
-                return group
+                if group:
+                    break
+                self._next_epoch()
+                return []
             self._read += 1
             text = self._source.text(row)
             if not _is_blank(text) and not _is_held_out(text, self._val_fraction):
                 group.append(text)
                 self._used += 1
+        self._state = self._dataset.state_dict()
         return group
+
+    def _next_row(self) -> dict[str, Any] | None:
+        assert self._rows is not None
+        if self._limit and self._read >= self._limit:
+            return None
+        try:
+            return next(self._rows, None)
+        except Exception as error:
+            raise self._source.explain(error) from error
 
     def _next_epoch(self) -> None:
         if not self._used:
@@ -153,8 +162,8 @@ class _DocumentStream:
             )
         self._epoch += 1
         self._read = self._used = 0
-        self._dataset.load_state_dict(self._initial)
-        self._rows = iter(self._dataset)
+        self._state = self._initial
+        self._rows = None
 
 
 class StreamBatches(grain.IterDataset):

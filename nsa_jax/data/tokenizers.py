@@ -182,9 +182,9 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"none of {', '.join(candidates)} is in its vocabulary",
                 "set config.data.tokenizer_eos to its end-of-document token",
             )
-        self.eos_id = self._tokenizer.token_to_id(self.eos_token)
-        # Ids may have gaps: the size that an embedding needs is the highest id + 1.
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.eos_id = vocabulary[self.eos_token]
+        # Ids may have gaps: the size that an embedding needs is the highest id + 1.
         self.vocab_size = max(vocabulary.values()) + 1
         self.token_bytes = self._token_bytes(vocabulary)
         digest = hashlib.blake2b(serialized.encode(), digest_size=16)
@@ -306,7 +306,7 @@ def _hf_tokenizer_files(path: str) -> tuple[str, str]:
         except Exception as error:
             raise DataError(
                 f"config.data.tokenizer_path={path!r}",
-                f"is no local file and could not be fetched from the Hugging Face hub ({type(error).__name__}: {error})",
+                f"no local file, and not to be had from the Hugging Face hub ({type(error).__name__}: {error})",
                 "name a local tokenizer.json, correct the hub id, or check the network",
             ) from error
         try:

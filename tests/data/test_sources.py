@@ -1,0 +1,195 @@
+import gzip
+import os
+import sys
+
+import pytest
+import zstandard
+
+from nsa_jax.config import default_config
+from nsa_jax.data import DataError, sources
+from nsa_jax.data.sources import HuggingFaceSource, LimitedSource, StdlibSource, TextSource
+
+
+def test_stdlib_is_large_real_text_without_packages():
+    source = StdlibSource()
+    names = [name for name, _ in source.files()]
+    assert "dataclasses.py" in names and "json/decoder.py" in names
+    assert not [n for n in names if "site-packages" in n or "__pycache__" in n]
+    assert 5e6 < source.size_bytes() < 1e8
+    assert source.fingerprint() == StdlibSource().fingerprint()
+
+
+def test_stdlib_skips_files_that_are_not_utf8(tmp_path):
+    (tmp_path / "good.py").write_text("x = 'é'\n", encoding="utf-8")
+    (tmp_path / "latin.py").write_bytes("# coding: latin-1\nx = 'é'\n".encode("latin-1"))
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "installed.py").write_text("y = 1\n")
+    assert list(StdlibSource(tmp_path).documents()) == ["x = 'é'\n"]
+
+
+def test_text_reads_plain_gz_and_zst_alike(tmp_path):
+    text = "A line with ünïcode €.\nAnother.\r\n" * 50
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
+    # Two frames, as `cat x.zst y.zst` or a parallel compressor leaves them.
+    half = len(text.encode()) // 2
+    frames = [zstandard.compress(part) for part in (text.encode()[:half], text.encode()[half:])]
+    (tmp_path / "c.txt.zst").write_bytes(b"".join(frames))
+    assert list(TextSource((str(tmp_path / "*"),)).documents()) == [text] * 3
+
+
+def test_text_lists_each_file_once_and_takes_a_comma_separated_string(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    source = TextSource(f"{tmp_path}/b.txt,{tmp_path}/*.txt")
+    assert list(source.documents()) == ["b.txt", "a.txt"]
+
+
+def test_text_separator_makes_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_READ_BYTES", 7)  # separators fall across reads
+    documents = ["first", "", "second one", "third\nwith lines"]
+    (tmp_path / "a.txt").write_text("<|sep|>".join(documents))
+    assert list(TextSource(tmp_path / "a.txt", separator="<|sep|>").documents()) == documents
+
+
+@pytest.mark.parametrize("separator", ["", "\n\n"])
+def test_text_cuts_long_documents_at_line_ends(tmp_path, monkeypatch, separator):
+    monkeypatch.setattr(sources, "MAX_DOCUMENT_CHARS", 100)
+    monkeypatch.setattr(sources, "_READ_BYTES", 33)
+    text = "".join(f"line number {i} of the file\n" for i in range(60)) + "x" * 450
+    (tmp_path / "a.txt").write_text(text)
+    pieces = list(TextSource(tmp_path / "a.txt", separator=separator).documents())
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 100 and len(pieces) > 15
+    assert all(p.endswith("\n") for p in pieces[:10])
+
+
+def test_text_fingerprint_follows_the_files(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    before = TextSource(path).fingerprint()
+    assert TextSource(path).fingerprint() == before
+    assert TextSource(path, separator="\n").fingerprint() != before
+    path.write_text("two")
+    os.utime(path, ns=(1, 1))
+    assert TextSource(path).fingerprint() != before
+
+
+def test_text_without_files_or_matches_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"config.data.files=\(\).*no files.*Fix: list files"):
+        TextSource(())
+    with pytest.raises(DataError, match=r"nothing\*\.txt.*matches no file"):
+        TextSource((f"{tmp_path}/nothing*.txt",))
+    with pytest.raises(DataError, match=r"is a directory.*\*\*/\*\.txt"):
+        TextSource((str(tmp_path),))
+
+
+def _zst_cut_short():
+    return zstandard.compress(b"some text that compresses " * 4000 + b"".join(b"%d " % i for i in range(9999)))[:-40]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("latin.txt", lambda: "caf\xe9 noir".encode("latin-1"), "not UTF-8 text"),
+        ("cut.txt", lambda: "caf\xe9".encode()[:-1], "not UTF-8 text"),
+        ("broken.gz", lambda: b"not gzip at all", "cannot be read"),
+        ("cut.txt.zst", _zst_cut_short, "cannot be read .*ended before"),
+        ("broken.zst", lambda: b"not zstd at all", "cannot be read"),
+    ],
+)
+def test_unreadable_files_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content())
+    with pytest.raises(DataError, match=f"{name}: {message}.*Fix:"):
+        list(TextSource(tmp_path / name).documents())
+
+
+def test_truncated_gzip_is_named(tmp_path):
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"plain text, " * 5000)[:-12])
+    with pytest.raises(DataError, match="cut.gz: cannot be read"):
+        list(TextSource(tmp_path / "cut.gz").documents())
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="permissions do not bind this user")
+def test_unreadable_permissions_are_named(tmp_path):
+    (tmp_path / "secret.txt").write_text("x")
+    (tmp_path / "secret.txt").chmod(0)
+    with pytest.raises(DataError, match="secret.txt: cannot be read .*Permission"):
+        list(TextSource(tmp_path / "secret.txt").documents())
+
+
+def test_max_documents_limits_any_source(text_config, documents):
+    text_config.data.max_documents = 7
+    source = sources.make_source(text_config)
+    assert isinstance(source, LimitedSource)
+    assert len(list(source.documents())) == 7
+    text_config.data.max_documents = 0
+    assert source.fingerprint() != sources.make_source(text_config).fingerprint()
+
+
+def test_unknown_source_is_refused():
+    config = default_config()
+    config.data.source = "books"
+    with pytest.raises(DataError, match="config.data.source='books'.*stdlib, text, hf or synthetic"):
+        sources.make_source(config)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["parquet", "json"])
+def test_hf_reads_local_files_through_load_dataset(tmp_path, write_rows, hf_home, documents, kind, streaming):
+    pattern = write_rows(tmp_path / "rows", kind, [*documents[:40], None])
+    source = HuggingFaceSource(path=kind, data_files=(pattern,), streaming=streaming)
+    assert list(source.documents()) == [*documents[:40], ""]
+
+
+def test_hf_fingerprint_follows_local_files(tmp_path, write_rows, documents):
+    pattern = write_rows(tmp_path / "rows", "json", documents[:10])
+    before = HuggingFaceSource(path="json", data_files=pattern).fingerprint()
+    assert HuggingFaceSource(path="json", data_files=pattern).fingerprint() == before
+    write_rows(tmp_path / "rows", "json", documents[:11])
+    assert HuggingFaceSource(path="json", data_files=pattern).fingerprint() != before
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hf_unknown_column_lists_the_columns(tmp_path, write_rows, hf_home, documents, streaming):
+    pattern = write_rows(tmp_path / "rows", "parquet", documents[:10], field="content")
+    source = HuggingFaceSource(path="parquet", data_files=pattern, streaming=streaming)
+    with pytest.raises(DataError, match="hf_text_field='text'.*columns are content, id"):
+        next(source.documents())
+
+
+def test_hf_column_that_is_not_text_is_refused(tmp_path, write_rows, hf_home, documents):
+    pattern = write_rows(tmp_path / "rows", "parquet", documents[:10])
+    with pytest.raises(DataError, match="hf_text_field='id'.*holds int, not text"):
+        next(HuggingFaceSource(path="parquet", data_files=pattern, text_field="id").documents())
+
+
+def test_hf_unknown_split_and_missing_files_are_explained(tmp_path, write_rows, hf_home, documents):
+    pattern = write_rows(tmp_path / "rows", "json", documents[:10])
+    with pytest.raises(DataError, match="split='test'.*correct hf_path"):
+        next(HuggingFaceSource(path="json", data_files=pattern, split="test").documents())
+    with pytest.raises(DataError, match="absent.*correct hf_path"):
+        next(HuggingFaceSource(path="json", data_files=f"{tmp_path}/absent/*.json").documents())
+    with pytest.raises(DataError, match="hf_path=''.*FineWeb|hf_path=''.*fineweb"):
+        HuggingFaceSource(path="")
+
+
+@pytest.mark.parametrize("kind", [ConnectionError, "wrapped"])
+def test_unreachable_hub_points_to_local_files(monkeypatch, kind):
+    import datasets
+
+    def load_dataset(path, **arguments):
+        assert path == "HuggingFaceFW/fineweb-edu" and arguments["name"] == "sample-10BT"
+        assert arguments["streaming"] is True and arguments["split"] == "train"
+        if kind == "wrapped":
+            try:
+                raise ConnectionError("Name or service not known")
+            except ConnectionError as error:
+                raise FileNotFoundError("no such dataset") from error
+        raise kind("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    config = default_config()
+    config.data.update(sources.fineweb_edu())
+    with pytest.raises(DataError, match="hub cannot be reached.*local files.*hf_path='parquet'"):
+        next(sources.make_source(config).documents())

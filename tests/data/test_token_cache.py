@@ -1,0 +1,209 @@
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import chex
+import numpy as np
+import pytest
+
+from nsa_jax.data import DataError, cache
+from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, train_bpe
+
+
+class ListSource:
+    name = "list"
+
+    def __init__(self, documents):
+        self._documents = documents
+        self.reads = 0
+
+    def fingerprint(self):
+        return str(hash(tuple(self._documents)))
+
+    def documents(self):
+        self.reads += 1
+        yield from self._documents
+
+    def size_bytes(self):
+        return None
+
+
+def load(source, root, *, val_fraction=0.2, tokenizer=None):
+    return cache.load_corpus(source, tokenizer or ByteTokenizer(), val_fraction=val_fraction, root=Path(root))
+
+
+@pytest.mark.parametrize("batch_chars", [50, 1 << 22])
+def test_corpus_holds_every_document_on_its_side(documents, tmp_path, monkeypatch, batch_chars):
+    monkeypatch.setattr(cache, "_BATCH_CHARS", batch_chars)
+    tokenizer = ByteTokenizer()
+    corpus = load(ListSource(documents), tmp_path, tokenizer=tokenizer)
+    sides = {"train": [], "validation": []}
+    for text in documents:
+        side = cache.is_validation(cache.content_hash(text.encode()), 0.2)
+        sides["validation" if side else "train"].append(text)
+    for split in (corpus.train, corpus.validation):
+        expected = sides[split.name]
+        assert [tokenizer.decode(split.document(i)) for i in range(split.stats.documents)] == expected
+        assert split.stats.bytes == sum(len(t.encode()) for t in expected)
+        assert split.stats.tokens == split.stats.bytes + len(expected) == len(split.tokens.array)
+        assert split.offsets[-1] == split.stats.tokens and len(split.hashes) == len(expected)
+        chex.assert_trees_all_equal(np.flatnonzero(split.tokens.array == 256), split.offsets[1:] - 1)
+    assert 30 < len(sides["validation"]) < 90  # 60 expected
+
+
+def test_subword_corpus_decodes_to_its_documents(documents, tmp_path):
+    tokenizer = HuggingFaceTokenizer(train_bpe(documents, 300))
+    corpus = load(ListSource(documents), tmp_path, tokenizer=tokenizer, val_fraction=0.0)
+    assert corpus.validation.stats.documents == 0
+    for i in (0, 150, 299):
+        assert tokenizer.decode(corpus.train.document(i)) == documents[i]
+
+
+def test_duplicates_never_fall_on_both_sides(documents, tmp_path):
+    copies = [text for text in documents for _ in range(3)]
+    copies += ["  \n" + text + "\n\n" for text in documents]  # white space around a document does not make it new
+    copies = [copies[i] for i in np.random.default_rng(0).permutation(len(copies))]
+    tokenizer = ByteTokenizer()
+    corpus = load(ListSource(copies), tmp_path)
+    sides = [
+        [tokenizer.decode(split.document(i)).strip() for i in range(split.stats.documents)]
+        for split in (corpus.train, corpus.validation)
+    ]
+    assert len(sides[0]) + len(sides[1]) == 4 * len(documents)
+    assert sides[1] and not set(sides[0]) & set(sides[1])
+    assert len(np.unique(corpus.train.hashes)) == len(sides[0]) / 4
+
+
+def test_split_does_not_depend_on_order_or_other_documents(documents, tmp_path):
+    whole = load(ListSource(documents), tmp_path)
+    part = load(ListSource(documents[::-2]), tmp_path)
+    assert set(part.validation.hashes.tolist()) <= set(whole.validation.hashes.tolist())
+    assert set(part.train.hashes.tolist()) <= set(whole.train.hashes.tolist())
+
+
+def test_second_use_reads_no_document(documents, tmp_path):
+    source = ListSource(documents)
+    first, second = load(source, tmp_path), load(source, tmp_path)
+    assert source.reads == 1 and first.directory == second.directory
+    other = load(source, tmp_path, val_fraction=0.3)
+    assert source.reads == 2 and other.directory != first.directory
+    assert load(ListSource(documents[1:]), tmp_path).directory != first.directory
+
+
+def test_damaged_corpus_is_built_again(documents, tmp_path):
+    source = ListSource(documents)
+    tokens = np.array(load(source, tmp_path).train.tokens.array)
+    path = load(source, tmp_path).directory / "train.tokens"
+    path.write_bytes(path.read_bytes()[:-10])
+    chex.assert_trees_all_equal(np.array(load(source, tmp_path).train.tokens.array), tokens)
+    assert source.reads == 2
+
+
+def test_documents_without_text_are_left_out_and_a_corpus_of_them_is_refused(tmp_path):
+    assert load(ListSource(["", " \n", "text"]), tmp_path, val_fraction=0.0).train.stats.documents == 1
+    with pytest.raises(DataError, match="corpus is empty"):
+        load(ListSource(["", "\t\n"]), tmp_path / "empty")
+    assert not [p for p in (tmp_path / "empty").iterdir() if p.is_dir()]
+
+
+def test_failing_source_leaves_nothing_behind(documents, tmp_path):
+    class Failing(ListSource):
+        def documents(self):
+            yield from self._documents
+            raise DataError("file.txt", "not UTF-8", "convert it")
+
+    with pytest.raises(DataError, match="file.txt"):
+        load(Failing(documents), tmp_path)
+    assert not [p for p in tmp_path.iterdir() if p.is_dir()]
+
+
+def test_full_disk_names_the_cache_directory(documents, tmp_path, monkeypatch):
+    def full(self, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache._SplitWriter, "append", full)
+    with pytest.raises(DataError, match=f"cache directory {tmp_path}: no space left.*config.data.cache_dir"):
+        load(ListSource(documents), tmp_path)
+    assert not [p for p in tmp_path.iterdir() if p.is_dir()]
+
+
+def test_unusable_cache_directory_is_named(documents, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cache directory .*file.*cannot be written"):
+        load(ListSource(documents), tmp_path / "file" / "cache")
+
+
+def test_root_comes_from_config_then_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("NSA_JAX_CACHE", str(tmp_path / "env"))
+    assert cache.cache_root("") == tmp_path / "env"
+    assert cache.cache_root("/else") == Path("/else")
+    monkeypatch.delenv("NSA_JAX_CACHE")
+    assert cache.cache_root("") == Path.home() / ".cache" / "nsa_jax"
+
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+from nsa_jax.data import cache
+from nsa_jax.data.tokenizers import ByteTokenizer
+
+root, log, pause_at, pause = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+cache._BATCH_CHARS = 200
+
+class Slow:
+    name = "slow"
+    def fingerprint(self): return "slow"
+    def size_bytes(self): return None
+    def documents(self):
+        with log.open("a") as f: f.write("reading\\n")
+        for i in range(200):
+            if i == pause_at:
+                with log.open("a") as f: f.write("paused\\n")
+                time.sleep(pause)
+            yield f"document {i} " * 20
+
+corpus = cache.load_corpus(Slow(), ByteTokenizer(), val_fraction=0.1, root=root)
+print(corpus.directory, corpus.train.stats, int(corpus.train.tokens.array.astype("int64").sum()))
+"""
+
+
+def start_builder(*arguments):
+    command = [sys.executable, "-c", BUILDER, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
+
+
+def wait_for(log, word, process, timeout=300):
+    deadline = time.monotonic() + timeout
+    while not (log.exists() and word in log.read_text()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_killed_half_way_leaves_a_cache_that_the_next_start_builds(tmp_path):
+    root, log = tmp_path / "root", tmp_path / "log"
+    killed = start_builder(root, log, 150, 300)
+    wait_for(log, "paused", killed)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert [p for p in root.iterdir() if ".tmp" in p.name], "the kill came too late to test anything"
+    assert not [p for p in root.iterdir() if (p / "meta.json").exists()]
+    output, errors = start_builder(root, log, -1, 0).communicate(timeout=300)
+    assert "documents=" in output, errors
+    assert log.read_text().count("reading") == 2
+    assert [p.suffix for p in sorted(root.iterdir())] == ["", ".lock"]
+
+
+def test_two_processes_at_once_build_one_cache(tmp_path):
+    root, log = tmp_path / "root", tmp_path / "log"
+    first = start_builder(root, log, 100, 2)
+    wait_for(log, "paused", first)
+    second = start_builder(root, log, 100, 2)
+    outputs = [process.communicate(timeout=300) for process in (first, second)]
+    assert outputs[0][0] == outputs[1][0] and "documents=" in outputs[0][0], outputs
+    assert log.read_text().count("reading") == 1
+    assert [p.suffix for p in sorted(root.iterdir())] == ["", ".lock"]
