@@ -12,7 +12,7 @@ import pytest
 
 import nsa_jax
 from nsa_jax import aot
-from nsa_jax.ops import blocks
+from nsa_jax.ops import blocks, reference
 
 SMALL = nsa_jax.NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12)
 PAPER = nsa_jax.NSAConfig()
@@ -223,6 +223,23 @@ def test_kernels_compile_ahead_of_time(gpu, batch):
     except aot.AheadOfTimeUnavailable as error:
         pytest.skip(str(error))
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * 2**20 * max(batch, 4) / 4
+
+
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_dense_decoding_kernel_equals_masked_attention():
+    from nsa_jax.ops.pallas.decode import dense_decode_attention
+
+    arrays, _, _ = filled_cache(SMALL, LENGTHS, group=3, v_dim=32, tokens=2)
+    query, key, value, lengths = arrays[0], arrays[3], arrays[4], arrays[-1]
+    start = jnp.asarray([[0, 2], [0, 0], [17, 17], [149, 149]], jnp.int32)
+    t = lengths[:, None] - 2 + jnp.arange(2)
+    position = jnp.arange(key.shape[1])
+    for packed in (None, start):
+        low = jnp.zeros_like(t) if packed is None else packed
+        mask = (position >= low[..., None]) & (position <= t[..., None])
+        want, _ = reference._attend(query, key, value, mask[:, :, None])
+        out = jax.jit(dense_decode_attention)(query, key, value, lengths, packed)
+        chex.assert_trees_all_close(np.asarray(out), np.asarray(want), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu

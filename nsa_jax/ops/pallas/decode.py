@@ -279,30 +279,67 @@ def _selected_kernel(*refs, num_starts, num_queries, group, rows, keys, widths, 
     softmax.store(lax.fori_loop(begin * steps, end * steps, body, softmax.init()), acc_ref, stats_ref)
 
 
-def _combine_kernel(gates_ref, part_acc_ref, part_stats_ref, slc_acc_ref, slc_stats_ref, o_ref, *, parts, v_dim):
-    """The gated sum of the branches for one head.
+def _combine_kernel(*refs, branches, v_dim):
+    """The sum of the branches for one head.
 
-    refs: gates [3], partial outputs [shares, V] and stats [shares, 2] of compressed and window, the same of selected;
-    out: [V]. The first `parts` shares of the first group belong to the compressed branch.
+    refs: gates [branches] if there are several, then partial outputs [shares, V] and stats [shares, 2] for every group
+    of shares; out: [V]. A branch is (group, first share, end).
     """
-    branches = (
-        (part_acc_ref, part_stats_ref, 0, parts),
-        (slc_acc_ref, slc_stats_ref, 0, slc_acc_ref.shape[0]),
-        (part_acc_ref, part_stats_ref, parts, part_acc_ref.shape[0]),
-    )
+    gates_ref, groups = (refs[0], refs[1:-1]) if len(branches) > 1 else (None, refs[:-1])
+    o_ref = refs[-1]
     outs = [jnp.zeros((size,), jnp.float32) for _, size in _pieces(v_dim)]
-    for i, (acc_ref, stats_ref, begin, end) in enumerate(branches):
+    for i, (which, begin, end) in enumerate(branches):
+        acc_ref, stats_ref = groups[2 * which : 2 * which + 2]
         index = begin + _iota(_next_power_of_2(end - begin))
         inside = index < end
         index = jnp.minimum(index, end - 1)
         peaks = jnp.where(inside, stats_ref[index, 0], _NEG)
         weight = jnp.where(inside, jnp.exp2(peaks - peaks.max()), 0.0)
         total = (weight * stats_ref[index, 1]).sum()
-        weight = weight * (gates_ref[i].astype(jnp.float32) / jnp.where(total > 0, total, 1.0))
+        gate = 1.0 if gates_ref is None else gates_ref[i].astype(jnp.float32)
+        weight = weight * (gate / jnp.where(total > 0, total, 1.0))
         for j, (at, size) in enumerate(_pieces(v_dim)):
             outs[j] += (acc_ref[index, pl.ds(at, size)] * weight[:, None]).sum(0)
     for out, (at, size) in zip(outs, _pieces(v_dim), strict=True):
         o_ref[pl.ds(at, size)] = out.astype(o_ref.dtype)
+
+
+def _combine(gates, partials, branches, dtype):
+    """Output [rows, N, V] from gates [rows, N, branches] or None and partial results, a pair for every group."""
+    num_rows, num_kv, _, group, v_dim = partials[0].shape
+
+    specs = []
+    for acc in partials[::2]:  # all shares of one head
+        shares = acc.shape[2]
+        specs.append(pl.BlockSpec((None, None, shares, None, v_dim), lambda h, r: (r, h // group, 0, h % group, 0)))
+        specs.append(pl.BlockSpec((None, None, shares, 2, None), lambda h, r: (r, h // group, 0, 0, h % group)))
+    arrays = list(partials)
+    if gates is not None:
+        specs.insert(0, pl.BlockSpec((None, None, len(branches)), lambda h, r: (r, h, 0)))
+        arrays.insert(0, gates)
+    return triton_call(
+        functools.partial(_combine_kernel, branches=branches, v_dim=v_dim),
+        grid=(num_kv * group, num_rows),
+        in_specs=specs,
+        out_specs=pl.BlockSpec((None, None, v_dim), lambda h, r: (r, h, 0)),
+        out_shape=jax.ShapeDtypeStruct((num_rows, num_kv * group, v_dim), dtype),
+        num_warps=4,
+        num_stages=1,
+        name="nsa_decode_combine",
+    )(*arrays)
+
+
+def _partials(num_rows, num_kv, shares, group, v_dim):
+    """Partial outputs and stats of every share: specs to write one, and shapes."""
+    specs = [
+        pl.BlockSpec((None, None, None, group, v_dim), lambda s, k, r: (r, k, s, 0, 0)),
+        pl.BlockSpec((None, None, None, 2, group), lambda s, k, r: (r, k, s, 0, 0)),
+    ]
+    shapes = [
+        jax.ShapeDtypeStruct((num_rows, num_kv, shares, group, v_dim), jnp.float32),
+        jax.ShapeDtypeStruct((num_rows, num_kv, shares, 2, group), jnp.float32),
+    ]
+    return specs, shapes
 
 
 def decode_attention(
@@ -337,23 +374,12 @@ def decode_attention(
     ]
     per_head = pl.BlockSpec((None, None, group, h_dim), lambda s, k, r: (r, k, 0, 0))
 
-    def partials(shares):  # partial outputs and stats of each share: specs to write one, and shapes
-        specs = [
-            pl.BlockSpec((None, None, None, group, v_dim), lambda s, k, r: (r, k, s, 0, 0)),
-            pl.BlockSpec((None, None, None, 2, group), lambda s, k, r: (r, k, s, 0, 0)),
-        ]
-        shapes = [
-            jax.ShapeDtypeStruct((num_rows, num_kv, shares, group, v_dim), jnp.float32),
-            jax.ShapeDtypeStruct((num_rows, num_kv, shares, 2, group), jnp.float32),
-        ]
-        return specs, shapes
-
     lengths = lengths.astype(jnp.int32)
     rows_query = query.reshape(num_rows, num_kv, group, h_dim)
     scored = pl.cdiv(num_cmp, tile.keys) * tile.keys + tile.keys  # a tile may start anywhere
     scores_spec = pl.BlockSpec((None, None, group, scored), lambda s, k, r: (r, k, 0, 0))
     shares = tile.compressed_parts + window_parts
-    specs, shapes = partials(shares)
+    specs, shapes = _partials(num_rows, num_kv, shares, group, v_dim)
     part_acc, part_stats, scores = triton_call(
         functools.partial(
             _partial_kernel,
@@ -395,7 +421,7 @@ def decode_attention(
     )(lengths, *starts, part_stats, scores)
 
     selected_keys = min(tile.keys, max(16, _next_power_of_2(config.select_block)))
-    specs, shapes = partials(tile.selected_parts)
+    specs, shapes = _partials(num_rows, num_kv, tile.selected_parts, group, v_dim)
     lists, slc_acc, slc_stats = triton_call(
         functools.partial(
             _selected_kernel, keys=selected_keys, widths=widths, num_blocks=num_blocks, **common, **attend
@@ -414,28 +440,80 @@ def decode_attention(
         **launch,
     )(lengths, *starts, importance, rows_query, key_slc, value_slc)
 
-    def of_head(shares, *last):  # all shares of one head
-        if last:
-            return pl.BlockSpec((None, None, shares, None, *last), lambda h, r: (r, h // group, 0, h % group, 0))
-        return pl.BlockSpec((None, None, shares, 2, None), lambda h, r: (r, h // group, 0, 0, h % group))
-
-    out = triton_call(
-        functools.partial(_combine_kernel, parts=tile.compressed_parts, v_dim=v_dim),
-        grid=(num_heads, num_rows),
-        in_specs=[
-            pl.BlockSpec((None, None, 3), lambda h, r: (r, h, 0)),
-            of_head(shares, v_dim),
-            of_head(shares),
-            of_head(tile.selected_parts, v_dim),
-            of_head(tile.selected_parts),
-        ],
-        out_specs=pl.BlockSpec((None, None, v_dim), lambda h, r: (r, h, 0)),
-        out_shape=jax.ShapeDtypeStruct((num_rows, num_heads, v_dim), query.dtype),
-        num_warps=4,
-        num_stages=1,
-        name="nsa_decode_combine",
-    )(gates.reshape(num_rows, num_heads, 3), part_acc, part_stats, slc_acc, slc_stats)
+    cut = tile.compressed_parts
+    out = _combine(
+        gates.reshape(num_rows, num_heads, 3),
+        (part_acc, part_stats, slc_acc, slc_stats),
+        ((0, 0, cut), (1, 0, tile.selected_parts), (0, cut, shares)),
+        query.dtype,
+    )
     return (
         out.reshape(batch, num_queries, num_heads, v_dim),
         lists.reshape(batch, num_queries, num_kv, n),
     )
+
+
+def _dense_kernel(*refs, num_starts, num_queries, group, rows, keys, scale):
+    """One share of all keys. refs: lengths [1], segment_start [1] if packed, query [G, H], key [S, H], value [S, V];
+    out: partial output [G, V], stats [2, G]."""
+    lengths_ref, start_refs = refs[0], refs[1 : 1 + num_starts]
+    q_ref, k_ref, v_ref, acc_ref, stats_ref = refs[1 + num_starts :]
+    t, start = _where(lengths_ref, start_refs, num_queries)
+    softmax = _Softmax(q_ref, rows=rows, group=group, v_dim=v_ref.shape[-1], scale=scale)
+    count = pl.cdiv(jnp.maximum(t + 1 - start, 0), keys)
+    begin, end = _share(count, pl.num_programs(0), pl.program_id(0))
+
+    def body(i, carry):
+        position = start + i * keys + _iota(keys)
+        slots = jnp.minimum(position, k_ref.shape[0] - 1)
+        return softmax.step(carry, k_ref, v_ref, slots, position <= t)[0]
+
+    softmax.store(lax.fori_loop(begin, end, body, softmax.init()), acc_ref, stats_ref)
+
+
+def dense_decode_attention(query, key, value, lengths, segment_start=None):
+    """Full attention of the newest T tokens of each row to a cache: the baseline, split like the sparse kernels.
+
+    Args:
+      query: [B, T, N, H].
+      key: [B, S, K, H], of which lengths[b] tokens are in use, the T queries' own included.
+      value: [B, S, K, V].
+      lengths: int [B].
+      segment_start: int [B, T] or None.
+
+    Returns:
+      [B, T, N, V] in query's dtype.
+    """
+    batch, num_queries, num_heads, h_dim = query.shape
+    capacity, num_kv, v_dim = value.shape[1:]
+    group, num_rows = num_heads // num_kv, batch * num_queries
+    row_bytes = (h_dim + v_dim) * jnp.dtype(query.dtype).itemsize
+    tile = tuning.decode_config(num_rows * num_kv, capacity, NSAConfig(), row_bytes)
+    starts = [] if segment_start is None else [segment_start.astype(jnp.int32).reshape(num_rows, 1)]
+    specs, shapes = _partials(num_rows, num_kv, tile.compressed_parts, group, v_dim)
+    acc, stats = triton_call(
+        functools.partial(
+            _dense_kernel,
+            num_starts=len(starts),
+            num_queries=num_queries,
+            group=group,
+            rows=max(16, _next_power_of_2(group)),
+            keys=tile.keys,
+            scale=LOG2E * h_dim**-0.5,
+        ),
+        grid=(tile.compressed_parts, num_kv, num_rows),
+        in_specs=[
+            pl.BlockSpec((1,), lambda s, k, r: (r // num_queries,)),
+            *(pl.BlockSpec((None, 1), lambda s, k, r: (r, 0)) for _ in starts),
+            pl.BlockSpec((None, None, group, h_dim), lambda s, k, r: (r, k, 0, 0)),
+            pl.BlockSpec((None, capacity, None, h_dim), lambda s, k, r: (r // num_queries, 0, k, 0)),
+            pl.BlockSpec((None, capacity, None, v_dim), lambda s, k, r: (r // num_queries, 0, k, 0)),
+        ],
+        out_specs=specs,
+        out_shape=shapes,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        name="dense_decode",
+    )(lengths.astype(jnp.int32), *starts, query.reshape(num_rows, num_kv, group, h_dim), key, value)
+    out = _combine(None, (acc, stats), ((0, 0, tile.compressed_parts),), query.dtype)
+    return out.reshape(batch, num_queries, num_heads, v_dim)
