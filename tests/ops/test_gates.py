@@ -179,6 +179,23 @@ def test_a_packed_document_equals_the_document_alone(tested):
     assert np.abs(np.asarray(whole - packed)[:, first:]).max() > 1e-2, "without segment_start documents must mix"
 
 
+def test_a_document_ignores_its_neighbours_wherever_it_begins(tested):
+    """Document starts off every block boundary: nothing before a document reaches it, bit for bit."""
+    case, begin = Case("neighbours", T=93, N=4, K=2, B=1), 43
+    arrays = case.inputs()
+    other = Case("strangers", T=93, N=4, K=2, B=1).inputs()
+    start = jnp.where(jnp.arange(case.T) < begin, 0, begin)[None].astype(jnp.int32)
+    forward = _forward(case, tested, segment_start=start)
+    changed = {
+        name: array if "cmp" in name else array.at[:, :begin].set(other[name][:, :begin])
+        for name, array in arrays.items()
+    }
+    (before, before_lists), (after, after_lists) = jax.device_get((forward(arrays), forward(changed)))
+    np.testing.assert_array_equal(after[:, begin:], before[:, begin:])
+    np.testing.assert_array_equal(after_lists[:, begin:], before_lists[:, begin:])
+    assert (after[:, :begin] != before[:, :begin]).any()
+
+
 @pytest.mark.parametrize("traced", [False, True], ids=["int", "traced"])
 def test_chunks_with_an_offset_equal_the_whole_row(tested, traced):
     case = Case("chunks", T=75, N=4, K=2, packing="documents")
