@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops.pallas import tuning
 from nsa_jax.ops.pallas.common import LOG2E, triton_call
-from nsa_jax.ops.pallas.selected_common import NEG, attend_block, empty_state, finish, pieces
+from nsa_jax.ops.pallas.selected_common import NEG, attend_block, empty_state, finish, load_once, pieces, store_once
 from nsa_jax.ops.pallas.selected_key_major import continue_by_key_block
 
 
@@ -52,7 +52,7 @@ def _plain_kernel(
     def attend():
         # Rows of the padding above G hold copies of row G - 1 and write the same values to the same place.
         head = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows,), 0), group - 1)
-        q = [q_ref[head, pl.ds(offset, width)] for offset, width in pieces(q_ref.shape[-1])]
+        q = [load_once(q_ref, (head, pl.ds(offset, width))) for offset, width in pieces(q_ref.shape[-1])]
 
         def body(i, state):
             part = lax.rem(i, parts) * size if parts > 1 else 0
@@ -69,11 +69,11 @@ def _plain_kernel(
             out_ref, before_ref = refs[:2]
             before = before_ref[head] * LOG2E / scale
             some = before > -jnp.inf
-            acc = tuple(out_ref[head, pl.ds(at, width)].astype(jnp.float32) for at, width in pieces(v_dim))
+            acc = tuple(load_once(out_ref, (head, pl.ds(at, width))).astype(jnp.float32) for at, width in pieces(v_dim))
             state = acc, jnp.where(some, before, NEG), jnp.where(some, 1.0, 0.0)
         out, lse = finish(lax.fori_loop(first * parts, last * parts, body, state), scale, o_ref.dtype)
         for piece, (offset, width) in zip(out, pieces(v_dim), strict=True):
-            o_ref[head, pl.ds(offset, width)] = piece
+            store_once(o_ref, (head, pl.ds(offset, width)), piece)
         lse_ref[head] = lse
 
     if resume:
@@ -95,25 +95,33 @@ def _tile_kernel(
     token = jnp.minimum(row // group, length - 1 - begin)
     head = row % group
     t = jnp.minimum(begin + token + offset_ref[0], num_keys - 1)
-    q = [q_ref[token, head, pl.ds(offset, width)] for offset, width in pieces(q_ref.shape[-1])]
+    q = [load_once(q_ref, (token, head, pl.ds(offset, width))) for offset, width in pieces(q_ref.shape[-1])]
     parts = pl.cdiv(select_block, size)
 
-    def body(i, state):
+    def step(i, state, masked):
         part = lax.rem(i, parts) * size if parts > 1 else 0
         which = lax.div(i, parts) if parts > 1 else i
         start = block_ref[which] * select_block + part
-        listed = ((bits_ref[which] >> token) & 1) == 1
-        high = jnp.where(listed, jnp.minimum(t - start, select_block - 1 - part), -1)
-        low = start_ref[token] - start if packed else None
+        low = high = None
+        if masked:
+            listed = ((bits_ref[which] >> token) & 1) == 1
+            high = jnp.where(listed, jnp.minimum(t - start, select_block - 1 - part), -1)
+            low = start_ref[token] - start if packed else None
+        elif select_block % size:
+            high = jnp.full((rows,), select_block - 1 - part, jnp.int32)
         return attend_block(
             state, q, k_ref, v_ref, start, low, high,
             size=size, scale=scale, num_keys=num_keys, v_dim=v_dim, exact=exact,
         )  # fmt: skip
 
-    state = lax.fori_loop(0, count_ref[0] * parts, body, empty_state(rows, v_dim))
+    state, full = empty_state(rows, v_dim), 0
+    if not packed:
+        full = count_ref[1] * parts
+        state = lax.fori_loop(0, full, functools.partial(step, masked=False), state)
+    state = lax.fori_loop(full, count_ref[0] * parts, functools.partial(step, masked=True), state)
     out, lse = finish(state, scale, o_ref.dtype)
     for piece, (offset, width) in zip(out, pieces(v_dim), strict=True):
-        o_ref[token, head, pl.ds(offset, width)] = piece
+        store_once(o_ref, (token, head, pl.ds(offset, width)), piece)
     lse_ref[token, head] = lse
 
 
@@ -137,21 +145,43 @@ def _split_kernel(
     listed = jnp.where(useful, listed, -1)
 
     def mark(u, bits):
-        other = jnp.max(jnp.where(token == u, listed, -1), axis=0)  # [n], token u's list
-        same = jnp.max((listed[:, :, None] == other[None, None, :]).astype(jnp.int32), axis=2)
-        return bits | (same << u)
+        # Scalar loads against the whole tile: an all-to-all comparison in one array would spill registers.
+        t_u = jnp.minimum(begin + u + offset_ref[0], num_keys - 1)
+        low, high = 0, t_u // select_block
+        if packed:
+            low = start_ref[u] // select_block
+            high = jnp.where(start_ref[u] <= t_u, high, -1)
+        same = jnp.zeros(shape, jnp.bool_)
+        for i in range(num_listed):
+            other = list_ref[u, i]
+            same |= listed == jnp.where((other >= low) & (other <= high), other, -2)
+        return bits | jnp.where(same, 1 << u, 0)
 
-    bits = jnp.where(useful, lax.fori_loop(0, tile, mark, jnp.zeros(shape, jnp.int32)), 0)
+    bits = lax.fori_loop(0, jnp.minimum(tile, length - begin), mark, jnp.zeros(shape, jnp.int32))
     shared = lax.population_count(bits) >= share
-    # The first token that lists a shared block enters it into the tile's list.
+    # The first token that lists a shared block enters it into the tile's list; blocks that every token reads whole go
+    # first, since they need no mask.
     leader = shared & ((bits & -bits) == (1 << token))
-    lead = leader.astype(jnp.int32)
-    before = jnp.cumsum(jnp.sum(lead, axis=1), axis=0)[:, None] - jnp.sum(lead, axis=1)[:, None]
-    rank = before + jnp.cumsum(lead, axis=1) - lead
+    full = leader & (listed < jnp.minimum(begin + offset_ref[0], num_keys - 1) // select_block)
+    everyone = jnp.minimum(tile, length - begin)
+    full &= lax.population_count(bits) == everyone
+    if packed:
+        full &= False
+
+    def ranks(chosen):
+        chosen = chosen.astype(jnp.int32)
+        per_token = jnp.sum(chosen, axis=1)
+        before = jnp.cumsum(per_token, axis=0) - per_token
+        return before[:, None] + jnp.cumsum(chosen, axis=1) - chosen, jnp.sum(per_token)
+
+    full_rank, num_full = ranks(full)
+    other_rank, num_other = ranks(leader & ~full)
+    rank = jnp.where(full, full_rank, num_full + other_rank)
     rank = jnp.where(leader, rank, block_ref.shape[0] - 1)  # the last element takes what is not wanted
     block_ref[rank] = listed
     bits_ref[rank] = bits
-    count_ref[0] = jnp.sum(lead)
+    count_ref[0] = num_full + num_other
+    count_ref[1] = num_full
 
     keep = (useful & ~shared).astype(jnp.int32)
     drop = ((slot < num_listed) & ~(useful & ~shared)).astype(jnp.int32)
@@ -166,7 +196,8 @@ class _Split(NamedTuple):
 
     Attributes:
       block, bits: int32 [B, K, tiles, U + 1], a shared block and the tokens of the tile that list it.
-      count: int32 [B, K, tiles, 1], how many shared blocks there are.
+      count: int32 [B, K, tiles, 2], how many shared blocks there are, and how many of them all tokens read whole; those
+        come first.
       rest: int32 [B, tiles * Q', K, n + 1], the other blocks of every token, ascending, padded with J.
     """
 
@@ -192,7 +223,7 @@ def _split(block_indices, segment_start, query_offset, *, tile, share, select_bl
             share=share,
             packed=packed,
         ),
-        num_warps=1,
+        num_warps=1 if padded * num_listed <= 256 else 4,
         num_stages=1,
         grid=(tiles, num_kv, batch),
         in_specs=[
@@ -203,13 +234,13 @@ def _split(block_indices, segment_start, query_offset, *, tile, share, select_bl
         out_specs=[
             pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0)),
             pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0)),
-            pl.BlockSpec((None, None, None, 1), lambda i, k, b: (b, k, i, 0)),
+            pl.BlockSpec((None, None, None, 2), lambda i, k, b: (b, k, i, 0)),
             pl.BlockSpec((None, None, padded, None, num_listed + 1), lambda i, k, b: (b, i, 0, k, 0)),
         ],
         out_shape=[
             tile_shape,
             tile_shape,
-            jax.ShapeDtypeStruct((batch, num_kv, tiles, 1), jnp.int32),
+            jax.ShapeDtypeStruct((batch, num_kv, tiles, 2), jnp.int32),
             jax.ShapeDtypeStruct((batch, tiles, padded, num_kv, num_listed + 1), jnp.int32),
         ],
         name="nsa_selected_split",
@@ -273,7 +304,7 @@ def _forward_with(query, key, value, block_indices, segment_start, query_offset,
                 scalar_spec,
                 pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0)),
                 pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0)),
-                pl.BlockSpec((None, None, None, 1), lambda i, k, b: (b, k, i, 0)),
+                pl.BlockSpec((None, None, None, 2), lambda i, k, b: (b, k, i, 0)),
                 pl.BlockSpec((None, tile), lambda i, k, b: (b, i)),
                 pl.BlockSpec((None, tile, None, group, h_dim), lambda i, k, b: (b, i, k, 0, 0)),
                 *key_specs,

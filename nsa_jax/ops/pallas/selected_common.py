@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.ops.pallas.common import LN2, interpreted
 
@@ -54,7 +55,7 @@ def attend_block(state, q, k_ref, v_ref, start, low, high, *, size, scale, num_k
     Args:
       state: accumulator pieces [R, v], running maximum [R] (of unscaled scores) and sum [R].
       q: query pieces [R, h].
-      low, high: int32 [R] bounds inside the block, or None for low where nothing bounds it from below.
+      low, high: int32 [R] bounds inside the block, or None where nothing bounds it.
     """
     acc, peak, total = state
     scores, offset = None, 0
@@ -63,10 +64,11 @@ def attend_block(state, q, k_ref, v_ref, start, low, high, *, size, scale, num_k
         scores = part if scores is None else scores + part
         offset += piece.shape[1]
     column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    visible = column <= high[:, None]
-    if low is not None:
-        visible &= column >= low[:, None]
-    scores = jnp.where(visible, scores, NEG)
+    if high is not None:
+        visible = column <= high[:, None]
+        if low is not None:
+            visible &= column >= low[:, None]
+        scores = jnp.where(visible, scores, NEG)
     new_peak = jnp.maximum(peak, scores.max(1))
     alpha = jnp.exp2((peak - new_peak) * scale)
     weights = jnp.exp2(scores * scale - (new_peak * scale)[:, None])
@@ -93,3 +95,18 @@ def finish(state, scale: float, dtype):
     inverse = jnp.where(some, 1.0 / total, 0.0)
     lse = jnp.where(some, (peak * scale + jnp.log2(total)) * LN2, -jnp.inf)
     return tuple((a * inverse[:, None]).astype(dtype) for a in acc), lse
+
+
+def load_once(ref, index: tuple) -> jax.Array:
+    """Loads `ref[index]`, which no other program needs, so that it does not push keys and values out of the L2 cache."""
+    if interpreted():  # the interpreter lacks pltriton.load with an index array and a slice
+        return ref[index]
+    return pltriton.load(ref.at[index], eviction_policy="evict_first")
+
+
+def store_once(ref, index: tuple, value: jax.Array) -> None:
+    """Stores to `ref[index]` what this kernel does not read again; see `load_once`."""
+    if interpreted():
+        ref[index] = value
+    else:
+        pltriton.store(ref.at[index], value, eviction_policy="evict_first")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops.pallas.common import LN2, LOG2E, triton_call
 from nsa_jax.ops.pallas.lists import InvertedLists, invert, max_entries
-from nsa_jax.ops.pallas.selected_common import NEG, attend_block, empty_state, pieces
+from nsa_jax.ops.pallas.selected_common import NEG, dot, key_rows, pieces
+
+_SHARES_AT_ONCE = 4
 
 
 def _share_kernel(
@@ -39,49 +42,67 @@ def _share_kernel(
     step = rows // group
     row = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows,), 0), step * group - 1)
     head = row % group
-    scores_high = jnp.minimum(num_keys - 1 - start, select_block - 1)
+    last = jnp.minimum(num_keys - 1 - start, select_block - 1)
 
-    def body(i, carry):
-        # Rows past the item's end repeat its last entry and write the same values to the same place.
-        entry = order_ref[line, jnp.minimum(begin + i * step + row // group, end - 1)]
-        token = chunk * chunk_tokens + entry // num_listed
-        high = jnp.minimum(token + offset_ref[0] - start, scores_high)
-        low = start_ref[batch, token] - start if packed else None
-        q = [q_ref[batch, token, kv_head, head, pl.ds(at, width)] for at, width in pieces(q_ref.shape[-1])]
-        acc, peak, total = attend_block(
-            empty_state(rows, v_dim), q, k_ref, v_ref, start, low, high, at=(batch, kv_head),
-            size=size, scale=scale, num_keys=num_keys, v_dim=v_dim, exact=exact,
-        )  # fmt: skip
-        for a, (at, width) in zip(acc, pieces(v_dim), strict=True):
-            share_ref[here, entry, head, pl.ds(at, width)] = (a / total[:, None]).astype(share_ref.dtype)
-        lse_ref[here, entry, head] = peak * scale + jnp.log2(total)
-        return carry
+    @pl.when(end > begin)
+    def _():
+        # K and V stay on chip for all the queries of the item.
+        at = batch, kv_head
+        keys = [
+            key_rows(k_ref, at, start, size, num_keys, offset, width, exact)
+            for offset, width in pieces(k_ref.shape[-1])
+        ]
+        values = [key_rows(v_ref, at, start, size, num_keys, offset, width, exact) for offset, width in pieces(v_dim)]
 
-    lax.fori_loop(0, pl.cdiv(end - begin, step), body, 0)
+        def body(i, carry):
+            # Rows past the item's end repeat its last entry and write the same values to the same place.
+            entry = order_ref[line, jnp.minimum(begin + i * step + row // group, end - 1)]
+            token = chunk * chunk_tokens + entry // num_listed
+            scores = functools.reduce(
+                operator.add,
+                (
+                    dot(q_ref[batch, token, kv_head, head, pl.ds(offset, width)], key, (1, 1))
+                    for key, (offset, width) in zip(keys, pieces(q_ref.shape[-1]), strict=True)
+                ),
+            )
+            column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+            visible = column <= jnp.minimum(token + offset_ref[0] - start, last)[:, None]
+            if packed:
+                visible &= column >= (start_ref[batch, token] - start)[:, None]
+            scores = jnp.where(visible, scores, NEG)
+            peak = jnp.max(scores, axis=1) * scale
+            weights = jnp.exp2(scores * scale - peak[:, None])
+            total = jnp.sum(weights, axis=1)
+            weights = weights.astype(v_ref.dtype)
+            inverse = (1.0 / total)[:, None]
+            for value, (offset, width) in zip(values, pieces(v_dim), strict=True):
+                share = (dot(weights, value, (1, 0)) * inverse).astype(share_ref.dtype)
+                share_ref[here, entry, head, pl.ds(offset, width)] = share
+            lse_ref[here, entry, head] = peak + jnp.log2(total)
+            return carry
+
+        lax.fori_loop(0, pl.cdiv(end - begin, step), body, 0)
 
 
 def _sum_kernel(
-    row_ref, list_ref, share_ref, share_lse_ref, before_ref, before_lse_ref, o_ref, lse_ref,
-    *, rows, group, length, chunk_tokens, num_chunks, num_blocks,
+    row_ref, count_ref, share_ref, share_lse_ref, before_ref, before_lse_ref, o_ref, lse_ref,
+    *, rows, group, length, chunk_tokens, num_chunks, num_listed,
 ):  # fmt: skip
     """Adds the shares of a tile of tokens to what their shared blocks gave.
 
-    list_ref [rows, tokens, n]; share_ref [R, E, G, V]; share_lse_ref [R, E, G], base 2; before_ref and o_ref
-    [B, T, K, G, V]; before_lse_ref and lse_ref [B, T, K, G], natural.
+    count_ref [rows, tokens], how many shares a token has; share_ref [R, E, G, V]; share_lse_ref [R, E, G], base 2;
+    before_ref and o_ref [B, T, K, G, V]; before_lse_ref and lse_ref [B, T, K, G], natural.
     """
     here = pl.program_id(1)
     line = row_ref[0] + here
     num_kv, _, v_dim = o_ref.shape[2:]
-    num_listed = list_ref.shape[-1]
     batch, kv_head, chunk = line // (num_kv * num_chunks), line // num_chunks % num_kv, line % num_chunks
     step = rows // group
     row = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows,), 0), step * group - 1)
     head = row % group
     last = jnp.minimum(chunk_tokens, length - chunk * chunk_tokens) - 1
-    inside = jnp.minimum(pl.program_id(0) * step + row // group, last)
-    count = jnp.zeros((rows,), jnp.int32)
-    for i in range(num_listed):
-        count += (list_ref[line, inside, i] < num_blocks).astype(jnp.int32)
+    inside = jnp.maximum(jnp.minimum(pl.program_id(0) * step + row // group, last), 0)
+    count = count_ref[line, inside]
     most = jnp.max(count)
 
     @pl.when((most > 0) & (last >= 0))
@@ -93,25 +114,32 @@ def _sum_kernel(
             before_ref[batch, token, kv_head, head, pl.ds(at, width)].astype(jnp.float32) for at, width in pieces(v_dim)
         )
 
-        def body(i, state):
+        def body(step, state):
             acc, peak, total = state
-            entry = inside * num_listed + i
-            real = i < count
-            lse = jnp.where(real, share_lse_ref[here, entry, head], NEG)
-            new_peak = jnp.maximum(peak, lse)
+            # Several shares at a time, so that their loads are in flight together.
+            slots = [step * _SHARES_AT_ONCE + i for i in range(_SHARES_AT_ONCE)]
+            real = [slot < count for slot in slots]
+            entries = [inside * num_listed + jnp.minimum(slot, jnp.maximum(count - 1, 0)) for slot in slots]
+            lses = [jnp.where(r, share_lse_ref[here, entry, head], NEG) for r, entry in zip(real, entries, strict=True)]
+            new_peak = functools.reduce(jnp.maximum, lses, peak)
             alpha = jnp.exp2(peak - new_peak)
-            weight = jnp.where(real, jnp.exp2(lse - new_peak), 0.0)
+            weights = [jnp.where(r, jnp.exp2(x - new_peak), 0.0) for r, x in zip(real, lses, strict=True)]
             acc = tuple(
-                a * alpha[:, None]
-                + jnp.where(
-                    real[:, None], share_ref[here, entry, head, pl.ds(at, width)].astype(jnp.float32), 0.0
-                ) * weight[:, None]
+                sum(
+                    (
+                        # What no list entry wrote may be anything, NaN included.
+                        jnp.where(r[:, None], share_ref[here, entry, head, pl.ds(at, width)].astype(jnp.float32), 0.0)
+                        * weight[:, None]
+                        for r, entry, weight in zip(real, entries, weights, strict=True)
+                    ),
+                    start=a * alpha[:, None],
+                )
                 for a, (at, width) in zip(acc, pieces(v_dim), strict=True)
-            )  # fmt: skip
-            return acc, new_peak, total * alpha + weight
+            )
+            return acc, new_peak, sum(weights, start=total * alpha)
 
         state = acc, jnp.where(some, before, NEG), jnp.where(some, 1.0, 0.0)
-        acc, peak, total = lax.fori_loop(0, most, body, state)
+        acc, peak, total = lax.fori_loop(0, pl.cdiv(most, _SHARES_AT_ONCE), body, state)
         some = peak > 0.5 * NEG
         total = jnp.where(some, total, 1.0)
         inverse = jnp.where(some, 1.0 / total, 0.0)
@@ -196,13 +224,14 @@ def continue_by_key_block(
         out_shape=share_shape,
         name="nsa_selected_forward_shares",
     )
-    rows = max(16, pl.next_power_of_2(group))
+    rows = max(32, pl.next_power_of_2(group))
+    count = (lists < num_blocks).sum(-1, dtype=jnp.int32)
     add_up = triton_call(
-        functools.partial(_sum_kernel, rows=rows, length=length, num_blocks=num_blocks, **shape),
-        num_warps=4 if rows * v_dim >= 2048 else 1,
+        functools.partial(_sum_kernel, rows=rows, length=length, num_listed=num_listed, **shape),
+        num_warps=max(1, min(8, rows * v_dim // 512)),
         num_stages=2,
         grid=(pl.cdiv(chunk_tokens, rows // group), at_once),
-        in_specs=[scalar, _full(lists), *(_full(x) for x in (*share_shape, out, lse))],
+        in_specs=[scalar, _full(count), *(_full(x) for x in (*share_shape, out, lse))],
         out_specs=[_full(out), _full(lse)],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)],
         input_output_aliases={4: 0, 5: 1},
@@ -211,7 +240,7 @@ def continue_by_key_block(
 
     def serve(i, state):
         row = (i * at_once).astype(jnp.int32).reshape(1)
-        return tuple(add_up(row, lists, *shares(query_offset, row, *share_args), *state))
+        return tuple(add_up(row, count, *shares(query_offset, row, *share_args), *state))
 
     if num_rows == at_once:
         return serve(jnp.zeros((), jnp.int32), (out, lse))
