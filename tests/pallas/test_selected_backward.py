@@ -23,9 +23,12 @@ def _random_lists(rng, batch, length, num_kv, slots, num_blocks) -> np.ndarray:
     return out
 
 
-def _inputs(seed, *, batch, length, num_keys, num_heads, num_kv, h_dim, v_dim, slots, select_block, dtype, packed, offset):
+def _inputs(
+    seed, *, batch, length, num_keys, num_heads, num_kv, h_dim, v_dim, slots, select_block, dtype, packed, offset
+):
     rng = np.random.default_rng(seed)
-    shapes = ((length, num_heads, h_dim), (num_keys, num_kv, h_dim), (num_keys, num_kv, v_dim), (length, num_heads, v_dim))
+    queries, keys = (length, num_heads), (num_keys, num_kv)
+    shapes = ((*queries, h_dim), (*keys, h_dim), (*keys, v_dim), (*queries, v_dim))
     query, key, value, d_out = (jnp.asarray(rng.normal(size=(batch, *s)), dtype) for s in shapes)
     num_blocks = blocks.num_selection_blocks(num_keys, select_block)
     indices = jnp.asarray(_random_lists(rng, batch, length, num_kv, slots, num_blocks))
@@ -97,8 +100,9 @@ def test_ranges_of_queries_change_nothing_but_the_order_of_sums():
     )  # fmt: skip
     query, key, value, indices, d_out, start = _inputs(1, **case)
     out, lse, want = _reference(query, key, value, indices, d_out, start, 16, 0)
-    for buffer_bytes in (64 * 3 * 2 * 16 * 4, 2 * 150 * 3 * 2 * 16 * 4):  # 3 ranges of 64; 2 heads at a time
-        config = SelectedBackwardConfig(rows=16, chunk=8, num_warps=4, num_stages=1, buffer_bytes=buffer_bytes)
+    ranges, heads = 64 * 3 * 2 * 16 * 4, 2 * 150 * 3 * 2 * 16 * 4  # 3 ranges of 64 queries; 2 heads at a time
+    for buffer_bytes, keep_scores in ((ranges, False), (ranges, True), (heads, False)):
+        config = SelectedBackwardConfig(16, 8, 4, 1, keep_scores=keep_scores, buffer_bytes=buffer_bytes)
         got = selected_backward(
             query, key, value, indices, out, lse, d_out,
             select_block=16, segment_start=start, query_offset=jnp.int32(0), config=config,

@@ -1,13 +1,17 @@
 """Backward pass of selected attention: one key-major pass that computes every score once.
 
 A program owns one key block and a chunk of the queries that listed it (`lists.invert`). It recomputes their
-probabilities, accumulates dk and dv in registers, and writes each query's share of dq to a buffer indexed by (query,
-list slot); two small kernels then sum dk and dv over a block's work items and dq over a query's slots. Every sum has a
-fixed order and no atomics are used, so results are bit-reproducible.
+probabilities and accumulates dk and dv in registers; a small kernel adds a block's work items. What dq needs goes to a
+buffer indexed by (query, list slot), in one of two forms:
 
-Computing dq here costs one matrix product and a buffer's traffic; a query-major kernel would load every listed block's
-keys and values again for a few rows and recompute two matrix products. The buffer is bounded: the pass runs over
-(batch, key/value head) pairs and ranges of queries one after the other, see `SelectedBackwardConfig.buffer_bytes`.
+- shares: the program multiplies by its keys and stores each query's share of dq, [G, H] per entry; a kernel sums a
+  query's slots. Least work where G is small.
+- scores: it stores the gradient of the scores, [G, select_block] per entry; a query-major kernel multiplies them by the
+  keys of the listed blocks. Half the traffic at H = 128 and registers left for dk and dv: better from G = 8.
+
+Every sum has a fixed order and no atomics are used, so results are bit-reproducible. The buffer is bounded: the pass
+runs over (batch, key/value head) pairs and ranges of queries one after the other, see
+`SelectedBackwardConfig.buffer_bytes`.
 """
 
 from __future__ import annotations
@@ -58,22 +62,36 @@ class _Plan:
     @property
     def columns(self) -> int:
         """Width of a score tile: the block size rounded up to what the matrix units take."""
-        return max(16, pl.next_power_of_2(self.select_block))
+        return _columns(self.select_block)
 
     @property
     def entries(self) -> int:
         return self.range_length * self.slots
 
     @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def buffer_width(self) -> int:
+        """Columns of the buffer between the key-major pass and dq."""
+        return self.columns if self.config.keep_scores else self.head_dim
+
+    @property
     def steps(self) -> int:
         return self.ranges * (self.batch * self.num_kv // self.pairs)
+
+
+def _columns(select_block: int) -> int:
+    return max(16, pl.next_power_of_2(select_block))
 
 
 def _make_plan(query, key, value, slots: int, select_block: int, config: SelectedBackwardConfig) -> _Plan:
     batch, length, num_heads, head_dim = query.shape
     num_kv = key.shape[2]
     num_blocks = blocks.num_selection_blocks(key.shape[1], select_block)
-    bytes_per_query = slots * (num_heads // num_kv) * head_dim * query.dtype.itemsize
+    width = _columns(select_block) if config.keep_scores else head_dim
+    bytes_per_query = slots * (num_heads // num_kv) * width * query.dtype.itemsize
     fits = min(config.buffer_bytes // bytes_per_query, lists.max_entries(num_blocks) // slots)
     range_length, ranges = length, 1
     if fits < length:
@@ -135,7 +153,15 @@ def _sum_of_products(left, right, contract: tuple[int, int]):
     return functools.reduce(jnp.add, [_dot(a, b, contract) for a, b in zip(left, right, strict=True)])
 
 
-def _fused_kernel(
+def _key_rows(plan: _Plan, batch, head, block):
+    """Rows of a block's tokens in a [B*S*K, ...] array; those past the block or the sequence repeat its last."""
+    first = block * plan.select_block
+    last = jnp.minimum(first + plan.select_block, plan.num_keys) - 1
+    position = jnp.minimum(first + lax.iota(jnp.int32, plan.columns), last)
+    return (batch * plan.num_keys + position) * plan.num_kv + head, first, last
+
+
+def _key_major_kernel(
     step_ref,  # int32 [3]: first pair, range index, query_offset
     order_ref,  # int32 [B*K*ranges, E]
     block_ref,  # int32 [B*K*ranges, W], also begin and end
@@ -148,7 +174,7 @@ def _fused_kernel(
     lse_ref,  # float32 [B*T*N], base 2
     delta_ref,  # float32 [B*T*N]
     start_ref,  # int32 [B*T]
-    d_query_ref,  # [(pairs*E + 1) * G, H]: share of each (query, slot); the last G rows take what nobody reads
+    buffer_ref,  # [(pairs*E + 1) * G, buffer_width], by (query, slot); the last G rows take what nobody reads
     d_key_ref,  # float32 [pairs*W*columns, H]
     d_value_ref,  # float32 [pairs*W*columns, V]
     *,
@@ -165,13 +191,9 @@ def _fused_kernel(
 
     @pl.when(begin < end)
     def _():
-        column = lax.iota(jnp.int32, columns)
-        position = block_ref[row, item] * plan.select_block + column
-        key_row = (batch * plan.num_keys + jnp.minimum(position, plan.num_keys - 1)) * plan.num_kv + head
+        key_row, first_key, last_key = _key_rows(plan, batch, head, block_ref[row, item])
         key = _load(key_ref, key_row, plan.head_dim)
         value = _load(value_ref, key_row, plan.value_dim)
-        limit = jnp.where(column < plan.select_block, position, plan.num_keys)
-        limit = jnp.where(limit < plan.num_keys, limit, jnp.int32(2**31 - 1))  # columns outside are never visible
         tile_row = lax.iota(jnp.int32, rows)
         in_tile = tile_row < plan.tile_tokens * group
 
@@ -187,34 +209,30 @@ def _fused_kernel(
             lse, delta = lse_ref[query_row], delta_ref[query_row]
             low = start_ref[batch * plan.length + token]
             # A row that must not count has an empty range of positions.
-            high = jnp.where(valid, token + step_ref[2], -1)
+            high = jnp.where(valid, jnp.minimum(token + step_ref[2], last_key), -1)
+            position = first_key + lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
+            visible = (position <= high[:, None]) & (position >= low[:, None])
 
-            if config.keys_first:  # score tiles are [columns, rows]: dk and dv take them from registers
-                visible = (limit[:, None] <= high[None, :]) & (limit[:, None] >= low[None, :])
-                scores = _sum_of_products(key, query, (1, 1))
-                d_probs = _sum_of_products(value, d_out, (1, 1))
-                lse, delta, key_axis = lse[None, :], delta[None, :], 0
-            else:  # [rows, columns]: the share of dq does
-                visible = (limit[None, :] <= high[:, None]) & (limit[None, :] >= low[:, None])
-                scores = _sum_of_products(query, key, (1, 1))
-                d_probs = _sum_of_products(d_out, value, (1, 1))
-                lse, delta, key_axis = lse[:, None], delta[:, None], 1
-            probs = jnp.where(visible, jnp.exp2(scores * (plan.head_dim**-0.5 * LOG2E) - lse), 0.0)
-            d_scores = (probs * (d_probs - delta)).astype(dtype)
-            probs = probs.astype(dtype)
-            over_rows = (1 - key_axis, 0)
-            d_value = [acc + _dot(probs, piece, over_rows) for acc, piece in zip(d_value, d_out, strict=True)]
-            d_key = [acc + _dot(d_scores, piece, over_rows) for acc, piece in zip(d_key, query, strict=True)]
+            scores = _sum_of_products(query, key, (1, 1)) * (plan.scale * LOG2E)  # [rows, columns]
+            probs = jnp.where(visible, jnp.exp2(scores - lse[:, None]), 0.0).astype(dtype)
+            d_value = [acc + _dot(probs, piece, (0, 0)) for acc, piece in zip(d_value, d_out, strict=True)]
+            d_probs = _sum_of_products(d_out, value, (1, 1))
+            # From the rounded probabilities: the gradient is rounded too, and float32 ones would cost registers.
+            d_scores = (probs.astype(jnp.float32) * (d_probs - delta[:, None])).astype(dtype)
+            d_key = [acc + _dot(d_scores, piece, (0, 0)) for acc, piece in zip(d_key, query, strict=True)]
             share = jnp.where(valid, local_pair * plan.entries + flat, plan.pairs * plan.entries)
-            pieces = [_dot(d_scores, piece, (key_axis, 0)) for piece in key]
-            _store(d_query_ref, share * group + tile_row % group, plan.head_dim, pieces)
+            buffer_row = share * group + tile_row % group
+            if config.keep_scores:
+                buffer_ref[buffer_row, :] = d_scores
+            else:
+                _store(buffer_ref, buffer_row, plan.head_dim, [_dot(d_scores, piece, (1, 0)) for piece in key])
             return d_key, d_value
 
         zeros = lambda dim: [jnp.zeros((columns, size), jnp.float32) for _, size in _parts(dim)]  # noqa: E731
         count = (end - begin + plan.tile_tokens - 1) // plan.tile_tokens
         d_key, d_value = lax.fori_loop(0, count, tile, (zeros(plan.head_dim), zeros(plan.value_dim)))
-        out_row = (local_pair * plan.items + item) * columns + column
-        _store(d_key_ref, out_row, plan.head_dim, [piece * plan.head_dim**-0.5 for piece in d_key])
+        out_row = (local_pair * plan.items + item) * columns + lax.iota(jnp.int32, columns)
+        _store(d_key_ref, out_row, plan.head_dim, [piece * plan.scale for piece in d_key])
         _store(d_value_ref, out_row, plan.value_dim, d_value)
 
 
@@ -273,24 +291,80 @@ def _reduce_slots_kernel(step_ref, count_ref, shares_ref, _dq, d_query_ref, *, p
         else:
             total = lax.fori_loop(0, plan.slots, add, total)
         at = head * (plan.group * plan.head_dim) + part * width
-        total = total * plan.head_dim**-0.5
+        total = total * plan.scale
         d_query_ref[batch * plan.length + token + inside, pl.ds(at, width)] = total.astype(d_query_ref.dtype)
 
 
-def _step(carry, step, inverted: lists.InvertedLists, counts, tensors, plan: _Plan, dtype):
+def _query_major_kernel(
+    step_ref, count_ref, entries_ref, d_scores_ref, key_ref, _dq, d_query_ref, *, plan: _Plan, rows: int
+):
+    """dq [B*T*N, H] of one query and key/value head: its score gradients times the keys of its blocks."""
+    local, local_pair = pl.program_id(0), pl.program_id(1)
+    pair = step_ref[0] + local_pair
+    token = step_ref[1] * plan.range_length + local
+
+    @pl.when(token < plan.length)
+    def _():
+        batch, head = pair // plan.num_kv, pair % plan.num_kv
+        member = jnp.minimum(lax.iota(jnp.int32, rows), plan.group - 1)  # surplus rows repeat the last head
+
+        def add(slot, total):
+            block = entries_ref[pair * plan.ranges + step_ref[1], local * plan.slots + slot]
+            key = _load(key_ref, _key_rows(plan, batch, head, block)[0], plan.head_dim)
+            share = local_pair * plan.entries + local * plan.slots + slot
+            d_scores = d_scores_ref[share * plan.group + member, :]
+            return [acc + _dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)]
+
+        total = [jnp.zeros((rows, size), jnp.float32) for _, size in _parts(plan.head_dim)]
+        total = lax.fori_loop(0, count_ref[pair, token], add, total)
+        out_row = (batch * plan.length + token) * plan.num_heads + head * plan.group + member
+        _store(d_query_ref, out_row, plan.head_dim, [piece * plan.scale for piece in total])
+
+
+def _finish_query(step, counts, entries, buffer, key, d_query, plan: _Plan):
+    """Adds up the buffer into the rows of d_query [B*T*N, H] that this step owns."""
+    if plan.config.keep_scores:
+        rows = max(16, pl.next_power_of_2(plan.group))
+        return triton_call(
+            functools.partial(_query_major_kernel, plan=plan, rows=rows),
+            grid=(plan.range_length, plan.pairs),
+            out_shape=jax.ShapeDtypeStruct(d_query.shape, d_query.dtype),
+            input_output_aliases={5: 0},
+            num_warps=1 if rows * plan.head_dim <= 2048 else 4,
+            num_stages=3,
+            name="selected_backward_query_major",
+        )(step, counts, entries, buffer, key, d_query)
+    span = plan.group * plan.head_dim
+    width = min(span & -span, 1024)
+    tokens = 1
+    while tokens * width < 2048 and plan.length % (2 * tokens) == 0 and plan.range_length % (2 * tokens) == 0:
+        tokens *= 2
+    shape = (plan.batch * plan.length, plan.num_heads * plan.head_dim)
+    return triton_call(
+        functools.partial(_reduce_slots_kernel, plan=plan, tokens=tokens, width=width),
+        grid=(plan.range_length // tokens, span // width, plan.pairs),
+        out_shape=jax.ShapeDtypeStruct(shape, d_query.dtype),
+        input_output_aliases={3: 0},
+        num_warps=4,
+        num_stages=1,
+        name="selected_backward_reduce_slots",
+    )(step, counts, buffer.reshape(-1, span), d_query.reshape(shape)).reshape(d_query.shape)
+
+
+def _step(carry, step, inverted: lists.InvertedLists, counts, entries, tensors, plan: _Plan):
     """One (group of pairs, range of queries): updates d_query, d_key and d_value in place."""
     d_query, d_key, d_value = carry
     config, dims = plan.config, (plan.head_dim, plan.value_dim)
-    shares, d_key_items, d_value_items = triton_call(
-        functools.partial(_fused_kernel, plan=plan),
+    buffer, d_key_items, d_value_items = triton_call(
+        functools.partial(_key_major_kernel, plan=plan),
         grid=(plan.items, plan.pairs),
         out_shape=[
-            jax.ShapeDtypeStruct(((plan.pairs * plan.entries + 1) * plan.group, plan.head_dim), dtype),
+            jax.ShapeDtypeStruct(((plan.pairs * plan.entries + 1) * plan.group, plan.buffer_width), d_query.dtype),
             *[jax.ShapeDtypeStruct((plan.pairs * plan.items * plan.columns, dim), jnp.float32) for dim in dims],
         ],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        name="selected_backward",
+        name="selected_backward_key_major",
     )(step, inverted.order, inverted.block, inverted.begin, inverted.end, *tensors)
     d_key, d_value = triton_call(
         functools.partial(_reduce_items_kernel, plan=plan),
@@ -301,20 +375,7 @@ def _step(carry, step, inverted: lists.InvertedLists, counts, tensors, plan: _Pl
         num_stages=2,
         name="selected_backward_reduce_items",
     )(step, inverted.offset, d_key_items, d_value_items, d_key, d_value)
-    span = plan.group * plan.head_dim
-    width = min(span & -span, 1024)
-    tokens = 1
-    while tokens * width < 2048 and plan.length % (2 * tokens) == 0 and plan.range_length % (2 * tokens) == 0:
-        tokens *= 2
-    d_query = triton_call(
-        functools.partial(_reduce_slots_kernel, plan=plan, tokens=tokens, width=width),
-        grid=(plan.range_length // tokens, span // width, plan.pairs),
-        out_shape=jax.ShapeDtypeStruct(d_query.shape, d_query.dtype),
-        input_output_aliases={3: 0},
-        num_warps=4,
-        num_stages=1,
-        name="selected_backward_reduce_slots",
-    )(step, counts, shares.reshape(-1, span), d_query)
+    d_query = _finish_query(step, counts, entries, buffer, tensors[1], d_query, plan)
     return d_query, d_key, d_value
 
 
@@ -386,10 +447,10 @@ def selected_backward(
     def body(i, carry):
         i = jnp.asarray(i, jnp.int32)
         step = jnp.stack([i // plan.ranges * plan.pairs, i % plan.ranges, offset])
-        return _step(carry, step, inverted, counts, tensors, plan, query.dtype)
+        return _step(carry, step, inverted, counts, entries, tensors, plan)
 
     carry = (
-        jnp.zeros((batch * length, num_heads * head_dim), query.dtype),
+        jnp.zeros((batch * length * num_heads, head_dim), query.dtype),
         *[jnp.zeros((batch * plan.num_blocks * plan.columns * num_kv, d), jnp.float32) for d in (head_dim, value_dim)],
     )
     d_query, d_key, d_value = body(0, carry) if plan.steps == 1 else lax.fori_loop(0, plan.steps, body, carry)

@@ -10,6 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from nsa_jax.config import NSAConfig
+from nsa_jax.ops.target import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +79,8 @@ class SelectedBackwardConfig:
       chunk: the most queries that one work item takes from a key block's list.
       num_warps: warps per program.
       num_stages: software pipeline depth of the loop over queries.
-      keys_first: score tiles are [keys, rows] rather than [rows, keys].
-      buffer_bytes: bound on the buffer of dq shares; query ranges and heads are processed one after the other to
+      keep_scores: the buffer holds score gradients rather than shares of dq.
+      buffer_bytes: bound on the buffer between the passes; query ranges and heads are processed one after the other to
         stay within it.
     """
 
@@ -87,8 +88,7 @@ class SelectedBackwardConfig:
     chunk: int
     num_warps: int
     num_stages: int
-    keys_first: bool = True
-    transpose_share: bool = False
+    keep_scores: bool = False
     buffer_bytes: int = 512 * 2**20
 
 
@@ -141,6 +141,31 @@ def select_config(num_queries: int, h_dim: int, group: int, dtype) -> SelectConf
     return SelectConfig(keys=keys, queries=queries, num_warps=8 if large else 4, num_stages=stages)
 
 
+@dataclasses.dataclass(frozen=True)
+class SelectHopperConfig:
+    """Tiles of the Hopper scores kernel.
+
+    Attributes:
+      stages: query tiles (one head each) in flight.
+      query_tiles: the most query tiles of 64 that one program walks with the same keys.
+    """
+
+    stages: int
+    query_tiles: int
+
+
+def select_hopper_config(tile_pairs: int, h_dim: int) -> SelectHopperConfig:
+    """Picks the Hopper scores kernel's tiles.
+
+    Long programs hide the loading of their keys; there must be enough of them to level out the causal triangle.
+
+    Args:
+      tile_pairs: pairs of a query tile and a key tile, over all batches and key/value heads.
+      h_dim: H.
+    """
+    return SelectHopperConfig(stages=6 if h_dim <= 128 else 4, query_tiles=max(1, min(8, tile_pairs // 2048)))
+
+
 def top_n_shape(width: int) -> tuple[int, int]:
     """Rows per program and warps of the top-n kernel for rows of `width` scores (a power of two).
 
@@ -154,7 +179,7 @@ class RangedConfig:
     """Tiles of one kernel of ranged attention (the compressed and window branches).
 
     Attributes:
-      rows: rows of a query tile, a power of two of at least G: `rows // G` queries with all their heads.
+      rows: (query, head) rows of a query tile, a power of two.
       keys: keys per block.
       num_warps: warps per program.
       num_stages: software pipeline depth of the loop.
@@ -168,36 +193,75 @@ class RangedConfig:
     splits: int = 0
 
 
-def _ranged_rows(rows: int, group: int) -> int:
-    """At least `rows`, and room for one token's heads."""
-    return max(rows, 1 << (group - 1).bit_length())
-
-
-def ranged_forward_config(group: int, h_dim: int, v_dim: int, dtype) -> RangedConfig:
-    """Picks the forward's tiles: 128 rows keep K and V's traffic low; wide heads and float32 halve the tiles."""
+def ranged_forward_config(h_dim: int, v_dim: int, dtype) -> RangedConfig:
+    """Picks the Triton forward's tiles: 128 rows keep K and V's traffic low; float32 needs smaller ones."""
+    wide = max(h_dim, v_dim) > 128
     if jnp.dtype(dtype).itemsize > 2:
-        return RangedConfig(_ranged_rows(64, group), 32, 4, 1 if max(h_dim, v_dim) > 128 else 2)
-    if max(h_dim, v_dim) > 128:
-        return RangedConfig(_ranged_rows(128, group), 64, 8, 2)
-    return RangedConfig(_ranged_rows(128, group), 64, 4 if max(h_dim, v_dim) <= 64 else 8, 3)
+        return RangedConfig(64, 32, 4, 1 if wide else 2)
+    if wide:
+        return RangedConfig(128, 64, 8, 2)
+    return RangedConfig(128, 64, 4 if max(h_dim, v_dim) <= 64 else 8, 3)
 
 
-def ranged_dq_config(group: int, h_dim: int, v_dim: int, dtype) -> RangedConfig:
-    """Picks the dq kernel's tiles."""
+def ranged_dq_config(h_dim: int, v_dim: int, dtype, target: Target, span: int | None) -> RangedConfig:
+    """Picks the dq kernel's tiles.
+
+    On an H200 at head dim 128, 128 rows over 8 warps reached 504 TFLOP/s in long loops (480 with 64 rows over 4 warps);
+    in a window, where masked blocks weigh more, the smaller tile won (4.75 against 5.3 ms at 64k). At head dim 64,
+    128 rows by 32 keys was the fastest. The large tile needs 160 KiB of shared memory, which leaves no room on sm80.
+    """
+    wide = max(h_dim, v_dim) > 128
     if jnp.dtype(dtype).itemsize > 2:
-        return RangedConfig(_ranged_rows(64, group), 32, 4, 1)
-    if max(h_dim, v_dim) > 128:
-        return RangedConfig(_ranged_rows(64, group), 32, 4, 2)
-    return RangedConfig(_ranged_rows(128, group), 64, 8, 2)
+        return RangedConfig(32 if wide else 64, 32, 4, 1)
+    if wide:
+        return RangedConfig(64, 32, 4, 2)
+    if max(h_dim, v_dim) <= 64:
+        return RangedConfig(128, 32, 4, 3)
+    if target.is_hopper and (span is None or span > 1024):
+        return RangedConfig(128, 64, 8, 3)
+    return RangedConfig(64, 64, 4, 2)
 
 
-def ranged_dkv_config(group: int, h_dim: int, v_dim: int, dtype) -> RangedConfig:
-    """Picks the dk, dv kernel's tiles."""
+def ranged_dkv_config(h_dim: int, v_dim: int, dtype, target: Target) -> RangedConfig:
+    """Picks the dk, dv kernel's tiles.
+
+    On an H200 at head dim 128, 128 keys over 8 warps with three stages reached 480 TFLOP/s; 64 keys over 4 warps, which
+    also fits sm80's shared memory, 418. At head dim 64, 32 rows by 128 keys was the fastest.
+    """
+    wide = max(h_dim, v_dim) > 128
     if jnp.dtype(dtype).itemsize > 2:
-        return RangedConfig(_ranged_rows(32, group), 32, 4, 1)
+        return RangedConfig(32, 32, 4, 1)
+    if wide:
+        return RangedConfig(32, 64, 8, 1)
+    if max(h_dim, v_dim) <= 64:
+        return RangedConfig(32, 128, 4, 3)
+    if target.is_hopper:
+        return RangedConfig(64, 128, 8, 3)
+    return RangedConfig(64, 64, 4, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class RangedHopperConfig:
+    """Tiles of the Hopper forward of ranged attention; a tile's 128 rows are fixed.
+
+    Attributes:
+      keys: keys per block.
+      stages: blocks of keys and values in flight.
+    """
+
+    keys: int
+    stages: int
+
+
+def ranged_hopper_config(h_dim: int, v_dim: int, span: int | None) -> RangedHopperConfig:
+    """Picks the Hopper forward's tiles.
+
+    128 keys per block reached 526 TFLOP/s at head dim 128 and 64k, 64 keys 450; short ranges (a window of 512) have
+    more masked blocks and won with 64. Wider heads leave shared memory for 64 keys.
+    """
     if max(h_dim, v_dim) > 128:
-        return RangedConfig(_ranged_rows(32, group), 64, 8, 1)
-    return RangedConfig(_ranged_rows(64, group), 128, 8, 2)
+        return RangedHopperConfig(64, 2)
+    return RangedHopperConfig(128, 2) if span is None or span > 1024 else RangedHopperConfig(64, 3)
 
 
 def ranged_splits(programs: int, query_tiles: int, share_bytes: int) -> int:
@@ -208,7 +272,7 @@ def ranged_splits(programs: int, query_tiles: int, share_bytes: int) -> int:
       query_tiles: query tiles of a row.
       share_bytes: bytes of one float32 share of dk and dv; all shares together stay within 256 MiB.
     """
-    wanted = -(-2048 // programs)
+    wanted = -(-1024 // programs)
     return max(1, min(wanted, query_tiles // 16, 256 * 2**20 // share_bytes))
 
 
