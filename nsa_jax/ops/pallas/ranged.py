@@ -1,10 +1,11 @@
-"""Compressed and window attention on GPUs: every query sees one contiguous range of keys (paper eq. 5, sections 3.3.1, 3.3.3).
+"""Compressed and window attention on GPUs: every query sees one contiguous range of keys (paper eq. 5, 3.3.1, 3.3.3).
 
 Both branches are the same flash attention: the query at t sees the keys [low(t), high(t)). `low` and `high` carry all
 there is to know about causality, blocks, packing and `query_offset`. A query tile's loop runs over the keys that any
-of its queries sees and is free of masks where all of them see a whole key block. cuDNN serves the forward pass of the
-window where it can (`ranged_cudnn`); the backward pass is always ours, since cuDNN's adds dq atomically and so is not
-reproducible from run to run.
+of its queries sees and is free of masks where all of them see a whole key block.
+
+The forward here is a Triton kernel; on Hopper `ranged_hopper` replaces it, and cuDNN serves unpacked windows
+(`ranged_cudnn`). The backward is always ours (`ranged_backward`): cuDNN's adds dq atomically, so two runs differ.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
-from nsa_jax.ops.pallas import ranged_backward, ranged_cudnn, tuning
+from nsa_jax.ops.pallas import ranged_backward, ranged_cudnn, ranged_hopper, tuning
 from nsa_jax.ops.pallas.common import LN2, LOG2E, triton_call
 from nsa_jax.ops.pallas.ranged_tiles import (
     dot,
@@ -31,6 +32,7 @@ from nsa_jax.ops.pallas.ranged_tiles import (
     rows_spec,
     store_rows,
 )
+from nsa_jax.ops.target import current_target
 
 
 def compressed_attention(query, key_cmp, value_cmp, *, config: NSAConfig, segment_start=None, query_offset=0):
@@ -44,12 +46,13 @@ def window_attention(query, key, value, *, window: int, segment_start=None, quer
     """See `nsa_jax.window_attention`."""
     t, start = _positions(query, segment_start, query_offset)
     low, high = jnp.maximum(start, t - window + 1), t + 1
-    if segment_start is None and ranged_cudnn.serves_window(query, key, value, query_offset):
-        return _window_cudnn(query, key, value, low, high, window)
-    return ranged_attention(query, key, value, low, high)[0]
+    cudnn = segment_start is None and ranged_cudnn.serves_window(query, key, value, query_offset)
+    return ranged_attention(query, key, value, low, high, span=window, cudnn=cudnn)[0]
 
 
-def ranged_attention(query, key, value, low, high) -> tuple[jax.Array, jax.Array]:
+def ranged_attention(
+    query, key, value, low, high, *, span: int | None = None, cudnn: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Attention of every query over its own contiguous range of keys.
 
     Args:
@@ -58,6 +61,8 @@ def ranged_attention(query, key, value, low, high) -> tuple[jax.Array, jax.Array
       value: [B, S, K, V].
       low: int32 [B, T]; the query at t sees keys low[t] <= p < high[t] with 0 <= p < S, none where high <= low.
       high: int32 [B, T].
+      span: the most keys a query sees, where that is known: tiles are chosen for it.
+      cudnn: the ranges are a causal window of `span` keys and cuDNN serves the forward.
 
     Returns:
       The output [B, T, N, V], exactly 0 for a query that sees nothing, and the natural-log log-sum-exp of the scaled
@@ -70,7 +75,7 @@ def ranged_attention(query, key, value, low, high) -> tuple[jax.Array, jax.Array
         return out, jnp.full((batch, length, heads), -jnp.inf, jnp.float32)
     low, high = jnp.clip(low, 0, num_keys), jnp.clip(high, 0, num_keys)
     empty = high <= low
-    return _ranged(query, key, value, jnp.where(empty, num_keys, low), jnp.where(empty, 0, high))
+    return _ranged(query, key, value, jnp.where(empty, num_keys, low), jnp.where(empty, 0, high), span, cudnn)
 
 
 def _positions(query, segment_start, query_offset) -> tuple[jax.Array, jax.Array]:
@@ -79,47 +84,35 @@ def _positions(query, segment_start, query_offset) -> tuple[jax.Array, jax.Array
     return t, jnp.zeros_like(t) if segment_start is None else segment_start.astype(jnp.int32)
 
 
-@jax.custom_vjp
-def _ranged(query, key, value, low, high):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _ranged(query, key, value, low, high, span, cudnn):
+    if cudnn:
+        return ranged_cudnn.window_forward(query, key, value, span)
+    if ranged_hopper.serves(query, value, current_target()):
+        config = tuning.ranged_hopper_config(query.shape[-1], value.shape[-1], span)
+        return ranged_hopper.ranged_forward(query, key, value, low, high, config)
     return ranged_forward(query, key, value, low, high)
 
 
-def _ranged_fwd(query, key, value, low, high):
-    out, lse = ranged_forward(query, key, value, low, high)
+def _ranged_fwd(query, key, value, low, high, span, cudnn):
+    out, lse = _ranged(query, key, value, low, high, span, cudnn)
     return (out, lse), (query, key, value, low, high, out, lse)
 
 
-def _ranged_bwd(residuals, cotangents):
-    return (*ranged_backward.ranged_backward(*residuals, cotangents[0]), None, None)
+def _ranged_bwd(span, cudnn, residuals, cotangents):
+    del cudnn
+    return (*ranged_backward.ranged_backward(*residuals, cotangents[0], span=span), None, None)
 
 
 _ranged.defvjp(_ranged_fwd, _ranged_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _window_cudnn(query, key, value, low, high, window):
-    return ranged_cudnn.window_forward(query, key, value, window)[0]
-
-
-def _window_cudnn_fwd(query, key, value, low, high, window):
-    out, lse = ranged_cudnn.window_forward(query, key, value, window)
-    return out, (query, key, value, low, high, out, lse)
-
-
-def _window_cudnn_bwd(window, residuals, cotangent):
-    del window
-    return (*ranged_backward.ranged_backward(*residuals, cotangent), None, None)
-
-
-_window_cudnn.defvjp(_window_cudnn_fwd, _window_cudnn_bwd)
-
-
 def _forward_kernel(
-    query_ref, key_ref, value_ref, low_ref, high_ref, out_ref, lse_ref, *, config, tokens, group, heads, length, num_keys
+    query_ref, key_ref, value_ref, low_ref, high_ref, out_ref, lse_ref, *, config, group, heads, length, num_keys
 ):
     h_dim, v_dim = query_ref.shape[-1], value_ref.shape[-1]
     tile = pl.num_programs(0) - 1 - pl.program_id(0)  # late queries see most: they go first, so that the end is short
-    token, row = query_rows(tile, config.rows, tokens, group, heads, pl.program_id(1), length)
+    token, row = query_rows(tile, config.rows, group, heads, pl.program_id(1), length)
     low, high = low_ref[token], high_ref[token]
     query = load_rows(query_ref, row, h_dim)
     scale = LOG2E / math.sqrt(h_dim)
@@ -162,12 +155,10 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedConfig | N
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
     group = heads // kv_heads
-    config = config or tuning.ranged_forward_config(group, h_dim, v_dim, query.dtype)
-    tokens = config.rows // group
+    config = config or tuning.ranged_forward_config(h_dim, v_dim, query.dtype)
     kernel = functools.partial(
         _forward_kernel,
         config=config,
-        tokens=tokens,
         group=group,
         heads=heads,
         length=length,
@@ -178,7 +169,7 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedConfig | N
         kernel,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        grid=(pl.cdiv(length, tokens), kv_heads, batch),
+        grid=(pl.cdiv(length * group, config.rows), kv_heads, batch),
         in_specs=[
             rows_spec(length * heads, h_dim),
             per_head(h_dim),

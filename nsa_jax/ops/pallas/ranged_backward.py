@@ -22,26 +22,38 @@ from nsa_jax.ops.pallas.ranged_tiles import (
     rows_spec,
     store_rows,
 )
+from nsa_jax.ops.target import current_target
 
 # Stands for the log-sum-exp of a row that must get no weight: exp2(score - this) is exactly 0.
 _NO_WEIGHT = 1e30
 
 
-def ranged_backward(query, key, value, low, high, out, lse, grad_out):
+def ranged_backward(query, key, value, low, high, out, lse, grad_out, *, span: int | None = None):
     """Gradients of `ranged_attention`'s output for query, key and value.
 
     Args:
       query, key, value, low, high: as `ranged_forward` took them.
       out, lse: what it returned.
       grad_out: [B, T, N, V].
+      span: the most keys a query sees, where that is known.
     """
     batch, length, heads, v_dim = out.shape
     delta = jnp.sum(out.astype(jnp.float32) * grad_out.astype(jnp.float32), axis=-1)
     lse = jnp.where(lse == -jnp.inf, _NO_WEIGHT, lse * LOG2E)
     rows = (batch, length * heads)
-    args = (query.reshape(*rows, -1), key, value, grad_out.reshape(*rows, v_dim), lse.reshape(rows), delta.reshape(rows))
-    grad_query = grad_query_kernel(*args, low, high)
-    grad_key, grad_value = grad_key_value_kernel(*args, low, high)
+    args = (
+        query.reshape(*rows, -1),
+        key,
+        value,
+        grad_out.reshape(*rows, v_dim),
+        lse.reshape(rows),
+        delta.reshape(rows),
+    )
+    h_dim = query.shape[-1]
+    config = tuning.ranged_dq_config(h_dim, v_dim, query.dtype, current_target(), span)
+    grad_query = grad_query_kernel(*args, low, high, config)
+    config = tuning.ranged_dkv_config(h_dim, v_dim, query.dtype, current_target())
+    grad_key, grad_value = grad_key_value_kernel(*args, low, high, config)
     return grad_query.reshape(query.shape), grad_key, grad_value
 
 
@@ -62,7 +74,6 @@ def _dq_kernel(
     dq_ref,
     *,
     config,
-    tokens,
     group,
     heads,
     length,
@@ -70,7 +81,7 @@ def _dq_kernel(
 ):
     h_dim, v_dim = query_ref.shape[-1], value_ref.shape[-1]
     tile = pl.num_programs(0) - 1 - pl.program_id(0)
-    token, row = query_rows(tile, config.rows, tokens, group, heads, pl.program_id(1), length)
+    token, row = query_rows(tile, config.rows, group, heads, pl.program_id(1), length)
     low, high = low_ref[token], high_ref[token]
     query, grad = load_rows(query_ref, row, h_dim), load_rows(grad_ref, row, v_dim)
     lse, delta = lse_ref[row], delta_ref[row]
@@ -93,24 +104,20 @@ def _dq_kernel(
     store_rows(dq_ref, row, tuple(a * scale for a in acc))
 
 
-def grad_query_kernel(query, key, value, grad_out, lse, delta, low, high, config=None):
+def grad_query_kernel(query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedConfig):
     """dq [B, T * N, H]; query and grad_out are [B, T * N, H or V], lse (base 2) and delta [B, T * N]."""
     batch, num_rows, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
     length = low.shape[1]
     heads = num_rows // length
     group = heads // kv_heads
-    config = config or tuning.ranged_dq_config(group, h_dim, v_dim, query.dtype)
-    tokens = config.rows // group
-    kernel = functools.partial(
-        _dq_kernel, config=config, tokens=tokens, group=group, heads=heads, length=length, num_keys=num_keys
-    )
+    kernel = functools.partial(_dq_kernel, config=config, group=group, heads=heads, length=length, num_keys=num_keys)
     per_head = lambda dim: pl.BlockSpec((None, num_keys, None, dim), lambda i, h, b: (b, 0, h, 0))  # noqa: E731
     return triton_call(
         kernel,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        grid=(pl.cdiv(length, tokens), kv_heads, batch),
+        grid=(pl.cdiv(length * group, config.rows), kv_heads, batch),
         in_specs=[
             rows_spec(num_rows, h_dim),
             per_head(h_dim),
@@ -127,30 +134,32 @@ def grad_query_kernel(query, key, value, grad_out, lse, delta, low, high, config
     )(query, key, value, grad_out, lse, delta, low, high)
 
 
-def query_tile_ranges(low, high, tokens: int, keys: int, num_keys: int) -> jax.Array:
+def query_tile_ranges(low, high, group: int, rows: int, keys: int, num_keys: int) -> jax.Array:
     """Which query tiles each key block must visit, for any `low` and `high`, monotone or not.
 
     Args:
       low, high: int32 [B, T] ranges; queries that see nothing have low = S and high = 0.
-      tokens: queries per tile.
+      group: G.
+      rows: rows per query tile.
       keys: keys per block.
       num_keys: S.
 
     Returns:
       int32 [B, 4, number of key blocks] tile indices (first, whole_begin, whole_end, last): every tile that sees
-      anything of the block is in [first, last), and all queries of the tiles in [whole_begin, whole_end) see all of it
-      or nothing of any key.
+      anything of the block is in [first, last), and all rows of the tiles in [whole_begin, whole_end) see all of it or
+      nothing of any key.
     """
-    batch, length = low.shape
-    tiles = pl.cdiv(length, tokens)
-    pad = ((0, 0), (0, tiles * tokens - length))
+    low, high = jnp.repeat(low, group, axis=1), jnp.repeat(high, group, axis=1)
+    batch, num_rows = low.shape
+    tiles = pl.cdiv(num_rows, rows)
+    pad = ((0, 0), (0, tiles * rows - num_rows))
 
     def per_tile(x, fill, reduce):
-        return reduce(jnp.pad(x, pad, constant_values=fill).reshape(batch, tiles, tokens), axis=2)[:, :, None]
+        return reduce(jnp.pad(x, pad, constant_values=fill).reshape(batch, tiles, rows), axis=2)[:, :, None]
 
     empty = high <= low
     lowest, highest = per_tile(low, num_keys, jnp.min), per_tile(high, 0, jnp.max)
-    # A query without keys has weights 0 whatever the mask says, so it does not keep a tile from being whole.
+    # A row without keys has weights 0 whatever the mask says, so it does not keep a tile from being whole.
     low_max = per_tile(jnp.where(empty, 0, low), 0, jnp.max)
     high_min = per_tile(jnp.where(empty, num_keys, high), num_keys, jnp.min)
     begin = jnp.arange(0, num_keys, keys, dtype=jnp.int32)
@@ -181,7 +190,6 @@ def _dkv_kernel(
     dv_ref,
     *,
     config,
-    tokens,
     group,
     heads,
     length,
@@ -194,16 +202,15 @@ def _dkv_kernel(
     position = jnp.minimum(block * config.keys + lax.broadcasted_iota(jnp.int32, (config.keys,), 0), num_keys - 1)
     key, value = load_rows(key_ref, position, h_dim), load_rows(value_ref, position, v_dim)
     scale = 1.0 / math.sqrt(h_dim)
-    ragged = tokens * group < config.rows or length % tokens != 0
+    ragged = length * group % config.rows != 0
 
     def step(exact, tile, carry):
         dk, dv = carry
-        token, row = query_rows(tile, config.rows, tokens, group, heads, kv_head, length)
+        token, row = query_rows(tile, config.rows, group, heads, kv_head, length)
         query, grad = load_rows(query_ref, row, h_dim), load_rows(grad_ref, row, v_dim)
         lse, delta = lse_ref[row], delta_ref[row]
-        if ragged:  # rows that repeat another one must not be counted twice
-            r = lax.broadcasted_iota(jnp.int32, (config.rows,), 0)
-            own = (r < tokens * group) & (tile * tokens + lax.div(r, jnp.int32(group)) < length)
+        if ragged:  # rows that repeat the last one must not be counted
+            own = tile * config.rows + lax.broadcasted_iota(jnp.int32, (config.rows,), 0) < length * group
             lse = jnp.where(own, lse, _NO_WEIGHT)
         weights = jnp.exp2(_scores(key, query) * (scale * LOG2E) - lse[None, :])  # [keys, rows]
         if not exact:
@@ -230,11 +237,11 @@ def _dkv_kernel(
     carry = lax.fori_loop(whole_begin, whole_end, lambda i, c: step(True, i, c), carry)
     dk, dv = lax.fori_loop(whole_end, end, lambda i, c: step(False, i, c), carry)
     # Past the last key every row repeats it and stores the same values, as in query tiles.
-    store_rows(dk_ref.at[split], position, tuple(a * scale for a in dk))
-    store_rows(dv_ref.at[split], position, dv)
+    store_rows(dk_ref, position, tuple(a * scale for a in dk))
+    store_rows(dv_ref, position, dv)
 
 
-def grad_key_value_kernel(query, key, value, grad_out, lse, delta, low, high, config=None):
+def grad_key_value_kernel(query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedConfig):
     """dk [B, S, K, H] and dv [B, S, K, V]; arguments as `grad_query_kernel`.
 
     Few keys (the compressed branch) leave few programs with very long loops, so a key block's queries are split over
@@ -245,25 +252,26 @@ def grad_key_value_kernel(query, key, value, grad_out, lse, delta, low, high, co
     length = low.shape[1]
     heads = num_rows // length
     group = heads // kv_heads
-    config = config or tuning.ranged_dkv_config(group, h_dim, v_dim, query.dtype)
-    tokens = config.rows // group
     num_blocks = pl.cdiv(num_keys, config.keys)
     splits = config.splits or tuning.ranged_splits(
-        num_blocks * kv_heads * batch, pl.cdiv(length, tokens), num_keys * kv_heads * batch * (h_dim + v_dim) * 4
+        num_blocks * kv_heads * batch,
+        pl.cdiv(length * group, config.rows),
+        num_keys * kv_heads * batch * (h_dim + v_dim) * 4,
     )
     kernel = functools.partial(
         _dkv_kernel,
         config=config,
-        tokens=tokens,
         group=group,
         heads=heads,
         length=length,
         num_keys=num_keys,
         splits=splits,
     )
-    ranges = query_tile_ranges(low, high, tokens, config.keys, num_keys)
+    ranges = query_tile_ranges(low, high, group, config.rows, config.keys, num_keys)
     per_head = lambda dim: pl.BlockSpec((None, num_keys, None, dim), lambda i, h, b: (b, 0, h, 0))  # noqa: E731
-    shares = lambda dim: pl.BlockSpec((splits, None, num_keys, None, dim), lambda i, h, b: (0, b, 0, h, 0))  # noqa: E731
+    shares = lambda dim: pl.BlockSpec(  # noqa: E731
+        (None, None, num_keys, None, dim), lambda i, h, b: (lax.rem(i, jnp.int32(splits)), b, 0, h, 0)
+    )
     dtype = query.dtype if splits == 1 else jnp.float32
     dk, dv = triton_call(
         kernel,

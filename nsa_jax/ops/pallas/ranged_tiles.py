@@ -1,7 +1,8 @@
 """Tiles of ranged attention: what its forward and backward kernels share.
 
-A query tile is `tokens` query tokens with the G heads of one key/value head: row r is token `r // G`, head `r % G`. Rows
-that a tile has too many repeat its last one: they compute and store the same values, so nothing needs a mask.
+The query rows of one key/value head are (token, head) pairs in that order: row r is token `r // G`, head `r % G`. A
+query tile is a run of rows, so any G fills it. Past the last row it repeats that row: the same values are computed and
+stored.
 """
 
 from __future__ import annotations
@@ -40,14 +41,12 @@ def rows_spec(rows: int, dim: int | None = None) -> pl.BlockSpec:
     return pl.BlockSpec((None, rows, dim), lambda *g: (g[-1], 0, 0))
 
 
-def query_rows(tile, rows: int, tokens: int, group: int, heads: int, kv_head, length: int):
+def query_rows(tile, rows: int, group: int, heads: int, kv_head, length: int):
     """Token of each row of a query tile and its index into the [T * N] view, both int32 [rows]."""
-    r = lax.broadcasted_iota(jnp.int32, (rows,), 0)
-    if tokens * group < rows:
-        r = jnp.minimum(r, tokens * group - 1)
-    token = tile * tokens + lax.div(r, jnp.int32(group))
-    if length % tokens:
-        token = jnp.minimum(token, length - 1)
+    r = tile * rows + lax.broadcasted_iota(jnp.int32, (rows,), 0)
+    if length * group % rows:
+        r = jnp.minimum(r, length * group - 1)
+    token = lax.div(r, jnp.int32(group))
     return token, token * heads + kv_head * group + lax.rem(r, jnp.int32(group))
 
 
