@@ -62,7 +62,7 @@ def parameter_counts(setup: Setup) -> dict[str, int]:
 
 def environment(setup: Setup, *, start_step: int, resumed_from: str | None, data: dict[str, Any]) -> dict[str, Any]:
     """What env.json holds; called when the step has been traced, so that the served implementations are known."""
-    device = jax.devices()[0]
+    device = setup.mesh.devices.flat[0]
     seq_len = setup.config.data.seq_len
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -70,7 +70,7 @@ def environment(setup: Setup, *, start_step: int, resumed_from: str | None, data
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "git": _git(),
-        "devices": {"kind": device.device_kind, "platform": device.platform, "count": jax.device_count()},
+        "devices": {"kind": device.device_kind, "platform": device.platform, "count": setup.mesh.size},
         "processes": jax.process_count(),
         "mesh": dict(setup.mesh.shape),
         "peak_flops_per_device": peak_flops(device.device_kind),

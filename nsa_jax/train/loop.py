@@ -150,16 +150,17 @@ class Run:
       config: validated.
       workdir: where everything is written.
       resume: "DIR[@STEP]" of another run to start from, if the workdir has no checkpoint of its own.
+      devices: to run on; None means all.
     """
 
-    def __init__(self, config: ConfigDict, workdir: Path, resume: str | None = None):
+    def __init__(self, config: ConfigDict, workdir: Path, resume: str | None = None, devices: list | None = None):
         self.config = config
         self.workdir = Path(workdir).absolute()
         self.workdir.mkdir(parents=True, exist_ok=True)
         self._other = parse_resume(resume) if resume else None
         self.pipeline = make_pipeline(config, process_index=jax.process_index(), process_count=jax.process_count())
         tokenizer = self.pipeline.tokenizer
-        self.setup = setup(config, tokenizer.vocab_size)
+        self.setup = setup(config, tokenizer.vocab_size, devices)
         token_bytes = np.zeros(self.setup.model_config.vocab_size, np.int32)
         token_bytes[: tokenizer.vocab_size] = tokenizer.token_bytes
         self.train_step = make_train_step(self.setup, token_bytes)
@@ -293,7 +294,7 @@ class Run:
         peak = flops.peak_flops(jax.devices()[0].device_kind)
         if peak is not None:
             used = flops.train_flops_per_token(self.setup.model_config, config.data.seq_len) * tokens / seconds
-            row["perf/mfu"] = used / (peak * jax.device_count())
+            row["perf/mfu"] = used / (peak * self.setup.mesh.size)
         row.update(metrics.memory_row())
         self._last_row = row
         step = interval.first_step + len(rows) - 1
@@ -319,7 +320,7 @@ class Run:
         writer.say(
             f"{config.name}: {self.setup.num_parameters():,} parameters ({config.model.attention}), "
             f"{config.train.batch_size} x {config.data.seq_len} tokens per step, {config.train.steps:,} steps, "
-            f"{jax.device_count()} x {device.device_kind}, {self.workdir}"
+            f"{self.setup.mesh.size} x {device.device_kind}, {self.workdir}"
         )
         if source is not None:
             writer.say(f"resuming after step {start} of {source}")
@@ -367,16 +368,19 @@ class _Clock:
         return max(seconds, 1e-9)
 
 
-def run(config: ConfigDict, workdir: str | Path, resume: str | None = None) -> dict[str, Any]:
+def run(
+    config: ConfigDict, workdir: str | Path, resume: str | None = None, devices: list | None = None
+) -> dict[str, Any]:
     """Trains as `config` says and returns the summary.
 
     Args:
       config: as a get_config() of configs/ returns it.
       workdir: everything is written there; a run that was interrupted is continued.
       resume: "DIR[@STEP]" of another run to start from.
+      devices: to run on; None means all.
 
     Raises:
       ConfigError: with everything that is wrong, before any device is touched.
     """
     config_lib.check(config)
-    return Run(config, Path(workdir), resume).run()
+    return Run(config, Path(workdir), resume, devices).run()

@@ -80,6 +80,11 @@ def _split_micro_batches(batch: Batch, count: int) -> Batch:
     return jax.tree.map(split, batch)
 
 
+def _global_norm(tree) -> jax.Array:
+    """Square root of the sum of all squares, float32."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
+
+
 def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """The jitted step (state, batch) -> (state, metrics); the state is donated.
 
@@ -124,7 +129,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
             zero = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
             (loss, grads), _ = jax.lax.scan(accumulate, zero, (jnp.arange(count), _split_micro_batches(batch, count)))
         # Measured here, before clipping and before anything could reset it.
-        grad_norm = optax.global_norm(grads)
+        grad_norm = _global_norm(grads)
         updates, opt_state = setup.optimizer.update(grads, state["opt_state"], params)
         new_params = optax.apply_updates(params, updates)
         text_bytes = jnp.sum(lengths[batch["targets"]] * batch["loss_mask"])
@@ -133,8 +138,8 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
             "tokens": batch["loss_mask"].sum(),
             "bits_per_byte": loss * total / math.log(2) / jnp.maximum(text_bytes, 1.0),
             "grad_norm": grad_norm,
-            "param_norm": optax.global_norm(new_params),
-            "update_norm": optax.global_norm(updates),
+            "param_norm": _global_norm(new_params),
+            "update_norm": _global_norm(updates),
             "learning_rate": schedule(state["step"]),
         }
         chex.assert_rank(list(metrics.values()), 0)
@@ -194,3 +199,13 @@ def make_sampler(setup: Setup, length: int, vocab_size: int, temperature: float 
         return jax.lax.fori_loop(prompt_length, length, extend, tokens)
 
     return jax.jit(sample, in_shardings=(setup.sharding["params"], None, None, None))
+
+
+def host_transfers(hlo_text: str) -> list[str]:
+    """Instructions of a compiled program that talk to the host while it runs: callbacks, infeed, outfeed, send, recv.
+
+    Args:
+      hlo_text: `compiled.as_text()`.
+    """
+    marks = ("callback", " infeed(", " outfeed(", " send(", " recv(", "MoveToHost")
+    return [line.strip() for line in hlo_text.splitlines() if "=" in line and any(mark in line for mark in marks)]

@@ -1,0 +1,59 @@
+"""The production run: a 12-layer NSA model on FineWeb-Edu at 2,048 tokens, sized for one or more A100s.
+
+What:    dim 768, 12 layers, 12 query heads in 2 key/value groups of head dim 64, the paper's block geometry (l=32,
+         d=16, l'=64, n=16, w=512), bfloat16 compute with float32 parameters, every block rematerialised.
+Data:    FineWeb-Edu, sample-10BT, through Hugging Face `datasets` (a download of about 28 GB the first time); a
+         byte-pair vocabulary of 32,768 is trained on the corpus and kept in the cache. 50,000 steps of 128 x 2,048
+         tokens are 13.1 billion tokens.
+Takes:   not measured end to end. Tokens per second of this model are in benchmarks/results.
+Reaches: not measured.
+Command: python train.py --config=configs/a100_prod.py
+Other:   several GPUs share the batch by themselves; --config.mesh.fsdp=8 also shards parameters and optimizer state.
+         Text files instead of the download: --config.data.source=text --config.data.files="('corpus/*.txt',)".
+"""
+
+from ml_collections import ConfigDict
+
+from nsa_jax.config import default_config
+
+
+def get_config() -> ConfigDict:
+    """The production run."""
+    c = default_config()
+    c.name = "a100_prod"
+
+    c.model.dim = 768
+    c.model.num_layers = 12
+    c.model.num_heads = 12
+    c.model.num_kv_heads = 2
+    c.model.head_dim = 64
+    c.model.nsa.compress_block = 32
+    c.model.nsa.compress_stride = 16
+    c.model.nsa.select_block = 64
+    c.model.nsa.num_selected = 16
+    c.model.nsa.window = 512
+    c.model.compute_dtype = "bfloat16"
+    c.model.remat = "block"
+
+    c.data.source = "hf"
+    c.data.hf_path = "HuggingFaceFW/fineweb-edu"
+    c.data.hf_name = "sample-10BT"
+    c.data.tokenizer = "bpe"
+    c.data.bpe_vocab_size = 32_768
+    c.data.seq_len = 2048
+    c.data.val_fraction = 0.001
+
+    c.train.steps = 50_000
+    c.train.batch_size = 128
+    c.train.grad_accum = 4
+    c.train.log_every = 20
+    c.train.eval_every = 1000
+    c.train.eval_batches = 32
+    c.train.save_every = 1000
+
+    c.optim.learning_rate = 6e-4
+    c.optim.schedule = "cosine"
+    c.optim.warmup_steps = 1000
+    c.optim.weight_decay = 0.1
+    c.optim.clip = 1.0
+    return c

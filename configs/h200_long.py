@@ -1,0 +1,36 @@
+"""The model of a100_prod at 65,536 tokens: what NSA is for. Sized for H200s.
+
+What:    as a100_prod, with RoPE's base raised to 1,000,000 for the longer row.
+Data:    FineWeb-Edu, sample-10BT, documents packed into rows of 65,536 tokens; attention does not cross documents
+         unless config.data.packing=False. 20,000 steps of 8 x 65,536 tokens are 10.5 billion tokens.
+Takes:   not measured end to end. Tokens per second of this model are in benchmarks/results.
+Reaches: not measured.
+Command: python train.py --config=configs/h200_long.py
+"""
+
+from ml_collections import ConfigDict
+
+from configs import a100_prod
+
+
+def get_config() -> ConfigDict:
+    """The long-context run."""
+    c = a100_prod.get_config()
+    c.name = "h200_long"
+
+    c.model.rope_theta = 1_000_000.0
+
+    c.data.seq_len = 65_536
+
+    c.train.steps = 20_000
+    c.train.batch_size = 8
+    c.train.grad_accum = 1
+    c.train.log_every = 10
+    c.train.eval_every = 500
+    c.train.eval_batches = 8
+    c.train.save_every = 500
+    c.train.sample_tokens = 256
+
+    c.optim.learning_rate = 3e-4
+    c.optim.warmup_steps = 500
+    return c

@@ -1,0 +1,216 @@
+"""Stopping and starting again: bit-exact, whatever stopped the run; and what a checkpoint refuses."""
+
+import dataclasses
+import json
+import logging
+import math
+import shutil
+import signal
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from nsa_jax.data import DataError
+from nsa_jax.train import CheckpointError, TrainingError, loop
+from nsa_jax.train.checkpoint import Checkpoints, differences, parse_resume
+from nsa_jax.train.loop import HALT
+
+from .tiny import losses, make_run, one_device, rows
+
+# Dropout and accumulation on: both must continue exactly, too.
+FULL = dict(train__steps=10, train__save_every=4, train__grad_accum=2, model__dropout=0.2)
+DENSE = dict(model__attention="dense", model__num_layers=1, train__steps=4, train__save_every=1)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("uninterrupted")
+    make_run(workdir, **FULL).run()
+    return workdir
+
+
+def final_state(workdir):
+    run = make_run(workdir, **FULL)
+    info = {"parameters": {}, "tokenizer": ""}
+    checkpoints = Checkpoints(workdir / "checkpoints", info, read_only=True)
+    checkpoints._check_fits = lambda step: None
+    found = checkpoints.restore(run.setup.target(), run.pipeline.train(), 10)
+    checkpoints.close()
+    return found[1]
+
+
+def stop_before(monkeypatch, step, act):
+    """Calls `act` when the loop asks for the batch of the step after `step`."""
+    original = loop._Batches.__next__
+    count = {"taken": 0}
+
+    def taking(self):
+        count["taken"] += 1
+        if count["taken"] == step:
+            act()
+        return original(self)
+
+    monkeypatch.setattr(loop._Batches, "__next__", taking)
+
+
+@pytest.mark.parametrize(
+    ("step", "how"), [(1, "HALT"), (3, "SIGTERM"), (4, "SIGINT"), (6, "HALT")], ids=lambda value: str(value)
+)
+def test_a_stopped_run_continues_bit_exactly(step, how, uninterrupted, tmp_path, monkeypatch):
+    def act():
+        if how == "HALT":
+            (tmp_path / HALT).touch()
+        else:
+            signal.raise_signal(getattr(signal, how))
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        stop_before(patch, step, act)
+        summary = make_run(tmp_path, **FULL).run()
+    assert summary["stopped_by"] == how and summary["step"] == step and not summary["finished"]
+    assert signal.getsignal(signal.SIGTERM) is before and not (tmp_path / HALT).exists()
+    assert (tmp_path / "checkpoints" / str(step)).is_dir()
+    summary = make_run(tmp_path, **FULL).run()
+    assert summary["start_step"] == step and summary["finished"]
+    assert losses(tmp_path) == losses(uninterrupted)
+    assert len(losses(tmp_path)) == 10
+    chex.assert_trees_all_equal(final_state(tmp_path), final_state(uninterrupted))
+
+
+def test_a_killed_run_continues_from_its_last_checkpoint(uninterrupted, tmp_path, monkeypatch):
+    def die():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        stop_before(patch, 7, die)
+        with pytest.raises(KeyboardInterrupt):
+            make_run(tmp_path, **FULL).run()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "train/lo')  # a line cut off by the kill
+    assert make_run(tmp_path, **FULL).run()["start_step"] == 4
+    assert losses(tmp_path) == losses(uninterrupted)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()].count(5) == 1
+
+
+def test_resume_from_another_run_at_a_step(uninterrupted, tmp_path):
+    run = make_run(tmp_path, resume=f"{uninterrupted}@4", **FULL)
+    assert run.run()["start_step"] == 4
+    got, want = losses(tmp_path), losses(uninterrupted)
+    assert got == {step: loss for step, loss in want.items() if step > 4}
+    env = json.loads((tmp_path / "env.json").read_text())
+    assert env["start_step"] == 4 and env["resumed_from"] == str(uninterrupted / "checkpoints")
+
+
+def test_changing_the_dropout_seed_changes_the_losses(uninterrupted, tmp_path):
+    # The bit-exactness above means something only if dropout is really drawn per step from the seed.
+    make_run(tmp_path, **{**FULL, "train__steps": 3, "train__save_every": 0, "model__dropout": 0.0}).run()
+    got = losses(tmp_path)
+    assert all(got[step] != losses(uninterrupted)[step] for step in got)
+
+
+def test_a_finished_run_is_not_trained_further(uninterrupted):
+    before = (uninterrupted / "metrics.jsonl").read_text()
+    summary = make_run(uninterrupted, **FULL).run()
+    assert summary["start_step"] == summary["step"] == 10 and summary["finished"]
+    assert (uninterrupted / "metrics.jsonl").read_text() == before
+
+
+def test_keeps_the_last_and_the_best(tmp_path):
+    run = make_run(tmp_path, **{**DENSE, "train__steps": 5, "train__keep_last": 2})
+    values = iter([3.0, 1.0, 2.0, 1.5, 4.0])
+    run._validate = lambda step, state, writer: setattr(
+        run, "_last_validation", (step, {"val/loss": 9.0 if step == 0 else next(values)})
+    )
+    run.config.train.eval_every, run.config.train.eval_batches = 1, 1
+    summary = run.run()
+    kept = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == [2, 4, 5]
+    assert summary["best_checkpoint"] == {"step": 2, "val/loss": 1.0}
+
+
+def test_unfinished_and_damaged_steps_are_skipped_with_a_warning(tmp_path, caplog):
+    make_run(tmp_path, **DENSE).run()
+    root = tmp_path / "checkpoints"
+    (root / "9.orbax-checkpoint-tmp").mkdir()
+    (root / "9.orbax-checkpoint-tmp" / "state").touch()
+    for path in (root / "4" / "state").rglob("*"):
+        if path.is_file() and path.stat().st_size > 500:
+            path.write_bytes(path.read_bytes()[:100])
+    with caplog.at_level(logging.WARNING, logger="nsa_jax"):
+        summary = make_run(tmp_path, **{**DENSE, "train__steps": 5}).run()
+    assert summary["start_step"] == 3 and summary["step"] == 5
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("9.orbax-checkpoint-tmp" in text and "never finished" in text for text in messages)
+    assert any("skipping checkpoint 4" in text for text in messages)
+    assert make_run(tmp_path, **{**DENSE, "train__steps": 5}).run()["start_step"] == 5
+
+
+def test_all_steps_damaged_is_an_error_and_not_a_fresh_start(tmp_path):
+    make_run(tmp_path, **{**DENSE, "train__steps": 3}).run()
+    for path in (tmp_path / "checkpoints").rglob("manifest.ocdbt"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint .* can be read"):
+        make_run(tmp_path, **DENSE).run()
+
+
+def test_a_config_that_does_not_fit_is_refused_with_the_difference(tmp_path):
+    make_run(tmp_path, **{**DENSE, "train__steps": 3}).run()
+    with pytest.raises(CheckpointError) as error:
+        make_run(tmp_path, **{**DENSE, "model__mlp_dim": 64}).run()
+    assert "blocks/mlp/w_in: checkpoint (1, 32, 96) float32, config (1, 32, 128) float32" in str(error.value)
+    other_data = {**DENSE, "data__synthetic": "random"}
+    with pytest.raises(DataError, match="belongs to other data"):
+        make_run(tmp_path, **other_data).run()
+
+
+def test_differences_name_the_tokenizer_and_missing_parameters():
+    saved = {"tokenizer": "byte-1", "parameters": {"a": [[2], "float32"], "b": [[3], "float32"]}}
+    wanted = {"tokenizer": "bpe-7", "parameters": {"a": [[2], "float32"], "c": [[3], "float32"]}}
+    assert differences(saved, saved) == []
+    assert differences(saved, wanted) == [
+        "tokenizer: checkpoint byte-1, config bpe-7",
+        "b: checkpoint (3,) float32, config absent",
+        "c: checkpoint absent, config (3,) float32",
+    ]
+
+
+def test_resume_argument(tmp_path):
+    (tmp_path / "run@home" / "checkpoints").mkdir(parents=True)
+    assert parse_resume(f"{tmp_path}/run@home") == (tmp_path / "run@home" / "checkpoints", None)
+    assert parse_resume(f"{tmp_path}/run@home@120") == (tmp_path / "run@home" / "checkpoints", 120)
+    with pytest.raises(CheckpointError, match="is no directory"):
+        parse_resume(f"{tmp_path}/missing@3")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
+    run = make_run(tmp_path, **{**DENSE, "train__steps": 20, "train__save_every": 2})
+    train_step = run.train_step
+
+    def poisoned(state, batch):
+        batch = {**batch, "loss_mask": batch["loss_mask"] * np.where(int(state["step"]) == 6, np.nan, 1.0).astype("f4")}
+        return train_step(state, batch)
+
+    run.train_step = poisoned
+    with pytest.raises(TrainingError, match=r"step 7: loss nan"):
+        run.run()
+    assert max(rows(tmp_path)) == 6
+    assert all(math.isfinite(loss) for loss in losses(tmp_path).values())
+    shutil.copytree(tmp_path, tmp_path.with_name("copy"))
+    again = make_run(tmp_path.with_name("copy"), **{**DENSE, "train__steps": 8}).run()
+    assert again["start_step"] == 6 and math.isfinite(again["last"]["train/loss"])
+
+
+def test_sharded_state_resumes_on_another_mesh(tmp_path):
+    from nsa_jax.train.loop import Run
+
+    from .tiny import tiny_config
+
+    changes = {**DENSE, "train__steps": 4, "train__save_every": 2}
+    Run(tiny_config(mesh__fsdp=4, **changes), tmp_path / "a", None, jax.devices()[:4]).run()
+    alone = Run(tiny_config(**changes), tmp_path / "b", f"{tmp_path / 'a'}@2", one_device())
+    assert dataclasses.asdict(alone.setup.model_config)["dim"] == 32
+    alone.run()
+    for step in (3, 4):
+        assert losses(tmp_path / "b")[step] == pytest.approx(losses(tmp_path / "a")[step], abs=1e-5)

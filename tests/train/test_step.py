@@ -1,0 +1,228 @@
+"""The compiled step: what it computes, that it is one program, and that it is the same on any mesh."""
+
+import functools
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nsa_jax.nn import Transformer, count_parameters
+from nsa_jax.train import step as step_lib
+from nsa_jax.train.state import decays, learning_rate, make_mesh, mesh_problems, partition_spec, setup
+from nsa_jax.train.step import host_transfers, make_eval_step, make_sampler, make_train_step, token_losses
+
+from .tiny import VOCAB, one_device, random_batch, steps, tiny_config
+
+# What does not depend on the kind of attention is tested with the one that compiles fastest.
+DENSE = dict(model__attention="dense", model__num_layers=1)
+
+
+def uneven_mask(config):
+    mask = np.ones((config.train.batch_size, config.data.seq_len), np.float32)
+    mask[::2, 5:] = 0
+    mask[3] = 0
+    return mask
+
+
+def plain_loss(made, params, batch):
+    """Cross-entropy in float64 from the model's logits."""
+    apply = jax.jit(lambda params: made.model(params)(batch["inputs"], batch["segment_start"]))
+    logits = np.asarray(apply(params), np.float64)
+    logits = logits - logits.max(-1, keepdims=True)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nats = -np.take_along_axis(logp, batch["targets"][..., None], -1)[..., 0]
+    return (nats * batch["loss_mask"]).sum(), nats
+
+
+def test_loss_and_bits_per_byte_are_means_over_the_masked_tokens():
+    config = tiny_config(**DENSE)
+    batch = random_batch(config, mask=uneven_mask(config))
+    token_bytes = np.arange(VOCAB, dtype=np.int32) % 4
+    made = setup(config, VOCAB, one_device())
+    nats, _ = plain_loss(made, made.init()["params"], batch)
+    (metrics,), _ = steps(config, [batch], token_bytes=token_bytes)
+    assert metrics["loss"] == pytest.approx(nats / batch["loss_mask"].sum(), rel=1e-5)
+    text_bytes = (token_bytes[batch["targets"]] * batch["loss_mask"]).sum()
+    assert metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
+    assert metrics["tokens"] == batch["loss_mask"].sum()
+
+
+def test_norms_are_nonzero_and_the_gradient_norm_is_taken_before_clipping():
+    config = tiny_config(optim__clip=1e-3, **DENSE)
+    batch = random_batch(config)
+    made = setup(config, VOCAB, one_device())
+    params = made.init()["params"]
+
+    def loss(params):
+        logits = made.model(params)(batch["inputs"], batch["segment_start"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+    want = float(optax.tree.norm(jax.jit(jax.grad(loss))(params)))
+    (metrics,), state = steps(config, [batch])
+    assert want > 100 * config.optim.clip
+    assert metrics["grad_norm"] == pytest.approx(want, rel=1e-4)
+    assert metrics["param_norm"] == pytest.approx(float(optax.tree.norm(state["params"])), rel=1e-5)
+    moved = optax.tree.norm(jax.tree.map(jnp.subtract, state["params"], params))
+    assert metrics["update_norm"] == pytest.approx(float(moved), rel=1e-2)
+    assert metrics["learning_rate"] == pytest.approx(config.optim.learning_rate / 2)
+
+
+@pytest.mark.parametrize("accum", [2, 8])
+def test_accumulation_gives_the_loss_and_gradient_of_the_whole_batch(accum):
+    config = tiny_config(**DENSE)
+    batches = [random_batch(config, seed, uneven_mask(config)) for seed in range(3)]
+    whole, state = steps(config, batches)
+    parts, accumulated = steps(tiny_config(train__grad_accum=accum, **DENSE), batches)
+    chex.assert_trees_all_close(whole, parts, rtol=2e-5)
+    chex.assert_trees_all_close(state["params"], accumulated["params"], atol=2e-5)
+
+
+def test_loss_in_chunks_equals_the_loss_at_once(monkeypatch):
+    config = tiny_config(**DENSE)
+    made = setup(config, VOCAB, one_device())
+    params, batch = made.init()["params"], random_batch(config)
+
+    def loss(params):
+        model = made.model(params)
+        hidden = model.hidden(batch["inputs"])
+        return (token_losses(model, hidden, batch["targets"]) * uneven_mask(config)).sum()
+
+    whole = jax.jit(jax.value_and_grad(loss))(params)
+    monkeypatch.setattr(step_lib, "_LOGIT_BYTES", 8 * 48 * VOCAB * 4 // 5)
+    assert step_lib._num_chunks(8, 48, VOCAB) == 6
+    chex.assert_trees_all_close(jax.jit(jax.value_and_grad(lambda p: loss(p)))(params), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_large_vocabularies_never_have_all_logits_in_memory():
+    config = tiny_config(model__vocab_size=65_536, data__seq_len=512, model__num_layers=1, model__attention="dense")
+    made = setup(config, VOCAB, one_device())
+    step = make_train_step(made, np.ones(65_536, np.int32))
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), random_batch(config))
+    text = str(jax.make_jaxpr(step)(made.abstract_state, batch))
+    assert "f32[8,64,65536]" in text
+    assert "f32[8,512,65536]" not in text and "f32[4096,65536]" not in text
+
+
+def test_the_step_is_one_program_without_host_transfers():
+    config = tiny_config(train__grad_accum=2, model__dropout=0.1)
+    made = setup(config, VOCAB, one_device())
+    step = make_train_step(made, np.ones(VOCAB, np.int32))
+    with jax.set_mesh(made.mesh):
+        state = made.init()
+        for seed in range(4):
+            state, _ = step(state, random_batch(config, seed))
+        assert step._cache_size() == 1
+        text = step.lower(state, random_batch(config)).compile().as_text()
+    assert host_transfers(text) == []
+
+    def talks(x):
+        jax.debug.print("{x}", x=x)
+        return x + 1
+
+    assert host_transfers(jax.jit(talks).lower(1.0).compile().as_text())
+
+
+@functools.cache
+def twenty_steps(data, fsdp):
+    changes = dict(train__batch_size=16, train__grad_accum=2, train__steps=20, model__implementation="xla")
+    config = tiny_config(mesh__data=data, mesh__fsdp=fsdp, **changes)
+    batches = [random_batch(config, seed, np.repeat(uneven_mask(tiny_config()), 2, 0)) for seed in range(20)]
+    return steps(config, batches, jax.devices()[: data * fsdp])
+
+
+@pytest.mark.parametrize(("data", "fsdp"), [(8, 1), (1, 8), (2, 4)])
+def test_eight_devices_give_the_losses_of_one(data, fsdp, monkeypatch):
+    monkeypatch.setattr("nsa_jax.train.state._REPLICATE_BELOW", 1)
+    want, _ = twenty_steps(1, 1)
+    got, state = twenty_steps(data, fsdp)
+    for one, eight in zip(want, got, strict=True):
+        assert abs(one["loss"] - eight["loss"]) < 1e-5
+        assert eight["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+    matrices = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state) if decays(path)]
+    assert len(matrices) == 3 * 9  # parameters and both moments
+    for leaf in matrices:
+        assert leaf.addressable_shards[0].data.size == leaf.size // fsdp
+
+
+def test_kernels_run_on_each_devices_rows(monkeypatch):
+    config = tiny_config(train__batch_size=16, model__num_layers=1)
+    made = setup(config, VOCAB, jax.devices()[:8])
+    step = make_train_step(made, np.ones(VOCAB, np.int32))
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), random_batch(config))
+    with jax.set_mesh(made.mesh):
+        text = str(jax.make_jaxpr(step)(made.abstract_state, batch))
+    assert "shard_map" in text
+    assert "f32[2,48,4,8]" in text  # a query of 16 / 8 rows
+
+
+def test_eval_step_sums_over_the_batch():
+    config = tiny_config(train__grad_accum=2, **DENSE)
+    made = setup(config, VOCAB, one_device())
+    batch = random_batch(config, mask=uneven_mask(config))
+    params = made.init()["params"]
+    token_bytes = np.arange(VOCAB, dtype=np.int32)
+    sums = make_eval_step(made, token_bytes)(params, batch)
+    nats, _ = plain_loss(made, params, batch)
+    assert float(sums["nats"]) == pytest.approx(nats, rel=1e-5)
+    assert float(sums["tokens"]) == batch["loss_mask"].sum()
+    assert float(sums["bytes"]) == (token_bytes[batch["targets"]] * batch["loss_mask"]).sum()
+
+
+def test_sampler_continues_the_prompt_from_the_models_distribution():
+    config = tiny_config(**DENSE)
+    made = setup(config, VOCAB, one_device())
+    params = made.init()["params"]
+    prompt = np.zeros((1, 20), np.int32)
+    prompt[0, :5] = [3, 1, 4, 1, 5]
+    sample = make_sampler(made, 20, 7)
+    one = np.asarray(sample(params, prompt, 5, jax.random.key(0)))
+    chex.assert_trees_all_equal(one[0, :5], prompt[0, :5])
+    assert one.max() < 7 and len(set(one[0, 5:].tolist())) > 1
+    chex.assert_trees_all_equal(one, np.asarray(sample(params, prompt, 5, jax.random.key(0))))
+    cold = np.asarray(make_sampler(made, 20, VOCAB, temperature=1e-6)(params, prompt, 5, jax.random.key(0)))
+    logits = jax.jit(lambda params, tokens: made.model(params)(tokens))(params, cold)
+    chex.assert_trees_all_equal(cold[0, 5:], np.asarray(logits[0, 4:-1].argmax(-1)))
+
+
+def test_learning_rate_schedules():
+    config = tiny_config(train__steps=101, optim__warmup_steps=10, optim__learning_rate=1.0, optim__final_fraction=0.1)
+    cosine = learning_rate(config)
+    assert [float(cosine(s)) for s in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
+    assert float(cosine(55)) == pytest.approx(0.55)
+    assert float(cosine(100)) == pytest.approx(0.1)
+    config.optim.schedule = "linear"
+    assert float(learning_rate(config)(55)) == pytest.approx(0.55)
+    assert float(learning_rate(config)(32.5)) == pytest.approx(0.775)
+    config.optim.schedule = "constant"
+    assert float(learning_rate(config)(100)) == pytest.approx(1.0)
+
+
+def test_weight_decay_is_for_matrices_only():
+    made = setup(tiny_config(model__tie_embeddings=False), VOCAB, one_device())
+    paths = jax.tree_util.tree_leaves_with_path(made.abstract_state["params"])
+    kept = {
+        jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-1] for path, _ in paths if not decays(path)
+    }
+    assert kept == {"scale", "b_1", "gate_bias", "position"}
+
+
+def test_parameters_are_counted_from_the_arrays():
+    made = setup(tiny_config(), VOCAB, one_device())
+    assert made.num_parameters() == count_parameters(Transformer(made.model_config, rngs=nnx.Rngs(0)))
+
+
+def test_mesh_mistakes_are_named():
+    assert mesh_problems(tiny_config(), 8) == []
+    assert "data * fsdp" in mesh_problems(tiny_config(mesh__fsdp=3), 8)[0].message
+    assert "micro-batches of 4" in mesh_problems(tiny_config(train__grad_accum=2), 8)[0].message
+    mesh = make_mesh(tiny_config(mesh__fsdp=4), jax.devices()[:8])
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 4}
+    key = jax.tree_util.DictKey
+    assert partition_spec((key("embedding"),), (1000, 64), mesh) == jax.P("fsdp")
+    assert partition_spec((key("blocks"), key("w_in")), (8, 64, 256), mesh) == jax.P(None, None, "fsdp")
+    assert partition_spec((key("blocks"), key("scale")), (8, 64), mesh) == jax.P()
