@@ -79,9 +79,9 @@ def test_compressed_probabilities_exclude_blocks_that_reach_past_t(tested):
     arrays = case.inputs()
     num_cmp = arrays["key_cmp"].shape[1]
     one_hot = jnp.broadcast_to(jnp.eye(num_cmp)[None, :, None, :], (case.B, num_cmp, 1, num_cmp))
-    probs, _ = nsa_jax.compressed_attention(
-        arrays["query"], arrays["key_cmp"], one_hot, config=SMALL, implementation=tested.implementation
-    )
+    probs, _ = jax.jit(
+        lambda *arrays: nsa_jax.compressed_attention(*arrays, config=SMALL, implementation=tested.implementation)
+    )(arrays["query"], arrays["key_cmp"], one_hot)
     probs = np.asarray(probs)
     for t in range(case.T):
         seen = [i for i in range(num_cmp) if i * SMALL.compress_stride + SMALL.compress_block - 1 <= t]
@@ -113,24 +113,27 @@ def test_ties_go_to_the_lower_index(tested):
     length = 160
     query = jnp.ones((1, length, 1, 16))
     key_cmp = jnp.ones((1, blocks.num_compressed(length, SMALL), 1, 16))
-    _, lse = nsa_jax.compressed_attention(query, key_cmp, key_cmp, config=SMALL, implementation=tested.implementation)
-    lists = nsa_jax.select_blocks(query, key_cmp, lse, config=SMALL, implementation=tested.implementation)
-    np.testing.assert_array_equal(lists[0, -1, 0], [0, 1, 8, 9])
-    # Without compressed blocks every score is exactly 0.
-    lists = nsa_jax.select_blocks(
-        query[:, :16], key_cmp[:, :0], jnp.full((1, 16, 1), -jnp.inf), config=NSAConfig(32, 2, 32, 3, 1, 1, 4),
-        implementation=tested.implementation,
-    )  # fmt: skip
-    np.testing.assert_array_equal(lists[0, :, 0], [[0, 1, 1]] * 16)
-    late_only = jnp.full((1, length), 0, jnp.int32).at[:, -1].set(4 * 16 + 14)
-    _, lse = nsa_jax.compressed_attention(
-        query, 0 * key_cmp, key_cmp, config=SMALL, segment_start=late_only, implementation=tested.implementation
-    )
-    lists = nsa_jax.select_blocks(
-        query, 0 * key_cmp, lse, config=SMALL, segment_start=late_only, implementation=tested.implementation
-    )
+
+    @jax.jit
+    def select(query, key_cmp, start):
+        common = dict(config=SMALL, segment_start=start, implementation=tested.implementation)
+        _, lse = nsa_jax.compressed_attention(query, key_cmp, key_cmp, **common)
+        return nsa_jax.select_blocks(query, key_cmp, lse, **common)
+
+    start = jnp.zeros((1, length), jnp.int32)
+    np.testing.assert_array_equal(select(query, key_cmp, start)[0, -1, 0], [0, 1, 8, 9])
     # Block 5 scores less than 6: the compressed block that reaches into it from token 76 is of the document before.
-    np.testing.assert_array_equal(lists[0, -1, 0], [4, 6, 8, 9])
+    start = start.at[:, -1].set(4 * 16 + 14)
+    np.testing.assert_array_equal(select(query, key_cmp, start)[0, -1, 0], [4, 6, 8, 9])
+
+
+def test_without_compressed_blocks_the_forced_blocks_are_listed(tested):
+    lists = jax.jit(
+        lambda query, key_cmp, lse: nsa_jax.select_blocks(
+            query, key_cmp, lse, config=NSAConfig(32, 2, 32, 3, 1, 1, 4), implementation=tested.implementation
+        )
+    )(jnp.ones((1, 16, 1, 16)), jnp.ones((1, 0, 1, 16)), jnp.full((1, 16, 1), -jnp.inf))
+    np.testing.assert_array_equal(lists[0, :, 0], [[0, 1, 1]] * 16)
 
 
 def test_reads_counted_from_the_lists_are_what_the_branch_reads(tested):
@@ -206,14 +209,22 @@ def test_chunks_with_an_offset_equal_the_whole_row(tested, traced):
         for name in ("key", "value")
     }
     size = 25
+
+    def chunk(part, segment_start, offset):
+        return nsa_jax.nsa_attention(
+            **part,
+            config=SMALL,
+            segment_start=segment_start,
+            query_offset=offset,
+            implementation=tested.implementation,
+            return_block_indices=True,
+        )
+
+    chunk = jax.jit(chunk, static_argnums=() if traced else (2,))
     for offset in range(0, case.T, size):
         rows = slice(offset, offset + size)
         part = {**arrays, **keys, "query": arrays["query"][:, rows], "gates": arrays["gates"][:, rows]}
-        out, lists = nsa_jax.nsa_attention(
-            **part, config=SMALL, segment_start=case.segment_start()[:, rows],
-            query_offset=jnp.int32(offset) if traced else offset,
-            implementation=tested.implementation, return_block_indices=True,
-        )  # fmt: skip
+        out, lists = chunk(part, case.segment_start()[:, rows], offset)
         np.testing.assert_allclose(out, whole[:, rows], rtol=0, atol=2e-6)
         np.testing.assert_array_equal(lists, whole_lists[:, rows])
 
