@@ -68,7 +68,8 @@ def count_keys_read(block_indices: jax.Array, t: jax.Array, start: jax.Array, co
     return listed + jnp.maximum(high - low, 0)[..., None] + window
 
 
-def _gated_sum(gates, branches, dtype):
+def gated_sum(gates, branches, dtype):
+    """Sum of the branches [B, T, N, V], each times its gate [B, T, N], in float32."""
     gate = gates.astype(jnp.float32)
     weighted = [gate[..., i, None] * branch.astype(jnp.float32) for i, branch in enumerate(branches)]
     return (weighted[0] + weighted[1] + weighted[2]).astype(dtype)
@@ -84,7 +85,7 @@ def _reference(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win
     low = jnp.maximum(jnp.maximum(start, t - config.window + 1), 0)[..., None]
     mask = (held >= low) & (held <= t[..., None])
     out_win, _ = reference._attend(query, key_win, value_win, mask[:, :, None, :])
-    return _gated_sum(gates, (out_cmp, out_slc, out_win), query.dtype), lists
+    return gated_sum(gates, (out_cmp, out_slc, out_win), query.dtype), lists
 
 
 def _attend(query, key, value, mask, keys: str):
@@ -129,7 +130,7 @@ def _xla(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gate
         key_win, value_win = (x[rows[..., 0], held % num_slots] for x in (key_win, value_win))
     mask = (held >= low) & (held <= t[..., None])
     out_win = _attend(grouped, key_win, value_win, mask[:, :, None, None], keys)
-    return _gated_sum(gates, (out_cmp, out_slc, out_win), query.dtype), lists
+    return gated_sum(gates, (out_cmp, out_slc, out_win), query.dtype), lists
 
 
 def decode_attention(

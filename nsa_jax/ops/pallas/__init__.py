@@ -19,6 +19,7 @@ __all__ = [
 _MODULES = {
     "compressed_attention": "ranged",
     "decode_attention": "decode",
+    "dense_decode_attention": "decode",
     "window_attention": "ranged",
     "select_blocks": "select",
     "selected_attention": "selected",

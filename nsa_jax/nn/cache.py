@@ -1,0 +1,338 @@
+"""The KV cache: what a layer keeps of the tokens it has seen, for NSA and for dense attention.
+
+Every array has a fixed shape. Row b of the batch has its first `lengths[b]` tokens in use, so prompts of different
+lengths start at position 0 and are padded on the right; what lies behind a row's length is never read and is written
+over as the row grows.
+
+A layer's cache is its own set of arrays instead of a slice of stacked ones: a decode step then writes one token and its
+kernels read, both in place, where a scan over layers would copy each layer's whole cache twice per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax.nn.attention import DenseAttention, NSAttention, Projections
+from nsa_jax.nn.config import ModelConfig
+from nsa_jax.nn.sharding import constrain_batch, sharded_attention
+from nsa_jax.ops import blocks, nsa, pallas
+from nsa_jax.ops.decode import decode_attention, gated_sum, slot_positions
+from nsa_jax.ops.target import current_target
+
+# Elements of the largest array of dense prefill, float32.
+_DENSE_PREFILL_ELEMENTS = 2**26
+
+
+class NSALayerCache(NamedTuple):
+    """One NSA layer's cache; S is the capacity."""
+
+    key_slc: jax.Array  # [B, S, K, H], roped
+    value_slc: jax.Array  # [B, S, K, V]
+    key_cmp: jax.Array  # [B, C, K, H], roped at the block's last position
+    value_cmp: jax.Array  # [B, C, K, V]
+    key_win: jax.Array  # [B, W, K, H], roped; position p at p % W
+    value_win: jax.Array  # [B, W, K, V]
+    key_tail: jax.Array  # [B, l, K, H], raw keys that phi still needs; position p at p % l
+    value_tail: jax.Array  # [B, l, K, V]
+
+
+class DenseLayerCache(NamedTuple):
+    """One dense layer's cache."""
+
+    key: jax.Array  # [B, S, K, H], roped
+    value: jax.Array  # [B, S, K, V]
+
+
+class Cache(NamedTuple):
+    """The cache of a model.
+
+    Attributes:
+      layers: one `NSALayerCache` or `DenseLayerCache` per layer.
+      lengths: int32 [B], tokens in each row.
+      segment_start: int32 [B], first position of the document that each row is in.
+    """
+
+    layers: tuple[Any, ...]
+    lengths: jax.Array
+    segment_start: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        """S: tokens a row can hold."""
+        return self.layers[0][0].shape[1]
+
+
+def capacity_bucket(tokens: int, config: ModelConfig) -> int:
+    """The capacity to allocate for this many tokens: a power of two of at least 256, in whole selection blocks.
+
+    Programs are compiled for a capacity, so nearby lengths share one.
+    """
+    power = 1 << (max(tokens, 256) - 1).bit_length()
+    return -(-power // config.nsa.select_block) * config.nsa.select_block
+
+
+def _layer_shapes(config: ModelConfig, batch: int, capacity: int) -> NSALayerCache | DenseLayerCache:
+    def pair(length):
+        return [
+            jax.ShapeDtypeStruct((batch, length, config.num_kv_heads, dim), config.dtype)
+            for dim in (config.head_dim, config.value_head_dim)
+        ]
+
+    if config.attention == "dense":
+        return DenseLayerCache(*pair(capacity))
+    geometry = config.nsa
+    lengths = (capacity, blocks.num_compressed(capacity, geometry), min(geometry.window, capacity))
+    return NSALayerCache(*(x for length in (*lengths, geometry.compress_block) for x in pair(length)))
+
+
+def init_cache(config: ModelConfig, batch: int, capacity: int) -> Cache:
+    """An empty cache.
+
+    Args:
+      config: the model's.
+      batch: B.
+      capacity: S, tokens a row can hold, a multiple of `select_block`; see `capacity_bucket`.
+
+    Raises:
+      ValueError: `capacity` is not a multiple of `select_block`.
+    """
+    if capacity < 1 or capacity % config.nsa.select_block:
+        raise ValueError(f"capacity={capacity}: must be a positive multiple of select_block={config.nsa.select_block}")
+    shapes = _layer_shapes(config, batch, capacity)
+    layers = tuple(
+        jax.tree.map(lambda s: constrain_batch(jnp.zeros(s.shape, s.dtype)), shapes) for _ in range(config.num_layers)
+    )
+    return Cache(layers, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32))
+
+
+def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, float]:
+    """What the cache takes, beside a dense cache of the same model.
+
+    Returns:
+      total_mib and dense_total_mib: the whole cache; bytes_per_token and dense_bytes_per_token: what one more token of
+      one row takes in all layers; fixed_bytes_per_row: window and tail.
+    """
+
+    def size(kind, tokens):
+        shapes = _layer_shapes(kind, 1, tokens)
+        return config.num_layers * sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes))
+
+    dense_bytes = config.num_layers * config.num_kv_heads * (config.head_dim + config.value_head_dim)
+    dense_bytes *= config.dtype.itemsize
+    total, dense_total = size(config, capacity), dense_bytes * capacity
+    report = {"total_mib": batch * total / 2**20, "dense_total_mib": batch * dense_total / 2**20}
+    if config.attention == "dense":
+        per_token, fixed = float(dense_bytes), 0
+    else:
+        per_token = dense_bytes * (1 + 1 / config.nsa.compress_stride)
+        fixed = dense_bytes * (min(config.nsa.window, capacity) + config.nsa.compress_block)
+    report |= {"bytes_per_token": per_token, "dense_bytes_per_token": float(dense_bytes)}
+    report["fixed_bytes_per_row"] = float(fixed)
+    return report
+
+
+def _ordered(ring: jax.Array, first: jax.Array, count: int) -> jax.Array:
+    """Positions first..first+count-1 of a ring buffer [B, W, ...]."""
+    slots = (first + jnp.arange(count, dtype=jnp.int32)) % ring.shape[1]
+    return jnp.take(ring, slots, axis=1)
+
+
+def _advance_ring(ring: jax.Array, chunk: jax.Array, offset: jax.Array, ends: jax.Array) -> jax.Array:
+    """Writes a chunk of tokens at positions offset.. into a ring buffer, up to each row's end [B]."""
+    index = slot_positions(ends, ring.shape[1]) - offset
+    picked = jnp.take_along_axis(chunk, jnp.maximum(index, 0)[..., None, None], axis=1)
+    return jnp.where((index >= 0)[..., None, None], picked, ring)
+
+
+def _write(cache: jax.Array, index: jax.Array, value: jax.Array) -> jax.Array:
+    """cache[b, index[b]] = value[b]; an index past the end writes nothing."""
+    rows = jnp.arange(cache.shape[0], dtype=jnp.int32)
+    return cache.at[rows, index].set(value, mode="drop", unique_indices=True)
+
+
+def _prefill_nsa(attention: NSAttention, h, layer: NSALayerCache, offset, start, ends):
+    config, geometry = attention.config, attention.config.nsa
+    batch, length = h.shape[:2]
+    capacity, num_cmp = layer.key_slc.shape[1], layer.key_cmp.shape[1]
+    p: Projections = attention.project(h, offset + jnp.arange(length, dtype=jnp.int32))
+
+    # Blocks that end in this chunk begin up to l - d tokens before it.
+    before, stride = geometry.compress_block - geometry.compress_stride, geometry.compress_stride
+    raw = [
+        jnp.concatenate([_ordered(tail, offset - before, before), new], axis=1)
+        for tail, new in ((layer.key_tail, p.key_raw), (layer.value_tail, p.value_raw))
+    ]
+    compressed = attention.compress(raw[0], raw[1], offset - before)
+    index = (offset - before) // stride + jnp.arange(compressed[0].shape[1], dtype=jnp.int32)
+    index = jnp.where(index >= 0, index, num_cmp)
+    key_cmp, value_cmp = (
+        old.at[:, index].set(new, mode="drop", unique_indices=True)
+        for old, new in zip((layer.key_cmp, layer.value_cmp), compressed, strict=True)
+    )
+    key_slc, value_slc = (
+        jax.lax.dynamic_update_slice_in_dim(old, new, offset, axis=1)
+        for old, new in ((layer.key_slc, p.key_slc), (layer.value_slc, p.value_slc))
+    )
+    # The window branch reads the ring's tokens, in order, and then the chunk; ring slots before position 0 are empty.
+    slots = layer.key_win.shape[1]
+    key_win, value_win = (
+        jnp.concatenate([_ordered(ring, offset - slots, slots), new], axis=1)
+        for ring, new in ((layer.key_win, p.key_win), (layer.value_win, p.value_win))
+    )
+    zero = jnp.zeros((batch, length), jnp.int32) if start is None else start
+    start_win = jnp.maximum(zero - (offset - slots), 0)
+
+    def attend(start, start_win, query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates):
+        common = dict(segment_start=start, query_offset=offset, implementation=config.implementation)
+        out_cmp, lse = nsa.compressed_attention(query, key_cmp, value_cmp, config=geometry, **common)
+        lists = nsa.select_blocks(query, key_cmp, lse, config=geometry, num_keys=capacity, **common)
+        out_slc = nsa.selected_attention(query, key_slc, value_slc, lists, select_block=geometry.select_block, **common)
+        common |= dict(segment_start=start_win, query_offset=slots)
+        out_win = nsa.window_attention(query, key_win, value_win, window=geometry.window, **common)
+        return gated_sum(gates, (out_cmp, out_slc, out_win), query.dtype)
+
+    attended = sharded_attention(
+        attend, start, start_win, p.query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, p.gates
+    )
+    rings = (
+        _advance_ring(ring, new, offset, ends)
+        for ring, new in zip(layer[4:], (p.key_win, p.value_win, p.key_raw, p.value_raw), strict=True)
+    )
+    return attended, NSALayerCache(key_slc, value_slc, key_cmp, value_cmp, *rings)
+
+
+def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_start):
+    config, geometry = attention.config, attention.config.nsa
+    p: Projections = attention.project(h, lengths[:, None])
+    key_slc, value_slc = (
+        _write(old, lengths, new[:, 0]) for old, new in ((layer.key_slc, p.key_slc), (layer.value_slc, p.value_slc))
+    )
+    rings = [
+        _write(ring, lengths % ring.shape[1], new[:, 0])
+        for ring, new in zip(layer[4:], (p.key_win, p.value_win, p.key_raw, p.value_raw), strict=True)
+    ]
+    # A block is complete every d tokens, in every row at its own time.
+    first = lengths + 1 - geometry.compress_block
+    complete = (first >= 0) & (first % geometry.compress_stride == 0)
+
+    def compress():
+        order = (first[:, None] + jnp.arange(geometry.compress_block, dtype=jnp.int32)) % geometry.compress_block
+        raw = [jnp.take_along_axis(tail, order[..., None, None], axis=1) for tail in rings[2:]]
+        return attention.compress(raw[0], raw[1], first[:, None])
+
+    shapes = jax.eval_shape(compress)
+    new_cmp = jax.lax.cond(
+        complete.any(), compress, lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    )
+    index = jnp.where(complete, first // geometry.compress_stride, layer.key_cmp.shape[1])
+    key_cmp, value_cmp = (
+        _write(old, index, new[:, 0]) for old, new in zip((layer.key_cmp, layer.value_cmp), new_cmp, strict=True)
+    )
+
+    def attend(start, *arrays):
+        return decode_attention(
+            *arrays, config=geometry, segment_start=start[:, None], implementation=config.implementation
+        )
+
+    attended = sharded_attention(
+        attend, segment_start, p.query, key_cmp, value_cmp, key_slc, value_slc, *rings[:2], p.gates, lengths + 1
+    )
+    return attended, NSALayerCache(key_slc, value_slc, key_cmp, value_cmp, *rings)
+
+
+def _masked_attention(query, key, value, t, start):
+    """Dense attention of queries at positions t [B, T] to a cache; scores of all keys at once."""
+    batch, length, num_heads, head_dim = query.shape
+    grouped = query.reshape(batch, length, key.shape[2], -1, head_dim)
+    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+    dot = dict(precision=precision, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("btkgh,bskh->btkgs", grouped, key, **dot) * head_dim**-0.5
+    position = jnp.arange(key.shape[1], dtype=jnp.int32)
+    mask = (position >= start[..., None]) & (position <= t[..., None])
+    probs = jax.nn.softmax(jnp.where(mask[:, :, None, None], scores, -1e30), axis=-1).astype(value.dtype)
+    out = jnp.einsum("btkgs,bskv->btkgv", probs, value, **dot)
+    return out.reshape(batch, length, num_heads, -1).astype(query.dtype)
+
+
+def _prefill_dense(attention: DenseAttention, h, layer: DenseLayerCache, offset, start, ends):
+    del ends
+    batch, length = h.shape[:2]
+    positions = offset + jnp.arange(length, dtype=jnp.int32)
+    query, new_key, new_value = attention.project(h, positions)
+    key, value = (
+        jax.lax.dynamic_update_slice_in_dim(old, new, offset, axis=1)
+        for old, new in ((layer.key, new_key), (layer.value, new_value))
+    )
+    start = jnp.zeros((batch, length), jnp.int32) if start is None else start
+
+    def attend(query, key, value, start):
+        rows = query.shape[0]
+        most = max(_DENSE_PREFILL_ELEMENTS // (rows * query.shape[2] * key.shape[1]), 1)
+        pieces = -(-length // most)
+        while length % pieces:
+            pieces += 1
+
+        def piece(args):
+            query, t, start = (jnp.moveaxis(x, 0, 1) for x in args)
+            return jnp.moveaxis(_masked_attention(query, key, value, t, start), 1, 0)
+
+        def cut(x):
+            return jnp.moveaxis(x, 1, 0).reshape(pieces, length // pieces, *x.shape[:1], *x.shape[2:])
+
+        t = jnp.broadcast_to(positions, (rows, length))
+        out = jax.lax.map(piece, (cut(query), cut(t), cut(start)))
+        return jnp.moveaxis(out.reshape(length, rows, *out.shape[3:]), 0, 1)
+
+    return sharded_attention(attend, query, key, value, start), DenseLayerCache(key, value)
+
+
+def _step_dense(attention: DenseAttention, h, layer: DenseLayerCache, lengths, segment_start):
+    query, new_key, new_value = attention.project(h, lengths[:, None])
+    key, value = (_write(old, lengths, new[:, 0]) for old, new in ((layer.key, new_key), (layer.value, new_value)))
+
+    def attend(query, key, value, lengths, start):
+        target = current_target()
+        if target.is_gpu and pallas.unsupported("decode_attention", query, key, value, target=target) is None:
+            return pallas.dense_decode_attention(query, key, value, lengths + 1, start[:, None])
+        return _masked_attention(query, key, value, lengths[:, None], start[:, None])
+
+    attended = sharded_attention(attend, query, key, value, lengths, segment_start)
+    return attended, DenseLayerCache(key, value)
+
+
+def prefill_attention(attention, h: jax.Array, layer, offset: jax.Array, start: jax.Array | None, ends: jax.Array):
+    """Attention of a chunk of tokens to the cache and to itself, and the cache with the chunk in it.
+
+    Args:
+      attention: `NSAttention` or `DenseAttention`.
+      h: [B, T, D], the layer's normed input; T is a multiple of the compression stride.
+      layer: the layer's cache, which holds all tokens before the chunk.
+      offset: int32 scalar, position of the chunk's first token, a multiple of the compression stride.
+      start: int32 [B, T], first position of each token's document, or None.
+      ends: int32 [B], tokens of each row up to the end of the chunk, padding excluded.
+
+    Returns:
+      The heads' outputs [B, T, N, V] and the layer's cache.
+    """
+    serve = _prefill_nsa if isinstance(attention, NSAttention) else _prefill_dense
+    return serve(attention, h, layer, offset, start, ends)
+
+
+def step_attention(attention, h: jax.Array, layer, lengths: jax.Array, segment_start: jax.Array):
+    """Attention of one new token per row, and the cache with it.
+
+    Args:
+      attention: `NSAttention` or `DenseAttention`.
+      h: [B, 1, D], the layer's normed input.
+      layer: the layer's cache.
+      lengths: int32 [B], tokens of each row before this one.
+      segment_start: int32 [B], first position of the new token's document.
+
+    Returns:
+      The heads' outputs [B, 1, N, V] and the layer's cache.
+    """
+    serve = _step_nsa if isinstance(attention, NSAttention) else _step_dense
+    return serve(attention, h, layer, lengths, segment_start)

@@ -1,0 +1,204 @@
+"""`Decoder`: a Transformer made ready to generate, with prefill in chunks and one compiled step per token."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nsa_jax.nn.cache import Cache, capacity_bucket, init_cache, prefill_attention, step_attention
+from nsa_jax.nn.layers import RMSNorm
+from nsa_jax.nn.transformer import Block, Transformer
+
+# Parameters that are used in float32; all others are used in the compute dtype.
+_WIDE = ("scale", "gate_bias")
+
+
+class Decoder:
+    """Runs a Transformer token by token.
+
+    The stacked layers are cut apart and cast to the compute dtype once: a step then reads each weight in place.
+    Functions are compiled for a batch size and a cache capacity, not for lengths.
+
+    Attributes:
+      config: the model's.
+      params: arrays to pass to the methods' functional counterparts; a plain pytree.
+    """
+
+    def __init__(self, model: Transformer, *, chunk: int = 2048):
+        """Prepares a model.
+
+        Args:
+          model: its parameters are read, not kept.
+          chunk: tokens of a prompt that are processed at once; bounds the memory of prefill.
+        """
+        self.config = config = model.config
+        block = config.nsa.select_block
+        self.chunk = max(chunk // block, 1) * block
+        self._block, stacked = nnx.split(model.blocks)
+        self._norm, norm = nnx.split(model.norm)
+
+        def ready(path, leaf):
+            wide = any(str(getattr(key, "key", getattr(key, "name", key))) in _WIDE for key in path)
+            return leaf if wide else leaf.astype(config.dtype)
+
+        def layer(index):
+            return jax.tree_util.tree_map_with_path(lambda path, leaf: ready(path, leaf[index]), stacked)
+
+        self.params: dict[str, Any] = {
+            "embedding": model.embedding[...].astype(config.dtype),
+            "layers": tuple(layer(index) for index in range(config.num_layers)),
+            "norm": norm,
+        }
+        if not config.tie_embeddings:
+            self.params["head"] = model.head[...].astype(config.dtype)
+        self._prefill_chunk: Any = jax.jit(self.prefill_chunk, donate_argnums=1)
+        self._step: Any = jax.jit(self.step, donate_argnums=1)
+        self._pick = jax.jit(self._last_logits)
+
+    def _blocks(self, params):
+        for state in params["layers"]:
+            block: Block = nnx.merge(self._block, state)
+            yield block
+
+    def _normed(self, params, x: jax.Array) -> jax.Array:
+        norm: RMSNorm = nnx.merge(self._norm, params["norm"])
+        return norm(x)
+
+    def logits(self, params, hidden: jax.Array) -> jax.Array:
+        """float32 logits [..., vocab] of hidden activations [..., D]."""
+        weight, equation = (
+            (params["head"], "...d,dv->...v") if "head" in params else (params["embedding"], "...d,vd->...v")
+        )
+        return jnp.einsum(equation, hidden, weight, preferred_element_type=jnp.float32)
+
+    def prefill_chunk(self, params, cache: Cache, tokens, offset, lengths, segment_start=None):
+        """One chunk of every row's prompt; see `prefill`.
+
+        Args:
+          params: `self.params`.
+          cache: holds the tokens before the chunk.
+          tokens: int32 [B, T], T a multiple of `select_block`.
+          offset: int32 scalar, position of the first of them, a multiple of `select_block`.
+          lengths: int32 [B], length of each row's whole prompt.
+          segment_start: int32 [B, T] or None.
+
+        Returns:
+          Hidden activations [B, T, D] (normed, as the head reads them) and the cache.
+        """
+        ends = jnp.minimum(lengths, offset + tokens.shape[1])
+        x = params["embedding"][tokens]
+        layers = []
+        for block, layer in zip(self._blocks(params), cache.layers, strict=True):
+            attended, layer = prefill_attention(
+                block.attention, block.norm_attention(x), layer, offset, segment_start, ends
+            )
+            x = x + block.attention.output(attended)
+            x = x + block.mlp(block.norm_mlp(x))
+            layers.append(layer)
+        start = cache.segment_start
+        if segment_start is not None:
+            last = jnp.clip(lengths - 1 - offset, 0, tokens.shape[1] - 1)[:, None]
+            here = (lengths > offset) & (lengths <= offset + tokens.shape[1])
+            start = jnp.where(here, jnp.take_along_axis(segment_start, last, axis=1)[:, 0], start)
+        return self._normed(params, x), Cache(tuple(layers), ends, start)
+
+    def step(self, params, cache: Cache, tokens, segment_start=None):
+        """One more token in every row.
+
+        Args:
+          params: `self.params`.
+          cache: the tokens so far; every row must have room for one more, a token past the capacity is lost.
+          tokens: int32 [B], the tokens at positions `cache.lengths`.
+          segment_start: int32 [B] if a token begins another document; None keeps each row's document.
+
+        Returns:
+          float32 logits [B, vocab] of the tokens that follow, and the cache.
+        """
+        start = cache.segment_start if segment_start is None else segment_start
+        x = params["embedding"][tokens[:, None]]
+        layers = []
+        for block, layer in zip(self._blocks(params), cache.layers, strict=True):
+            attended, layer = step_attention(block.attention, block.norm_attention(x), layer, cache.lengths, start)
+            x = x + block.attention.output(attended)
+            x = x + block.mlp(block.norm_mlp(x))
+            layers.append(layer)
+        logits = self.logits(params, self._normed(params, x)[:, 0])
+        return logits, Cache(tuple(layers), cache.lengths + 1, start)
+
+    def _last_logits(self, params, hidden, offset, lengths, logits):
+        index = lengths - 1 - offset
+        last = jnp.take_along_axis(hidden, jnp.clip(index, 0, hidden.shape[1] - 1)[:, None, None], axis=1)[:, 0]
+        here = (index >= 0) & (index < hidden.shape[1])
+        return jnp.where(here[:, None], self.logits(params, last), logits)
+
+    def init_cache(self, batch: int, tokens: int) -> Cache:
+        """An empty cache for rows of up to this many tokens, rounded up to a capacity bucket."""
+        capacity = capacity_bucket(tokens, self.config)
+        return _compiled_init(self.config, batch, capacity)
+
+    def prefill(self, cache: Cache, tokens, lengths=None, segment_start=None, on_chunk=None):
+        """Fills an empty cache with prompts, chunk by chunk.
+
+        Args:
+          cache: from `init_cache`; it is consumed.
+          tokens: int [B, T], prompts padded on the right.
+          lengths: int [B], tokens of each prompt, at least 1; None means T for all.
+          segment_start: int [B, T] or None.
+          on_chunk: called with (offset, hidden activations [B, chunk, D]) of every chunk.
+
+        Returns:
+          float32 logits [B, vocab] of the token that follows each prompt, and the cache.
+
+        Raises:
+          ValueError: a prompt is empty or longer than the cache.
+        """
+        tokens = np.asarray(tokens, np.int32)
+        batch, length = tokens.shape
+        lengths = np.full((batch,), length, np.int32) if lengths is None else np.asarray(lengths, np.int32)
+        if length < 1 or lengths.min() < 1 or lengths.max() > length:
+            raise ValueError(f"lengths={lengths.tolist()}: every prompt must have 1 to {length} tokens")
+        if length > cache.capacity:
+            raise ValueError(f"tokens has length {length}: the cache holds {cache.capacity} tokens")
+        logits = jnp.zeros((batch, self.config.vocab_size), jnp.float32)
+        ends = jnp.asarray(lengths)
+        offset, chunk = 0, min(self.chunk, chunk_bucket(length, self.config.nsa.select_block))
+        while offset < length:
+            size = min(chunk, cache.capacity - offset)
+            piece = np.zeros((batch, size), np.int32)
+            given = tokens[:, offset : offset + size]
+            piece[:, : given.shape[1]] = given
+            start = None
+            if segment_start is not None:
+                start = np.zeros((batch, size), np.int32)
+                start[:, : given.shape[1]] = np.asarray(segment_start)[:, offset : offset + size]
+            at = jnp.int32(offset)
+            hidden, cache = self._prefill_chunk(self.params, cache, jnp.asarray(piece), at, ends, start)
+            logits = self._pick(self.params, hidden, at, ends, logits)
+            if on_chunk is not None:
+                on_chunk(offset, hidden)
+            offset += size
+        return logits, cache
+
+    def decode(self, cache: Cache, tokens, segment_start=None):
+        """`step`, compiled; the cache is consumed."""
+        return self._step(self.params, cache, jnp.asarray(tokens, jnp.int32), segment_start)
+
+    def compilations(self) -> dict[str, int]:
+        """How many programs have been compiled for prefill chunks and for decode steps."""
+        return {"prefill": self._prefill_chunk._cache_size(), "step": self._step._cache_size()}
+
+
+def chunk_bucket(length: int, select_block: int) -> int:
+    """The chunk length for a short prompt: a power-of-two number of selection blocks."""
+    count = -(-length // select_block)
+    return select_block << max(count - 1, 0).bit_length()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _compiled_init(config, batch: int, capacity: int) -> Cache:
+    return init_cache(config, batch, capacity)

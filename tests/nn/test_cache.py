@@ -1,0 +1,193 @@
+"""Prefill and decode with the cache against the full forward pass."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nsa_jax
+from nsa_jax import nn
+from nsa_jax.nn.cache import capacity_bucket, memory_report
+from nsa_jax.nn.decoder import Decoder
+
+SMALL = nsa_jax.NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12)
+LENGTH = 90  # more than five selection blocks and seven windows
+
+
+def make_model(**changes) -> nn.Transformer:
+    fields = dict(dim=16, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=31, num_layers=2, mlp_dim=24, nsa=SMALL)
+    fields |= dict(compute_dtype="float32", init_std=0.2, remat="none") | changes
+    model = nn.Transformer(nn.ModelConfig(**fields), rngs=nnx.Rngs(0))
+    if model.config.attention == "nsa":  # gates that differ between heads and branches
+        bias = model.blocks.attention.gate_bias
+        bias[...] = jax.random.normal(jax.random.key(1), bias[...].shape)
+    return model
+
+
+def random_tokens(batch, length, seed=0):
+    return np.random.default_rng(seed).integers(0, 31, (batch, length)).astype(np.int32)
+
+
+def documents(length):
+    """segment_start of a row of documents with odd boundaries."""
+    cuts = np.asarray([0, 5, 6, 37, 64])
+    return cuts[np.searchsorted(cuts, np.arange(length), side="right") - 1].astype(np.int32)
+
+
+def decode_from_every_split(decoder, row, start=None):
+    """Row b of a batch prefills row[:b + 1] and decodes the rest.
+
+    Returns:
+      float32 [splits, T, vocab]: logits of position t of split b at [b, t].
+    """
+    length = row.size
+    splits = np.arange(1, length)
+    batch = splits.size
+    tokens = np.where(np.arange(length - 1) < splits[:, None], row[: length - 1], 7)  # padding that must not show
+    starts = None if start is None else np.broadcast_to(start[: length - 1], (batch, length - 1))
+    got = np.zeros((batch, length, decoder.config.vocab_size), np.float32)
+
+    def collect(offset, hidden):
+        part = np.asarray(decoder.logits(decoder.params, hidden))[:, : length - offset]
+        got[:, offset : offset + part.shape[1]] = part
+
+    logits, cache = decoder.prefill(decoder.init_cache(batch, length), tokens, splits, starts, on_chunk=collect)
+    chex.assert_trees_all_close(np.asarray(logits), got[np.arange(batch), splits - 1], atol=1e-6)
+    for step in range(length - 1):
+        position = np.minimum(splits + step, length - 1)  # rows at the end repeat their last token; not looked at
+        here = None if start is None else jnp.asarray(start[position])
+        logits, cache = decoder.decode(cache, row[position], here)
+        live = splits + step < length
+        got[np.flatnonzero(live), position[live]] = np.asarray(logits)[live]
+    return got
+
+
+SHAPES = {
+    "group_1": dict(num_heads=2, num_kv_heads=2),
+    "group_4": dict(num_heads=8, num_kv_heads=2, value_head_dim=4),
+    "group_6": dict(num_heads=6, num_kv_heads=1, tie_embeddings=False),
+    "group_16": dict(num_heads=16, num_kv_heads=1, compressor="mean", scan_layers=False),
+    "dense": dict(attention="dense"),
+}
+CASES = [(name, False) for name in SHAPES] + [("group_4", True), ("group_6", True), ("dense", True)]
+
+
+@pytest.mark.parametrize(("name", "packed"), CASES)
+def test_prefill_and_decode_equal_the_full_forward_at_every_position_and_split(name, packed):
+    shape = SHAPES[name]
+    model = make_model(**shape)
+    row = random_tokens(1, LENGTH)[0]
+    start = documents(LENGTH) if packed else None
+    want = jax.jit(model)(row[None], None if start is None else jnp.asarray(start)[None])[0]
+    decoder = Decoder(model, chunk=32)
+    got = decode_from_every_split(decoder, row, start)
+    chex.assert_trees_all_close(got, np.broadcast_to(np.asarray(want), got.shape), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_of_different_lengths_do_not_touch_each_other():
+    """Each prompt of a batch continues as it does alone, bit for bit in what the others and the padding are."""
+    decoder = Decoder(make_model(), chunk=32)
+    tokens, lengths = random_tokens(3, 70), np.asarray([70, 1, 33])
+
+    def run(tokens):
+        logits, cache = decoder.prefill(decoder.init_cache(3, 128), tokens, lengths)
+        out = [logits]
+        for step in range(6):
+            logits, cache = decoder.decode(cache, np.full((3,), step, np.int32))
+            out.append(logits)
+        return np.stack(out)
+
+    first = run(tokens)
+    changed = tokens.copy()
+    changed[1, 1:] = random_tokens(1, 69, seed=5)[0]
+    changed[2] = random_tokens(1, 70, seed=6)[0]
+    second = run(changed)
+    np.testing.assert_array_equal(first[:, :2], second[:, :2])
+    assert np.abs(first[:, 2] - second[:, 2]).max() > 1e-3
+
+
+def test_prefill_is_causal_across_chunks():
+    """Changing token t + 1 and what follows leaves outputs up to t bit-equal, with a context of several windows."""
+    decoder = Decoder(make_model(), chunk=32)
+    tokens = random_tokens(1, 96)
+
+    def hidden(tokens):
+        out = []
+        decoder.prefill(decoder.init_cache(1, 96), tokens, on_chunk=lambda _, h: out.append(np.asarray(h)))
+        return np.concatenate(out, axis=1)[:, :96]
+
+    base = hidden(tokens)
+    for t in (11, 12, 31, 32, 50, 79):
+        changed = tokens.copy()
+        changed[:, t + 1 :] = (changed[:, t + 1 :] + 3) % 31
+        other = hidden(changed)
+        np.testing.assert_array_equal(other[:, : t + 1], base[:, : t + 1])
+        assert np.abs(other[:, t + 1] - base[:, t + 1]).max() > 1e-3
+
+
+def test_every_part_of_the_cache_matters_to_decoding():
+    """A cache whose part is blanked gives other logits: nothing of it is dead weight."""
+    decoder = Decoder(make_model(), chunk=32)
+    tokens = random_tokens(1, 70)
+
+    def logits(blank=None):
+        _, cache = decoder.prefill(decoder.init_cache(1, 128), tokens)
+        if blank is not None:
+            layers = tuple(layer._replace(**{blank: jnp.zeros_like(getattr(layer, blank))}) for layer in cache.layers)
+            cache = cache._replace(layers=layers)
+        for token in (1, 2, 3, 4, 5, 6):  # completes compressed blocks from the tail
+            out, cache = decoder.decode(cache, [token])
+        return np.asarray(out)
+
+    base = logits()
+    np.testing.assert_array_equal(base, logits())
+    for name in nn.cache.NSALayerCache._fields:
+        assert np.abs(logits(name) - base).max() > 1e-4, name
+
+
+def test_one_compiled_step_serves_a_capacity_bucket():
+    """No recompilation as the context grows past block, window and chunk boundaries."""
+    decoder = Decoder(make_model(num_layers=1), chunk=16)
+    for length in (3, 40, 41, 200):
+        logits, cache = decoder.prefill(decoder.init_cache(1, 250), random_tokens(1, length))
+        for _ in range(5):
+            logits, cache = decoder.decode(cache, jnp.argmax(logits, -1))
+    assert decoder.compilations() == {"prefill": 1, "step": 1}
+
+
+def test_bfloat16_decode_is_near_the_forward():
+    model = make_model(compute_dtype="bfloat16", init_std=0.05)
+    row = random_tokens(1, 60)[0]
+    want = np.asarray(jax.jit(model)(row[None])[0], np.float32)
+    got = decode_from_every_split(Decoder(model, chunk=32), row)
+    assert np.abs(got - want).max() < 2e-2 * np.abs(want).max()
+
+
+def test_memory_report_counts_what_is_allocated():
+    for changes in (dict(), dict(attention="dense"), dict(value_head_dim=4)):
+        decoder = Decoder(make_model(**changes))
+        cache = decoder.init_cache(3, 1000)
+        report = memory_report(decoder.config, 3, cache.capacity)
+        assert cache.capacity == 1024 == capacity_bucket(1000, decoder.config)
+        allocated = sum(x.nbytes for x in jax.tree.leaves(cache.layers))
+        assert report["total_mib"] * 2**20 == allocated
+        growth = (
+            memory_report(decoder.config, 1, 2048)["total_mib"] - memory_report(decoder.config, 1, 1024)["total_mib"]
+        )
+        assert growth * 2**20 == 1024 * report["bytes_per_token"]
+        assert report["dense_total_mib"] * 2**20 == 3 * 1024 * report["dense_bytes_per_token"]
+
+
+def test_mistakes_are_named():
+    decoder = Decoder(make_model(num_layers=1))
+    cache = decoder.init_cache(1, 100)
+    with pytest.raises(ValueError, match="the cache holds 256 tokens"):
+        decoder.prefill(cache, random_tokens(1, 257))
+    with pytest.raises(ValueError, match="every prompt must have"):
+        decoder.prefill(cache, random_tokens(1, 5), [0])
+    with pytest.raises(ValueError, match="multiple of select_block"):
+        nn.cache.init_cache(decoder.config, 1, 100)
