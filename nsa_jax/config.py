@@ -313,7 +313,7 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
         message = f"config.model.vocab_size={config.model.vocab_size}: smaller than the tokenizer's {smallest}"
         found.error("R008", message, "set it to 0, which means the tokenizer's size")
     if config.train.eval_batches and d.val_fraction == 0 and d.source != "synthetic":
-        message = "config.data.val_fraction=0 with eval_batches > 0: no document is held out to validate on"
+        message = f"config.data.val_fraction={d.val_fraction} with eval_batches > 0: no document is held out"
         found.error("R009", message, "hold out a share such as 0.01, or set config.train.eval_batches=0")
 
 
@@ -325,9 +325,11 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
     elif t.grad_accum >= 1 and mesh.data >= 1 and mesh.fsdp >= 1:
         micro, devices = t.batch_size // t.grad_accum, mesh.data * mesh.fsdp
         if micro % devices:
-            message = f"config.train.batch_size={t.batch_size}: {micro} rows per micro-batch for {devices} devices"
-            found.error("R010", message, f"use a multiple of {devices * t.grad_accum}")
-    if o.warmup_steps >= t.steps:
+            message = (
+                f"config.mesh.data={mesh.data}: {micro} rows per micro-batch cannot be split over {devices} devices"
+            )
+            found.error("R010", message, f"use a batch_size that is a multiple of {devices * t.grad_accum}")
+    if o.warmup_steps >= t.steps > 0:
         message = f"config.optim.warmup_steps={o.warmup_steps}: the run of {t.steps} steps ends before the warm-up"
         found.error("R011", message, "warm up for 1 to 10 % of the steps")
     if t.eval_every and not t.eval_batches:

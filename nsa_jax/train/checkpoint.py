@@ -6,10 +6,12 @@ metadata holds what the state must fit: shapes and dtypes, tokenizer fingerprint
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,20 +170,36 @@ class Checkpoints:
         for candidate in reversed(steps) if step is None else [step]:
             try:
                 self._check_fits(candidate)
-                loaded = self._checkpointer.load_checkpointables(candidate, {"state": target, "data": data})
-                return candidate, loaded["state"]
+                state = self._checkpointer.load_checkpointables(candidate, {"state": target})["state"]
+                self._restore_data(candidate, data)
+                return candidate, state
             except (CheckpointError, DataError):
                 raise
             except Exception as error:  # whatever a damaged file makes Orbax raise
-                failures.append(f"step {candidate}: {type(error).__name__}: {error}")
-                logger.warning("skipping checkpoint %s of %s, it cannot be read: %s", candidate, self._directory, error)
+                reason = f"{type(error).__name__}: {str(error)[:200]}"  # Orbax quotes whole specifications
+                failures.append(f"step {candidate}: {reason}")
+                logger.warning(
+                    "skipping checkpoint %s of %s, it cannot be read: %s", candidate, self._directory, reason
+                )
         if failures:
             listed = "\n  ".join(failures)
             raise CheckpointError(f"no checkpoint in {self._directory} can be read:\n  {listed}")
         return None
 
+    def _restore_data(self, step: int, data: Any) -> None:
+        """Moves the iterator; not through Orbax, which hides why an iterator refuses a position."""
+        directory = self._directory / str(step) / "data"
+        if not directory.is_dir():
+            raise FileNotFoundError(directory)
+
+        async def load() -> None:
+            await (await data.load(directory))
+
+        with ThreadPoolExecutor(1) as pool:  # the calling thread may have a running event loop (notebooks)
+            pool.submit(asyncio.run, load()).result()
+
     def _check_fits(self, step: int) -> None:
-        saved = self._checkpointer.checkpointables_metadata(step).custom_metadata
+        saved = self._checkpointer.metadata(step).custom_metadata
         lines = differences(saved, self._info) if saved else []
         if lines:
             shown = "\n  ".join(lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else []))

@@ -160,9 +160,10 @@ def test_a_config_that_does_not_fit_is_refused_with_the_difference(tmp_path):
     with pytest.raises(CheckpointError) as error:
         make_run(tmp_path, **{**DENSE, "model__mlp_dim": 64}).run()
     assert "blocks/mlp/w_in: checkpoint (1, 32, 96) float32, config (1, 32, 128) float32" in str(error.value)
-    other_data = {**DENSE, "data__synthetic": "random"}
+    with pytest.raises(CheckpointError, match="tokenizer: checkpoint .*-copy, config .*-random"):
+        make_run(tmp_path, **{**DENSE, "data__synthetic": "random"}).run()
     with pytest.raises(DataError, match="belongs to other data"):
-        make_run(tmp_path, **other_data).run()
+        make_run(tmp_path, **{**DENSE, "seed": 1}).run()
 
 
 def test_differences_name_the_tokenizer_and_missing_parameters():

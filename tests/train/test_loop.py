@@ -1,0 +1,205 @@
+"""What a run writes, and the figures that are not part of the compiled step."""
+
+import io
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from nsa_jax import NSAConfig
+from nsa_jax.nn import ModelConfig, Transformer, count_parameters
+from nsa_jax.ops import reference
+from nsa_jax.train import flops, metrics
+from nsa_jax.train.loop import Run
+
+from .tiny import make_run, one_device, rows, tiny_config
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run on text with everything switched on, and its summary."""
+    root = tmp_path_factory.mktemp("text")
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    rng = np.random.default_rng(0)
+    for index in range(60):
+        (root / f"{index}.txt").write_text(" ".join(rng.choice(words, 60)))
+    config = tiny_config(
+        data__source="text", data__files=(f"{root}/*.txt",), data__cache_dir=str(root / "cache"),
+        data__val_fraction=0.2, train__steps=30, train__log_every=10, train__eval_every=15, train__eval_batches=2,
+        train__save_every=30,
+        train__sample_tokens=12, train__sample_prompt="alpha", optim__learning_rate=1e-2,
+    )  # fmt: skip
+    config.data.tokenizer = "byte"
+    run = Run(config, root / "run", None, one_device())
+    return root / "run", run, run.run()
+
+
+def all_rows(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_row_has_a_step_and_finite_numbers(finished):
+    found = all_rows(finished[0])
+    assert [row["step"] for row in found] == [0, 10, 15, 15, 20, 30, 30]
+    for row in found:
+        assert all(math.isfinite(value) for value in row.values())
+        for name in row:
+            if name.endswith("_mib"):
+                assert row[name] == pytest.approx(1024 * row[name.replace("_mib", "_gib")])
+    needed = (
+        "train/loss train/perplexity train/bits_per_byte norm/grad norm/param norm/update learning_rate "
+        "perf/tokens_per_second perf/step_seconds perf/data_wait_p50_seconds perf/data_wait_p95_seconds "
+        "memory/host_peak_rss_mib memory/host_peak_rss_gib"
+    ).split()
+    for row in rows(finished[0]).values():
+        assert set(needed) <= set(row)
+        assert row["norm/grad"] > 0 and row["norm/update"] > 0 and row["perf/tokens_per_second"] > 0
+        assert row["train/perplexity"] == pytest.approx(math.exp(row["train/loss"]))
+
+
+def test_validation_falls_from_eight_bits_per_byte(finished):
+    values = [row["val/bits_per_byte"] for row in all_rows(finished[0]) if "val/loss" in row]
+    assert 7.5 < values[0] < 9 and values[-1] < 6 and len(values) == 3
+
+
+def test_validation_is_the_loss_over_held_out_tokens(finished):
+    _, run, summary = finished
+    batches = list(run.pipeline.validation())
+    nats = tokens = 0.0
+    found = run._last_validation[1]
+    state = run.setup.target()  # shapes only: the numbers come from the checkpoint
+    from nsa_jax.train.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(finished[0] / "checkpoints", {}, read_only=True)
+    checkpoints._check_fits = lambda step: None
+    _, state = checkpoints.restore(state, run.pipeline.train())
+    checkpoints.close()
+    model = run.setup.model(state["params"])
+    apply = jax.jit(lambda tokens, start: model(tokens, start))
+    for batch in batches:
+        logp = np.asarray(jax.nn.log_softmax(apply(batch["inputs"], batch["segment_start"])))
+        picked = np.take_along_axis(logp, batch["targets"][..., None], -1)[..., 0]
+        nats -= (picked * batch["loss_mask"]).sum()
+        tokens += batch["loss_mask"].sum()
+    assert found["val/loss"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert summary["validation"]["val/loss"] == found["val/loss"]
+    text_bytes = sum((run.pipeline.tokenizer.token_bytes[b["targets"]] * b["loss_mask"]).sum() for b in batches)
+    assert found["val/bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
+
+
+def test_env_and_summary_say_what_was_run(finished):
+    workdir, run, summary = finished
+    env = json.loads((workdir / "env.json").read_text())
+    from flax import nnx
+
+    assert env["parameters"]["total"] == count_parameters(Transformer(run.setup.model_config, rngs=nnx.Rngs(0)))
+    assert env["config"]["model"]["nsa"]["window"] == 12 and env["config"]["train"]["steps"] == 30
+    assert env["implementations"]["selected_attention"] == "reference"
+    assert env["versions"]["jax"] == jax.__version__ and env["devices"]["count"] == 1
+    assert set(env["git"]) == {"commit", "changed"}
+    assert env["data"]["splits"]["train"]["tokens"] > 10_000
+    assert json.loads((workdir / "summary.json").read_text()) == summary
+    assert summary["finished"] and summary["step"] == 30 and summary["stopped_by"] is None
+    assert summary["best_checkpoint"]["step"] == 30
+    assert list((workdir / "tensorboard").iterdir()) and (workdir / "checkpoints" / "30").is_dir()
+
+
+def test_one_compilation_over_the_whole_run(finished):
+    assert finished[1].train_step._cache_size() == 1
+    assert finished[1].eval_step._cache_size() == 1
+
+
+def test_samples_are_written_at_each_validation(tmp_path, capsys):
+    changes = dict(
+        train__steps=2, train__eval_every=1, train__eval_batches=1, train__sample_tokens=4, model__attention="dense"
+    )
+    make_run(tmp_path, **changes).run()
+    lines = capsys.readouterr().out
+    assert lines.count(": sample") == 3
+    assert f"the run is in {tmp_path}" in lines.splitlines()[-1]
+
+
+def test_metrics_of_the_last_interval_are_fetched_late(tmp_path, monkeypatch):
+    run = make_run(tmp_path, train__steps=8, train__log_every=2, model__attention="dense")
+    dispatched, seen = [0], []
+    train_step, report = run.train_step, run._report
+
+    def counting(state, batch):
+        dispatched[0] += 1
+        return train_step(state, batch)
+
+    def reporting(interval, writer, clock):
+        seen.append((interval.first_step + len(interval.values) - 1, dispatched[0]))
+        return report(interval, writer, clock)
+
+    run.train_step, run._report = counting, reporting
+    run.run()
+    assert seen == [(2, 4), (4, 6), (6, 8), (8, 8)]
+
+
+def test_terminal_gets_a_progress_bar_and_a_pipe_gets_lines(tmp_path):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    row = {"train/loss": 1.0, "train/bits_per_byte": 2.0, "norm/grad": 0.5, "learning_rate": 1e-3}
+    outputs = []
+    for stream in (io.StringIO(), Terminal()):
+        writer = metrics.MetricsWriter(tmp_path, start_step=0, total_steps=5, stream=stream)
+        writer.progress(3, row)
+        writer.say("hello [bold]x[/bold]")
+        writer.close()
+        outputs.append(stream.getvalue())
+    assert outputs[0] == (
+        "step 3/5  loss 1.0000  bits/byte 2.000  grad 0.500  lr 1.00e-03  0 tokens/s\nhello [bold]x[/bold]\n"
+    )
+    assert "3/5" in outputs[1] and "hello [bold]x[/bold]" in outputs[1] and "\x1b[" in outputs[1]
+
+
+def test_samples_cannot_garble_a_terminal():
+    assert metrics.printable("a\x1b[2J\x00\n\tb\u00e9") == "a\\x1b[2J\\x00\n\tb\u00e9"
+
+
+@pytest.mark.parametrize("seq_len", [5, 40, 100])
+def test_keys_per_query_are_those_that_the_operator_reads(seq_len):
+    nsa = NSAConfig(compress_block=8, compress_stride=4, select_block=8, num_selected=4, window=12)
+    config = ModelConfig(dim=32, num_heads=2, num_kv_heads=1, head_dim=8, nsa=nsa)
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, seq_len, 2, 8))
+    count = 0 if seq_len < 8 else (seq_len - 8) // 4 + 1
+    key_cmp = k[:, :count, :1]
+    _, lse = reference.compressed_attention(q, key_cmp, key_cmp, config=nsa)
+    lists = np.asarray(reference.select_blocks(q, key_cmp, lse, config=nsa, num_keys=seq_len))[0, :, 0]
+    t = np.arange(seq_len)
+    selected = [sum(1 for j in lists[i] for p in range(8 * j, 8 * j + 8) if p <= i) for i in t]
+    compressed = [sum(1 for c in range(count) if 4 * c + 7 <= i) for i in t]
+    want = {"compressed": compressed, "selected": selected, "window": [min(i + 1, 12) for i in t]}
+    got = flops.keys_per_query(config, seq_len)
+    for branch, keys in want.items():
+        assert got[branch] == pytest.approx(np.mean(keys))
+
+
+def test_flops_of_the_matrices_are_two_per_parameter():
+    from flax import nnx
+
+    config = ModelConfig(
+        dim=64, num_heads=4, num_kv_heads=2, head_dim=16, num_layers=3, vocab_size=100, attention="dense",
+        tie_embeddings=False,
+    )  # fmt: skip
+    parts = flops.forward_flops_per_token(config, 128)
+    params = nnx.state(Transformer(config, rngs=nnx.Rngs(0)))
+    matrices = sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1 and x.shape != (3, 64)) - 100 * 64
+    assert parts["projections"] + parts["mlp"] + parts["head"] == 2 * matrices
+    assert parts["attention_dense"] == 3 * 2 * 4 * 32 * 64.5
+    assert flops.train_flops_per_token(config, 128) == pytest.approx(3 * sum(parts.values()))
+    # 6 operations per parameter and token is the usual estimate for a short row.
+    assert flops.train_flops_per_token(config, 1) == pytest.approx(6 * matrices, rel=0.02)
+
+
+def test_mfu_peaks_are_known_for_the_gpus_in_the_table_only():
+    assert flops.peak_flops("NVIDIA H200") == 989e12
+    assert flops.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert flops.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert flops.peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert flops.peak_flops("cpu") is None
