@@ -78,7 +78,8 @@ def test_compressed_probabilities_exclude_blocks_that_reach_past_t(tested):
     case = Case("probabilities", T=60, N=2, K=1)
     arrays = case.inputs()
     num_cmp = arrays["key_cmp"].shape[1]
-    one_hot = jnp.broadcast_to(jnp.eye(num_cmp)[None, :, None, :], (case.B, num_cmp, 1, num_cmp))
+    width = 16  # >= num_cmp, and a head dim that every implementation serves
+    one_hot = jnp.broadcast_to(jnp.eye(num_cmp, width)[None, :, None, :], (case.B, num_cmp, 1, width))
     probs, _ = jax.jit(
         lambda *arrays: nsa_jax.compressed_attention(*arrays, config=SMALL, implementation=tested.implementation)
     )(arrays["query"], arrays["key_cmp"], one_hot)
