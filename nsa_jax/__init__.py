@@ -1,6 +1,7 @@
 """Native Sparse Attention (arXiv 2502.11089) for JAX: the operator, Flax modules, a KV cache and a trainer."""
 
 from nsa_jax.config import NSAConfig
+from nsa_jax.loading import load
 from nsa_jax.ops.decode import DecodeInfo, decode_attention
 from nsa_jax.ops.nsa import (
     compressed_attention,
@@ -18,6 +19,7 @@ __all__ = [
     "compressed_attention",
     "decode_attention",
     "implementations_served",
+    "load",
     "mean_compress",
     "nsa_attention",
     "select_blocks",

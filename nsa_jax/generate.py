@@ -1,0 +1,432 @@
+r"""Generates text from a trained model with the sparse cache.
+
+    python -m nsa_jax.generate runs/quickstart --prompt "def "
+    python -m nsa_jax.generate runs/quickstart --prompt-file notes.txt --temperature 0.8 --top-p 0.95 --max-tokens 400
+    python -m nsa_jax.generate runs/quickstart --interactive
+
+The text streams to standard output; what was measured goes to standard error. From Python:
+
+    model, tokenizer, config = nsa_jax.load("runs/quickstart")
+    completions = Generator(model, tokenizer, context=config.data.seq_len)(["def "], max_tokens=100)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax.data import DataError, Tokenizer
+from nsa_jax.data.tokenizers import ByteTokenizer
+from nsa_jax.loading import LoadError, load
+from nsa_jax.nn import Transformer
+from nsa_jax.nn.cache import memory_report
+from nsa_jax.nn.decoder import Decoder
+from nsa_jax.sampling import Sampling, sample
+
+EXIT_USAGE = 2
+
+
+class PromptError(ValueError):
+    """A prompt cannot be used; the message says why and what to do."""
+
+
+@dataclasses.dataclass
+class Completion:
+    """What was generated for one row.
+
+    Attributes:
+      text: without the prompt; ends before the stop string, if one was met.
+      tokens: every generated token, the end-of-document token and those of the stop string included.
+      finish: "stop" (a stop string), "end" (end of document), "length" (max_tokens) or "context" (the context is full).
+    """
+
+    text: str = ""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    finish: str = ""
+
+
+@dataclasses.dataclass
+class Stats:
+    """What a call took.
+
+    Attributes:
+      prompt_tokens: of all prompts.
+      new_tokens: of all rows.
+      first_token_s: from the call to the first token, compilation of new shapes included.
+      tokens_per_s: of all rows together, from the second step on.
+      cache: `memory_report` of the cache used.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    first_token_s: float = 0.0
+    tokens_per_s: float = 0.0
+    cache: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class _TextStream:
+    """Turns one row's tokens into text as they come.
+
+    Text is given out when no later token can change it: not while a character's bytes are incomplete, and not while it
+    could be the beginning of a stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], emit: Callable[[str], None]):
+        self._tokenizer, self._stop, self._emit = tokenizer, [s for s in stop if s], emit
+        self._ids: list[int] = []
+        # Decoding restarts at `_prefix`; the text up to `_read` has been taken from it.
+        self._prefix = self._read = 0
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def _give(self, text: str) -> None:
+        self.text += text
+        if text:
+            self._emit(text)
+
+    def _take(self, final: bool) -> str:
+        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
+        now = self._tokenizer.decode(self._ids[self._prefix :])
+        if now.endswith("\ufffd") and not final:
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return now[len(before) :]
+
+    def add(self, token: int) -> None:
+        """Takes the next token; sets `stopped` when a stop string is complete."""
+        self._ids.append(token)
+        self._push(self._take(final=False))
+
+    def _push(self, new: str) -> None:
+        self._held += new
+        found = [at for at in (self._held.find(s) for s in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            self._give(self._held[: min(found)])
+            self._held = ""
+            return
+        keep = max(
+            (n for s in self._stop for n in range(1, len(s)) if self._held.endswith(s[:n])),
+            default=0,
+        )
+        cut = len(self._held) - keep
+        self._give(self._held[:cut])
+        self._held = self._held[cut:]
+
+    def finish(self) -> None:
+        """Gives out what was held back."""
+        if not self.stopped:
+            self._push(self._take(final=True))
+            if not self.stopped:
+                self._give(self._held)
+        self._held = ""
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str | bytes) -> tuple[np.ndarray, str | None]:
+    """Token ids of a prompt, without the end-of-document token that begins every row.
+
+    Bytes that are not UTF-8 are kept as they are by the byte tokenizer and become U+FFFD for any other.
+
+    Returns:
+      int32 ids, and a note if the prompt was not taken literally.
+    """
+    raw = os.fsencode(prompt) if isinstance(prompt, str) else prompt
+    try:
+        return tokenizer.encode(raw.decode("utf-8")), None
+    except UnicodeDecodeError as error:
+        where = f"the prompt is not UTF-8 (byte 0x{raw[error.start]:02x} at offset {error.start})"
+    if isinstance(tokenizer, ByteTokenizer):
+        return np.frombuffer(raw, np.uint8).astype(np.int32), f"{where}: its bytes are used as they are"
+    return tokenizer.encode(raw.decode("utf-8", "replace")), f"{where}: such bytes became U+FFFD"
+
+
+class Generator:
+    """Generates with one model; programs are compiled once per batch size and capacity bucket.
+
+    Args:
+      model: the Transformer.
+      tokenizer: its tokenizer.
+      context: the most tokens a row may have, prompt included; None means no limit. Beyond the length that the model
+        was trained on (config.data.seq_len) expect nothing.
+      chunk: tokens of a prompt processed at once.
+    """
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, *, context: int | None = None, chunk: int = 2048):
+        self.tokenizer, self.context = tokenizer, context
+        self.decoder = Decoder(model, chunk=chunk)
+        self.stats = Stats()
+        self._advance = jax.jit(self._advance_step, donate_argnums=1)
+        self._first = jax.jit(self._draw)
+
+    def _draw(self, logits, seen, key, rows, position, settings):
+        keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), position))(rows)
+        token = sample(logits, seen, keys, settings, self.tokenizer.vocab_size)
+        return token, seen.at[jnp.arange(token.shape[0]), token].set(True)
+
+    def _advance_step(self, params, state, key, rows, position, settings):
+        cache, token, seen = state
+        logits, cache = self.decoder.step(params, cache, token)
+        token, seen = self._draw(logits, seen, key, rows, position, settings)
+        return cache, token, seen
+
+    def prompt_ids(self, prompt: str | bytes | Sequence[int]) -> np.ndarray:
+        """Token ids of a prompt as the model gets them: after an end-of-document token, as documents are in training.
+
+        A sequence of ids is taken as it is.
+        """
+        if isinstance(prompt, (str, bytes)):
+            ids, note = encode_prompt(self.tokenizer, prompt)
+            if note:
+                logging.getLogger("nsa_jax").warning("%s", note)
+            return np.concatenate([[self.tokenizer.eos_id], ids]).astype(np.int32)
+        return np.asarray(prompt, np.int32)
+
+    def _check(self, prompts: list[np.ndarray]) -> None:
+        for index, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise PromptError(f"prompt {index} has no tokens; give text, or ids that begin with the EOS id")
+            if self.context is not None and len(prompt) >= self.context:
+                raise PromptError(
+                    f"the prompt has {len(prompt):,} tokens and the context holds {self.context:,}, what follows "
+                    "included: shorten the prompt, or raise --context (beyond the training length quality is not assured)"
+                )
+
+    def __call__(
+        self,
+        prompts: Sequence[str | bytes | Sequence[int]],
+        *,
+        max_tokens: int = 128,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        num_samples: int = 1,
+        on_text: Callable[[int, str], None] | None = None,
+    ) -> list[Completion]:
+        """Continues every prompt `num_samples` times, all in one batch.
+
+        Args:
+          prompts: texts, bytes, or token ids; their lengths may differ.
+          max_tokens: new tokens per row at most.
+          sampling: how tokens are drawn; default `Sampling()`.
+          stop: a row ends before the first of these strings that it produces.
+          num_samples: rows per prompt.
+          on_text: called with (row, text) as text becomes final.
+
+        Returns:
+          Completions, the samples of the first prompt first. `stats` tells what it took.
+
+        Raises:
+          PromptError: a prompt is empty or does not fit the context.
+        """
+        begin = time.perf_counter()
+        settings = sampling or Sampling()
+        ids = [self.prompt_ids(prompt) for prompt in prompts]
+        self._check(ids)
+        ids = [row for row in ids for _ in range(num_samples)]
+        lengths = np.asarray([len(row) for row in ids], np.int32)
+        batch, longest = len(ids), int(np.max(lengths))
+        vocab = self.decoder.config.vocab_size
+        tokens, seen = np.zeros((batch, longest), np.int32), np.zeros((batch, vocab), bool)
+        for row, given in enumerate(ids):
+            tokens[row, : len(given)] = given
+            seen[row, given] = True
+        room = max_tokens if self.context is None else min(max_tokens, self.context - int(np.min(lengths)))
+        cache = self.decoder.init_cache(batch, longest + room)
+        report = memory_report(self.decoder.config, batch, cache.capacity)
+
+        completions = [Completion() for _ in ids]
+
+        def emitter(row):
+            return (lambda text: on_text(row, text)) if on_text else (lambda text: None)
+
+        streams = [_TextStream(self.tokenizer, stop, emitter(row)) for row in range(batch)]
+        key, rows, scalars = jax.random.key(settings.seed), jnp.arange(batch, dtype=jnp.uint32), settings.arrays()
+        logits, cache = self.decoder.prefill(cache, tokens, lengths)
+        token, held = self._first(logits, jnp.asarray(seen), key, rows, jnp.int32(0), scalars)
+        state = (cache, token, held)
+        first_s, second = 0.0, begin
+        for position in range(room):
+            shown = jnp.copy(state[1])
+            if position + 1 < room:  # the device works on the next token while this one becomes text
+                state = self._advance(self.decoder.params, state, key, rows, jnp.int32(position + 1), scalars)
+            drawn = np.asarray(shown)
+            now = time.perf_counter()
+            if position == 0:
+                first_s = now - begin
+            if position <= 1:
+                second = now
+            for row, completion in enumerate(completions):
+                if not completion.finish:
+                    self._take(completion, streams[row], int(drawn[row]), int(lengths[row]), max_tokens)
+            if all(completion.finish for completion in completions):
+                break
+        total = sum(len(c.tokens) for c in completions)
+        timed = sum(max(len(c.tokens) - 2, 0) for c in completions)
+        elapsed = now - second if room else 0.0
+        self.stats = Stats(int(np.sum(lengths)), total, first_s, timed / elapsed if elapsed > 0 else 0.0, report)
+        return completions
+
+    def _take(self, completion: Completion, stream: _TextStream, token: int, prompt: int, max_tokens: int) -> None:
+        completion.tokens.append(token)
+        if token == self.tokenizer.eos_id:
+            completion.finish = "end"
+        else:
+            stream.add(token)
+            if stream.stopped:
+                completion.finish = "stop"
+            elif len(completion.tokens) >= max_tokens:
+                completion.finish = "length"
+            elif self.context is not None and prompt + len(completion.tokens) >= self.context:
+                completion.finish = "context"
+        if completion.finish:
+            stream.finish()
+            if stream.stopped:
+                completion.finish = "stop"
+        completion.text = stream.text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nsa_jax.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", help="a run's workdir (WORKDIR@STEP, WORKDIR@best) or an exported model")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help="text to continue; empty or absent: start a new document")
+    source.add_argument("--prompt-file", type=Path, help="continue the contents of this file; - is standard input")
+    source.add_argument("--interactive", action="store_true", help="read prompts line by line; /reset, /quit")
+    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens per sample (default %(default)s)")
+    parser.add_argument("--num-samples", type=int, default=1, help="samples of the prompt, in one batch")
+    parser.add_argument(
+        "--context", type=int, help="tokens that prompt and text may have; default: the training length"
+    )
+    parser.add_argument("--greedy", action="store_true", help="always the most likely token (temperature 0)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="default %(default)s")
+    parser.add_argument("--top-k", type=int, default=0, help="0: off")
+    parser.add_argument("--top-p", type=float, default=0.95, help="1: off (default %(default)s)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="0: off")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="1: off")
+    parser.add_argument("--stop", action="append", default=[], help="end before this string; repeatable")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quiet", action="store_true", help="print the text only")
+    return parser
+
+
+def _report(stats: Stats, completions: list[Completion]) -> str:
+    ends = ", ".join(sorted({c.finish for c in completions}))
+    return (
+        f"{stats.prompt_tokens:,} prompt tokens, {stats.new_tokens:,} new ({ends}); first token after "
+        f"{stats.first_token_s:.2f} s with compilation, then {stats.tokens_per_s:,.1f} tokens/s; "
+        f"cache {stats.cache['total_mib']:.1f} MiB"
+    )
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _run_once(generator: Generator, prompt: str | bytes, args: argparse.Namespace, sampling: Sampling) -> str:
+    """Generates and prints; returns the first sample's text."""
+
+    def on_text(row: int, text: str) -> None:
+        if row == 0:
+            _write(text)
+
+    completions = generator(
+        [prompt],
+        max_tokens=args.max_tokens,
+        sampling=sampling,
+        stop=args.stop,
+        num_samples=args.num_samples,
+        on_text=on_text,
+    )
+    _write("\n")
+    for index, completion in enumerate(completions[1:], 2):
+        _write(f"--- sample {index} ---\n{completion.text}\n")
+    if not args.quiet:
+        print(_report(generator.stats, completions), file=sys.stderr)
+    return completions[0].text
+
+
+def _interact(generator: Generator, args: argparse.Namespace, sampling: Sampling) -> None:
+    """A loop over lines; each continues the text so far until /reset."""
+    history = ""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line == "/quit":
+            return
+        if line == "/reset":
+            history = ""
+            continue
+        try:
+            history += line
+            history += _run_once(generator, history, args, sampling)
+        except PromptError as error:
+            print(f"{error}; the text so far is forgotten", file=sys.stderr)
+            history = ""
+
+
+def _prompt(args: argparse.Namespace) -> str | bytes:
+    if args.prompt_file is None:
+        return args.prompt or ""
+    if str(args.prompt_file) == "-":
+        return sys.stdin.buffer.read()
+    try:
+        return args.prompt_file.read_bytes()
+    except OSError as error:
+        raise PromptError(f"--prompt-file={args.prompt_file}: {error.strerror}") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line tool; returns the exit status."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure:
+        reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run
+    try:
+        sampling = Sampling(
+            repetition_penalty=args.repetition_penalty,
+            temperature=0.0 if args.greedy else args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            seed=args.seed,
+        )
+        if args.max_tokens < 1 or args.num_samples < 1:
+            raise PromptError("--max-tokens and --num-samples must be at least 1")
+        model, tokenizer, config = load(args.path)
+        generator = Generator(model, tokenizer, context=args.context or config.data.seq_len)
+        if args.interactive:
+            _interact(generator, args, sampling)
+            return 0
+        prompt = _prompt(args)
+        if not prompt and not args.quiet:
+            print("empty prompt: a new document is started", file=sys.stderr)
+        elif not args.quiet:
+            shown = prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt
+            _write(shown)
+        _run_once(generator, prompt, args, sampling)
+    except (LoadError, PromptError, DataError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""`load`: a model, its tokenizer and its config from a run's workdir or an exported directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ml_collections import ConfigDict
+
+from nsa_jax.config import default_config
+
+if TYPE_CHECKING:
+    from nsa_jax.data import Tokenizer
+    from nsa_jax.nn import ModelConfig, Transformer
+
+
+class LoadError(ValueError):
+    """A path holds no model that can be loaded; the message says why and what to do."""
+
+
+def config_from_dict(values: dict[str, Any]) -> ConfigDict:
+    """A training config from its JSON form; fields that it lacks keep their defaults.
+
+    Raises:
+      LoadError: a field that this version does not know.
+    """
+    config = default_config()
+
+    def fill(target: ConfigDict, source: dict[str, Any], path: str) -> None:
+        for name, value in source.items():
+            if name not in target:
+                raise LoadError(f"{path}.{name}: this version of nsa_jax has no such field")
+            if isinstance(target[name], ConfigDict):
+                fill(target[name], value, f"{path}.{name}")
+            else:
+                target[name] = tuple(value) if isinstance(target[name], tuple) else value
+
+    fill(config, values, "config")
+    return config
+
+
+def abstract_model(model_config: ModelConfig) -> tuple[Any, dict[str, Any]]:
+    """A Transformer without arrays: its graphdef, and its parameters' shapes as a nested dict."""
+    from flax import nnx
+
+    from nsa_jax.nn import Transformer
+
+    model = nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(model)
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def _split_step(path: str) -> tuple[Path, str]:
+    """PATH[@STEP]: STEP is a number, "best" or "" for the newest."""
+    name, at, step = path.rpartition("@")
+    if at and not Path(path).exists() and (step == "best" or step.isdigit()):
+        return Path(name), step
+    return Path(path), ""
+
+
+def _load_workdir(workdir: Path, step: str) -> tuple[Transformer, Tokenizer, ConfigDict]:
+    import jax
+    from flax import nnx
+    from orbax.checkpoint import v1 as ocp
+
+    from nsa_jax.data import Tokenizer
+    from nsa_jax.nn import ModelConfig
+
+    directory = (workdir / "checkpoints").absolute()
+    # Only the parameters are read: the optimizer's state is twice as large.
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with (
+        context,
+        ocp.training.Checkpointer(directory, cleanup_tmp_directories=False) as checkpointer,
+    ):
+        found = {checkpoint.step: checkpoint for checkpoint in checkpointer.checkpoints}
+        if not found:
+            raise LoadError(f"{workdir}: its checkpoints directory holds no finished step")
+        if step == "best":
+            losses = {s: (c.metrics or {}).get("val_loss") for s, c in found.items()}
+            scored = [(loss, s) for s, loss in losses.items() if loss is not None]
+            if not scored:
+                raise LoadError(f"{workdir}@best: no checkpoint has a validation loss; leave out @best for the newest")
+            chosen = min(scored)[1]
+        else:
+            chosen = int(step) if step else max(found)
+        if chosen not in found:
+            raise LoadError(f"{workdir}@{chosen}: no such step; it has {sorted(found)}")
+        info = checkpointer.checkpointables_metadata(chosen).custom_metadata
+        config = config_from_dict(info["config"])
+        tokenizer = Tokenizer.load(workdir / "tokenizer")
+        model_config = ModelConfig.from_config(config, tokenizer.vocab_size)
+        graphdef, params = abstract_model(model_config)
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params)
+        loaded = checkpointer.load_checkpointables(chosen, {"state": {"params": target}})
+    return nnx.merge(graphdef, loaded["state"]["params"]), tokenizer, config
+
+
+def load(path: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
+    """Loads a trained model.
+
+    Args:
+      path: a run's workdir (its newest checkpoint; WORKDIR@STEP or WORKDIR@best for another), or a directory that
+        `python -m nsa_jax.export` wrote.
+
+    Returns:
+      The `nsa_jax.nn.Transformer`, its tokenizer, and the training config.
+
+    Raises:
+      LoadError: there is nothing to load there.
+    """
+    directory, step = _split_step(os.fspath(path))
+    if not directory.is_dir():
+        raise LoadError(f"{directory} is no directory; give a run's workdir or an exported model")
+    if (directory / "checkpoints").is_dir():
+        return _load_workdir(directory, step)
+    if (directory / "config.json").is_file():
+        kind = json.loads((directory / "config.json").read_text()).get("model_type")
+        if kind != "nsa_jax":
+            raise LoadError(
+                f"{directory} holds a model of type {kind!r}; import it first: "
+                f"python -m nsa_jax.export --import-from={directory} OUTPUT"
+            )
+        from nsa_jax.export import load_exported
+
+        return load_exported(directory)
+    raise LoadError(f"{directory} holds neither checkpoints/ nor config.json: it is no run and no exported model")

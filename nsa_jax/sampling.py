@@ -1,0 +1,110 @@
+"""Choosing the next token: greedy, temperature, top-k, top-p, min-p and repetition penalty, on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Filters apply in the order of the fields, each to what the one before left.
+
+    Attributes:
+      repetition_penalty: divides positive and multiplies negative logits of tokens that the row already holds; 1: off.
+      temperature: divides logits; 0: the most likely token always (greedy).
+      top_k: keep this many most likely tokens; 0: all.
+      top_p: keep the most likely tokens that together have at least this probability; 1: all.
+      min_p: keep tokens with at least this share of the most likely token's probability; 0: all.
+      seed: the same seed, prompt and settings give the same text.
+
+    Raises:
+      ValueError: naming the field.
+    """
+
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, good, rule in (
+            ("repetition_penalty", self.repetition_penalty > 0, "must be positive"),
+            ("temperature", self.temperature >= 0, "must be 0 (greedy) or positive"),
+            ("top_k", self.top_k >= 0, "must be 0 (off) or positive"),
+            ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
+            ("min_p", 0 <= self.min_p < 1, "must be in [0, 1)"),
+        ):
+            if not good:
+                raise ValueError(f"{name}={getattr(self, name)}: {rule}")
+
+    def arrays(self) -> Settings:
+        """The settings as arrays: other values need no other program."""
+        return Settings(
+            np.float32(self.repetition_penalty),
+            np.float32(self.temperature),
+            np.float32(self.top_p),
+            np.float32(self.min_p),
+            np.int32(self.top_k),
+        )
+
+
+class Settings(NamedTuple):
+    """`Sampling` as scalars for a compiled function."""
+
+    repetition_penalty: jax.typing.ArrayLike
+    temperature: jax.typing.ArrayLike
+    top_p: jax.typing.ArrayLike
+    min_p: jax.typing.ArrayLike
+    top_k: jax.typing.ArrayLike
+
+
+def filtered_logits(logits: jax.Array, seen: jax.Array, settings: Settings, vocab_size: int) -> jax.Array:
+    """Logits after penalty, temperature and filters; -inf where a token may not be drawn.
+
+    Args:
+      logits: float32 [B, vocab].
+      seen: bool [B, vocab], tokens that each row already holds.
+      settings: scalars.
+      vocab_size: ids from here on belong to no token (the model's vocabulary may be padded).
+
+    Returns:
+      float32 [B, vocab].
+    """
+    logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
+    penalty = jnp.where(logits > 0, 1 / settings.repetition_penalty, settings.repetition_penalty)
+    logits = jnp.where(seen, logits * penalty, logits)
+    logits = logits / jnp.where(settings.temperature > 0, settings.temperature, 1.0)
+    ranked = -jnp.sort(-logits, axis=-1)
+    count = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, vocab_size), vocab_size)
+    threshold = jnp.take_along_axis(ranked, jnp.broadcast_to(count - 1, (logits.shape[0], 1)), axis=-1)
+    ranked = jnp.where(ranked >= threshold, ranked, -jnp.inf)
+    probs = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs  # probability of all more likely tokens
+    kept = (before < settings.top_p) & (probs >= settings.min_p * probs[:, :1]) & (probs > 0)
+    lowest = jnp.min(jnp.where(kept, ranked, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits >= lowest, logits, -jnp.inf)
+
+
+def sample(logits, seen, keys, settings: Settings, vocab_size: int) -> jax.Array:
+    """Draws one token per row.
+
+    Args:
+      logits: float32 [B, vocab].
+      seen: bool [B, vocab].
+      keys: PRNG keys [B], one per row, so that a row's draw does not depend on the others.
+      settings: scalars.
+      vocab_size: ids that may be drawn are below this.
+
+    Returns:
+      int32 [B].
+    """
+    logits = filtered_logits(logits, seen, settings, vocab_size)
+    drawn = jax.vmap(jax.random.categorical)(keys, logits)
+    return jnp.where(settings.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)

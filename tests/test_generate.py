@@ -1,0 +1,250 @@
+"""Loading a run and generating from it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nsa_jax
+from nsa_jax import generate, nn
+from nsa_jax.config import default_config
+from nsa_jax.data import load_tokenizer
+from nsa_jax.data.tokenizers import ByteTokenizer
+from nsa_jax.generate import Generator, PromptError, _TextStream
+from nsa_jax.loading import LoadError
+from nsa_jax.sampling import Sampling, filtered_logits
+
+
+def small_config():
+    c = default_config()
+    c.model.dim, c.model.num_layers, c.model.mlp_dim = 16, 1, 32
+    c.model.num_heads, c.model.num_kv_heads, c.model.head_dim = 4, 2, 8
+    c.model.init_std, c.model.compute_dtype, c.model.vocab_size = 0.3, "float32", 260  # padded beyond the 257 bytes
+    c.model.nsa.compress_block, c.model.nsa.compress_stride, c.model.nsa.select_block = 8, 4, 16
+    c.model.nsa.num_selected, c.model.nsa.window = 4, 12
+    c.data.seq_len = 96
+    return c
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A run's workdir with two checkpoints, written by the trainer's own code."""
+    import grain
+
+    from nsa_jax.train import Checkpoints, env, setup
+    from nsa_jax.train.checkpoint import describe
+
+    config = small_config()
+    tokenizer = load_tokenizer(config)
+    made = setup(config, tokenizer.vocab_size)
+    info = {"tokenizer": tokenizer.fingerprint, "config": env.plain_config(config)}
+    info["parameters"] = describe(made.abstract_state)
+    path = tmp_path_factory.mktemp("runs") / "small"
+    checkpoints = Checkpoints(path / "checkpoints", info)
+    state = made.init()
+    for step, loss in ((1, 2.0), (2, 3.0)):
+        data = iter(grain.MapDataset.range(10).to_iter_dataset())
+        checkpoints.save(step, state, data, val_loss=loss)
+        checkpoints.wait()
+        state = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else x * 1.5, state)
+    checkpoints.close()
+    tokenizer.save(path / "tokenizer")
+    return path, made.init()["params"], config
+
+
+@pytest.fixture(scope="module")
+def model():
+    return nn.Transformer(nn.ModelConfig.from_config(small_config(), 257), rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def generator(model):
+    return Generator(model, ByteTokenizer(), context=96, chunk=32)
+
+
+def test_load_reads_the_newest_a_numbered_and_the_best_step(workdir):
+    path, params, config = workdir
+    for name, factor in ((str(path), 1.5), (f"{path}@1", 1.0), (f"{path}@2", 1.5), (f"{path}@best", 1.0)):
+        model, tokenizer, loaded = nsa_jax.load(name)
+        assert tokenizer.fingerprint == ByteTokenizer.fingerprint and loaded == config
+        got = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        jax.tree.map(lambda a, b, f=factor: np.testing.assert_array_equal(a, b * f), got, params)
+
+
+def test_load_says_what_is_missing(workdir, tmp_path):
+    for name, words in (
+        (f"{workdir[0]}@7", r"no such step; it has \[1, 2\]"),
+        (str(tmp_path / "nowhere"), "is no directory"),
+        (str(tmp_path), "neither checkpoints/ nor config.json"),
+    ):
+        with pytest.raises(LoadError, match=words):
+            nsa_jax.load(name)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(LoadError, match="import it first"):
+        nsa_jax.load(tmp_path)
+
+
+def test_greedy_is_the_argmax_of_the_full_forward(model, generator):
+    """Two prompts of different lengths in one batch, each continued as the forward pass says."""
+    prompts = ["def f(x):\n    return", "im"]
+    completions = generator(prompts, max_tokens=40, sampling=Sampling(temperature=0))
+    forward = jax.jit(model)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        row = np.zeros((1, 96), np.int32)
+        ids = [256, *prompt.encode()]
+        for token in completion.tokens:
+            row[0, : len(ids)] = ids
+            assert token == int(np.argmax(np.asarray(forward(row))[0, len(ids) - 1, :257]))
+            ids.append(token)
+        assert completion.finish in ("length", "end") and len(completion.tokens) <= 40
+
+
+def test_samples_depend_on_seed_and_row_alone(generator):
+    def texts(seed, num_samples):
+        out = generator(["a"], max_tokens=20, sampling=Sampling(seed=seed), num_samples=num_samples)
+        return [c.tokens for c in out]
+
+    two = texts(1, 2)
+    assert two == texts(1, 2)
+    assert two[0] == texts(1, 1)[0]
+    assert two[0] != two[1]
+    assert two != texts(2, 2)
+
+
+def test_filters_keep_what_they_promise():
+    probs = np.asarray([[0.5, 0.2, 0.15, 0.1, 0.05]])
+    logits = jnp.asarray(np.log(probs), jnp.float32)
+    none = jnp.zeros((1, 5), bool)
+
+    def kept(vocab=5, **fields):
+        out = filtered_logits(logits, none, Sampling(**fields).arrays(), vocab)
+        return np.flatnonzero(np.isfinite(np.asarray(out)[0])).tolist()
+
+    assert kept() == [0, 1, 2, 3, 4]
+    assert kept(vocab=3) == [0, 1, 2]
+    assert kept(top_k=2) == [0, 1]
+    assert kept(top_k=99) == [0, 1, 2, 3, 4]
+    assert kept(top_p=0.5) == [0] and kept(top_p=0.51) == [0, 1] and kept(top_p=0.86) == [0, 1, 2, 3]
+    assert kept(min_p=0.25) == [0, 1, 2]
+    assert kept(top_k=3, top_p=0.7) == [0, 1]  # of the three, 0.59 + 0.24 reaches 0.7
+    assert kept(top_p=0.6, temperature=0.5) == [0]  # 0.77 after sharpening
+    seen = none.at[0, 0].set(True)
+    out = filtered_logits(logits, seen, Sampling(repetition_penalty=4.0).arrays(), 5)
+    np.testing.assert_allclose(np.asarray(out)[0, :2], [4 * np.log(0.5), np.log(0.2)], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(temperature=-1), "temperature"),
+        (dict(top_p=0), "top_p"),
+        (dict(min_p=1), "min_p"),
+        (dict(top_k=-1), "top_k"),
+        (dict(repetition_penalty=0), "repetition_penalty"),
+    ],
+)
+def test_impossible_settings_are_named(fields, words):
+    with pytest.raises(ValueError, match=f"{words}="):
+        Sampling(**fields)
+
+
+def stream(text, stop=()):
+    """Pieces given out for each byte of text, the pieces of `finish`, and the stream."""
+    pieces = []
+    out = _TextStream(ByteTokenizer(), stop, pieces.append)
+    per_token = []
+    for byte in text if isinstance(text, bytes) else text.encode():
+        pieces.clear()
+        out.add(byte)
+        per_token.append("".join(pieces))
+        if out.stopped:
+            break
+    pieces.clear()
+    out.finish()
+    return per_token, "".join(pieces), out
+
+
+def test_streaming_gives_whole_characters_and_loses_none():
+    text = "añ→😀z\n" * 3
+    pieces, rest, out = stream(text)
+    assert "".join(pieces) + rest == out.text == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert pieces[:4] == ["a", "", "ñ", ""]
+    assert stream(b"ab\xf0\x9f")[2].text == "ab\ufffd"  # cut inside a character
+
+
+def test_stop_strings_end_the_text_and_are_never_shown():
+    pieces, rest, out = stream("one\n\ntwo", ["\n\n", "zzz"])
+    assert out.stopped and out.text == "one" and rest == "" and pieces == ["o", "n", "e", "", ""]
+    _, rest, out = stream("one\n", ["\n\n"])
+    assert not out.stopped and rest == "\n" and out.text == "one\n"
+    assert stream("aab", ["ab"])[2].text == "a"
+
+
+def test_a_stop_string_ends_its_row_only(generator):
+    plain = generator(["x"], max_tokens=30, sampling=Sampling(seed=3), num_samples=2)
+    letters = plain[0].text[5:7]
+    stopped = generator(["x"], max_tokens=30, sampling=Sampling(seed=3), num_samples=2, stop=[letters])
+    assert stopped[0].finish == "stop" and stopped[0].text == plain[0].text[: plain[0].text.index(letters)]
+    if letters not in plain[1].text:
+        assert stopped[1].tokens == plain[1].tokens
+
+
+def test_one_compiled_step_for_all_lengths_of_a_bucket(model):
+    generator = Generator(model, ByteTokenizer(), context=250, chunk=32)
+    for prompt in ("a", "b" * 70, "c" * 200):
+        completion = generator([prompt], max_tokens=12, sampling=Sampling(temperature=0.5, top_k=7, seed=len(prompt)))[
+            0
+        ]
+        assert len(completion.tokens) == 12 or completion.finish == "end"
+    assert generator._advance._cache_size() == 1
+    stats = generator.stats
+    assert stats.prompt_tokens == 201 and stats.first_token_s > 0 and stats.tokens_per_s > 0
+
+
+def test_prompts_that_do_not_fit_or_are_not_text(generator, caplog):
+    with pytest.raises(PromptError, match="96 tokens and the context holds 96"):
+        generator(["x" * 95])
+    with pytest.raises(PromptError, match="no tokens"):
+        generator([[]])
+    assert generator(["x" * 94], max_tokens=10)[0].finish in ("context", "end")
+    assert len(generator([""], max_tokens=3, sampling=Sampling(temperature=0))[0].tokens) <= 3
+    np.testing.assert_array_equal(generator.prompt_ids(b"a\xffb"), [256, 97, 255, 98])
+    assert "not UTF-8 (byte 0xff at offset 1)" in caplog.text
+
+
+def test_command_line(workdir, capsys, tmp_path):
+    path = str(workdir[0])
+    assert generate.main([path, "--prompt", "def ", "--max-tokens", "8", "--seed", "5"]) == 0
+    first = capsys.readouterr()
+    assert first.out.startswith("def ") and "tokens/s" in first.err and "first token after" in first.err
+    assert generate.main([path, "--prompt", "def ", "--max-tokens", "8", "--seed", "5", "--quiet"]) == 0
+    assert "def " + capsys.readouterr().out == first.out
+    file = tmp_path / "prompt"
+    file.write_bytes(b"def ")
+    assert generate.main([path, "--prompt-file", str(file), "--max-tokens", "8", "--num-samples", "2"]) == 0
+    assert "--- sample 2 ---" in capsys.readouterr().out
+    assert generate.main([path, "--max-tokens", "2"]) == 0
+    assert "empty prompt" in capsys.readouterr().err
+    for wrong, words in (
+        ([path, "--prompt-file", str(tmp_path / "none")], "No such file"),
+        ([str(tmp_path)], "neither checkpoints"),
+        ([path, "--top-p", "2"], "top_p=2.0"),
+        ([path, "--prompt", "x" * 100], "context holds 96"),
+    ):
+        assert generate.main(wrong) == generate.EXIT_USAGE
+        assert words in capsys.readouterr().err
+
+
+def test_interactive_continues_until_reset(workdir, capsys, monkeypatch):
+    lines = iter(["ab", "cd", "/reset", "ab", "/quit"])
+    seen = []
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    original = Generator.prompt_ids
+    monkeypatch.setattr(Generator, "prompt_ids", lambda self, p: seen.append(p) or original(self, p))
+    assert generate.main([str(workdir[0]), "--interactive", "--max-tokens", "4", "--greedy"]) == 0
+    capsys.readouterr()
+    assert seen[0] == seen[2] == "ab" and seen[1].startswith("ab") and seen[1].endswith("cd") and len(seen[1]) > 4
