@@ -82,6 +82,23 @@ def test_accumulation_gives_the_loss_and_gradient_of_the_whole_batch(accum):
     chex.assert_trees_all_close(state["params"], accumulated["params"], atol=2e-5)
 
 
+def test_dropout_is_drawn_anew_for_every_step_and_micro_batch():
+    config = tiny_config(model__dropout=0.3, optim__learning_rate=1e-12, **DENSE)
+    batch = random_batch(config)
+    metrics, _ = steps(config, [batch] * 3)
+    assert len({float(m["loss"]) for m in metrics}) == 3
+    again, _ = steps(config, [batch] * 3)
+    chex.assert_trees_all_equal(metrics, again)
+    # Row 2i goes to micro-batch 0 and row 2i + 1 to micro-batch 1: with equal rows in both, equal masks would give the
+    # loss of one micro-batch alone.
+    for name in ("inputs", "targets"):
+        batch[name] = np.repeat(batch[name][:4], 2, axis=0)
+    half = {name: value[::2] for name, value in batch.items()}
+    (both,), _ = steps(tiny_config(train__grad_accum=2, model__dropout=0.3, **DENSE), [batch])
+    (one,), _ = steps(tiny_config(train__batch_size=4, model__dropout=0.3, **DENSE), [half])
+    assert abs(both["loss"] - one["loss"]) > 1e-4
+
+
 def test_loss_in_chunks_equals_the_loss_at_once(monkeypatch):
     config = tiny_config(**DENSE)
     made = setup(config, VOCAB, one_device())
