@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops.pallas.common import LN2, LOG2E, triton_call
 from nsa_jax.ops.pallas.lists import InvertedLists, invert, max_entries
-from nsa_jax.ops.pallas.selected_common import NEG, dot, key_rows, pieces
+from nsa_jax.ops.pallas.selected_common import NEG, dot, key_rows, load_once, pieces, store_once
 
 _SHARES_AT_ONCE = 4
 
@@ -77,7 +77,7 @@ def _share_kernel(
             inverse = (1.0 / total)[:, None]
             for value, (offset, width) in zip(values, pieces(v_dim), strict=True):
                 share = (dot(weights, value, (1, 0)) * inverse).astype(share_ref.dtype)
-                share_ref[here, entry, head, pl.ds(offset, width)] = share
+                store_once(share_ref, (here, entry, head, pl.ds(offset, width)), share)
             lse_ref[here, entry, head] = peak + jnp.log2(total)
             return carry
 
@@ -120,22 +120,21 @@ def _sum_kernel(
             slots = [step * _SHARES_AT_ONCE + i for i in range(_SHARES_AT_ONCE)]
             real = [slot < count for slot in slots]
             entries = [inside * num_listed + jnp.minimum(slot, jnp.maximum(count - 1, 0)) for slot in slots]
+            # The shares first: what follows waits at barriers for the small loads.
+            shares = [
+                [load_once(share_ref, (here, entry, head, pl.ds(at, width))) for at, width in pieces(v_dim)]
+                for entry in entries
+            ]
             lses = [jnp.where(r, share_lse_ref[here, entry, head], NEG) for r, entry in zip(real, entries, strict=True)]
             new_peak = functools.reduce(jnp.maximum, lses, peak)
             alpha = jnp.exp2(peak - new_peak)
             weights = [jnp.where(r, jnp.exp2(x - new_peak), 0.0) for r, x in zip(real, lses, strict=True)]
-            acc = tuple(
-                sum(
-                    (
-                        # What no list entry wrote may be anything, NaN included.
-                        jnp.where(r[:, None], share_ref[here, entry, head, pl.ds(at, width)].astype(jnp.float32), 0.0)
-                        * weight[:, None]
-                        for r, entry, weight in zip(real, entries, weights, strict=True)
-                    ),
-                    start=a * alpha[:, None],
-                )
-                for a, (at, width) in zip(acc, pieces(v_dim), strict=True)
-            )
+            acc = [a * alpha[:, None] for a in acc]
+            for r, weight, share in zip(real, weights, shares, strict=True):
+                for piece, x in enumerate(share):
+                    # What no list entry wrote may be anything, NaN included.
+                    acc[piece] += jnp.where(r[:, None], x.astype(jnp.float32), 0.0) * weight[:, None]
+            acc = tuple(acc)
             return acc, new_peak, sum(weights, start=total * alpha)
 
         state = acc, jnp.where(some, before, NEG), jnp.where(some, 1.0, 0.0)
@@ -181,8 +180,8 @@ def continue_by_key_block(
 
     # A row is one (batch row, kv head, range of tokens): what shares a buffer of shares and is sorted together.
     per_token = num_listed * group * (v_dim * query.dtype.itemsize + 4)
-    most_tokens = max(1, min(config.buffer_bytes // per_token, max_entries(num_blocks) // num_listed))
-    num_chunks = pl.cdiv(length, most_tokens)
+    most_tokens = min(config.row_tokens, config.buffer_bytes // per_token, max_entries(num_blocks) // num_listed)
+    num_chunks = pl.cdiv(length, max(1, most_tokens))
     chunk_tokens = pl.cdiv(length, num_chunks)
     num_rows = batch * num_kv * num_chunks
     pad = ((0, 0), (0, num_chunks * chunk_tokens - length), (0, 0), (0, 0))

@@ -30,6 +30,7 @@ class SelectedConfig:
       gather_warps: warps of one program that gathers queries.
       gather_stages: software pipeline depth of its loop over queries.
       chunk: the most list entries of a work item.
+      row_tokens: the most tokens whose list entries are inverted together: their queries should stay in the L2 cache.
       buffer_bytes: bound on the buffer of shares; token ranges and heads are served one after the other to stay in it.
     """
 
@@ -45,29 +46,36 @@ class SelectedConfig:
     gather_warps: int = 4
     gather_stages: int = 2
     chunk: int = 128
+    row_tokens: int = 1 << 30
     buffer_bytes: int = 512 * 2**20
 
 
 def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype) -> SelectedConfig:
     """Picks the selected forward's tiles.
 
-    The plain loop is limited by the traffic from L2 to the multiprocessors, so one warp per program (many programs in
-    flight, no synchronisation) beat 4 and 8 on an H200. A step holds K and V of `keys` tokens in shared memory. A tile
-    of 128 rows keeps its state in the registers of 4 warps; one of its steps costs about as much as 3 of the plain loop.
-    float32 tiles would not fit an A100's shared memory.
+    Measured on an H200. The plain loop is limited by the traffic from L2 to the multiprocessors: one warp per program
+    beat 4 and 8, and deeper pipelines lost. A tile of 128 rows (64 where the key-major kernels follow, or where heads
+    are wide) keeps its state in the registers of 4 warps; one of its steps costs about as much as half a tile of plain
+    steps, hence `share`. Below 16 query heads per key/value head the plain loop wastes its traffic and key-major wins:
+    1.1 against 1.5 ms for N=12, K=2, H=64 at 32k, 4.7 against 12 for N=32, K=8, H=128. float32 tiles would not fit an
+    A100's shared memory.
     """
-    small = h_dim + v_dim <= 256 and jnp.dtype(dtype).itemsize == 2
-    tile = min(32, (128 if small else 64) // group) if jnp.dtype(dtype).itemsize == 2 else 1
+    narrow = h_dim + v_dim <= 256 and jnp.dtype(dtype).itemsize == 2
+    key_major = group <= 8 and select_block <= 64 and jnp.dtype(dtype).itemsize == 2
+    tile = (128 if narrow and not key_major else 64) // group if jnp.dtype(dtype).itemsize == 2 else 1
+    tile = max(1, min(32, tile))
     return SelectedConfig(
         keys=max(16, min(1 << (select_block - 1).bit_length(), 64)),
-        plain_warps=1 if small and group <= 16 else 4,
+        plain_warps=1 if narrow and group <= 16 else 4,
         plain_stages=2,
         tile=tile,
-        share=min(3, tile),
-        tile_warps=4 if small else 8,
+        share=max(min(2, tile), tile // 2),
+        tile_warps=4 if narrow else 8,
         tile_stages=2,
-        key_major=tile > 1 and group <= 8 and select_block <= 64,
+        key_major=key_major and tile > 1,
+        gather_stages=3 if narrow else 2,
     )
+
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +270,11 @@ def ranged_hopper_config(h_dim: int, v_dim: int, span: int | None) -> RangedHopp
     if max(h_dim, v_dim) > 128:
         return RangedHopperConfig(64, 2)
     return RangedHopperConfig(128, 2) if span is None or span > 1024 else RangedHopperConfig(64, 3)
+
+
+def ranged_hopper_backward_config(h_dim: int, v_dim: int) -> RangedHopperConfig:
+    """Picks the tiles of the Hopper backward: keys per block of the dq kernel, stages of both."""
+    return RangedHopperConfig(64, 2 if max(h_dim, v_dim) > 128 else 3)
 
 
 def ranged_splits(programs: int, query_tiles: int, share_bytes: int) -> int:
