@@ -200,7 +200,7 @@ class Generator:
             if self.context is not None and len(prompt) >= self.context:
                 raise PromptError(
                     f"the prompt has {len(prompt):,} tokens and the context holds {self.context:,}, what follows "
-                    "included: shorten the prompt, or raise --context (beyond the training length quality is not assured)"
+                    "included: shorten the prompt, or raise --context (beyond the training length, quality may suffer)"
                 )
 
     def __call__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,11 +58,11 @@ class Sampling:
 class Settings(NamedTuple):
     """`Sampling` as scalars for a compiled function."""
 
-    repetition_penalty: jax.typing.ArrayLike
-    temperature: jax.typing.ArrayLike
-    top_p: jax.typing.ArrayLike
-    min_p: jax.typing.ArrayLike
-    top_k: jax.typing.ArrayLike
+    repetition_penalty: Any
+    temperature: Any
+    top_p: Any
+    min_p: Any
+    top_k: Any
 
 
 def filtered_logits(logits: jax.Array, seen: jax.Array, settings: Settings, vocab_size: int) -> jax.Array:
