@@ -215,11 +215,11 @@ def _key_major_kernel(
 
             scores = _sum_of_products(query, key, (1, 1)) * (plan.scale * LOG2E)  # [rows, columns]
             probs = jnp.where(visible, jnp.exp2(scores - lse[:, None]), 0.0).astype(dtype)
-            d_value = [acc + _dot(probs, piece, (0, 0)) for acc, piece in zip(d_value, d_out, strict=True)]
+            d_value = [acc + _dot(piece, probs, (0, 0)) for acc, piece in zip(d_value, d_out, strict=True)]
             d_probs = _sum_of_products(d_out, value, (1, 1))
             # From the rounded probabilities: the gradient is rounded too, and float32 ones would cost registers.
             d_scores = (probs.astype(jnp.float32) * (d_probs - delta[:, None])).astype(dtype)
-            d_key = [acc + _dot(d_scores, piece, (0, 0)) for acc, piece in zip(d_key, query, strict=True)]
+            d_key = [acc + _dot(piece, d_scores, (0, 0)) for acc, piece in zip(d_key, query, strict=True)]
             share = jnp.where(valid, local_pair * plan.entries + flat, plan.pairs * plan.entries)
             buffer_row = share * group + tile_row % group
             if config.keep_scores:
@@ -228,12 +228,14 @@ def _key_major_kernel(
                 _store(buffer_ref, buffer_row, plan.head_dim, [_dot(d_scores, piece, (1, 0)) for piece in key])
             return d_key, d_value
 
-        zeros = lambda dim: [jnp.zeros((columns, size), jnp.float32) for _, size in _parts(dim)]  # noqa: E731
+        # Transposed sums, [dim, columns]: both operands of their products then come from shared memory as they lie
+        # there, which leaves registers free; with [columns, dim] Hopper's products were serialised for want of them.
+        zeros = lambda dim: [jnp.zeros((size, columns), jnp.float32) for _, size in _parts(dim)]  # noqa: E731
         count = (end - begin + plan.tile_tokens - 1) // plan.tile_tokens
         d_key, d_value = lax.fori_loop(0, count, tile, (zeros(plan.head_dim), zeros(plan.value_dim)))
         out_row = (local_pair * plan.items + item) * columns + lax.iota(jnp.int32, columns)
-        _store(d_key_ref, out_row, plan.head_dim, [piece * plan.scale for piece in d_key])
-        _store(d_value_ref, out_row, plan.value_dim, d_value)
+        _store(d_key_ref, out_row, plan.head_dim, [piece.T * plan.scale for piece in d_key])
+        _store(d_value_ref, out_row, plan.value_dim, [piece.T for piece in d_value])
 
 
 _PIECE = 16  # key rows per program of the key and value reduction
@@ -308,15 +310,19 @@ def _query_major_kernel(
         batch, head = pair // plan.num_kv, pair % plan.num_kv
         member = jnp.minimum(lax.iota(jnp.int32, rows), plan.group - 1)  # surplus rows repeat the last head
 
-        def add(slot, total):
-            block = entries_ref[pair * plan.ranges + step_ref[1], local * plan.slots + slot]
+        def block_at(slot):
+            return entries_ref[pair * plan.ranges + step_ref[1], local * plan.slots + slot]
+
+        def add(slot, carry):
+            total, block = carry
+            next_block = block_at(jnp.minimum(slot + 1, plan.slots - 1))
             key = _load(key_ref, _key_rows(plan, batch, head, block)[0], plan.head_dim)
             share = local_pair * plan.entries + local * plan.slots + slot
             d_scores = d_scores_ref[share * plan.group + member, :]
-            return [acc + _dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)]
+            return [acc + _dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)], next_block
 
         total = [jnp.zeros((rows, size), jnp.float32) for _, size in _parts(plan.head_dim)]
-        total = lax.fori_loop(0, count_ref[pair, token], add, total)
+        total, _ = lax.fori_loop(0, count_ref[pair, token], add, (total, block_at(0)))
         out_row = (batch * plan.length + token) * plan.num_heads + head * plan.group + member
         _store(d_query_ref, out_row, plan.head_dim, [piece * plan.scale for piece in total])
 
@@ -450,7 +456,7 @@ def selected_backward(
         return _step(carry, step, inverted, counts, entries, tensors, plan)
 
     carry = (
-        jnp.zeros((batch * length * num_heads, head_dim), query.dtype),
+        lax.empty((batch * length * num_heads, head_dim), query.dtype),  # every row is written by exactly one step
         *[jnp.zeros((batch * plan.num_blocks * plan.columns * num_kv, d), jnp.float32) for d in (head_dim, value_dim)],
     )
     d_query, d_key, d_value = body(0, carry) if plan.steps == 1 else lax.fori_loop(0, plan.steps, body, carry)
