@@ -7,6 +7,7 @@ are parsed, reports every problem at once, and says how to fix each.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -71,7 +72,7 @@ def default_config() -> ConfigDict:
     c.allow_dense_regime = False  # accept sequences so short that NSA reads everything anyway
 
     c.model = m = ConfigDict()
-    m.attention = "nsa"  # nsa | dense
+    m.attention = "nsa"  # nsa | dense | window (sliding window alone, a baseline)
     m.vocab_size = 0  # 0: the tokenizer's; otherwise at least the tokenizer's (padding for efficiency)
     m.dim = 768  # D, model width
     m.num_layers = 12
@@ -106,7 +107,7 @@ def default_config() -> ConfigDict:
     d.hf_split = "train"  # hf: split to read; validation documents are split off by hash
     d.hf_text_field = "text"  # hf: column that holds the document
     d.hf_streaming = False  # hf: iterate without downloading; the position goes into the checkpoint
-    d.synthetic = "random"  # synthetic: random (uniform tokens) | copy (a random string, then the same again)
+    d.synthetic = "random"  # synthetic: random (uniform) | copy (a random string twice) | recall (values of keys)
     d.synthetic_vocab = 256  # synthetic: vocabulary size
     d.max_documents = 0  # stop after this many documents; 0: all
     d.tokenizer = "byte"  # byte (256 + EOS) | bpe (trained on the corpus and saved) | hf (tokenizer.json or hub id)
@@ -149,6 +150,30 @@ def default_config() -> ConfigDict:
     s.data = -1  # devices along the data axis; -1: all that the other axes leave
     s.fsdp = 1  # devices over which parameters and optimizer state are sharded
 
+    c.preflight = p = ConfigDict()
+    p.ignore = ()  # ids of rules whose errors are accepted, such as ("R013",); recorded in env.json
+    p.target = ""  # GPU to compile for where there is none: a100-40gb | a100-80gb | h100 | h200; empty: this machine
+    p.devices = 1  # how many of them
+    p.utilisation = 0.3  # share of the peak FLOP/s that the estimate of hours assumes; measured MFU if you have it
+    p.selftest = True  # the causality self-test at the start of every run
+
+    c.guards = g = ConfigDict()
+    g.floor_ratio = 0.4  # stop if the loss is under this share of the bigram entropy within floor_steps; 0: off
+    g.floor_steps = 1000
+    g.late_floor_ratio = 0.05  # as floor_ratio, at any step
+    g.max_gap = 1.5  # stop if validation loss exceeds training loss by this many nats; 0: off
+    g.spike = 1.0  # alarm if the loss is this many nats (and 6 deviations) over its moving average; 0: off
+    g.plateau_steps = 2000  # alarm if the loss has not fallen for so many steps; 0: off
+    g.early_stop = 0  # stop after so many validations without improvement; 0: off
+    g.early_stop_delta = 0.0  # nats that count as improvement
+    g.health = True  # NSA health per layer at log steps
+    g.min_gate_entropy = 0.5  # nats, alarm below; three equal gates have 1.10
+    g.max_gate_share = 0.9  # alarm if one branch gets more than this share of the gates
+    g.max_collapsed = 0.05  # alarm if more than this share of gates is all on one branch
+    g.stall_seconds = 600.0  # without a finished step: all stacks are written; 0: off
+    g.stall_exit = False  # end the process then (status 75), for a supervisor to start it again
+    g.heartbeat_seconds = 30.0
+
     c.lock()
     return c
 
@@ -164,7 +189,7 @@ class Problem:
 
     Attributes:
       rule: stable id such as "R012"; `config.preflight.ignore` names it.
-      severity: "error" (refuses to run) or "warning".
+      severity: "error" (refuses to run), "warning", or "ignored" (an error that the config accepts).
       message: the field, its value and what is wrong.
       fix: what to change.
     """
@@ -200,27 +225,29 @@ class _Findings:
 
 
 _CHOICES = {
-    "model.attention": ("nsa", "dense"),
+    "model.attention": ("nsa", "dense", "window"),
     "model.compressor": ("mlp", "mean"),
     "model.implementation": ("auto", "reference", "xla", "pallas"),
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "block", "attention_saved", "full"),
     "data.source": ("stdlib", "text", "hf", "synthetic"),
-    "data.synthetic": ("random", "copy"),
+    "data.synthetic": ("random", "copy", "recall"),
     "data.tokenizer": ("byte", "bpe", "hf"),
     "optim.name": ("adamw",),
     "optim.schedule": ("cosine", "linear", "constant"),
+    "preflight.target": ("", "a100-40gb", "a100-80gb", "h100", "h200"),
 }
 
 _AT_LEAST = {
     1: (
         "model.dim model.num_layers model.num_heads model.num_kv_heads model.head_dim data.seq_len data.prefetch "
-        "train.steps train.batch_size train.grad_accum train.log_every train.keep_last mesh.fsdp"
+        "train.steps train.batch_size train.grad_accum train.log_every train.keep_last mesh.fsdp preflight.devices"
     ),
     0: (
         "seed model.vocab_size model.value_head_dim model.mlp_dim data.max_documents data.num_workers train.eval_every "
-        "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip"
+        "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip "
+        "guards.floor_steps guards.max_gap guards.spike guards.plateau_steps guards.early_stop guards.stall_seconds"
     ),
 }
 
@@ -236,9 +263,14 @@ _RANGES = {
     "model.norm_eps": (0.0, False, float("inf"), False),
     "model.init_std": (0.0, False, float("inf"), False),
     "model.rope_theta": (1.0, False, float("inf"), False),
+    "preflight.utilisation": (0.0, False, 1.0, True),
+    "guards.floor_ratio": (0.0, True, 1.0, False),
+    "guards.late_floor_ratio": (0.0, True, 1.0, False),
+    "guards.heartbeat_seconds": (0.0, False, float("inf"), False),
 }
 
 _LONG_RUN = 5_000  # steps; beyond, a mistake costs days
+_TOY_PARAMETERS = 5_000_000  # outside the embedding; fewer are for trying things out
 
 
 def _field(config: ConfigDict, name: str) -> Any:
@@ -348,6 +380,46 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
             f"config.train.eval_every={t.eval_every}, eval_batches={t.eval_batches}: runs this long need validation"
         )
         found.error("R014", message, "validate several times, on 16 batches or more")
+    _check_long_run(config, found)
+
+
+def _check_long_run(config: ConfigDict, found: _Findings) -> None:
+    """What is fine for trying things out and a waste in a run of days."""
+    m, o = config.model, config.optim
+    if m.compute_dtype != "bfloat16":
+        message = f"config.model.compute_dtype={m.compute_dtype!r}: a GPU computes it many times slower than bfloat16"
+        found.error("R015", message, 'set "bfloat16"; statistics and optimizer stay float32')
+    width = m.num_heads * m.head_dim
+    parameters = m.num_layers * m.dim * (2 * width + 3 * (m.mlp_dim or 8 * m.dim // 3))
+    if parameters < _TOY_PARAMETERS:
+        message = f"config.model.dim={m.dim}, num_layers={m.num_layers}: about {parameters:,} parameters, a toy"
+        found.error("R016", message, "use a larger model, or fewer steps")
+    if config.data.source == "synthetic":
+        found.error("R016", "config.data.source='synthetic': a toy task", "use text, or fewer steps")
+    if m.param_dtype != "float32":
+        message = f"config.model.param_dtype={m.param_dtype!r}: small updates are rounded away"
+        found.error("R017", message, 'set "float32"; compute_dtype alone decides the speed')
+    if o.clip == 0:
+        found.warning("R019", "config.optim.clip=0: one bad batch can undo days", "clip at 1.0")
+    if o.warmup_steps == 0:
+        found.warning("R019", "config.optim.warmup_steps=0: Adam's first steps are at full size", "warm up for 1 %")
+    if o.learning_rate > 1e-2:
+        message = f"config.optim.learning_rate={o.learning_rate}: beyond what models of this kind survive"
+        found.warning("R019", message, "start from 3e-4 to 1e-3")
+    if m.attention == "nsa" and not config.guards.health:
+        found.warning("R019", "config.guards.health=False: collapsed gates would go unnoticed", "leave it on")
+    if not config.preflight.selftest:
+        found.warning("R019", "config.preflight.selftest=False: causality is taken on trust", "leave it on")
+
+
+_RULE_ID = re.compile(r"R\d{3}")
+
+
+def _check_ignored(config: ConfigDict, found: _Findings) -> None:
+    for rule in config.preflight.ignore:
+        if not (isinstance(rule, str) and _RULE_ID.fullmatch(rule)):
+            message = f"config.preflight.ignore: {rule!r} is no rule's id"
+            found.error("R000", message, 'name the rules as errors do, such as ("R013",)')
 
 
 def validate(config: ConfigDict) -> list[Problem]:
@@ -360,18 +432,28 @@ def validate(config: ConfigDict) -> list[Problem]:
       All problems, errors first; empty if there are none.
     """
     found = _Findings()
-    for check_part in (_check_values, _check_model, _check_data, _check_training):
+    for check_part in (_check_values, _check_model, _check_data, _check_training, _check_ignored):
         check_part(config, found)
     return sorted(found.problems, key=lambda problem: (problem.severity != "error", problem.rule))
 
 
+def accept(problems: list[Problem], ignore: tuple[str, ...]) -> list[Problem]:
+    """Turns errors of the rules in `config.preflight.ignore` into severity "ignored"."""
+    return [
+        dataclasses.replace(problem, severity="ignored")
+        if problem.severity == "error" and problem.rule in ignore
+        else problem
+        for problem in problems
+    ]
+
+
 def check(config: ConfigDict) -> list[Problem]:
-    """Raises if `validate` finds an error; returns the warnings.
+    """Raises if `validate` finds an error that is not ignored; returns the rest.
 
     Raises:
       ConfigError: with every problem that was found.
     """
-    problems = validate(config)
+    problems = accept(validate(config), tuple(config.preflight.ignore))
     if any(problem.severity == "error" for problem in problems):
         raise ConfigError(problems)
     return problems
