@@ -448,16 +448,25 @@ def _check_vocabulary(config: ConfigDict, tokenizer: tokenizers.Tokenizer) -> No
 
 def _synthetic_pipeline(config: ConfigDict, share: Share) -> Pipeline:
     data = config.data
-    if data.synthetic not in ("random", "copy"):
-        raise DataError(f"config.data.synthetic={data.synthetic!r}", "no such task", "use random or copy")
+    if data.synthetic not in synthetic.TASKS:
+        raise DataError(
+            f"config.data.synthetic={data.synthetic!r}", "no such task", f"use one of {sorted(synthetic.TASKS)}"
+        )
     if data.synthetic_vocab < 3:
         raise DataError(f"config.data.synthetic_vocab={data.synthetic_vocab}", "too small", "use at least 3")
     if data.synthetic == "copy" and data.seq_len < 2:
         raise DataError(f"config.data.seq_len={data.seq_len}", "too short for the copy task", "use at least 2")
     tokenizer = tokenizers.load_tokenizer(config)
     _check_vocabulary(config, tokenizer)
-    make = synthetic.copy_rows if data.synthetic == "copy" else synthetic.random_rows
-    rows = functools.partial(make, seq_len=data.seq_len, vocab_size=data.synthetic_vocab, seed=config.seed)
+    if data.synthetic == "recall" and data.synthetic_vocab // 4 < synthetic.num_facts(data.seq_len):
+        raise DataError(
+            f"config.data.synthetic_vocab={data.synthetic_vocab}",
+            f"too small for the {synthetic.num_facts(data.seq_len)} keys of a row of the recall task",
+            f"use at least {4 * synthetic.num_facts(data.seq_len)}",
+        )
+    rows = functools.partial(
+        synthetic.TASKS[data.synthetic], seq_len=data.seq_len, vocab_size=data.synthetic_vocab, seed=config.seed
+    )
     return Pipeline(
         config,
         tokenizer,

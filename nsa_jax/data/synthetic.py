@@ -1,4 +1,4 @@
-"""Synthetic rows: uniform random tokens, which nothing can predict, and the copy task, which needs long attention."""
+"""Synthetic rows: uniform random tokens, which nothing can predict, and two tasks that need long attention."""
 
 from __future__ import annotations
 
@@ -66,3 +66,51 @@ def copy_rows(indices: np.ndarray, seq_len: int, vocab_size: int, *, seed: int, 
         "segment_start": np.zeros((len(rows), seq_len), np.int32),
         "loss_mask": mask,
     }
+
+
+def num_facts(seq_len: int) -> int:
+    """Key-value pairs in a row of the recall task."""
+    return max(seq_len // 8, 1)
+
+
+def recall_rows(indices: np.ndarray, seq_len: int, vocab_size: int, *, seed: int, split: str) -> Batch:
+    """Rows of the associative recall task: facts, a long stretch of noise, then questions about every fact.
+
+    A row begins with P = T // 8 facts, each a key and its value; keys are distinct. Noise follows, and at the end each
+    key is asked once, in another order, and followed by its value. So at least T // 2 tokens lie between the last fact
+    and the first question. Keys are ids below vocab_size // 4, values the next vocab_size // 4 ids, noise the rest but
+    the last id, which separates the noise from the questions.
+
+    Args:
+      indices: [b] global row numbers.
+      seq_len: T.
+      vocab_size: ids; at least 4 P.
+      seed: of the run.
+      split: train or validation.
+
+    Returns:
+      A batch whose loss mask is 1 only where the target is the answer to a question.
+    """
+    facts, part = num_facts(seq_len), vocab_size // 4
+    rows = np.empty((len(indices), seq_len + 1), np.int32)
+    for row, index in zip(rows, indices, strict=True):
+        rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, _SPLITS[split], int(index)])))
+        keys = rng.permutation(part)[:facts]
+        values = rng.integers(part, 2 * part, facts)
+        row[:] = rng.integers(2 * part, vocab_size - 1, seq_len + 1)
+        asked = rng.permutation(facts)
+        row[0 : 2 * facts : 2], row[1 : 2 * facts : 2] = keys, values
+        row[seq_len - 2 * facts] = vocab_size - 1
+        questions = row[seq_len + 1 - 2 * facts :]
+        questions[::2], questions[1::2] = keys[asked], values[asked]
+    mask = np.zeros((len(rows), seq_len), np.float32)
+    mask[:, seq_len - 2 * facts + 1 :: 2] = 1
+    return {
+        "inputs": rows[:, :-1],
+        "targets": rows[:, 1:],
+        "segment_start": np.zeros((len(rows), seq_len), np.int32),
+        "loss_mask": mask,
+    }
+
+
+TASKS = {"random": random_rows, "copy": copy_rows, "recall": recall_rows}

@@ -336,7 +336,7 @@ def load_tokenizer(
     """
     data = config.data
     if data.source == "synthetic":
-        return SyntheticTokenizer(data.synthetic_vocab, copy=data.synthetic == "copy")
+        return SyntheticTokenizer(data.synthetic_vocab, copy=data.synthetic != "random")
     if data.tokenizer == "byte":
         return ByteTokenizer()
     if data.tokenizer == "bpe":

@@ -16,7 +16,7 @@ from nsa_jax.nn.config import ModelConfig
 from nsa_jax.nn.layers import init_normal, make_compressor, rope
 from nsa_jax.nn.sharding import sharded_attention
 from nsa_jax.ops import blocks
-from nsa_jax.ops.nsa import nsa_attention
+from nsa_jax.ops.nsa import nsa_attention, window_attention
 from nsa_jax.ops.target import current_target
 
 # A matrix product whose width is no multiple of this misses the fast tensor-core kernels.
@@ -210,6 +210,8 @@ def dense_attention(query, key, value, *, segment_start=None):
 class DenseAttention(nnx.Module):
     """Full causal attention with the interface of `NSAttention`: the baseline.
 
+    With `config.attention == "window"`, attention over the sliding window alone.
+
     Attributes:
       w_in: [D, N*H + K*H + K*V]: query, key, value.
       w_out: [N*V, D].
@@ -247,6 +249,13 @@ class DenseAttention(nnx.Module):
         query, key, value = self.project(x, _positions(x, positions))
 
         def attend(segment_start, *arrays):
+            if self.config.attention == "window":
+                return window_attention(
+                    *arrays,
+                    window=self.config.nsa.window,
+                    segment_start=segment_start,
+                    implementation=self.config.implementation,
+                )
             return dense_attention(*arrays, segment_start=segment_start)
 
         attended = checkpoint_name(sharded_attention(attend, segment_start, query, key, value), "attention_out")

@@ -1,4 +1,4 @@
-"""The KV cache: what a layer keeps of the tokens it has seen, for NSA and for dense attention.
+"""The KV cache: what a layer keeps of the tokens it has seen, for NSA and for dense (or window) attention.
 
 Every array has a fixed shape. Row b of the batch has its first `lengths[b]` tokens in use, so prompts of different
 lengths start at position 0 and are padded on the right; what lies behind a row's length is never read and is written
@@ -81,7 +81,7 @@ def _layer_shapes(config: ModelConfig, batch: int, capacity: int) -> NSALayerCac
             for dim in (config.head_dim, config.value_head_dim)
         ]
 
-    if config.attention == "dense":
+    if config.attention != "nsa":
         return DenseLayerCache(*pair(capacity))
     geometry = config.nsa
     lengths = (capacity, blocks.num_compressed(capacity, geometry), min(geometry.window, capacity))
@@ -124,7 +124,7 @@ def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, f
     dense_bytes *= config.dtype.itemsize
     total, dense_total = size(config, capacity), dense_bytes * capacity
     report = {"total_mib": batch * total / 2**20, "dense_total_mib": batch * dense_total / 2**20}
-    if config.attention == "dense":
+    if config.attention != "nsa":
         per_token, fixed = float(dense_bytes), 0
     else:
         per_token = dense_bytes * (1 + 1 / config.nsa.compress_stride)
@@ -267,6 +267,8 @@ def _prefill_dense(attention: DenseAttention, h, layer: DenseLayerCache, offset,
         for old, new in ((layer.key, new_key), (layer.value, new_value))
     )
     start = jnp.zeros((batch, length), jnp.int32) if start is None else start
+    if attention.config.attention == "window":
+        start = jnp.maximum(start, positions - attention.config.nsa.window + 1)
 
     def attend(query, key, value, start):
         rows = query.shape[0]
@@ -292,6 +294,8 @@ def _prefill_dense(attention: DenseAttention, h, layer: DenseLayerCache, offset,
 def _step_dense(attention: DenseAttention, h, layer: DenseLayerCache, lengths, segment_start):
     query, new_key, new_value = attention.project(h, lengths[:, None])
     key, value = (_write(old, lengths, new[:, 0]) for old, new in ((layer.key, new_key), (layer.value, new_value)))
+    if attention.config.attention == "window":
+        segment_start = jnp.maximum(segment_start, lengths - attention.config.nsa.window + 1)
 
     def attend(query, key, value, lengths, start):
         target = current_target()

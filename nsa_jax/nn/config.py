@@ -32,7 +32,7 @@ class ModelConfig:
       num_layers: blocks; also scales the initialisation of residual-writing projections.
       mlp_dim: hidden width of SwiGLU; 0 means 8/3 of `dim`, rounded up to a multiple of 64.
       nsa: block geometry of the sparse attention.
-      attention: "nsa" or "dense".
+      attention: "nsa", "dense" or "window" (dense within the sliding window).
       rope_theta: base of the rotary position embedding.
       norm_eps: added to the mean square in RMSNorm.
       init_std: standard deviation of all projections at initialisation.
@@ -86,7 +86,7 @@ class ModelConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"ModelConfig.dropout={self.dropout}: must be in [0, 1)")
         choices: dict[str, tuple] = {
-            "attention": ("nsa", "dense"),
+            "attention": ("nsa", "dense", "window"),
             "compressor": ("mlp", "mean"),
             "implementation": (None, *sorted(IMPLEMENTATIONS)),
             "compute_dtype": ("float32", "bfloat16"),

@@ -34,6 +34,8 @@ def keys_per_query(config: ModelConfig, seq_len: int) -> dict[str, float]:
     if config.attention == "dense":
         return {"dense": float((t + 1).mean())}
     nsa = config.nsa
+    if config.attention == "window":
+        return {"window": float(np.minimum(t + 1, nsa.window).mean())}
     low, high = blocks.compressed_range(t, 0, nsa)
     block_count = np.minimum(t // nsa.select_block + 1, nsa.num_selected)
     # All listed blocks are whole but the query's own, of which it reads up to itself.

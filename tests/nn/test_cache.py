@@ -72,8 +72,9 @@ SHAPES = {
     "group_6": dict(num_heads=6, num_kv_heads=1, tie_embeddings=False),
     "group_16": dict(num_heads=16, num_kv_heads=1, compressor="mean", scan_layers=False),
     "dense": dict(attention="dense"),
+    "window": dict(attention="window"),
 }
-CASES = [(name, False) for name in SHAPES] + [("group_4", True), ("group_6", True), ("dense", True)]
+CASES = [(name, False) for name in SHAPES] + [("group_4", True), ("group_6", True), ("dense", True), ("window", True)]
 
 
 @pytest.mark.parametrize(("name", "packed"), CASES)

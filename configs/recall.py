@@ -1,0 +1,56 @@
+"""Associative recall across eight windows: the proof that the compressed and selected branches work end to end.
+
+What:    a row states 32 facts (key, value), continues with noise and then asks for every fact. With rows of 256 tokens
+         and a window of 16, every answer lies at least 128 tokens, eight windows, before its question; two layers of
+         window attention reach back 32. The model reads at most 4 of the 16 selection blocks.
+Data:    synthetic, new rows in every step; 64 keys, 64 values, so that guessing is right in 1.6 % of the cases.
+Takes:   MEASURED.
+Reaches: MEASURED.
+Command: python train.py --config=configs/recall.py && python -m nsa_jax.evaluate runs/recall --tasks recall
+         The same with the window alone:
+         python train.py --config=configs/recall.py --workdir=runs/recall_window --config.model.attention=window
+"""
+
+from ml_collections import ConfigDict
+
+from nsa_jax.config import default_config
+
+
+def get_config() -> ConfigDict:
+    """The recall run."""
+    c = default_config()
+    c.name = "recall"
+
+    c.model.dim = 64
+    c.model.num_layers = 2
+    c.model.num_heads = 4
+    c.model.num_kv_heads = 2
+    c.model.head_dim = 32
+    c.model.mlp_dim = 128
+    c.model.init_std = 0.1
+    c.model.compute_dtype = "float32"
+    c.model.remat = "none"
+    c.model.nsa.compress_block = 4
+    c.model.nsa.compress_stride = 2
+    c.model.nsa.select_block = 16
+    c.model.nsa.num_selected = 4
+    c.model.nsa.num_local = 1
+    c.model.nsa.window = 16
+
+    c.data.source = "synthetic"
+    c.data.synthetic = "recall"
+    c.data.synthetic_vocab = 256
+    c.data.seq_len = 256
+
+    c.train.steps = 1500
+    c.train.batch_size = 32
+    c.train.log_every = 50
+    c.train.eval_every = 250
+    c.train.eval_batches = 4
+    c.train.save_every = 500
+    c.train.sample_tokens = 0
+
+    c.optim.learning_rate = 3e-3
+    c.optim.warmup_steps = 50
+    c.optim.weight_decay = 0.0
+    return c
