@@ -4,8 +4,9 @@ Both branches are the same flash attention: the query at t sees the keys [low(t)
 there is to know about causality, blocks, packing and `query_offset`. A query tile's loop runs over the keys that any
 of its queries sees and is free of masks where all of them see a whole key block.
 
-The forward here is a Triton kernel; on Hopper `ranged_hopper` replaces it, and cuDNN serves unpacked windows
-(`ranged_cudnn`). The backward is always ours (`ranged_backward`): cuDNN's adds dq atomically, so two runs differ.
+The forward here is a Triton kernel; on Hopper Mosaic GPU kernels replace it and the backward's (`ranged_hopper`), and
+cuDNN serves the forward of unpacked windows (`ranged_cudnn`). The backward is always ours (`ranged_backward`): cuDNN's
+adds dq atomically, so two runs differ.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _positions(query, segment_start, query_offset) -> tuple[jax.Array, jax.Array
 def _ranged(query, key, value, low, high, span, cudnn):
     if cudnn:
         return ranged_cudnn.window_forward(query, key, value, span)
-    if ranged_hopper.serves(query, value, current_target()):
+    if ranged_hopper.serves(query, value, current_target(), span):
         config = tuning.ranged_hopper_config(query.shape[-1], value.shape[-1], span)
         return ranged_hopper.ranged_forward(query, key, value, low, high, config)
     return ranged_forward(query, key, value, low, high)

@@ -1,4 +1,7 @@
-"""Backward of ranged attention without atomics: one kernel for dq, one for dk and dv, each recomputing the weights."""
+"""Backward of ranged attention without atomics: one kernel for dq, one for dk and dv, each recomputing the weights.
+
+These are the Triton kernels; `ranged_hopper_backward` has Hopper's.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops.pallas import tuning
+from nsa_jax.ops.pallas import ranged_hopper, ranged_hopper_backward, tuning
 from nsa_jax.ops.pallas.common import LOG2E, triton_call
 from nsa_jax.ops.pallas.ranged_tiles import (
+    NO_WEIGHT,
     dot,
     head_pieces,
     key_block,
     key_loops,
     load_rows,
     query_rows,
+    query_tile_ranges,
     rows_spec,
     store_rows,
 )
 from nsa_jax.ops.target import current_target
-
-# Stands for the log-sum-exp of a row that must get no weight: exp2(score - this) is exactly 0.
-_NO_WEIGHT = 1e30
 
 
 def ranged_backward(query, key, value, low, high, out, lse, grad_out, *, span: int | None = None):
@@ -39,22 +41,35 @@ def ranged_backward(query, key, value, low, high, out, lse, grad_out, *, span: i
     """
     batch, length, heads, v_dim = out.shape
     delta = jnp.sum(out.astype(jnp.float32) * grad_out.astype(jnp.float32), axis=-1)
-    lse = jnp.where(lse == -jnp.inf, _NO_WEIGHT, lse * LOG2E)
+    lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
+    target, h_dim = current_target(), query.shape[-1]
+    if ranged_hopper.serves(query, value, target, span):
+        args = (query, key, value, grad_out, lse, delta, low, high)
+        grad_query = ranged_hopper_backward.grad_query(*args, tuning.ranged_hopper_dq_config(h_dim, v_dim, span))
+        stages = tuning.ranged_hopper_dkv_stages(h_dim, v_dim, span)
+        splits = _splits(key, value, length * heads // key.shape[2], keys=128, rows=64)
+        return grad_query, *ranged_hopper_backward.grad_key_value(*args, stages, splits)
     rows = (batch, length * heads)
     args = (
-        query.reshape(*rows, -1),
+        query.reshape(*rows, h_dim),
         key,
         value,
         grad_out.reshape(*rows, v_dim),
         lse.reshape(rows),
         delta.reshape(rows),
     )
-    h_dim = query.shape[-1]
-    config = tuning.ranged_dq_config(h_dim, v_dim, query.dtype, current_target(), span)
+    config = tuning.ranged_dq_config(h_dim, v_dim, query.dtype, target, span)
     grad_query = grad_query_kernel(*args, low, high, config)
-    config = tuning.ranged_dkv_config(h_dim, v_dim, query.dtype, current_target())
+    config = tuning.ranged_dkv_config(h_dim, v_dim, query.dtype, target)
     grad_key, grad_value = grad_key_value_kernel(*args, low, high, config)
     return grad_query.reshape(query.shape), grad_key, grad_value
+
+
+def _splits(key, value, num_rows: int, *, keys: int, rows: int) -> int:
+    """Programs per block of `keys` keys in the dk, dv kernel, for `num_rows` query rows per key/value head."""
+    batch, num_keys, kv_heads, h_dim = key.shape
+    share_bytes = batch * num_keys * kv_heads * (h_dim + value.shape[-1]) * 4
+    return tuning.ranged_splits(pl.cdiv(num_keys, keys) * kv_heads * batch, pl.cdiv(num_rows, rows), share_bytes)
 
 
 def _scores(rows, keys):
@@ -134,48 +149,6 @@ def grad_query_kernel(query, key, value, grad_out, lse, delta, low, high, config
     )(query, key, value, grad_out, lse, delta, low, high)
 
 
-def query_tile_ranges(low, high, group: int, rows: int, keys: int, num_keys: int) -> jax.Array:
-    """Which query tiles each key block must visit, for any `low` and `high`, monotone or not.
-
-    Args:
-      low, high: int32 [B, T] ranges; queries that see nothing have low = S and high = 0.
-      group: G.
-      rows: rows per query tile.
-      keys: keys per block.
-      num_keys: S.
-
-    Returns:
-      int32 [B, 4, number of key blocks] tile indices (first, whole_begin, whole_end, last): every tile that sees
-      anything of the block is in [first, last), and all rows of the tiles in [whole_begin, whole_end) see all of it or
-      nothing of any key.
-    """
-    low, high = jnp.repeat(low, group, axis=1), jnp.repeat(high, group, axis=1)
-    batch, num_rows = low.shape
-    tiles = pl.cdiv(num_rows, rows)
-    pad = ((0, 0), (0, tiles * rows - num_rows))
-
-    def per_tile(x, fill, reduce):
-        return reduce(jnp.pad(x, pad, constant_values=fill).reshape(batch, tiles, rows), axis=2)[:, :, None]
-
-    empty = high <= low
-    lowest, highest = per_tile(low, num_keys, jnp.min), per_tile(high, 0, jnp.max)
-    # A row without keys has weights 0 whatever the mask says, so it does not keep a tile from being whole.
-    low_max = per_tile(jnp.where(empty, 0, low), 0, jnp.max)
-    high_min = per_tile(jnp.where(empty, num_keys, high), num_keys, jnp.min)
-    begin = jnp.arange(0, num_keys, keys, dtype=jnp.int32)
-    end = jnp.minimum(begin + keys, num_keys)
-    tile = jnp.arange(tiles, dtype=jnp.int32)[:, None]
-    seen = (lowest < end) & (highest > begin)
-    whole = (low_max <= begin) & (high_min >= end)
-    last = jnp.max(jnp.where(seen, tile + 1, 0), axis=1)
-    first = jnp.minimum(jnp.min(jnp.where(seen, tile, tiles), axis=1), last)
-    inside = (tile >= first[:, None]) & (tile < last[:, None])
-    whole_begin = jnp.min(jnp.where(inside & whole, tile, last[:, None]), axis=1)
-    after = inside & ~whole & (tile >= whole_begin[:, None])
-    whole_end = jnp.min(jnp.where(after, tile, last[:, None]), axis=1)
-    return jnp.stack([first, whole_begin, whole_end, last], axis=1)
-
-
 def _dkv_kernel(
     query_ref,
     key_ref,
@@ -211,7 +184,7 @@ def _dkv_kernel(
         lse, delta = lse_ref[row], delta_ref[row]
         if ragged:  # rows that repeat the last one must not be counted
             own = tile * config.rows + lax.broadcasted_iota(jnp.int32, (config.rows,), 0) < length * group
-            lse = jnp.where(own, lse, _NO_WEIGHT)
+            lse = jnp.where(own, lse, NO_WEIGHT)
         weights = jnp.exp2(_scores(key, query) * (scale * LOG2E) - lse[None, :])  # [keys, rows]
         if not exact:
             low, high = low_ref[token], high_ref[token]
@@ -253,11 +226,7 @@ def grad_key_value_kernel(query, key, value, grad_out, lse, delta, low, high, co
     heads = num_rows // length
     group = heads // kv_heads
     num_blocks = pl.cdiv(num_keys, config.keys)
-    splits = config.splits or tuning.ranged_splits(
-        num_blocks * kv_heads * batch,
-        pl.cdiv(length * group, config.rows),
-        num_keys * kv_heads * batch * (h_dim + v_dim) * 4,
-    )
+    splits = config.splits or _splits(key, value, length * group, keys=config.keys, rows=config.rows)
     kernel = functools.partial(
         _dkv_kernel,
         config=config,

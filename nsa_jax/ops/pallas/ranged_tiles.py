@@ -14,6 +14,9 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops.pallas.common import interpreted
 
+# Stands for the log-sum-exp of a row that must get no weight: exp2(score - this) is exactly 0.
+NO_WEIGHT = 1e30
+
 
 def head_pieces(dim: int) -> list[tuple[int, int]]:
     """Splits a head dim into (offset, size) with power-of-two sizes, which is all that Triton tiles can have."""
@@ -87,3 +90,45 @@ def key_loops(step, low, high, size: int, carry):
     carry = lax.fori_loop(begin, exact_begin, lambda i, c: step(False, i, c), carry)
     carry = lax.fori_loop(exact_begin, exact_end, lambda i, c: step(True, i, c), carry)
     return lax.fori_loop(exact_end, end, lambda i, c: step(False, i, c), carry)
+
+
+def query_tile_ranges(low, high, group: int, rows: int, keys: int, num_keys: int) -> jax.Array:
+    """Which query tiles each key block must visit, for any `low` and `high`, monotone or not.
+
+    Args:
+      low, high: int32 [B, T] ranges; queries that see nothing have low = S and high = 0.
+      group: G.
+      rows: rows per query tile.
+      keys: keys per block.
+      num_keys: S.
+
+    Returns:
+      int32 [B, 4, number of key blocks] tile indices (first, whole_begin, whole_end, last): every tile that sees
+      anything of the block is in [first, last), and all rows of the tiles in [whole_begin, whole_end) see all of it or
+      nothing of any key.
+    """
+    low, high = jnp.repeat(low, group, axis=1), jnp.repeat(high, group, axis=1)
+    batch, num_rows = low.shape
+    tiles = pl.cdiv(num_rows, rows)
+    pad = ((0, 0), (0, tiles * rows - num_rows))
+
+    def per_tile(x, fill, reduce):
+        return reduce(jnp.pad(x, pad, constant_values=fill).reshape(batch, tiles, rows), axis=2)[:, :, None]
+
+    empty = high <= low
+    lowest, highest = per_tile(low, num_keys, jnp.min), per_tile(high, 0, jnp.max)
+    # A row without keys has weights 0 whatever the mask says, so it does not keep a tile from being whole.
+    low_max = per_tile(jnp.where(empty, 0, low), 0, jnp.max)
+    high_min = per_tile(jnp.where(empty, num_keys, high), num_keys, jnp.min)
+    begin = jnp.arange(0, num_keys, keys, dtype=jnp.int32)
+    end = jnp.minimum(begin + keys, num_keys)
+    tile = jnp.arange(tiles, dtype=jnp.int32)[:, None]
+    seen = (lowest < end) & (highest > begin)
+    whole = (low_max <= begin) & (high_min >= end)
+    last = jnp.max(jnp.where(seen, tile + 1, 0), axis=1)
+    first = jnp.minimum(jnp.min(jnp.where(seen, tile, tiles), axis=1), last)
+    inside = (tile >= first[:, None]) & (tile < last[:, None])
+    whole_begin = jnp.min(jnp.where(inside & whole, tile, last[:, None]), axis=1)
+    after = inside & ~whole & (tile >= whole_begin[:, None])
+    whole_end = jnp.min(jnp.where(after, tile, last[:, None]), axis=1)
+    return jnp.stack([first, whole_begin, whole_end, last], axis=1)

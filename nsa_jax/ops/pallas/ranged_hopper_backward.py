@@ -1,0 +1,310 @@
+"""Backward of ranged attention for Hopper: two warpgroups compute, a third feeds them through TMA.
+
+The counterparts of the two Triton kernels in `ranged_backward`, with the same arguments and results.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops.pallas import tuning
+from nsa_jax.ops.pallas.common import LOG2E
+from nsa_jax.ops.pallas.ranged_hopper import tile_bounds
+from nsa_jax.ops.pallas.ranged_tiles import NO_WEIGHT, query_tile_ranges
+
+
+def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig):
+    """dq [B, T, N, H].
+
+    Args:
+      query, key, value, low, high: as `ranged.ranged_forward` took them.
+      grad_out: [B, T, N, V].
+      lse: float32 [B, T, N], base 2, `NO_WEIGHT` where a query sees nothing.
+      delta: float32 [B, T, N], the sums over V of out * grad_out.
+      config: tiles.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
+    from nsa_jax.ops.pallas.ranged_hopper_tiles import ROWS, WARPGROUPS
+
+    keys, stages = config.keys, config.stages
+    batch, length, heads, h_dim = query.shape
+    num_keys, kv_heads, v_dim = value.shape[1:]
+    rows = hopper.RowTiles(length, heads // kv_heads, kv_heads)
+    row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
+    bounds = tile_bounds(row_low, row_high, rows.tile, keys)
+    query, grad_out = rows.arrange(query), rows.arrange(grad_out)
+    lse, delta = rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)
+    key, value = hopper.whole_tiles(key), hopper.whole_tiles(value)
+    scale = 1.0 / math.sqrt(h_dim)
+
+    def kernel(*refs):
+        bounds_ref, low_ref, high_ref, lse_ref, delta_ref, query_ref, grad_ref, key_ref, value_ref, dq_ref, *scratch = (
+            refs
+        )
+        (query_smem2, grad_smem2, key_smem, value_smem, vectors), loaded, freed = scratch
+        rows_loaded, key_loaded, value_loaded = loaded
+        key_freed, value_freed = freed
+        b, kv_head, wg = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("wg")
+        tile = rows.tiles - 1 - lax.axis_index("tile")
+        begin, exact_begin, exact_end, end = (bounds_ref[b, tile, i] for i in range(4))
+
+        @pl.when(wg < WARPGROUPS)
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+            query_smem, grad_smem = query_smem2.at[wg], grad_smem2.at[wg]
+            low_smem, high_smem, lse_smem, delta_smem = (x.at[wg] for x in vectors)
+            base, barrier = tile * rows.tile + wg * ROWS, rows_loaded.at[wg]
+            rows.load(query_ref, query_smem, barrier, b, kv_head, base)
+            rows.load(grad_ref, grad_smem, barrier, b, kv_head, base)
+            for ref, smem in ((low_ref, low_smem), (high_ref, high_smem)):
+                plgpu.copy_gmem_to_smem(ref.at[b, pl.ds(base, ROWS)], smem, barrier)
+            for ref, smem in ((lse_ref, lse_smem), (delta_ref, delta_smem)):
+                plgpu.copy_gmem_to_smem(ref.at[b, kv_head, pl.ds(base, ROWS)], smem, barrier)
+            plgpu.barrier_wait(barrier)
+            layout = plgpu.Layout.WGMMA.reduce(1)
+            row_lse, row_delta = hopper.load(lse_smem, layout), hopper.load(delta_smem, layout)
+
+            def step(exact, i, dq):
+                slot = lax.rem(i - begin, jnp.int32(stages))
+
+                def multiply(scores_ref, d_weights_ref):
+                    plgpu.barrier_wait(key_loaded.at[slot])
+                    plgpu.wgmma(scores_ref, query_smem, hopper.transpose(key_smem.at[slot]))
+                    plgpu.barrier_wait(value_loaded.at[slot])
+                    plgpu.wgmma(d_weights_ref, grad_smem, hopper.transpose(value_smem.at[slot]))
+                    return scores_ref[...], d_weights_ref[...]
+
+                shape = (ROWS, keys)
+                scores, d_weights = pl.run_scoped(
+                    multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
+                )
+                plgpu.barrier_arrive(value_freed.at[slot])
+                weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_lse, shape, [0]))
+                if not exact:
+                    position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
+                    visible = position >= lax.broadcast_in_dim(hopper.load(low_smem, layout), shape, [0])
+                    visible &= position < lax.broadcast_in_dim(hopper.load(high_smem, layout), shape, [0])
+                    weights = jnp.where(visible, weights, 0.0)
+                d_scores = weights * (d_weights - lax.broadcast_in_dim(row_delta, shape, [0]))
+                d_scores = d_scores.astype(query_ref.dtype)
+
+                def accumulate(dq_acc):
+                    plgpu.wgmma(dq_acc, d_scores, key_smem.at[slot])
+
+                dq = pl.run_state(accumulate)(plgpu.ACC.init(dq))
+                plgpu.barrier_arrive(key_freed.at[slot])
+                return dq
+
+            dq = hopper.zeros((ROWS, h_dim))
+            dq = lax.fori_loop(begin, exact_begin, functools.partial(step, False), dq)
+            dq = lax.fori_loop(exact_begin, exact_end, functools.partial(step, True), dq)
+            dq = lax.fori_loop(exact_end, end, functools.partial(step, False), dq)
+            query_smem[...] = (dq * scale).astype(dq_ref.dtype)
+            plgpu.commit_smem()
+            rows.store(query_smem, dq_ref, b, kv_head, base)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == WARPGROUPS)
+        def _feed():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def feed(i, _):
+                count = i - begin
+                slot = lax.rem(count, jnp.int32(stages))
+                index = (b, pl.ds(i * keys, keys), kv_head)
+                pl.when(count >= stages)(lambda: plgpu.barrier_wait(key_freed.at[slot]))
+                plgpu.copy_gmem_to_smem(key_ref.at[index], key_smem.at[slot], key_loaded.at[slot])
+                pl.when(count >= stages)(lambda: plgpu.barrier_wait(value_freed.at[slot]))
+                plgpu.copy_gmem_to_smem(value_ref.at[index], value_smem.at[slot], value_loaded.at[slot])
+
+            lax.fori_loop(begin, end, feed, None)
+
+    def entry(*refs):
+        tiled = functools.partial(hopper.tiled, dtype=query.dtype)
+        vector = lambda dtype: plgpu.SMEM((WARPGROUPS, ROWS), dtype)  # noqa: E731
+        filled = plgpu.Barrier(num_barriers=stages)
+        freed = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
+        pl.run_scoped(
+            lambda *scoped: kernel(*refs, *scoped),
+            (
+                tiled(WARPGROUPS, ROWS, h_dim),
+                tiled(WARPGROUPS, ROWS, v_dim),
+                tiled(stages, keys, h_dim),
+                tiled(stages, keys, v_dim),
+                (vector(jnp.int32), vector(jnp.int32), vector(jnp.float32), vector(jnp.float32)),
+            ),
+            (plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2 * rows.copies + 4), filled, filled),
+            (freed, freed),
+            collective_axes="wg",
+        )
+
+    dq = hopper.call(
+        entry,
+        (rows.tiles, kv_heads, batch),
+        ("tile", "kv_head", "batch"),
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        *(bounds, row_low, row_high, lse, delta, query, grad_out, key, value),
+    )
+    return rows.restore(dq)
+
+
+def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: int, splits: int):
+    """dk [B, S, K, H] and dv [B, S, K, V]; arguments as `grad_query`, splits as in `ranged_backward`."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
+    from nsa_jax.ops.pallas.ranged_hopper_tiles import ROWS, WARPGROUPS
+
+    batch, length, heads, h_dim = query.shape
+    num_keys, kv_heads, v_dim = value.shape[1:]
+    group = heads // kv_heads
+    rows = hopper.RowTiles(length, group, kv_heads, warpgroups=1)
+    keys = WARPGROUPS * ROWS  # 64 keys per warpgroup
+    blocks = pl.cdiv(num_keys, keys)
+    ranges = query_tile_ranges(low, high, group, ROWS, keys, num_keys)
+    row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
+    query, grad_out = rows.arrange(query), rows.arrange(grad_out)
+    lse, delta = rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)
+    key, value = hopper.whole_tiles(key), hopper.whole_tiles(value)
+    scale = 1.0 / math.sqrt(h_dim)
+
+    def kernel(*refs):
+        ranges_ref, low_ref, high_ref, lse_ref, delta_ref, query_ref, grad_ref, key_ref, value_ref, *refs = refs
+        dk_ref, dv_ref, (key_smem2, value_smem2, query_smem, grad_smem, vectors), loaded, freed = refs
+        keys_loaded, query_loaded, grad_loaded = loaded
+        query_freed, grad_freed = freed
+        low_smem, high_smem, lse_smem, delta_smem = vectors
+        b, kv_head, wg = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("wg")
+        program = lax.axis_index("block")
+        block, split = lax.div(program, jnp.int32(splits)), lax.rem(program, jnp.int32(splits))
+        first, whole_begin, whole_end, last = (ranges_ref[b, i, block] for i in range(4))
+        share = lax.div(last - first + splits - 1, jnp.int32(splits))
+        begin = jnp.minimum(first + split * share, last)
+        end = jnp.minimum(begin + share, last)
+        whole_begin = jnp.clip(whole_begin, begin, end)
+        whole_end = jnp.clip(whole_end, whole_begin, end)
+
+        @pl.when(wg < WARPGROUPS)
+        def _compute():
+            plgpu.set_max_registers(240, action="increase")
+            key_smem, value_smem = key_smem2.at[wg], value_smem2.at[wg]
+            base = block * keys + wg * ROWS
+            index = (b, pl.ds(base, ROWS), kv_head)
+            plgpu.copy_gmem_to_smem(key_ref.at[index], key_smem, keys_loaded.at[wg])
+            plgpu.copy_gmem_to_smem(value_ref.at[index], value_smem, keys_loaded.at[wg])
+            plgpu.barrier_wait(keys_loaded.at[wg])
+            layout, shape = plgpu.Layout.WGMMA.reduce(0), (ROWS, ROWS)
+
+            def step(exact, tile, carry):
+                dk, dv = carry
+                slot = lax.rem(tile - begin, jnp.int32(stages))
+                plgpu.barrier_wait(query_loaded.at[slot])
+
+                def multiply(scores_ref):
+                    plgpu.wgmma(scores_ref, key_smem, hopper.transpose(query_smem.at[slot]))
+                    return scores_ref[...]
+
+                scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+                row_lse = lax.broadcast_in_dim(hopper.load(lse_smem.at[slot], layout), shape, [1])
+                weights = jnp.exp2(scores * (scale * LOG2E) - row_lse)
+                if not exact:
+                    position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + base
+                    visible = position >= lax.broadcast_in_dim(hopper.load(low_smem.at[slot], layout), shape, [1])
+                    visible &= position < lax.broadcast_in_dim(hopper.load(high_smem.at[slot], layout), shape, [1])
+                    weights = jnp.where(visible, weights, 0.0)
+                half = weights.astype(query_ref.dtype)
+                plgpu.barrier_wait(grad_loaded.at[slot])
+
+                def multiply_grad(refs):
+                    dv_acc, d_weights_ref = refs
+                    plgpu.wgmma(dv_acc, half, grad_smem.at[slot])
+                    plgpu.wgmma(d_weights_ref, value_smem, hopper.transpose(grad_smem.at[slot]))
+
+                accs = plgpu.ACC.init(dv), plgpu.ACC.init(hopper.zeros(shape))
+                dv, d_weights = pl.run_state(multiply_grad)(accs)
+                row_delta = lax.broadcast_in_dim(hopper.load(delta_smem.at[slot], layout), shape, [1])
+                plgpu.barrier_arrive(grad_freed.at[slot])
+                d_scores = (weights * (d_weights - row_delta)).astype(query_ref.dtype)
+
+                def accumulate(dk_acc):
+                    plgpu.wgmma(dk_acc, d_scores, query_smem.at[slot])
+
+                dk = pl.run_state(accumulate)(plgpu.ACC.init(dk))
+                plgpu.barrier_arrive(query_freed.at[slot])
+                return dk, dv
+
+            carry = (hopper.zeros((ROWS, h_dim)), hopper.zeros((ROWS, v_dim)))
+            carry = lax.fori_loop(begin, whole_begin, functools.partial(step, False), carry)
+            carry = lax.fori_loop(whole_begin, whole_end, functools.partial(step, True), carry)
+            dk, dv = lax.fori_loop(whole_end, end, functools.partial(step, False), carry)
+            key_smem[...] = (dk * scale).astype(dk_ref.dtype)
+            value_smem[...] = dv.astype(dv_ref.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(key_smem, dk_ref.at[(split, *index)])
+            plgpu.copy_smem_to_gmem(value_smem, dv_ref.at[(split, *index)])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == WARPGROUPS)
+        def _feed():
+            plgpu.set_max_registers(24, action="decrease")
+
+            def feed(tile, _):
+                count = tile - begin
+                slot = lax.rem(count, jnp.int32(stages))
+                base = tile * ROWS
+                pl.when(count >= stages)(lambda: plgpu.barrier_wait(query_freed.at[slot]))
+                barrier = query_loaded.at[slot]
+                rows.load(query_ref, query_smem.at[slot], barrier, b, kv_head, base)
+                plgpu.copy_gmem_to_smem(lse_ref.at[b, kv_head, pl.ds(base, ROWS)], lse_smem.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(low_ref.at[b, pl.ds(base, ROWS)], low_smem.at[slot], barrier)
+                plgpu.copy_gmem_to_smem(high_ref.at[b, pl.ds(base, ROWS)], high_smem.at[slot], barrier)
+                pl.when(count >= stages)(lambda: plgpu.barrier_wait(grad_freed.at[slot]))
+                barrier = grad_loaded.at[slot]
+                rows.load(grad_ref, grad_smem.at[slot], barrier, b, kv_head, base)
+                plgpu.copy_gmem_to_smem(delta_ref.at[b, kv_head, pl.ds(base, ROWS)], delta_smem.at[slot], barrier)
+
+            lax.fori_loop(begin, end, feed, None)
+
+    def entry(*refs):
+        tiled = functools.partial(hopper.tiled, dtype=query.dtype)
+        vector = lambda dtype: plgpu.SMEM((stages, ROWS), dtype)  # noqa: E731
+        barriers = lambda arrivals: plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals)  # noqa: E731
+        pl.run_scoped(
+            lambda *scoped: kernel(*refs, *scoped),
+            (
+                tiled(WARPGROUPS, ROWS, h_dim),
+                tiled(WARPGROUPS, ROWS, v_dim),
+                tiled(stages, ROWS, h_dim),
+                tiled(stages, ROWS, v_dim),
+                (vector(jnp.int32), vector(jnp.int32), vector(jnp.float32), vector(jnp.float32)),
+            ),
+            (
+                plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2),
+                barriers(rows.copies + 3),
+                barriers(rows.copies + 1),
+            ),
+            (barriers(WARPGROUPS), barriers(WARPGROUPS)),
+            collective_axes="wg",
+        )
+
+    dk, dv = hopper.call(
+        entry,
+        (blocks * splits, kv_heads, batch),
+        ("block", "kv_head", "batch"),
+        [jax.ShapeDtypeStruct((splits, *x.shape), x.dtype) for x in (key, value)],
+        *(ranges, row_low, row_high, lse, delta, query, grad_out, key, value),
+    )
+
+    def total(x):
+        x = x[:, :, :num_keys]
+        return x[0] if splits == 1 else x.astype(jnp.float32).sum(0).astype(x.dtype)
+
+    return total(dk), total(dv)

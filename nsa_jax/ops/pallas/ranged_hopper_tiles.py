@@ -1,0 +1,148 @@
+"""Query tiles of ranged attention's Hopper kernels: how rows lie in memory and how TMA copies them.
+
+As in `ranged_tiles`, row r of a key/value head is token `r // G`, head `r % G`. TMA copies rectangles, and swizzled
+tiles of 8 rows: where G is a multiple of 8, a token's heads go straight between [B, T, N, H] and a tile; other groups
+pass through a copy [B, K, T * G, H], in which any run of rows is contiguous.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# A warpgroup's matrix products have 64 rows.
+ROWS = 64
+WARPGROUPS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTiles:
+    """The rows of T tokens with G heads per key/value head, cut into tiles of `warpgroups` times 64 rows."""
+
+    length: int
+    group: int
+    kv_heads: int
+    warpgroups: int = WARPGROUPS
+
+    @property
+    def direct(self) -> bool:
+        return self.group % 8 == 0 and ROWS % self.group == 0
+
+    @property
+    def copies(self) -> int:
+        """TMA copies that load one warpgroup's rows."""
+        return ROWS // self.group if self.direct else 1
+
+    @property
+    def tile(self) -> int:
+        return self.warpgroups * ROWS
+
+    @property
+    def tiles(self) -> int:
+        return pl.cdiv(self.length * self.group, self.tile)
+
+    @property
+    def pad(self) -> int:
+        return self.tiles * self.tile - self.length * self.group
+
+    def per_token(self, x: jax.Array, fill) -> jax.Array:
+        """[B, T] repeated for every head of a group: [B, rows], with `fill` in rows past the end."""
+        return jnp.pad(jnp.repeat(x, self.group, axis=1), ((0, 0), (0, self.pad)), constant_values=fill)
+
+    def per_row(self, x: jax.Array, fill) -> jax.Array:
+        """[B, T, N] as [B, K, rows], with `fill` in rows past the end."""
+        x = x.reshape(x.shape[0], self.length, self.kv_heads, self.group).swapaxes(1, 2)
+        x = x.reshape(x.shape[0], self.kv_heads, -1)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, self.pad)), constant_values=fill)
+
+    def from_rows(self, x: jax.Array) -> jax.Array:
+        """The inverse of `per_row`."""
+        x = x[..., : self.length * self.group].reshape(x.shape[0], self.kv_heads, self.length, self.group)
+        return x.swapaxes(1, 2).reshape(x.shape[0], self.length, -1)
+
+    def arrange(self, x: jax.Array) -> jax.Array:
+        """[B, T, N, D] as the kernels' copies index it: unchanged, or [B, K, rows, D]."""
+        if self.direct:
+            return x
+        x = x.reshape(x.shape[0], self.length, self.kv_heads, self.group, -1).swapaxes(1, 2)
+        x = x.reshape(x.shape[0], self.kv_heads, self.length * self.group, -1)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, self.pad), (0, 0)))
+
+    def restore(self, x: jax.Array) -> jax.Array:
+        """The inverse of `arrange`."""
+        if self.direct:
+            return x
+        x = x[:, :, : self.length * self.group].reshape(x.shape[0], self.kv_heads, self.length, self.group, -1)
+        return x.swapaxes(1, 2).reshape(x.shape[0], self.length, self.kv_heads * self.group, -1)
+
+    def _pieces(self, batch, kv_head, base):
+        """(rows of the tile, index into `arrange`'s result, first token) of each copy of 64 rows from row `base`."""
+        if not self.direct:
+            yield pl.ds(0, ROWS), (batch, kv_head, pl.ds(base, ROWS)), None
+            return
+        for i in range(self.copies):
+            token = lax.div(base, jnp.int32(self.group)) + i
+            yield pl.ds(i * self.group, self.group), (batch, token, pl.ds(kv_head * self.group, self.group)), token
+
+    def load(self, ref, smem, barrier, batch, kv_head, base) -> None:
+        """Copies 64 rows of `arrange`'s result to shared memory: `copies` arrivals at `barrier`."""
+        for rows, index, token in self._pieces(batch, kv_head, base):
+            if token is not None:  # past the end any rows will do, but they must exist
+                index = (index[0], jnp.minimum(token, self.length - 1), index[2])
+            plgpu.copy_gmem_to_smem(ref.at[index], smem.at[rows], barrier)
+
+    def store(self, smem, ref, batch, kv_head, base) -> None:
+        """Copies 64 rows from shared memory to where `load` reads them; the caller waits."""
+        for rows, index, token in self._pieces(batch, kv_head, base):
+            copy = functools.partial(plgpu.copy_smem_to_gmem, smem.at[rows], ref.at[index])
+            if token is None or self.length % self.copies == 0:
+                copy()
+            else:
+                pl.when(token < self.length)(copy)
+
+
+def whole_tiles(x: jax.Array) -> jax.Array:
+    """Pads keys or values [B, S, K, D] to a multiple of 8, which TMA's swizzled tiles need."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0))) if x.shape[1] % 8 else x
+
+
+def tiled(*shape: int, dtype):
+    """A shared memory buffer for operands of matrix products."""
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+
+def load(ref, layout):
+    """A vector from shared memory in a register layout; JAX before 0.11 also takes an index."""
+    try:
+        return plgpu.load(ref, layout=layout)
+    except TypeError:
+        return plgpu.load(ref, (), layout=layout)
+
+
+def transpose(ref):
+    """A transposed view of a 2D ref."""
+    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+
+
+def zeros(shape, fill: float = 0.0, layout=plgpu.Layout.WGMMA):
+    """A float32 register array of one value."""
+    return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
+
+
+def call(entry, grid: tuple[int, int, int], names: tuple[str, str, str], out_type, *args):
+    """Runs a kernel of two computing warpgroups and one that feeds them."""
+    return plgpu.kernel(
+        entry,
+        out_type=out_type,
+        grid=grid,
+        grid_names=names,
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(*args)
