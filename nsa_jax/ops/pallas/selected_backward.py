@@ -336,7 +336,7 @@ def _finish_query(step, counts, entries, buffer, key, d_query, plan: _Plan):
             grid=(plan.range_length, plan.pairs),
             out_shape=jax.ShapeDtypeStruct(d_query.shape, d_query.dtype),
             input_output_aliases={5: 0},
-            num_warps=1 if rows * plan.head_dim <= 2048 else 4,
+            num_warps=2 if rows * plan.head_dim <= 2048 else 4,
             num_stages=3,
             name="selected_backward_query_major",
         )(step, counts, entries, buffer, key, d_query)
@@ -429,7 +429,9 @@ def selected_backward(
     batch, length, num_heads, head_dim = query.shape
     num_kv, value_dim, slots = key.shape[2], value.shape[-1], block_indices.shape[-1]
     if config is None:
-        config = selected_backward_config(num_heads // num_kv, head_dim, value_dim, query.dtype, select_block)
+        all_blocks = batch * num_kv * blocks.num_selection_blocks(key.shape[1], select_block)
+        group = num_heads // num_kv
+        config = selected_backward_config(group, head_dim, value_dim, query.dtype, select_block, all_blocks)
     plan = _make_plan(query, key, value, slots, select_block, config)
     if max(batch * length * num_heads, batch * key.shape[1] * num_kv) >= 2**31:
         raise NotImplementedError("selected_attention: more than 2^31 query or key rows (B*T*N, B*S*K) in the backward")

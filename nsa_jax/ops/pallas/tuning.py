@@ -104,16 +104,18 @@ def selected_backward_config(
 ) -> SelectedBackwardConfig:
     """Picks the selected backward's tiles; `blocks` is the number of key blocks over batch and key/value heads, B*K*J.
 
-    Measured on an H200. 64 rows, 4 warps and 2 stages leave room for two programs per multiprocessor. With 8 heads or
-    more per group, keeping the score gradients costs less than keeping shares of dq. Long work items save partial sums
-    of dk and dv; short sequences have too few blocks to fill the GPU with them.
+    Measured on an H200. 64 rows, 4 warps and 2 stages leave room for two programs per multiprocessor; head dim 192 has
+    shared memory for one stage. With 8 heads or more per group, keeping the score gradients costs less than keeping
+    shares of dq. Long work items save partial sums of dk and dv; short sequences need more and shorter ones to fill
+    the GPU.
     """
-    wide = max(h_dim, v_dim) > 128 or jnp.dtype(dtype).itemsize > 2 or select_block > 64
+    large = jnp.dtype(dtype).itemsize > 2 or select_block > 64
+    chunk = 1 << max(blocks // 2, 1).bit_length() - 1
     return SelectedBackwardConfig(
         rows=max(64, 1 << (group - 1).bit_length()),
-        chunk=min(max(1 << (blocks // 2).bit_length() - 1, 64), 512) if blocks > 1 else 64,
-        num_warps=8 if wide else 4,
-        num_stages=1 if wide else 2,
+        chunk=min(max(chunk, 64), 1024),
+        num_warps=8 if large else 4,
+        num_stages=1 if large or max(h_dim, v_dim) > 128 else 2,
         keep_scores=group >= 8 and h_dim >= select_block,
     )
 
@@ -137,24 +139,23 @@ class SelectConfig:
     chunk_bytes: int = 256 * 2**20
 
 
-def select_config(num_queries: int, h_dim: int, group: int, dtype) -> SelectConfig:
+def select_config(num_queries: int, group: int, dtype) -> SelectConfig:
     """Picks the scores tile.
 
-    The running sum over heads and one head's scores are both [keys, queries] in registers: 128 x 64 over 4 warps is
-    what fits. Every head's queries are read once per key tile, so more keys mean less traffic from L2.
+    The running sum over heads and one head's scores are both [keys, queries] in registers, and programs hide each
+    other's waits, so a small query tile with a deep pipeline won on an H200: 128 x 32, 4 warps, 3 stages against 128 x
+    64, 128 x 128, 256 x 64, 64 x 64 and others.
 
     Args:
       num_queries: T.
-      h_dim: H.
       group: compressed blocks per selection block, rounded up to a power of two.
       dtype: dtype of queries and keys.
     """
     wide = jnp.dtype(dtype).itemsize > 2
     keys = max(64 if wide else 128, group)
-    queries = min(32 if wide else 64, max(16, 1 << (num_queries - 1).bit_length()))
+    queries = min(32, max(16, 1 << (num_queries - 1).bit_length()))
     large = wide or keys * queries > 128 * 64
-    stages = 1 if wide or h_dim > 128 else 2
-    return SelectConfig(keys=keys, queries=queries, num_warps=8 if large else 4, num_stages=stages)
+    return SelectConfig(keys=keys, queries=queries, num_warps=8 if large else 4, num_stages=1 if wide else 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +180,7 @@ def select_hopper_config(tile_pairs: int, h_dim: int) -> SelectHopperConfig:
       tile_pairs: pairs of a query tile and a key tile, over all batches and key/value heads.
       h_dim: H.
     """
-    return SelectHopperConfig(stages=6 if h_dim <= 128 else 4, query_tiles=max(1, min(8, tile_pairs // 2048)))
+    return SelectHopperConfig(stages=6 if h_dim <= 128 else 4, query_tiles=max(1, min(4, tile_pairs // 1024)))
 
 
 def top_n_shape(width: int) -> tuple[int, int]:
