@@ -74,10 +74,11 @@ def relative_error(got, want) -> float:
 
 def check_against_reference(branch, arrays, keywords, config=CONFIG, *, forward, gradient):
     out, lse, grads = run(ranged, branch, arrays, keywords, config)
-    with jax.default_matmul_precision("highest"):
-        full = run(reference, branch, [x.astype(jnp.float32) for x in arrays], keywords, config)
-    want_out, want_lse, want_grads = full
     assert out.dtype == arrays[0].dtype
+    cpu = jax.devices("cpu")[0]  # on a GPU the reference's dense products take much longer to compile than to run
+    with jax.default_device(cpu):
+        arrays, keywords = jax.device_put(([x.astype(jnp.float32) for x in arrays], keywords), cpu)
+        want_out, want_lse, want_grads = run(reference, branch, arrays, keywords, config)
     assert relative_error(out, want_out) <= forward
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
     np.testing.assert_allclose(
@@ -252,7 +253,7 @@ def real_inputs(branch, length, num_kv=4, group=16, h_dim=128, v_dim=128, packed
     ],
 )
 def test_gpu_bfloat16_matches_the_reference(branch, packed, num_kv, group, h_dim, v_dim):
-    inputs = real_inputs(branch, 1999, num_kv, group, h_dim, v_dim, packed)
+    inputs = real_inputs(branch, 1499, num_kv, group, h_dim, v_dim, packed)
     check_against_reference(branch, *inputs, PAPER, forward=4e-3, gradient=1e-2)
 
 

@@ -30,6 +30,7 @@ from nsa_jax.ops.pallas.ranged_tiles import (
     key_loops,
     load_rows,
     query_rows,
+    row_products,
     rows_spec,
     store_rows,
 )
@@ -102,7 +103,10 @@ def _ranged_fwd(query, key, value, low, high, span, cudnn):
 
 def _ranged_bwd(span, cudnn, residuals, cotangents):
     del cudnn
-    return (*ranged_backward.ranged_backward(*residuals, cotangents[0], span=span), None, None)
+    grad_out, _ = cotangents
+    query, key, value, low, high, out, lse = residuals
+    grads = ranged_backward.ranged_backward(query, key, value, low, high, out, lse, grad_out, span)
+    return *grads, None, None
 
 
 _ranged.defvjp(_ranged_fwd, _ranged_bwd)
@@ -121,10 +125,7 @@ def _forward_kernel(
     def step(exact, i, carry):
         acc, peak, total = carry
         index = key_block(i, config.keys, num_keys, exact)
-        scores = sum(
-            dot(q, key_ref[index, pl.ds(offset, size)], (1, 1))
-            for q, (offset, size) in zip(query, head_pieces(h_dim), strict=True)
-        )
+        scores = row_products(query, tuple(key_ref[index, pl.ds(offset, size)] for offset, size in head_pieces(h_dim)))
         if not exact:
             position = i * config.keys + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             scores = jnp.where((position >= low[:, None]) & (position < high[:, None]), scores, -jnp.inf)

@@ -24,13 +24,14 @@ from nsa_jax.ops.pallas.ranged_tiles import (
     load_rows,
     query_rows,
     query_tile_ranges,
+    row_products,
     rows_spec,
     store_rows,
 )
 from nsa_jax.ops.target import current_target
 
 
-def ranged_backward(query, key, value, low, high, out, lse, grad_out, *, span: int | None = None):
+def ranged_backward(query, key, value, low, high, out, lse, grad_out, span: int | None = None):
     """Gradients of `ranged_attention`'s output for query, key and value.
 
     Args:
@@ -50,18 +51,12 @@ def ranged_backward(query, key, value, low, high, out, lse, grad_out, *, span: i
         splits = _splits(key, value, length * heads // key.shape[2], keys=128, rows=64)
         return grad_query, *ranged_hopper_backward.grad_key_value(*args, stages, splits)
     rows = (batch, length * heads)
-    args = (
-        query.reshape(*rows, h_dim),
-        key,
-        value,
-        grad_out.reshape(*rows, v_dim),
-        lse.reshape(rows),
-        delta.reshape(rows),
-    )
+    flat_query, flat_grad = query.reshape(*rows, h_dim), grad_out.reshape(*rows, v_dim)
+    vectors = lse.reshape(rows), delta.reshape(rows), low, high
     config = tuning.ranged_dq_config(h_dim, v_dim, query.dtype, target, span)
-    grad_query = grad_query_kernel(*args, low, high, config)
+    grad_query = grad_query_kernel(flat_query, key, value, flat_grad, *vectors, config)
     config = tuning.ranged_dkv_config(h_dim, v_dim, query.dtype, target)
-    grad_key, grad_value = grad_key_value_kernel(*args, low, high, config)
+    grad_key, grad_value = grad_key_value_kernel(flat_query, key, value, flat_grad, *vectors, config)
     return grad_query.reshape(query.shape), grad_key, grad_value
 
 
@@ -70,11 +65,6 @@ def _splits(key, value, num_rows: int, *, keys: int, rows: int) -> int:
     batch, num_keys, kv_heads, h_dim = key.shape
     share_bytes = batch * num_keys * kv_heads * (h_dim + value.shape[-1]) * 4
     return tuning.ranged_splits(pl.cdiv(num_keys, keys) * kv_heads * batch, pl.cdiv(num_rows, rows), share_bytes)
-
-
-def _scores(rows, keys):
-    """Sum over the pieces of a head dim of rows [R, size] times keys [M, size] transposed: float32 [R, M]."""
-    return sum(dot(a, b, (1, 1)) for a, b in zip(rows, keys, strict=True))
 
 
 def _dq_kernel(
@@ -106,11 +96,11 @@ def _dq_kernel(
         index = key_block(i, config.keys, num_keys, exact)
         key = tuple(key_ref[index, pl.ds(offset, size)] for offset, size in head_pieces(h_dim))
         value = tuple(value_ref[index, pl.ds(offset, size)] for offset, size in head_pieces(v_dim))
-        weights = jnp.exp2(_scores(query, key) * (scale * LOG2E) - lse[:, None])
+        weights = jnp.exp2(row_products(query, key) * (scale * LOG2E) - lse[:, None])
         if not exact:
             position = i * config.keys + lax.broadcasted_iota(jnp.int32, weights.shape, 1)
             weights = jnp.where((position >= low[:, None]) & (position < high[:, None]), weights, 0.0)
-        d_scores = weights * (_scores(grad, value) - delta[:, None])
+        d_scores = weights * (row_products(grad, value) - delta[:, None])
         d_scores = d_scores.astype(key_ref.dtype)
         return tuple(a + dot(d_scores, k, (1, 0)) for a, k in zip(acc, key, strict=True))
 
@@ -185,14 +175,14 @@ def _dkv_kernel(
         if ragged:  # rows that repeat the last one must not be counted
             own = tile * config.rows + lax.broadcasted_iota(jnp.int32, (config.rows,), 0) < length * group
             lse = jnp.where(own, lse, NO_WEIGHT)
-        weights = jnp.exp2(_scores(key, query) * (scale * LOG2E) - lse[None, :])  # [keys, rows]
+        weights = jnp.exp2(row_products(key, query) * (scale * LOG2E) - lse[None, :])  # [keys, rows]
         if not exact:
             low, high = low_ref[token], high_ref[token]
             visible = (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :])
             weights = jnp.where(visible, weights, 0.0)
         half = weights.astype(grad_ref.dtype)
         dv = tuple(a + dot(half, g, (1, 0)) for a, g in zip(dv, grad, strict=True))
-        d_scores = weights * (_scores(value, grad) - delta[None, :])
+        d_scores = weights * (row_products(value, grad) - delta[None, :])
         d_scores = d_scores.astype(query_ref.dtype)
         dk = tuple(a + dot(d_scores, q, (1, 0)) for a, q in zip(dk, query, strict=True))
         return dk, dv

@@ -177,8 +177,8 @@ def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: i
     scale = 1.0 / math.sqrt(h_dim)
 
     def kernel(*refs):
-        ranges_ref, low_ref, high_ref, lse_ref, delta_ref, query_ref, grad_ref, key_ref, value_ref, *refs = refs
-        dk_ref, dv_ref, (key_smem2, value_smem2, query_smem, grad_smem, vectors), loaded, freed = refs
+        ranges_ref, low_ref, high_ref, lse_ref, delta_ref, query_ref, grad_ref, key_ref, value_ref, *results = refs
+        dk_ref, dv_ref, (key_smem2, value_smem2, query_smem, grad_smem, vectors), loaded, freed = results
         keys_loaded, query_loaded, grad_loaded = loaded
         query_freed, grad_freed = freed
         low_smem, high_smem, lse_smem, delta_smem = vectors

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +115,8 @@ def whole_tiles(x: jax.Array) -> jax.Array:
 
 def tiled(*shape: int, dtype):
     """A shared memory buffer for operands of matrix products."""
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    transforms: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def load(ref, layout):

@@ -37,6 +37,14 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
+def row_products(a, b) -> jax.Array:
+    """Products of the rows of `a` [R, D] with those of `b` [M, D], both in pieces of a head dim: float32 [R, M]."""
+    total = dot(a[0], b[0], (1, 1))
+    for x, y in zip(a[1:], b[1:], strict=True):
+        total += dot(x, y, (1, 1))
+    return total
+
+
 def rows_spec(rows: int, dim: int | None = None) -> pl.BlockSpec:
     """One batch entry of an array [B, rows] or [B, rows, dim]; the batch is the grid's last dimension."""
     if dim is None:
