@@ -51,6 +51,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def parse_flags(argv: list[str]) -> list[str]:
+    """Parses flags; a field that does not exist, or a value of another type, is one line and status 2."""
+    try:
+        return flags.FLAGS(argv)
+    except (flags.Error, AttributeError, TypeError, ValueError) as error:
+        print(f"the flags cannot be used: {error}", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
+
+
 if __name__ == "__main__":
     flags.mark_flag_as_required("config")
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

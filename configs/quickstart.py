@@ -4,8 +4,9 @@ What:    a 0.9M-parameter byte-level model with all three branches of NSA at wor
          of 64 tokens, and the selected branch reads at most 6 blocks of 32.
 Data:    the source text of the running Python's standard library (about 30 MB, no download), one document per file;
          validation on files held out by a hash of their content.
-Takes:   MEASURED.
-Reaches: MEASURED.
+Takes:   4.5 minutes measured on 2 CPU cores shared with other work, of which 2.7 are computation; less on
+         cores of its own.
+Reaches: validation bits per byte from 7.9 to 2.1 (Python 3.12's library) or 2.2 (3.11's).
 Command: python train.py --config=configs/quickstart.py
 """
 
@@ -41,6 +42,7 @@ def get_config() -> ConfigDict:
     c.train.eval_every = 60
     c.train.eval_batches = 8
     c.train.save_every = 120
+    c.train.sample_prompt = "def "
 
     c.optim.learning_rate = 3e-3
     c.optim.warmup_steps = 20

@@ -3,8 +3,8 @@
 What:    dim 128, 8 heads, 2 key/value heads, 4 layers, rows of 128 tokens. The 8 selected blocks of 32 cover the whole
          row, so the selected branch is dense here; that is accepted explicitly.
 Data:    the source text of the running Python's standard library, byte tokenizer.
-Takes:   about a minute on 2 CPU cores.
-Reaches: TOY
+Takes:   2 minutes measured on 2 CPU cores shared with other work, 45 seconds of them computation.
+Reaches: validation bits per byte from 7.8 to 2.9.
 Command: python train.py --config=configs/toy.py
 """
 

@@ -141,12 +141,22 @@ def test_unknown_fields_are_refused():
         default_config().train.stepz = 5
 
 
-def test_train_exits_with_2_and_every_problem_before_touching_a_device():
+def train_py(*arguments):
+    command = [sys.executable, "train.py", "--config=configs/quickstart.py", *arguments]
     # A platform that does not exist: touching any device would fail with another error.
-    overrides = ["--config.model.num_kv_heads=5", "--config.train.grad_accum=3", "--config.optim.warmup_steps=9999"]
-    command = [sys.executable, "train.py", "--config=configs/quickstart.py", *overrides]
     env = {"JAX_PLATFORMS": "nowhere", "PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("override", ["--config.train.stepz=5", "--config.train.steps=many", "--workdri=x"])
+def test_train_exits_with_2_on_flags_that_do_not_exist_or_have_another_type(override):
+    done = train_py(override)
+    assert done.returncode == 2
+    assert override.split("=")[0].split(".")[-1].lstrip("-") in done.stderr and "Traceback" not in done.stderr
+
+
+def test_train_exits_with_2_and_every_problem_before_touching_a_device():
+    done = train_py("--config.model.num_kv_heads=5", "--config.train.grad_accum=3", "--config.optim.warmup_steps=9999")
     assert done.returncode == 2
     for expected in ("R004", "num_kv_heads=5", "R010", "grad_accum=3", "R011", "warmup_steps=9999", "Fix:"):
         assert expected in done.stderr
