@@ -21,13 +21,12 @@ from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
-from nsa_jax.ops.pallas import tuning
+from nsa_jax.ops.pallas import select_hopper, tuning
 from nsa_jax.ops.pallas.common import LOG2E, interpreted, triton_call
+from nsa_jax.ops.target import current_target
 
-_INF_BITS = 0x7F800000
-# One scan ranks two classes of blocks at once, one in each half of an int32.
-_HALF = 16
-_MAX_BLOCKS = (1 << (_HALF - 1)) - 1
+# Wider rows do not fit the registers of a program.
+_MAX_BLOCKS = 32768
 
 
 def _next_power_of_2(x: int) -> int:
@@ -178,31 +177,45 @@ def _scores_kernel(*refs, tile, config: NSAConfig, num_heads, num_cmp, length, s
 
 
 def _select_rows(s_ref, out_ref, first, last, width: int, num_blocks: int, config: NSAConfig):
-    """Writes the lists of a program's rows, whose candidates [first, last] all lie in the first `width` blocks."""
+    """Writes the lists of a program's rows, whose candidates [first, last] all lie in the first `width` blocks.
+
+    A list is the initial blocks, then those chosen by score, which lie between, then the local ones, then padding.
+    """
     n = config.num_selected
     rows = first.shape[0]
-    j = lax.broadcasted_iota(jnp.int32, (rows, width), 1)
-    forced = blocks.forced_blocks(j, first[:, None], last[:, None], config)
-    free = (j >= first[:, None]) & (j <= last[:, None]) & ~forced
     candidates = last - first + 1
-    taken = jnp.minimum(candidates, n)
-    want = taken - jnp.minimum(candidates, config.num_initial + config.num_local)  # how many are chosen by score
+    initial = jnp.minimum(candidates, config.num_initial)
+    local = jnp.minimum(candidates - initial, config.num_local)
+    free = candidates - initial - local
+    want = jnp.minimum(free, n - initial - local)  # how many are chosen by score
+
+    groups = _next_power_of_2(n)
+    row = lax.broadcasted_iota(jnp.int32, (rows, groups), 0)
+    slot = lax.broadcasted_iota(jnp.int32, (rows, groups), 1)
+    behind = slot - (initial + want)[:, None]
+    entry = jnp.where(behind < local[:, None], (last - local + 1)[:, None] + behind, num_blocks)
+    entry = jnp.where(slot < initial[:, None], first[:, None] + slot, entry)
+    known = ((slot < initial[:, None]) | (behind >= 0)) & (slot < n)
+    pltriton.store(out_ref.at[row, jnp.where(known, slot, n)], entry, mask=known)
+
+    j = lax.broadcasted_iota(jnp.int32, (rows, width), 1)
     scores = s_ref[0, :, pl.ds(0, width)]
     if s_ref.shape[0] > 1:
         scores += s_ref[1, :, pl.ds(1, width)]
+    from_first = j - (first + initial)[:, None]
     bits = lax.bitcast_convert_type(scores, jnp.int32)
-    bits = jnp.where(free, bits, -1)
+    bits = jnp.where((from_first >= 0) & (from_first < free[:, None]), bits, -1)
 
     def at_least(threshold):
         return jnp.sum((bits >= threshold[:, None]).astype(jnp.int32), axis=1)
 
     # Bisection keeps at_least(low) >= want > at_least(high). The least of at least `want` group maxima is such a low.
-    groups = _next_power_of_2(n)
     if width > groups:
         low = jnp.maximum(jnp.min(jnp.max(bits.reshape(rows, width // groups, groups), axis=1), axis=1), 0)
     else:
         low = jnp.zeros_like(first)
-    high = jnp.where(want > 0, jnp.max(bits, axis=1) + 1, 0)
+    high = jnp.max(bits, axis=1) + 1
+    low = jnp.where(want > 0, low, high)
 
     def unresolved(carry):
         low, high, count = carry
@@ -215,23 +228,20 @@ def _select_rows(s_ref, out_ref, first, last, width: int, num_blocks: int, confi
         keep = above >= want
         return jnp.where(keep, middle, low), jnp.where(keep, high, middle), jnp.where(keep, above, count)
 
-    low, _, _ = lax.while_loop(unresolved, halve, (low, high, at_least(low)))
-    low = jnp.where(want > 0, low, _INF_BITS)[:, None]
-    sure = forced | (bits > low)
-    tied = bits == low
-    ties = (taken - jnp.sum(sure.astype(jnp.int32), axis=1))[:, None]  # this many of the tied, the lowest indices
-    rank = lax.cumsum(sure.astype(jnp.int32) + (tied.astype(jnp.int32) << _HALF), axis=1)
-    tied_rank = rank >> _HALF
-    chosen = sure | (tied & (tied_rank <= ties))
-    slot = (rank & ((1 << _HALF) - 1)) + jnp.minimum(tied_rank, ties) - 1
+    low, _, count = lax.while_loop(unresolved, halve, (low, high, at_least(low)))
+    low = low[:, None]
+
+    def drop_ties():
+        """Of the blocks that score exactly the threshold, the ones with the lowest indices."""
+        tied = bits == low
+        above = jnp.sum((bits > low).astype(jnp.int32), axis=1)
+        fits = lax.cumsum(tied.astype(jnp.int32), axis=1) <= (want - above)[:, None]
+        return ((bits > low) | (tied & fits)).astype(jnp.int32)
+
+    chosen = lax.cond(jnp.max(count - want) > 0, drop_ties, lambda: (bits >= low).astype(jnp.int32))
+    slot = lax.cumsum(chosen, axis=1) + (initial - 1)[:, None]
     row = lax.broadcasted_iota(jnp.int32, (rows, width), 0)
-    pltriton.store(out_ref.at[row, jnp.where(chosen, slot, n)], j, mask=chosen)
-    row = lax.broadcasted_iota(jnp.int32, (rows, groups), 0)
-    column = lax.broadcasted_iota(jnp.int32, (rows, groups), 1)
-    padding = (column >= taken[:, None]) & (column < n)
-    pltriton.store(
-        out_ref.at[row, jnp.where(padding, column, n)], jnp.full((rows, groups), num_blocks, jnp.int32), mask=padding
-    )
+    pltriton.store(out_ref.at[row, jnp.where(chosen > 0, slot, n)], j, mask=chosen > 0)
 
 
 def _top_n_kernel(*refs, rows, widths, config: NSAConfig, length, num_blocks, packed):
@@ -262,13 +272,17 @@ def _widths(num_blocks: int, n: int) -> list[int]:
     return [w for w in (top // 8, top // 4, top // 2) if w >= 128] + [top]
 
 
+def _num_scored(num_blocks: int, fold: _Fold, config: NSAConfig) -> int:
+    """How many blocks, from 0 on, can need a column of the scores: the last ones are always local."""
+    return max(num_blocks - config.num_local + fold.planes - 1, 1)
+
+
 def _call_scores(scores_tile, where, query, key_cmp, lse2, start, *, rows, width, config, num_blocks):
     """Scores [B * K, planes, rows, width] of the queries from row where[1] on."""
     batch, length, num_heads, head_dim = query.shape
     num_cmp, num_kv = key_cmp.shape[1:3]
     group = num_heads // num_kv
     fold = _Fold.of(config)
-    scored = max(num_blocks - config.num_local + fold.planes - 1, 1)
     packed = [] if start is None else [start]
     kernel = functools.partial(
         _scores_kernel,
@@ -284,7 +298,11 @@ def _call_scores(scores_tile, where, query, key_cmp, lse2, start, *, rows, width
         kernel,
         num_warps=scores_tile.num_warps,
         num_stages=scores_tile.num_stages,
-        grid=(pl.cdiv(scored, scores_tile.keys // fold.padded), rows // scores_tile.queries, batch * num_kv),
+        grid=(
+            pl.cdiv(_num_scored(num_blocks, fold, config), scores_tile.keys // fold.padded),
+            rows // scores_tile.queries,
+            batch * num_kv,
+        ),
         in_specs=[
             pl.BlockSpec((2,), lambda j, t, b: (0,)),
             pl.BlockSpec((None, length, group, head_dim), lambda j, t, b: (b // num_kv, 0, b % num_kv, 0)),
@@ -295,6 +313,27 @@ def _call_scores(scores_tile, where, query, key_cmp, lse2, start, *, rows, width
         out_specs=pl.BlockSpec((None, fold.planes, rows, width), lambda j, t, b: (b, 0, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((batch * num_kv, fold.planes, rows, width), jnp.float32),
     )(where, query, key_cmp, lse2, *packed)
+
+
+def _hopper_scores(query, key_cmp, lse2, start, query_offset, fold, *, rows, width, config, num_blocks):
+    """A function from where [2] to scores [B * K, planes, rows, width], with what all query ranges share prepared."""
+    batch, length, *_ = query.shape
+    num_scored = _num_scored(num_blocks, fold, config)
+    keys = select_hopper.arrange_keys(key_cmp, fold, num_scored)
+    if length % 8:  # TMA copies swizzled tiles of 8 rows
+        query = jnp.pad(query, ((0, 0), (0, -length % 8), (0, 0), (0, 0)))
+    pad = ((0, 0), (0, -length % select_hopper.QUERIES))
+    lse2 = jnp.pad(lse2, ((0, 0), *pad), constant_values=jnp.inf)
+    position = jnp.arange(length, dtype=jnp.int32)[None] + query_offset
+    position = jnp.broadcast_to(position, (batch, length))
+    low, high = blocks.compressed_range(position, jnp.zeros_like(position) if start is None else start, config)
+    low, high = (jnp.pad(jnp.clip(x, 0, key_cmp.shape[1]), pad) for x in (low, high))
+    first = None
+    if start is not None:
+        first = jnp.pad(start, pad, mode="edge").reshape(batch, -1, select_hopper.QUERIES).min(-1)
+        first = first // config.select_block + config.num_initial
+    shapes = dict(fold=fold, config=config, rows=rows, width=width, num_scored=num_scored)
+    return lambda where: select_hopper.scores(query, keys, lse2, low, high, where, first, **shapes)
 
 
 def _call_top_n(where, scores, start, *, batch, num_kv, length, config, num_blocks):
@@ -332,39 +371,46 @@ def select_blocks(query, key_cmp, lse, *, config: NSAConfig, num_keys: int, segm
     """See `nsa_jax.select_blocks`; `num_keys` is S.
 
     Raises:
-      NotImplementedError: more than 32,767 selection blocks.
+      NotImplementedError: more than 32,768 selection blocks.
     """
     batch, length, _, head_dim = query.shape
     num_cmp, num_kv = key_cmp.shape[1:3]
     num_blocks = blocks.num_selection_blocks(num_keys, config.select_block)
     if num_blocks > _MAX_BLOCKS:
-        raise NotImplementedError(f"{num_blocks} selection blocks: the top-n kernel ranks at most {_MAX_BLOCKS}")
+        raise NotImplementedError(
+            f"{num_blocks} selection blocks: the top-n kernel holds at most {_MAX_BLOCKS} of a row"
+        )
     fold = _Fold.of(config)
-    tile = tuning.select_config(length, head_dim, fold.padded, query.dtype)
-    per_tile = tile.keys // fold.padded
+    tile = tuning.select_config(length, fold.padded, query.dtype)
+    hopper = num_cmp > 0 and select_hopper.serves(query, num_kv, fold, current_target())
+    per_tile = select_hopper.blocks_per_tile(fold) if hopper else tile.keys // fold.padded
+    tile_queries = select_hopper.QUERIES if hopper else tile.queries
     # The top-n kernel reads one block past a row's width from the second plane.
     width = max(pl.cdiv(num_blocks, per_tile) * per_tile, _widths(num_blocks, config.num_selected)[-1] + 8)
 
     # Rows of one buffer: a multiple of both kernels' tiles (the scores tile is at least as tall).
-    most = max(tile.chunk_bytes // (batch * num_kv * fold.planes * width * 4) // tile.queries, 1)
-    needed = pl.cdiv(length, tile.queries)
+    most = max(tile.chunk_bytes // (batch * num_kv * fold.planes * width * 4) // tile_queries, 1)
+    needed = pl.cdiv(length, tile_queries)
     chunks = pl.cdiv(needed, most)
-    rows = pl.cdiv(needed, chunks) * tile.queries
+    rows = pl.cdiv(needed, chunks) * tile_queries
 
     start = None if segment_start is None else segment_start.astype(jnp.int32)
     lse2 = jnp.where(lse == -jnp.inf, jnp.inf, lse.astype(jnp.float32) * LOG2E).swapaxes(1, 2)  # [B, N, T]
+    call = dict(config=config, num_blocks=num_blocks)
+    if hopper:
+        call_scores = _hopper_scores(query, key_cmp, lse2, start, query_offset, fold, rows=rows, width=width, **call)
+    elif num_cmp:
+
+        def call_scores(where):
+            return _call_scores(tile, where, query, key_cmp, lse2, start, rows=rows, width=width, **call)
+    else:
+
+        def call_scores(where):
+            return jnp.zeros((batch * num_kv, fold.planes, rows, width), jnp.float32)
 
     def chunk(index):
         where = jnp.stack([jnp.asarray(query_offset, jnp.int32), index * rows])
-        if num_cmp:
-            scores = _call_scores(
-                tile, where, query, key_cmp, lse2, start, rows=rows, width=width, config=config, num_blocks=num_blocks
-            )
-        else:
-            scores = jnp.zeros((batch * num_kv, fold.planes, rows, width), jnp.float32)
-        return _call_top_n(
-            where, scores, start, batch=batch, num_kv=num_kv, length=length, config=config, num_blocks=num_blocks
-        )
+        return _call_top_n(where, call_scores(where), start, batch=batch, num_kv=num_kv, length=length, **call)
 
     if chunks == 1:
         return chunk(jnp.int32(0))[:, :length]

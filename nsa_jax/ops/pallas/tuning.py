@@ -53,12 +53,12 @@ class SelectedConfig:
 def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype) -> SelectedConfig:
     """Picks the selected forward's tiles.
 
-    Measured on an H200. The plain loop is limited by the traffic from L2 to the multiprocessors: one warp per program
-    beat 4 and 8, and deeper pipelines lost. A tile of 128 rows (64 where the key-major kernels follow, or where heads
-    are wide) keeps its state in the registers of 4 warps; one of its steps costs about as much as half a tile of plain
-    steps, hence `share`. Below 16 query heads per key/value head the plain loop wastes its traffic and key-major wins:
-    1.1 against 1.5 ms for N=12, K=2, H=64 at 32k, 4.7 against 12 for N=32, K=8, H=128. float32 tiles would not fit an
-    A100's shared memory.
+    Measured on an H200 in bfloat16, lists random. One warp per program of the plain loop was as fast as 2 and deeper
+    pipelines were slower. A tile of 128 rows (64 where the key-major kernels follow, or where heads are wide) keeps its
+    state in the registers of 4 warps; at G = 16 a `share` of 3 or 4 of 8 tokens took the same time. Key-major won at
+    G = 4 (N=32, K=8, H=128, 32k: 5.1 against 11.9 ms) and G = 6 (N=12, K=2, H=64, 32k: 1.3 against 1.8) and lost at
+    G = 16 (64k: 16.8 against 14.1); the switch at 8 lies between, unmeasured. float32 takes the plain loop alone: its
+    tiles would not fit an A100's shared memory.
     """
     narrow = h_dim + v_dim <= 256 and jnp.dtype(dtype).itemsize == 2
     key_major = group <= 8 and select_block <= 64 and jnp.dtype(dtype).itemsize == 2
@@ -82,7 +82,7 @@ class SelectedBackwardConfig:
     """Tiles of the selected branch's backward.
 
     Attributes:
-      rows: rows of a tile, a power of two of at least G: `rows // G` queries with all their heads.
+      rows: rows of a tile, (query, head of the group) pairs; a power of two of at least 16.
       chunk: the most queries that one work item takes from a key block's list.
       num_warps: warps per program.
       num_stages: software pipeline depth of the loop over queries.
@@ -111,8 +111,11 @@ def selected_backward_config(
     """
     large = jnp.dtype(dtype).itemsize > 2 or select_block > 64
     chunk = 1 << max(blocks // 2, 1).bit_length() - 1
+    rows = 64
+    if large and max(h_dim, v_dim) > 64:  # float32 tiles must fit the shared memory of an A100, 163 KiB
+        rows = 32 if max(h_dim, v_dim) <= 128 else 16
     return SelectedBackwardConfig(
-        rows=max(64, 1 << (group - 1).bit_length()),
+        rows=rows,
         chunk=min(max(chunk, 64), 1024),
         num_warps=8 if large else 4,
         num_stages=1 if large or max(h_dim, v_dim) > 128 else 2,

@@ -1,0 +1,245 @@
+"""Importance scores for Hopper: two warpgroups compute, a third feeds them queries through TMA.
+
+A program keeps 256 compressed keys in shared memory, 128 for each compute warpgroup, and streams the queries of its
+tiles past them, one head after the other. The two warpgroups take turns: one multiplies while the other takes
+exponentials, the two halves of the work that are about as long as each other.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.ops.pallas import tuning
+from nsa_jax.ops.pallas.common import LOG2E
+from nsa_jax.ops.target import Target
+
+_WARPGROUPS = 2
+# Query tokens of one tile (the rows of a warpgroup's matrix product) and compressed keys of one warpgroup.
+QUERIES, _KEYS = 64, 128
+_TILE_KEYS = _WARPGROUPS * _KEYS
+
+
+def serves(query, num_kv: int, fold, target: Target) -> bool:
+    """Whether this kernel can serve these inputs on `target`; `fold` is `select._Fold`."""
+    wide_enough = _KEYS // fold.padded >= 8  # group members are cut out of a tile in multiples of 8 columns
+    if not (target.is_hopper and query.dtype == jnp.bfloat16 and wide_enough):
+        return False
+    # With H = 64 and 6 heads per group the Triton kernel was as fast, and twice as fast on short rows.
+    return query.shape[-1] in (128, 192) or (query.shape[-1] == 64 and query.shape[2] // num_kv >= 8)
+
+
+def blocks_per_tile(fold) -> int:
+    """Selection blocks of one program's keys."""
+    return _TILE_KEYS // fold.padded
+
+
+def arrange_keys(key_cmp, fold, num_scored: int) -> jax.Array:
+    """[B, C, K, H] -> [B, tiles * 256, K, H]: each warpgroup's 128 keys ordered by (group member, block).
+
+    A group's members are then the same column of equally wide slices, which are added without leaving a thread.
+    """
+    width = _KEYS // fold.padded
+    num_tiles = pl.cdiv(num_scored, blocks_per_tile(fold))
+    row = jnp.arange(num_tiles * _TILE_KEYS, dtype=jnp.int32)
+    block = row // _KEYS * width + row % width
+    return key_cmp[:, jnp.clip(_column(row, block, fold), 0, key_cmp.shape[1] - 1)]
+
+
+def _column(row, block, fold):
+    """Compressed block that row `row` of the arranged keys holds, from its selection block."""
+    member = row % _KEYS // (_KEYS // fold.padded)
+    return block * fold.per_block + member - fold.reach
+
+
+def scores(
+    query, keys, lse2, low, high, where, first, *, fold, config: NSAConfig, rows: int, width: int, num_scored: int
+):
+    """Scores [B * K, planes, rows, width] of the queries from row where[1] on.
+
+    Args:
+      query: [B, T, N, H] bfloat16.
+      keys: `arrange_keys`' result.
+      lse2: [B, N, T rounded up to 64] float32 base-2 log-sum-exp, +inf for rows that see nothing.
+      low, high: int32 [B, T rounded up to 64]: the compressed blocks each query sees are [low, high).
+      where: int32 [2], the position of query 0 and the first query of this buffer.
+      first: int32 [B, T / 64 rounded up], the first selection block whose score a tile of queries needs; None if all
+        rows are one document.
+      fold: the geometry's constants.
+      config: block geometry.
+      rows: queries of the buffer, a multiple of 64.
+      width: columns of the buffer, a multiple of `blocks_per_tile`.
+      num_scored: how many selection blocks, from 0 on, can need a column of the buffer.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    batch, length, num_heads, head_dim = query.shape
+    num_kv = keys.shape[2]
+    group = num_heads // num_kv
+    key_tiles = pl.cdiv(num_scored, blocks_per_tile(fold))
+    query_tiles = rows // QUERIES
+    all_tiles = lse2.shape[2] // QUERIES
+    tile = tuning.select_hopper_config(query_tiles * key_tiles * batch * num_kv, head_dim)
+    stages, per_program = tile.stages, tile.query_tiles
+    programs = pl.cdiv(query_tiles, per_program)
+    slice_width = _KEYS // fold.padded
+    scale = LOG2E / math.sqrt(head_dim)
+
+    def kernel(where_ref, query_ref, key_ref, lse_ref, low_ref, high_ref, *first_ref_and_out, buffers, barriers):
+        *first_ref, out_ref = first_ref_and_out
+        query_smem, key_smem, lse_smem = buffers
+        key_loaded, query_loaded, query_freed, turn = barriers
+        program = lax.axis_index("program")
+        key_tile = lax.rem(program, jnp.int32(key_tiles))
+        begin = lax.rem(lax.div(program, jnp.int32(key_tiles)), jnp.int32(programs)) * per_program
+        pair = lax.div(program, jnp.int32(key_tiles * programs))
+        batch_index, kv_head = lax.div(pair, jnp.int32(num_kv)), lax.rem(pair, jnp.int32(num_kv))
+        wg = lax.axis_index("wg")
+        block = key_tile * blocks_per_tile(fold)
+        offset, first_row = where_ref[0], where_ref[1]
+        tile_of_buffer = lax.div(first_row, jnp.int32(QUERIES))
+        end = jnp.minimum(begin + per_program, jnp.minimum(query_tiles, all_tiles - tile_of_buffer))
+        # The first position that needs a score of this tile's first block, as a query tile of the buffer.
+        position = (block + (config.num_local + 1 - fold.planes)) * config.select_block
+        begin = jnp.maximum(begin, lax.div(jnp.maximum(position - offset - first_row, 0), jnp.int32(QUERIES)))
+
+        def heads(tile):
+            """How many heads to walk for a query tile: none if all of its documents start after these blocks."""
+            if first is None:
+                return jnp.int32(group)
+            tile_first = first_ref[0][batch_index, tile_of_buffer + tile]
+            return jnp.where(block + blocks_per_tile(fold) > tile_first, jnp.int32(group), jnp.int32(0))
+
+        @pl.when((wg < _WARPGROUPS) & (begin < end))
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+            row_layout = plgpu.Layout.WGMMA.reduce(1)
+
+            def take_turns():
+                plgpu.barrier_arrive(turn)
+                plgpu.barrier_wait(turn)
+
+            plgpu.barrier_wait(key_loaded)
+            plgpu.barrier_wait(query_loaded.at[0])
+            pl.when(wg == 1)(take_turns)
+
+            def query_tile(tile, done):
+                count = heads(tile)
+
+                def head(g, total):
+                    slot, following = (lax.rem(done + g + i, jnp.int32(stages)) for i in range(2))
+
+                    def multiply(acc_ref):
+                        plgpu.wgmma(acc_ref, query_smem.at[slot], _transpose(key_smem.at[wg]))
+                        take_turns()  # the other warpgroup may multiply
+                        return acc_ref[...]
+
+                    products = pl.run_scoped(multiply, plgpu.ACC((QUERIES, _KEYS), jnp.float32))
+                    row_lse = _load(lse_smem.at[slot], row_layout)
+                    plgpu.barrier_arrive(query_freed.at[slot])
+                    total += jnp.exp2(products * scale - lax.broadcast_in_dim(row_lse, products.shape, [0]))
+                    total = lax.optimization_barrier(total)
+                    # A wait is a loop, across which the assembler does not move exponentials. With the arrival right
+                    # behind them it did, and both warpgroups did the same thing at the same time.
+                    plgpu.barrier_wait(query_loaded.at[following])
+                    take_turns()  # the other warpgroup may take exponentials
+                    return total
+
+                zero = plgpu.layout_cast(jnp.full((QUERIES, _KEYS), 0, jnp.float32), plgpu.Layout.WGMMA)
+                total = lax.fori_loop(0, count, head, zero)
+                row = tile * QUERIES
+
+                def write(total):
+                    for plane in range(fold.planes):
+                        folded = None
+                        for member in range(fold.per_block):
+                            weight = fold.weights[member + plane * fold.per_block :][:1]
+                            if weight:
+                                part = total[:, member * slice_width : (member + 1) * slice_width] * float(weight[0])
+                                folded = part if folded is None else folded + part
+                        columns = pl.ds(block + wg * slice_width, slice_width)
+                        out_ref[pair, plane, pl.ds(row, QUERIES), columns] = folded
+
+                @pl.when(count > 0)
+                def _():
+                    rows_index = (batch_index, pl.ds(first_row + row, QUERIES))
+                    row_low = _load(low_ref.at[rows_index], row_layout)
+                    row_high = _load(high_ref.at[rows_index], row_layout)
+                    column = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=plgpu.Layout.WGMMA)
+                    key = (block + wg * slice_width + lax.rem(column, jnp.int32(slice_width))) * fold.per_block
+                    key += lax.div(column, jnp.int32(slice_width)) - fold.reach
+                    visible = key >= lax.broadcast_in_dim(row_low, total.shape, [0])
+                    visible &= key < lax.broadcast_in_dim(row_high, total.shape, [0])
+                    write(jnp.where(visible, total, 0.0))
+
+                return done + count
+
+            lax.fori_loop(begin, end, query_tile, jnp.int32(0))
+            pl.when(wg == 0)(take_turns)
+
+        @pl.when((wg == _WARPGROUPS) & (begin < end))
+        def _feed():
+            plgpu.set_max_registers(40, action="decrease")
+            for half in range(_WARPGROUPS):
+                at = pl.ds(key_tile * _TILE_KEYS + half * _KEYS, _KEYS)
+                plgpu.copy_gmem_to_smem(key_ref.at[batch_index, at, kv_head], key_smem.at[half], key_loaded)
+
+            def load(step, tile, g):
+                slot = lax.rem(step, jnp.int32(stages))
+                at = pl.ds(first_row + tile * QUERIES, QUERIES)
+                index = kv_head * group + g
+                pl.when(step >= stages)(lambda: plgpu.barrier_wait(query_freed.at[slot]))
+                plgpu.copy_gmem_to_smem(
+                    query_ref.at[batch_index, at, index], query_smem.at[slot], query_loaded.at[slot]
+                )
+                plgpu.copy_gmem_to_smem(lse_ref.at[batch_index, index, at], lse_smem.at[slot], query_loaded.at[slot])
+
+            def query_tile(tile, done):
+                count = heads(tile)
+                lax.fori_loop(0, count, lambda g, _: load(done + g, tile, g), None)
+                return done + count
+
+            # One more than there is work for, because each step ends by waiting for the next.
+            load(lax.fori_loop(begin, end, query_tile, jnp.int32(0)), begin, 0)
+
+    def _transpose(ref):
+        return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+
+    def _load(ref, layout):
+        try:
+            return plgpu.load(ref, layout=layout, optimized=False)
+        except TypeError:  # JAX before 0.11 takes an index
+            return plgpu.load(ref, (), layout=layout, optimized=False)
+
+    def entry(*refs):
+        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+        pl.run_scoped(
+            lambda buffers, barriers: kernel(*refs, buffers=buffers, barriers=barriers),
+            (
+                plgpu.SMEM((stages, QUERIES, head_dim), query.dtype, transforms=transforms),
+                plgpu.SMEM((_WARPGROUPS, _KEYS, head_dim), query.dtype, transforms=transforms),
+                plgpu.SMEM((stages, QUERIES), jnp.float32),
+            ),
+            (
+                plgpu.Barrier(num_arrivals=_WARPGROUPS),
+                plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+                plgpu.Barrier(num_barriers=stages, num_arrivals=_WARPGROUPS),
+                plgpu.Barrier(num_arrivals=_WARPGROUPS),
+            ),
+            collective_axes="wg",
+        )
+
+    return plgpu.kernel(
+        entry,
+        out_type=jax.ShapeDtypeStruct((batch * num_kv, fold.planes, rows, width), jnp.float32),
+        grid=(key_tiles * programs * batch * num_kv,),
+        grid_names=("program",),
+        num_threads=_WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(where, query, keys, lse2, low, high, *(() if first is None else (first,)))
