@@ -41,7 +41,7 @@ CASES = {
     "head_dim_192": dict(h_dim=192, length=90),
     "offset_and_spare_keys": dict(length=77, offset=301, num_keys=500),
     "one_query": dict(length=1, offset=411, group=4),
-    "paper_blocks": dict(config=NSAConfig(num_selected=5), length=700, documents=True),
+    "paper_blocks": dict(config=NSAConfig(num_selected=5), length=100, offset=1100),
     "no_compressed_block": dict(config=NSAConfig(), length=10),
     "stride_is_block_48": dict(config=NSAConfig(16, 16, 48, 4, 1, 2), length=200, documents=True, offset=100),
     "all_blocks_alike": dict(config=NSAConfig(16, 16, 16, 8, 1, 2), length=300, num_kv=2),
