@@ -135,7 +135,7 @@ class _TextStream:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | bytes) -> tuple[np.ndarray, str | None]:
-    """Token ids of a prompt, without the end-of-document token that begins every row.
+    """Token ids of a prompt.
 
     Bytes that are not UTF-8 are kept as they are by the byte tokenizer and become U+FFFD for any other.
 
@@ -182,21 +182,24 @@ class Generator:
         return cache, token, seen
 
     def prompt_ids(self, prompt: str | bytes | Sequence[int]) -> np.ndarray:
-        """Token ids of a prompt as the model gets them: after an end-of-document token, as documents are in training.
+        """Token ids of a prompt as the model gets them: those of a document's beginning, as in training.
 
-        A sequence of ids is taken as it is.
+        Training never predicts a document's first token, so an empty prompt becomes a line break; a sequence of ids is
+        taken as it is.
         """
         if isinstance(prompt, (str, bytes)):
             ids, note = encode_prompt(self.tokenizer, prompt)
             if note:
                 logging.getLogger("nsa_jax").warning("%s", note)
-            return np.concatenate([[self.tokenizer.eos_id], ids]).astype(np.int32)
+            if not len(ids):
+                ids = self.tokenizer.encode("\n")
+            return np.asarray(ids if len(ids) else [self.tokenizer.eos_id], np.int32)
         return np.asarray(prompt, np.int32)
 
     def _check(self, prompts: list[np.ndarray]) -> None:
         for index, prompt in enumerate(prompts):
             if not len(prompt):
-                raise PromptError(f"prompt {index} has no tokens; give text, or ids that begin with the EOS id")
+                raise PromptError(f"prompt {index} has no tokens; give text, or at least one id")
             if self.context is not None and len(prompt) >= self.context:
                 raise PromptError(
                     f"the prompt has {len(prompt):,} tokens and the context holds {self.context:,}, what follows "
@@ -302,7 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("path", help="a run's workdir (WORKDIR@STEP, WORKDIR@best) or an exported model")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="text to continue; empty or absent: start a new document")
+    source.add_argument("--prompt", help="text to continue; empty or absent: a new document, begun by a line break")
     source.add_argument("--prompt-file", type=Path, help="continue the contents of this file; - is standard input")
     source.add_argument("--interactive", action="store_true", help="read prompts line by line; /reset, /quit")
     parser.add_argument("--max-tokens", type=int, default=128, help="new tokens per sample (default %(default)s)")
@@ -417,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         prompt = _prompt(args)
         if not prompt and not args.quiet:
-            print("empty prompt: a new document is started", file=sys.stderr)
+            print("empty prompt: a new document is started with a line break", file=sys.stderr)
         elif not args.quiet:
             shown = prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt
             _write(shown)

@@ -10,49 +10,19 @@ from flax import nnx
 
 import nsa_jax
 from nsa_jax import generate, nn
-from nsa_jax.config import default_config
-from nsa_jax.data import load_tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.generate import Generator, PromptError, _TextStream
 from nsa_jax.loading import LoadError
 from nsa_jax.sampling import Sampling, filtered_logits
 
-
-def small_config():
-    c = default_config()
-    c.model.dim, c.model.num_layers, c.model.mlp_dim = 16, 1, 32
-    c.model.num_heads, c.model.num_kv_heads, c.model.head_dim = 4, 2, 8
-    c.model.init_std, c.model.compute_dtype, c.model.vocab_size = 0.3, "float32", 260  # padded beyond the 257 bytes
-    c.model.nsa.compress_block, c.model.nsa.compress_stride, c.model.nsa.select_block = 8, 4, 16
-    c.model.nsa.num_selected, c.model.nsa.window = 4, 12
-    c.data.seq_len = 96
-    return c
+from .runs import small_config, write_run
 
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """A run's workdir with two checkpoints, written by the trainer's own code."""
-    import grain
-
-    from nsa_jax.train import Checkpoints, env, setup
-    from nsa_jax.train.checkpoint import describe
-
     config = small_config()
-    tokenizer = load_tokenizer(config)
-    made = setup(config, tokenizer.vocab_size)
-    info = {"tokenizer": tokenizer.fingerprint, "config": env.plain_config(config)}
-    info["parameters"] = describe(made.abstract_state)
     path = tmp_path_factory.mktemp("runs") / "small"
-    checkpoints = Checkpoints(path / "checkpoints", info)
-    state = made.init()
-    for step, loss in ((1, 2.0), (2, 3.0)):
-        data = iter(grain.MapDataset.range(10).to_iter_dataset())
-        checkpoints.save(step, state, data, val_loss=loss)
-        checkpoints.wait()
-        state = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else x * 1.5, state)
-    checkpoints.close()
-    tokenizer.save(path / "tokenizer")
-    return path, made.init()["params"], config
+    return path, write_run(path, config), config
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +64,7 @@ def test_greedy_is_the_argmax_of_the_full_forward(model, generator):
     forward = jax.jit(model)
     for prompt, completion in zip(prompts, completions, strict=True):
         row = np.zeros((1, 96), np.int32)
-        ids = [256, *prompt.encode()]
+        ids = [*prompt.encode()]
         for token in completion.tokens:
             row[0, : len(ids)] = ids
             assert token == int(np.argmax(np.asarray(forward(row))[0, len(ids) - 1, :257]))
@@ -202,17 +172,18 @@ def test_one_compiled_step_for_all_lengths_of_a_bucket(model):
         assert len(completion.tokens) == 12 or completion.finish == "end"
     assert generator._advance._cache_size() == 1
     stats = generator.stats
-    assert stats.prompt_tokens == 201 and stats.first_token_s > 0 and stats.tokens_per_s > 0
+    assert stats.prompt_tokens == 200 and stats.first_token_s > 0 and stats.tokens_per_s > 0
 
 
 def test_prompts_that_do_not_fit_or_are_not_text(generator, caplog):
     with pytest.raises(PromptError, match="96 tokens and the context holds 96"):
-        generator(["x" * 95])
+        generator(["x" * 96])
     with pytest.raises(PromptError, match="no tokens"):
         generator([[]])
-    assert generator(["x" * 94], max_tokens=10)[0].finish in ("context", "end")
+    assert generator(["x" * 95], max_tokens=10)[0].finish in ("context", "end")
     assert len(generator([""], max_tokens=3, sampling=Sampling(temperature=0))[0].tokens) <= 3
-    np.testing.assert_array_equal(generator.prompt_ids(b"a\xffb"), [256, 97, 255, 98])
+    np.testing.assert_array_equal(generator.prompt_ids(b"a\xffb"), [97, 255, 98])
+    np.testing.assert_array_equal(generator.prompt_ids(""), [10])
     assert "not UTF-8 (byte 0xff at offset 1)" in caplog.text
 
 

@@ -1,0 +1,275 @@
+"""Does a model find what lies far back: needles in a haystack, associative recall, and what selection picked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nsa_jax.data import Tokenizer
+from nsa_jax.data.synthetic import num_facts, recall_rows
+from nsa_jax.nn import Transformer
+from nsa_jax.ops import blocks
+
+NEEDLE = ("\n{key} = {value}\n", "\n{key} =", " {value}")  # fact, question, answer
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Probe:
+    """A model's most likely tokens, and the block lists behind them, at a few positions of each row."""
+
+    def __init__(self, model: Transformer):
+        self.config = model.config
+        self._graphdef, self._params = nnx.split(model)
+        self._run = jax.jit(self._forward)
+
+    def _forward(self, params, tokens, positions):
+        model: Transformer = nnx.merge(self._graphdef, params)
+        config = self.config
+        graphdef, stacked = nnx.split(model.blocks)
+        rows = jnp.arange(tokens.shape[0])[:, None]
+
+        def layer(x, state):
+            block: Any = nnx.merge(graphdef, state)
+            h = block.norm_attention(x)
+            if config.attention == "nsa":
+                out, lists = block.attention(h, return_block_indices=True)
+                lists = lists[rows, positions]  # [B, P, K, n]
+            else:
+                out, lists = block.attention(h), None
+            x = x + out
+            return x + block.mlp(block.norm_mlp(x)), lists
+
+        x, lists = jax.lax.scan(layer, model.embedding[...][tokens].astype(config.dtype), stacked)
+        logits = model.logits(model.norm(x[rows, positions]))
+        return jnp.argmax(logits, axis=-1), lists
+
+    def __call__(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Runs the forward pass.
+
+        Args:
+          tokens: int32 [B, T].
+          positions: int32 [B, P], query positions to look at.
+
+        Returns:
+          The most likely next tokens int [B, P]; the block lists int32 [layers, B, P, K, n], or None without selection.
+        """
+        most_likely, lists = self._run(self._params, jnp.asarray(tokens), jnp.asarray(positions))
+        return np.asarray(most_likely), None if lists is None else np.asarray(lists)
+
+
+def picked(lists: np.ndarray, target: np.ndarray, select_block: int) -> np.ndarray:
+    """Whether each head's list holds the block of a position.
+
+    Args:
+      lists: int32 [layers, B, P, K, n].
+      target: int [B, P], positions that each query should read.
+      select_block: l'.
+
+    Returns:
+      bool [layers, B, P, K].
+    """
+    return (lists == (target // select_block)[None, :, :, None, None]).any(-1)
+
+
+def _random_word(rng: np.random.Generator, length: int = 5) -> str:
+    return "".join(_LETTERS[i] for i in rng.integers(0, 26, length))
+
+
+def needle_tokens(tokenizer: Tokenizer, num_keys: int, template: Sequence[str] = NEEDLE) -> int:
+    """About how many tokens the facts, the question and the answer take."""
+    fact, question, answer = (len(tokenizer.encode(part.format(key="abcde", value="12345"))) for part in template)
+    return num_keys * fact + question + answer
+
+
+def needle_row(
+    tokenizer: Tokenizer,
+    haystack: np.ndarray,
+    length: int,
+    depth: float,
+    *,
+    rng: np.random.Generator,
+    num_keys: int = 1,
+    template: Sequence[str] = NEEDLE,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One row: filler with a fact at a depth and a question about it at the end.
+
+    Args:
+      tokenizer: of the model.
+      haystack: filler tokens, at least `length`.
+      length: tokens of the row, the answer included.
+      depth: 0 is the beginning of the row, 1 is right before the question.
+      rng: draws keys and values, where the filler starts and where the other facts lie.
+      num_keys: facts in the row; one of them is asked for.
+      template: fact, question and answer, with {key} and {value}; the fact contains the answer.
+
+    Returns:
+      Tokens int32 [length]; positions of the queries that predict the answer, int [P]; positions of the answer's tokens
+      in the fact, int [P].
+
+    Raises:
+      ValueError: the facts and the question do not fit into `length`.
+    """
+    keys = [_random_word(rng) for _ in range(num_keys)]
+    values = [str(rng.integers(10_000, 100_000)) for _ in keys]
+    fact, question, answer = (
+        [tokenizer.encode(part.format(key=k, value=v)) for k, v in zip(keys, values, strict=True)] for part in template
+    )
+    room = length - sum(len(f) for f in fact) - len(question[0]) - len(answer[0])
+    if room < 0:
+        raise ValueError(f"length={length}: {num_keys} facts and the question need {length - room} tokens")
+    begin = int(rng.integers(0, len(haystack) - room + 1))
+    filler = haystack[begin : begin + room]
+    at = [round(depth * room), *sorted(rng.integers(0, room + 1, num_keys - 1).tolist())]
+    pieces, done, start = [], 0, 0
+    for index in sorted(range(num_keys), key=lambda i: at[i]):
+        pieces += [filler[done : at[index]], fact[index]]
+        done = at[index]
+        if index == 0:
+            start = sum(len(piece) for piece in pieces) - len(fact[0])
+    row = np.concatenate([*pieces, filler[done:], question[0], answer[0]]).astype(np.int32)
+    # Where the answer's tokens are in the fact, clipped to it: a tokenizer may cut the two differently.
+    stated, wanted = (part.format(key=keys[0], value=values[0]) for part in (template[0], template[2]))
+    before = len(tokenizer.encode(stated[: stated.index(wanted)]))
+    span = np.minimum(before + np.arange(len(answer[0])), len(fact[0]) - 1)
+    queries = np.arange(length - len(answer[0]) - 1, length - 1)
+    return row, queries, start + span
+
+
+def needle_grid(
+    probe: Probe,
+    tokenizer: Tokenizer,
+    haystack: np.ndarray,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    samples: int = 8,
+    num_keys: int = 1,
+    seed: int = 0,
+    batch_size: int = 8,
+    on_cell: Callable[[dict[str, Any]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Exact-match retrieval over a grid of depths and lengths.
+
+    An answer counts if every one of its tokens is the most likely one after those before it, which is what greedy
+    decoding would write.
+
+    Returns:
+      A row per cell: length, depth, num_keys, samples, exact_match (share of samples), and with selection
+      selection_any (share of answer tokens whose block in the fact was listed by some head of some layer),
+      selection_mean (share over heads and layers) and selection_chance (of n blocks out of all, at random).
+    """
+    cells = []
+    for length in lengths:
+        for depth in depths:
+            rng = np.random.default_rng([seed, length, round(depth * 1000), num_keys])
+            rows = [needle_row(tokenizer, haystack, length, depth, rng=rng, num_keys=num_keys) for _ in range(samples)]
+            width = max(len(queries) for _, queries, _ in rows)
+            right, lists_hit = [], []
+            for first in range(0, samples, batch_size):
+                part = rows[first : first + batch_size]
+                part += [part[-1]] * (batch_size - len(part))  # one compiled shape per length
+                count = min(batch_size, samples - first)
+                tokens = np.stack([row for row, _, _ in part])
+                # Shorter answers repeat their last position.
+                queries = np.stack([np.pad(q, (0, width - len(q)), mode="edge") for _, q, _ in part])
+                target = np.stack([np.pad(s, (0, width - len(s)), mode="edge") for _, _, s in part])
+                most_likely, lists = probe(tokens, queries)
+                expected = np.take_along_axis(tokens, queries + 1, axis=1)
+                right += (most_likely == expected).all(1)[:count].tolist()
+                if lists is not None:
+                    lists_hit.append(picked(lists, target, probe.config.nsa.select_block)[:, :count])
+            cell: dict[str, Any] = {"length": length, "depth": depth, "num_keys": num_keys, "samples": samples}
+            cell["exact_match"] = float(np.mean(right))
+            if lists_hit:
+                hit = np.concatenate(lists_hit, axis=1)
+                total = blocks.num_selection_blocks(length, probe.config.nsa.select_block)
+                cell["selection_any"] = float(hit.any(axis=(0, 3)).mean())
+                cell["selection_mean"] = float(hit.mean())
+                cell["selection_chance"] = min(1.0, probe.config.nsa.num_selected / total)
+            cells.append(cell)
+            if on_cell:
+                on_cell(cell)
+    return cells
+
+
+def recall_accuracy(
+    probe: Probe, *, seq_len: int, vocab_size: int, rows: int = 256, seed: int = 0, batch_size: int = 32
+) -> dict[str, Any]:
+    """The associative recall task (`data.synthetic.recall_rows`) on held-out rows.
+
+    Returns:
+      accuracy over all questions, chance, questions, the window, the least and the mean distance from answer to
+      question in windows, and with selection the same figures as `needle_grid`.
+    """
+    facts = num_facts(seq_len)
+    run = functools.partial(recall_rows, seq_len=seq_len, vocab_size=vocab_size, seed=seed, split="validation")
+    right, hits, distances = [], [], []
+    for first in range(0, rows, batch_size):
+        batch = run(np.arange(first, first + batch_size))
+        tokens = batch["inputs"]
+        queries = np.stack([np.flatnonzero(mask) for mask in batch["loss_mask"]])
+        expected = np.take_along_axis(batch["targets"], queries, axis=1)
+        asked = np.take_along_axis(tokens, queries, axis=1)
+        # The fact of each question: the even position at the start of the row that holds its key.
+        where = 2 * np.argmax(tokens[:, None, : 2 * facts : 2] == asked[..., None], axis=-1) + 1
+        most_likely, lists = probe(tokens, queries)
+        right.append(most_likely == expected)
+        distances.append(queries - where)
+        if lists is not None:
+            hits.append(picked(lists, where, probe.config.nsa.select_block))
+    correct, distance = np.concatenate(right), np.concatenate(distances)
+    window = probe.config.nsa.window
+    result = {
+        "accuracy": float(correct.mean()),
+        "chance": 1 / (vocab_size // 4),
+        "questions": int(correct.size),
+        "window": window,
+        "least_distance_in_windows": float(distance.min() / window),
+        "mean_distance_in_windows": float(distance.mean() / window),
+    }
+    if hits:
+        hit = np.concatenate(hits, axis=1)
+        total = blocks.num_selection_blocks(seq_len, probe.config.nsa.select_block)
+        result["selection_any"] = float(hit.any(axis=(0, 3)).mean())
+        result["selection_mean"] = float(hit.mean())
+        result["selection_chance"] = min(1.0, probe.config.nsa.num_selected / total)
+    return result
+
+
+def plot_needles(cells: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Heat maps over length and depth: exact match and, with selection, whether the needle's block was listed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lengths = sorted({cell["length"] for cell in cells})
+    depths = sorted({cell["depth"] for cell in cells})
+    fields = [("exact_match", "answer is exact")]
+    if "selection_any" in cells[0]:
+        fields.append(("selection_any", "block listed by some head"))
+    figure, axes = plt.subplots(1, len(fields), figsize=(5.5 * len(fields), 4), squeeze=False)
+    for axis, (field, label) in zip(axes[0], fields, strict=True):
+        grid = np.full((len(depths), len(lengths)), np.nan)
+        for cell in cells:
+            grid[depths.index(cell["depth"]), lengths.index(cell["length"])] = cell[field]
+        image = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        for (y, x), value in np.ndenumerate(grid):
+            axis.text(x, y, f"{value:.0%}", ha="center", va="center", fontsize=8)
+        axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        axis.set_xlabel("tokens in the context")
+        axis.set_ylabel("depth of the fact")
+        axis.set_title(label)
+        figure.colorbar(image, ax=axis)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

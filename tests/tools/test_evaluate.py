@@ -1,0 +1,168 @@
+"""Evaluation: what is counted, and that the figures are those of the model."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from nsa_jax import evaluate, nn, retrieval
+from nsa_jax.data.synthetic import recall_rows
+from nsa_jax.data.tokenizers import ByteTokenizer
+
+from .runs import small_config, write_run
+
+
+@pytest.fixture(scope="module")
+def model():
+    return nn.Transformer(nn.ModelConfig.from_config(small_config(), 257), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("length", "context", "stride"), [(1, 8, 8), (8, 8, 8), (9, 8, 8), (50, 8, 3), (50, 8, 8), (7, 8, 4)]
+)
+def test_windows_count_every_target_once_with_enough_context(length, context, stride):
+    counted = []
+    for first, end, skip in evaluate.windows(length, context, stride):
+        assert first <= skip < end <= first + context
+        if first:
+            assert skip - first >= context - stride
+        counted += range(skip, end)
+    assert counted == list(range(length))
+
+
+def test_scores_are_those_of_the_forward_pass(model):
+    """Two documents, one longer than the context; a stride of half a context."""
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 256, n).astype(np.int32) for n in (100, 20)]
+    context, stride = 64, 32
+    forward = jax.jit(lambda tokens: jax.nn.log_softmax(model(tokens)))
+    nats, total_bytes = 0.0, 0
+    by_position = np.zeros(context)
+    for document, jobs in ((documents[0], [(0, 64, 0), (32, 96, 64), (64, 100, 96)]), (documents[1], [(0, 20, 0)])):
+        stream = np.append(document, 256)
+        for first, end, skip in jobs:
+            row = np.zeros((1, 64), np.int32)
+            row[0, : end - first] = stream[first:end]
+            losses = -np.asarray(forward(row))[0][np.arange(end - first), stream[first + 1 : end + 1]]
+            nats += losses[skip - first :].sum()
+            total_bytes += (stream[skip + 1 : end + 1] != 256).sum()
+            if document is documents[0]:
+                by_position[: end - first] += losses
+    token_bytes = np.append(np.ones(256, np.int32), [0] * 4)
+    scorer = evaluate.Scorer(model)
+    found = evaluate.score_documents(scorer, documents, token_bytes, 256, context=context, stride=stride, batch_size=3)
+    assert found["tokens"] == 120 and found["bytes"] == total_bytes == 118
+    assert found["loss"] == pytest.approx(nats / 120, rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / 118, rel=1e-5)
+    np.testing.assert_allclose(found["by_position"]["nats"], by_position, rtol=1e-4)
+    np.testing.assert_array_equal(found["by_position"]["counts"], [3] * 36 + [2] * 28)
+
+
+def test_position_bins_double():
+    rows = evaluate.position_bins(np.arange(10.0), np.ones(10))
+    assert [(row["from"], row["to"], row["loss"]) for row in rows] == [
+        (0, 1, 0.0), (1, 2, 1.0), (2, 4, 2.5), (4, 8, 5.5), (8, 10, 8.5)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_keys", [1, 3])
+@pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
+def test_needle_rows_hold_the_fact_at_its_depth(num_keys, depth):
+    tokenizer = ByteTokenizer()
+    haystack = np.full(500, ord("."), np.int32)
+    rng = np.random.default_rng(3)
+    row, queries, answer_at = retrieval.needle_row(tokenizer, haystack, 200, depth, rng=rng, num_keys=num_keys)
+    text = tokenizer.decode(row)
+    assert row.shape == (200,)
+    question, answer = text[-12:].split(" =")
+    fact = f"{question} ={answer}\n"
+    assert text.count(fact) == 1 and text.count(" = ") == num_keys + 1
+    room = text.count(".")
+    assert text[: text.index(fact)].count(".") == round(depth * room)
+    np.testing.assert_array_equal(row[queries + 1], row[answer_at])
+    assert tokenizer.decode(row[queries + 1]) == answer
+    with pytest.raises(ValueError, match="length=20"):
+        retrieval.needle_row(tokenizer, haystack, 20, depth, rng=rng)
+
+
+def test_recall_rows_ask_for_every_fact_far_away():
+    batch = recall_rows(np.arange(3), 128, 128, seed=0, split="train")
+    rows = np.concatenate([batch["inputs"], batch["targets"][:, -1:]], axis=1)
+    for row, mask in zip(rows, batch["loss_mask"], strict=True):
+        facts = dict(row[:32].reshape(16, 2).tolist())
+        answers = np.flatnonzero(mask) + 1
+        assert len(facts) == len(answers) == 16
+        assert {row[a - 1]: row[a] for a in answers} == facts
+        assert max(facts) < 32 <= min(facts.values()) and max(facts.values()) < 64
+        assert answers.min() - 32 >= 64 and row[answers.min() - 2] == 127 and (row[32:96] >= 64).all()
+
+
+class Oracle:
+    """A probe that answers by looking up the key, and lists the blocks where it looked."""
+
+    def __init__(self, config, wrong=()):
+        self.config, self.wrong = config, wrong
+
+    def __call__(self, tokens, positions):
+        answers = np.zeros_like(positions)
+        lists = np.full((1, *positions.shape, 1, self.config.nsa.num_selected), 99, np.int32)
+        for b, p in np.ndindex(*positions.shape):
+            key = tokens[b, positions[b, p]]
+            at = int(np.flatnonzero(tokens[b, :32:2] == key)[0]) * 2 + 1
+            answers[b, p] = tokens[b, at] + (p in self.wrong)
+            if p not in self.wrong:
+                lists[0, b, p, 0, 1] = at // self.config.nsa.select_block
+        return answers, lists
+
+
+def test_recall_accuracy_counts_answers_distances_and_picked_blocks():
+    config = nn.ModelConfig.from_config(small_config(), 257)
+    for wrong, share in (((), 1.0), ((0, 5, 6, 7), 0.75)):
+        found = retrieval.recall_accuracy(Oracle(config, wrong), seq_len=128, vocab_size=128, rows=64)
+        assert found["accuracy"] == found["selection_any"] == share
+        assert found["questions"] == 64 * 16 and found["chance"] == 1 / 32
+        assert found["selection_chance"] == 4 / 8 and found["least_distance_in_windows"] >= 66 / 12
+
+
+def test_probe_agrees_with_the_model(model):
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 90)).astype(np.int32)
+    positions = np.asarray([[3, 50, 89], [10, 70, 71]])
+    most_likely, lists = retrieval.Probe(model)(tokens, positions)
+    want = np.argmax(np.asarray(jax.jit(model)(tokens)), -1)
+    np.testing.assert_array_equal(most_likely, np.take_along_axis(want, positions, 1))
+    assert lists.shape == (1, 2, 3, 2, 4)
+    own = positions // 16
+    assert (lists == own[None, :, :, None, None]).any(-1).all()  # the query's own block is always listed
+    assert retrieval.picked(lists, positions, 16).all()
+
+
+def test_command_line(tmp_path, capsys):
+    path = tmp_path / "run"
+    write_run(path, small_config())
+    (tmp_path / "text.txt").write_text("value = 1\n" * 60)
+    command = [str(path), "--files", str(tmp_path / "text.txt"), "--lengths", "96", "--depths", "0,1", "--samples", "2"]
+    assert evaluate.main([*command, "--num-keys", "2"]) == 0
+    assert "perplexity" in capsys.readouterr().out
+    found = json.loads((path / "evaluation" / "evaluation.json").read_text())["tasks"]
+    assert set(found) == {"perplexity", "position", "needle", "needle-multi"}
+    assert found["perplexity"]["tokens"] == 600 and found["perplexity"]["loss"] > 1
+    assert len(found["needle"]["cells"]) == 2 and found["needle-multi"]["cells"][0]["num_keys"] == 2
+    for name in ("loss_by_position.png", "needle.png", "needle-multi.png"):
+        assert (path / "evaluation" / name).stat().st_size > 5_000
+    assert evaluate.main([str(tmp_path)]) == evaluate.EXIT_USAGE
+    assert "neither checkpoints" in capsys.readouterr().err
+
+
+def test_recall_is_the_default_task_of_its_run(tmp_path):
+    config = small_config()
+    config.data.source, config.data.synthetic, config.data.synthetic_vocab = "synthetic", "recall", 128
+    config.data.seq_len, config.model.vocab_size = 64, 0
+    write_run(tmp_path / "run", config)
+    assert evaluate.main([str(tmp_path / "run"), "--samples", "1"]) == 0
+    found = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())["tasks"]["recall"]
+    assert found["questions"] == 32 * 8 and 0 <= found["accuracy"] < 0.3 and found["selection_any"] > 0
