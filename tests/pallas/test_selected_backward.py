@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -37,6 +39,10 @@ def _inputs(
     return query, key, value, indices, d_out, jnp.asarray(start, jnp.int32)
 
 
+_backward = jax.jit(selected_backward, static_argnames=("select_block", "config"))
+
+
+@functools.partial(jax.jit, static_argnames=("select_block", "offset"))
 def _reference(query, key, value, indices, d_out, start, select_block, offset):
     """(out, lse, gradients), all float32 from the reference."""
     query, key, value, d_out = (x.astype(jnp.float32) for x in (query, key, value, d_out))
@@ -81,7 +87,7 @@ def test_gradients_equal_the_references(name):
     query, key, value, indices, d_out, start = _inputs(0, **case)
     select_block, offset = case["select_block"], case["offset"]
     out, lse, want = _reference(query, key, value, indices, d_out, start, select_block, offset)
-    got = selected_backward(
+    got = _backward(
         query, key, value, indices, out.astype(query.dtype), lse, d_out,
         select_block=select_block, segment_start=start, query_offset=jnp.int32(offset),
     )  # fmt: skip
@@ -103,7 +109,7 @@ def test_ranges_of_queries_change_nothing_but_the_order_of_sums():
     ranges, heads = 64 * 3 * 2 * 16 * 4, 2 * 150 * 3 * 2 * 16 * 4  # 3 ranges of 64 queries; 2 heads at a time
     for buffer_bytes, keep_scores in ((ranges, False), (ranges, True), (heads, False)):
         config = SelectedBackwardConfig(16, 8, 4, 1, keep_scores=keep_scores, buffer_bytes=buffer_bytes)
-        got = selected_backward(
+        got = _backward(
             query, key, value, indices, out, lse, d_out,
             select_block=16, segment_start=start, query_offset=jnp.int32(0), config=config,
         )  # fmt: skip

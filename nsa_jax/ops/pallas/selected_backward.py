@@ -55,11 +55,6 @@ class _Plan:
         return self.num_heads // self.num_kv
 
     @property
-    def tile_tokens(self) -> int:
-        """Queries per tile: their heads fill its rows, up to the rounding."""
-        return self.config.rows // self.group
-
-    @property
     def columns(self) -> int:
         """Width of a score tile: the block size rounded up to what the matrix units take."""
         return _columns(self.select_block)
@@ -194,16 +189,15 @@ def _key_major_kernel(
         key_row, first_key, last_key = _key_rows(plan, batch, head, block_ref[row, item])
         key = _load(key_ref, key_row, plan.head_dim)
         value = _load(value_ref, key_row, plan.value_dim)
-        tile_row = lax.iota(jnp.int32, rows)
-        in_tile = tile_row < plan.tile_tokens * group
-
         def tile(i, carry):
             d_key, d_value = carry
-            entry = begin + i * plan.tile_tokens + tile_row // group
-            valid = in_tile & (entry < end)
+            # Rows are the item's (entry, head of the group) pairs; a tile may begin and end inside a group.
+            pair_row = i * rows + lax.iota(jnp.int32, rows)
+            entry, member = begin + lax.div(pair_row, group), lax.rem(pair_row, group)
+            valid = entry < end
             flat = order_ref[row, jnp.minimum(entry, end - 1)]
-            token = first_query + flat // plan.slots
-            query_row = (batch * plan.length + token) * plan.num_heads + head * group + tile_row % group
+            token = first_query + lax.div(flat, plan.slots)
+            query_row = (batch * plan.length + token) * plan.num_heads + head * group + member
             query = _load(query_ref, query_row, plan.head_dim)
             d_out = _load(d_out_ref, query_row, plan.value_dim)
             lse, delta = lse_ref[query_row], delta_ref[query_row]
@@ -221,7 +215,7 @@ def _key_major_kernel(
             d_scores = (probs.astype(jnp.float32) * (d_probs - delta[:, None])).astype(dtype)
             d_key = [acc + _dot(piece, d_scores, (0, 0)) for acc, piece in zip(d_key, query, strict=True)]
             share = jnp.where(valid, local_pair * plan.entries + flat, plan.pairs * plan.entries)
-            buffer_row = share * group + tile_row % group
+            buffer_row = share * group + member
             if config.keep_scores:
                 buffer_ref[buffer_row, :] = d_scores
             else:
@@ -231,7 +225,7 @@ def _key_major_kernel(
         # Transposed sums, [dim, columns]: both operands of their products then come from shared memory as they lie
         # there, which leaves registers free; with [columns, dim] Hopper's products were serialised for want of them.
         zeros = lambda dim: [jnp.zeros((size, columns), jnp.float32) for _, size in _parts(dim)]  # noqa: E731
-        count = (end - begin + plan.tile_tokens - 1) // plan.tile_tokens
+        count = ((end - begin) * group + rows - 1) // rows
         d_key, d_value = lax.fori_loop(0, count, tile, (zeros(plan.head_dim), zeros(plan.value_dim)))
         out_row = (local_pair * plan.items + item) * columns + lax.iota(jnp.int32, columns)
         _store(d_key_ref, out_row, plan.head_dim, [piece.T * plan.scale for piece in d_key])
