@@ -101,17 +101,17 @@ def test_gradients_equal_the_references(name):
 
 def test_ranges_of_queries_change_nothing_but_the_order_of_sums():
     case = dict(
-        batch=2, length=150, num_keys=150, num_heads=4, num_kv=2, h_dim=16, v_dim=16, slots=3, select_block=16,
+        batch=2, length=150, num_keys=150, num_heads=4, num_kv=2, h_dim=16, v_dim=16, slots=3, select_block=24,
         dtype=jnp.float32, packed=True, offset=0,
     )  # fmt: skip
     query, key, value, indices, d_out, start = _inputs(1, **case)
-    out, lse, want = _reference(query, key, value, indices, d_out, start, 16, 0)
+    out, lse, want = _reference(query, key, value, indices, d_out, start, 24, 0)
     ranges, heads = 64 * 3 * 2 * 16 * 4, 2 * 150 * 3 * 2 * 16 * 4  # 3 ranges of 64 queries; 2 heads at a time
     for buffer_bytes, keep_scores in ((ranges, False), (ranges, True), (heads, False)):
-        config = SelectedBackwardConfig(16, 8, 4, 1, keep_scores=keep_scores, buffer_bytes=buffer_bytes)
+        config = SelectedBackwardConfig(16, 8, 4, 1, keep_scores=keep_scores, keys=16, buffer_bytes=buffer_bytes)
         got = _backward(
             query, key, value, indices, out, lse, d_out,
-            select_block=16, segment_start=start, query_offset=jnp.int32(0), config=config,
+            select_block=24, segment_start=start, query_offset=jnp.int32(0), config=config,
         )  # fmt: skip
         assert max(_errors(got, want)) < 1e-5, _errors(got, want)
 

@@ -60,6 +60,11 @@ class _Plan:
         return _columns(self.select_block)
 
     @property
+    def tile_columns(self) -> int:
+        """Keys per program of the key-major pass; shares of dq need the whole block in one."""
+        return min(self.columns, self.config.keys) if self.config.keep_scores else self.columns
+
+    @property
     def entries(self) -> int:
         return self.range_length * self.slots
 
@@ -148,11 +153,11 @@ def _sum_of_products(left, right, contract: tuple[int, int]):
     return functools.reduce(jnp.add, [_dot(a, b, contract) for a, b in zip(left, right, strict=True)])
 
 
-def _key_rows(plan: _Plan, batch, head, block):
-    """Rows of a block's tokens in a [B*S*K, ...] array; those past the block or the sequence repeat its last."""
-    first = block * plan.select_block
-    last = jnp.minimum(first + plan.select_block, plan.num_keys) - 1
-    position = jnp.minimum(first + lax.iota(jnp.int32, plan.columns), last)
+def _key_rows(plan: _Plan, batch, head, block, skip, columns: int):
+    """Rows in a [B*S*K, ...] array of a block's tokens from its `skip`-th on; past its end they repeat its last."""
+    first = block * plan.select_block + skip
+    last = jnp.minimum((block + 1) * plan.select_block, plan.num_keys) - 1
+    position = jnp.minimum(first + lax.iota(jnp.int32, columns), last)
     return (batch * plan.num_keys + position) * plan.num_kv + head, first, last
 
 
@@ -181,14 +186,16 @@ def _key_major_kernel(
     row = pair * plan.ranges + step_ref[1]
     first_query = step_ref[1] * plan.range_length
     begin, end = begin_ref[row, item], end_ref[row, item]
-    config, rows, group, columns = plan.config, plan.config.rows, plan.group, plan.columns
+    config, rows, group, columns = plan.config, plan.config.rows, plan.group, plan.tile_columns
+    skip = pl.program_id(2) * columns
     dtype = query_ref.dtype
 
     @pl.when(begin < end)
     def _():
-        key_row, first_key, last_key = _key_rows(plan, batch, head, block_ref[row, item])
+        key_row, first_key, last_key = _key_rows(plan, batch, head, block_ref[row, item], skip, columns)
         key = _load(key_ref, key_row, plan.head_dim)
         value = _load(value_ref, key_row, plan.value_dim)
+
         def tile(i, carry):
             d_key, d_value = carry
             # Rows are the item's (entry, head of the group) pairs; a tile may begin and end inside a group.
@@ -217,7 +224,7 @@ def _key_major_kernel(
             share = jnp.where(valid, local_pair * plan.entries + flat, plan.pairs * plan.entries)
             buffer_row = share * group + member
             if config.keep_scores:
-                buffer_ref[buffer_row, :] = d_scores
+                buffer_ref[buffer_row, pl.ds(skip, columns)] = d_scores
             else:
                 _store(buffer_ref, buffer_row, plan.head_dim, [_dot(d_scores, piece, (1, 0)) for piece in key])
             return d_key, d_value
@@ -227,7 +234,7 @@ def _key_major_kernel(
         zeros = lambda dim: [jnp.zeros((size, columns), jnp.float32) for _, size in _parts(dim)]  # noqa: E731
         count = ((end - begin) * group + rows - 1) // rows
         d_key, d_value = lax.fori_loop(0, count, tile, (zeros(plan.head_dim), zeros(plan.value_dim)))
-        out_row = (local_pair * plan.items + item) * columns + lax.iota(jnp.int32, columns)
+        out_row = (local_pair * plan.items + item) * plan.columns + skip + lax.iota(jnp.int32, columns)
         _store(d_key_ref, out_row, plan.head_dim, [piece.T * plan.scale for piece in d_key])
         _store(d_value_ref, out_row, plan.value_dim, [piece.T for piece in d_value])
 
@@ -310,7 +317,7 @@ def _query_major_kernel(
         def add(slot, carry):
             total, block = carry
             next_block = block_at(jnp.minimum(slot + 1, plan.slots - 1))
-            key = _load(key_ref, _key_rows(plan, batch, head, block)[0], plan.head_dim)
+            key = _load(key_ref, _key_rows(plan, batch, head, block, 0, plan.columns)[0], plan.head_dim)
             share = local_pair * plan.entries + local * plan.slots + slot
             d_scores = d_scores_ref[share * plan.group + member, :]
             return [acc + _dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)], next_block
@@ -331,7 +338,7 @@ def _finish_query(step, counts, entries, buffer, key, d_query, plan: _Plan):
             out_shape=jax.ShapeDtypeStruct(d_query.shape, d_query.dtype),
             input_output_aliases={5: 0},
             num_warps=2 if rows * plan.head_dim <= 2048 else 4,
-            num_stages=3,
+            num_stages=3 if d_query.dtype == jnp.bfloat16 else 1,
             name="selected_backward_query_major",
         )(step, counts, entries, buffer, key, d_query)
     span = plan.group * plan.head_dim
@@ -357,7 +364,7 @@ def _step(carry, step, inverted: lists.InvertedLists, counts, entries, tensors, 
     config, dims = plan.config, (plan.head_dim, plan.value_dim)
     buffer, d_key_items, d_value_items = triton_call(
         functools.partial(_key_major_kernel, plan=plan),
-        grid=(plan.items, plan.pairs),
+        grid=(plan.items, plan.pairs, plan.columns // plan.tile_columns),
         out_shape=[
             jax.ShapeDtypeStruct(((plan.pairs * plan.entries + 1) * plan.group, plan.buffer_width), d_query.dtype),
             *[jax.ShapeDtypeStruct((plan.pairs * plan.items * plan.columns, dim), jnp.float32) for dim in dims],

@@ -87,6 +87,7 @@ class SelectedBackwardConfig:
       num_warps: warps per program.
       num_stages: software pipeline depth of the loop over queries.
       keep_scores: the buffer holds score gradients rather than shares of dq.
+      keys: keys per program, a power of two of at least 16; larger blocks are divided. Only with `keep_scores`.
       buffer_bytes: bound on the buffer between the passes; query ranges and heads are processed one after the other to
         stay within it.
     """
@@ -96,6 +97,7 @@ class SelectedBackwardConfig:
     num_warps: int
     num_stages: int
     keep_scores: bool = False
+    keys: int = 64
     buffer_bytes: int = 512 * 2**20
 
 
@@ -109,17 +111,17 @@ def selected_backward_config(
     shares of dq. Long work items save partial sums of dk and dv; short sequences need more and shorter ones to fill
     the GPU.
     """
-    large = jnp.dtype(dtype).itemsize > 2 or select_block > 64
+    wide, exact = max(h_dim, v_dim), jnp.dtype(dtype).itemsize > 2
     chunk = 1 << max(blocks // 2, 1).bit_length() - 1
-    rows = 64
-    if large and max(h_dim, v_dim) > 64:  # float32 tiles must fit the shared memory of an A100, 163 KiB
-        rows = 32 if max(h_dim, v_dim) <= 128 else 16
+    # float32 tiles must fit the shared memory of an A100, 163 KiB; a share of dq is needed from whole blocks.
+    divided = exact and wide > 64 or select_block > 64
     return SelectedBackwardConfig(
-        rows=rows,
+        rows=32 if exact and wide > 64 else 64,
         chunk=min(max(chunk, 64), 1024),
-        num_warps=8 if large else 4,
-        num_stages=1 if large or max(h_dim, v_dim) > 128 else 2,
-        keep_scores=group >= 8 and h_dim >= select_block,
+        num_warps=8 if exact else 4,
+        num_stages=1 if exact or wide > 128 else 2,
+        keep_scores=divided or (group >= 8 and h_dim >= select_block),
+        keys=32 if exact and wide > 64 else 64,
     )
 
 
