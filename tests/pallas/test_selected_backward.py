@@ -133,3 +133,36 @@ def test_inverted_lists_hold_every_entry_once_in_bounded_items():
         assert seen == {j: np.flatnonzero(entries[row] == j).tolist() for j in range(num_blocks)}
         needed = inverted.offset[row, -1]
         assert (inverted.begin[row, needed:] == inverted.end[row, needed:]).all()
+
+
+_GPU_CASES = {
+    "long": dict(num_heads=16, num_kv=1, h_dim=128, v_dim=128),
+    "prod": dict(batch=2, num_heads=12, num_kv=2, h_dim=64, v_dim=64, packed=True),
+    "paper": dict(num_heads=16, num_kv=1, h_dim=192, v_dim=128, length=1500, num_keys=1500),
+    "one_head_per_group": dict(num_heads=2, num_kv=2, h_dim=64, v_dim=32, packed=True),
+    "sixty_four": dict(num_heads=64, num_kv=1, h_dim=32, v_dim=16, length=512),
+    "float32": dict(num_heads=8, num_kv=1, h_dim=192, v_dim=128, dtype=jnp.float32, length=1024, offset=1024),
+    "wide_block": dict(num_heads=8, num_kv=2, h_dim=128, v_dim=64, select_block=128, slots=4),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _GPU_CASES)
+def test_gradients_on_a_gpu_are_close_and_bit_equal_between_runs(name):
+    case = dict(
+        batch=1, length=2048, num_keys=2048, slots=16, select_block=64, dtype=jnp.bfloat16, packed=False, offset=0
+    ) | _GPU_CASES[name]  # fmt: skip
+    query, key, value, indices, d_out, start = _inputs(3, **case)
+    select_block, offset = case["select_block"], case["offset"]
+    out, lse, want = _reference(query, key, value, indices, d_out, start, select_block, offset)
+
+    def run():
+        return _backward(
+            query, key, value, indices, out.astype(query.dtype), lse, d_out,
+            select_block=select_block, segment_start=start, query_offset=jnp.int32(offset),
+        )  # fmt: skip
+
+    got = run()
+    tolerance = 1e-2 if case["dtype"] == jnp.bfloat16 else 1e-3
+    assert max(_errors(got, want)) < tolerance, _errors(got, want)
+    chex.assert_trees_all_equal(got, run())
