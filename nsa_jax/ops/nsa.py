@@ -274,7 +274,7 @@ def select_blocks(
         f"num_keys={num_keys}: must be at least {_last_position(query_offset, length)} to reach the last query",
     )
     query, key_cmp, lse = jax.lax.stop_gradient((query, key_cmp, lse))
-    module = _choose("select_blocks", implementation, query, key_cmp, None, config=config)
+    module = _choose("select_blocks", implementation, query, key_cmp, None, config=config, num_keys=num_keys)
     indices = module.select_blocks(
         query,
         key_cmp,

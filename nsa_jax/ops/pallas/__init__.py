@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from nsa_jax.ops import blocks
 from nsa_jax.ops.target import Target
 
 __all__ = [
@@ -34,6 +35,7 @@ def __getattr__(name: str) -> Any:
 
 
 _HEAD_DIMS = (16, 32, 64, 128, 192)
+_MAX_SELECTION_BLOCKS = 32_768  # top-n keeps a row of scores in registers
 
 
 def unsupported(op: str, query, key, value, *, target: Target, **static) -> str | None:
@@ -45,7 +47,7 @@ def unsupported(op: str, query, key, value, *, target: Target, **static) -> str 
       key: [B, S or C, K, H].
       value: [B, S or C, K, V], or None for `select_blocks`.
       target: the device.
-      **static: the op's static arguments (config, select_block, window, packed).
+      **static: the op's static arguments (config, num_keys, select_block, window, packed).
     """
     if target.is_gpu and (target.compute_capability or (0, 0)) < (8, 0):
         return f"compute capability {target.compute_capability}: the kernels need 8.0 (A100) or later"
@@ -55,4 +57,11 @@ def unsupported(op: str, query, key, value, *, target: Target, **static) -> str 
     group = query.shape[2] // key.shape[2]
     if group > 64:
         return f"{group} query heads per key/value head: the kernels support at most 64"
+    if op == "select_blocks" and "num_keys" in static:
+        num_blocks = blocks.num_selection_blocks(static["num_keys"], static["config"].select_block)
+        if num_blocks > _MAX_SELECTION_BLOCKS:
+            return f"{num_blocks} selection blocks: the kernels support at most {_MAX_SELECTION_BLOCKS}"
+    rows = max(query.shape[0] * query.shape[1] * query.shape[2], key.shape[0] * key.shape[1] * key.shape[2])
+    if rows >= 2**31:
+        return f"{rows} rows of queries or keys (B*T*N or B*S*K): the kernels index them with 32 bits"
     return None

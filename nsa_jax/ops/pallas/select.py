@@ -25,9 +25,6 @@ from nsa_jax.ops.pallas import select_hopper, tuning
 from nsa_jax.ops.pallas.common import LOG2E, interpreted, triton_call
 from nsa_jax.ops.target import current_target
 
-# Wider rows do not fit the registers of a program.
-_MAX_BLOCKS = 32768
-
 
 def _next_power_of_2(x: int) -> int:
     return 1 << max(x - 1, 0).bit_length()
@@ -368,18 +365,10 @@ def _call_top_n(where, scores, start, *, batch, num_kv, length, config, num_bloc
 
 
 def select_blocks(query, key_cmp, lse, *, config: NSAConfig, num_keys: int, segment_start=None, query_offset=0):
-    """See `nsa_jax.select_blocks`; `num_keys` is S.
-
-    Raises:
-      NotImplementedError: more than 32,768 selection blocks.
-    """
+    """See `nsa_jax.select_blocks`; `num_keys` is S."""
     batch, length, _, head_dim = query.shape
     num_cmp, num_kv = key_cmp.shape[1:3]
     num_blocks = blocks.num_selection_blocks(num_keys, config.select_block)
-    if num_blocks > _MAX_BLOCKS:
-        raise NotImplementedError(
-            f"{num_blocks} selection blocks: the top-n kernel holds at most {_MAX_BLOCKS} of a row"
-        )
     fold = _Fold.of(config)
     tile = tuning.select_config(length, fold.padded, query.dtype)
     hopper = num_cmp > 0 and select_hopper.serves(query, num_kv, fold, current_target())
