@@ -31,7 +31,7 @@ def random_lists(rng, batch, length, num_kv, num_keys, block, n, offset=0, share
     return lists
 
 
-def make_inputs(*, batch=1, length=40, num_keys=None, num_kv=2, group=2, h_dim=16, v_dim=16, block=16, n=3, offset=0,
+def make_inputs(*, batch=1, length=72, num_keys=None, num_kv=2, group=2, h_dim=16, v_dim=16, block=16, n=3, offset=0,
                 dtype=jnp.float32, documents=False, shared=1, seed=0):  # fmt: skip
     """Random arguments of selected_attention, as (arrays, keywords)."""
     rng = np.random.default_rng(seed)
@@ -46,7 +46,7 @@ def make_inputs(*, batch=1, length=40, num_keys=None, num_kv=2, group=2, h_dim=1
     start = None
     if documents:
         t = np.arange(length) + offset
-        cuts = np.asarray([0, 7, 24, 33])
+        cuts = np.asarray([0, 7, 24, 60])
         start = np.broadcast_to(cuts[np.searchsorted(cuts, t, side="right") - 1], (batch, length))
         start = jnp.asarray(start, jnp.int32)
     return (*arrays, jnp.asarray(lists)), dict(select_block=block, segment_start=start, query_offset=offset)
@@ -59,16 +59,16 @@ def relative_error(got, want) -> float:
 
 CASES = {
     "group_1": dict(group=1),
-    "group_3_odd_length": dict(group=3, length=37),
+    "group_3_odd_length": dict(group=3, length=77),
     "group_6_two_rows": dict(group=6, batch=2, num_kv=1),
     "group_16": dict(group=16, num_kv=1),
-    "group_20": dict(group=20, num_kv=1, length=24),
+    "group_20": dict(group=20, num_kv=1, length=72),
     "value_wider": dict(h_dim=16, v_dim=64),
-    "paper_head_dims": dict(h_dim=192, v_dim=128, num_kv=1, length=24),
-    "documents": dict(documents=True, length=48, n=4),
-    "documents_shared_lists": dict(documents=True, length=48, shared=8, n=4),
+    "paper_head_dims": dict(h_dim=192, v_dim=128, num_kv=1, length=56),
+    "documents": dict(documents=True, n=3),
+    "documents_shared_lists": dict(documents=True, shared=8, n=3),
     "chunk_of_a_longer_row": dict(offset=50, length=16, num_keys=75, n=4),
-    "chunk_packed": dict(offset=20, length=16, num_keys=36, documents=True),
+    "chunk_packed": dict(offset=40, length=32, num_keys=72, documents=True),
     "one_token": dict(length=1),
     "more_slots_than_blocks": dict(length=20, n=7),
     "block_of_24": dict(block=24, length=60),
@@ -151,7 +151,7 @@ def test_split_keeps_every_entry_once():
     )  # fmt: skip
     found = np.zeros((37, 2, num_blocks), int)
     for k, i in np.ndindex(2, split.block.shape[2]):
-        for u in range(int(split.count[0, k, i, 0])):
+        for u in range(int(split.num_shared[0, k, i, 0])):
             for token in range(tile):
                 if int(split.bits[0, k, i, u]) >> token & 1:
                     found[i * tile + token, k, int(split.block[0, k, i, u])] += 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops.pallas import tuning
 from nsa_jax.ops.pallas.common import LOG2E, triton_call
+from nsa_jax.ops.pallas.selected_backward import selected_backward
 from nsa_jax.ops.pallas.selected_common import NEG, attend_block, empty_state, finish, load_once, pieces, store_once
 from nsa_jax.ops.pallas.selected_key_major import continue_by_key_block
 
@@ -42,7 +43,8 @@ def _plain_kernel(
     listed = list_ref[jnp.minimum(slot, num_listed - 1)]
     real = slot < num_listed
     last = jnp.sum((real & (listed <= t // select_block)).astype(jnp.int32))
-    first, segment = 0, 0
+    first: Any = 0
+    segment: Any = 0
     if packed:
         segment = start_ref[0]
         first = jnp.sum((real & (listed < segment // select_block)).astype(jnp.int32))
@@ -196,14 +198,14 @@ class _Split(NamedTuple):
 
     Attributes:
       block, bits: int32 [B, K, tiles, U + 1], a shared block and the tokens of the tile that list it.
-      count: int32 [B, K, tiles, 2], how many shared blocks there are, and how many of them all tokens read whole; those
+      num_shared: int32 [B, K, tiles, 2], how many shared blocks there are, and how many of them all tokens read whole; those
         come first.
       rest: int32 [B, tiles * Q', K, n + 1], the other blocks of every token, ascending, padded with J.
     """
 
     block: jax.Array
     bits: jax.Array
-    count: jax.Array
+    num_shared: jax.Array
     rest: jax.Array
 
 
@@ -315,7 +317,7 @@ def _forward_with(query, key, value, block_indices, segment_start, query_offset,
             ],
             out_shape=out_shape,
             name="nsa_selected_forward_tiles",
-        )(query_offset, split.block, split.bits, split.count, segment_start, query, key, value)
+        )(query_offset, split.block, split.bits, split.num_shared, segment_start, query, key, value)
         if config.key_major:
             rest = split.rest[:, :, :tile, :, :num_listed].reshape(batch, -1, num_kv, num_listed)[:, :length]
             out, lse = continue_by_key_block(
@@ -368,8 +370,6 @@ def _selected_fwd(query, key, value, block_indices, segment_start, query_offset,
 
 
 def _selected_bwd(select_block, packed, residuals, d_out):
-    from nsa_jax.ops.pallas.selected_backward import selected_backward
-
     query, key, value, block_indices, segment_start, query_offset, out, lse = residuals
     d_query, d_key, d_value = selected_backward(
         query, key, value, block_indices, out, lse, d_out,

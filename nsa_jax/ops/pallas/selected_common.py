@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ def key_rows(ref, at, start, size: int, num_keys: int, offset: int, width: int, 
     Args:
       ref: [S, H], or [B, S, K, H] with `at` = (batch row, kv head).
     """
+    rows: Any
     if exact:
         rows = pl.ds(pl.multiple_of(start, size), size)
     else:
@@ -58,7 +60,8 @@ def attend_block(state, q, k_ref, v_ref, start, low, high, *, size, scale, num_k
       low, high: int32 [R] bounds inside the block, or None where nothing bounds it.
     """
     acc, peak, total = state
-    scores, offset = None, 0
+    scores: Any = None
+    offset = 0
     for piece in q:
         part = dot(piece, key_rows(k_ref, at, start, size, num_keys, offset, piece.shape[1], exact), (1, 1))
         scores = part if scores is None else scores + part
@@ -98,7 +101,7 @@ def finish(state, scale: float, dtype):
 
 
 def load_once(ref, index: tuple) -> jax.Array:
-    """Loads `ref[index]`, which no other program needs, so that it does not push keys and values out of the L2 cache."""
+    """Loads `ref[index]`, which no other program needs: it should not push keys and values out of the L2 cache."""
     if interpreted():  # the interpreter lacks pltriton.load with an index array and a slice
         return ref[index]
     return pltriton.load(ref.at[index], eviction_policy="evict_first")

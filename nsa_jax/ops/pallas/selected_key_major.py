@@ -45,7 +45,7 @@ def _share_kernel(
     last = jnp.minimum(num_keys - 1 - start, select_block - 1)
 
     @pl.when(end > begin)
-    def _():
+    def attend():
         # K and V stay on chip for all the queries of the item.
         at = batch, kv_head
         keys = [
@@ -106,7 +106,7 @@ def _sum_kernel(
     most = jnp.max(count)
 
     @pl.when((most > 0) & (last >= 0))
-    def _():
+    def add():
         token = chunk * chunk_tokens + inside
         before = before_lse_ref[batch, token, kv_head, head] * LOG2E
         some = before > -jnp.inf
