@@ -198,8 +198,8 @@ class _Split(NamedTuple):
 
     Attributes:
       block, bits: int32 [B, K, tiles, U + 1], a shared block and the tokens of the tile that list it.
-      num_shared: int32 [B, K, tiles, 2], how many shared blocks there are, and how many of them all tokens read whole; those
-        come first.
+      num_shared: int32 [B, K, tiles, 2], how many shared blocks there are, and how many of them all
+        tokens read whole; those come first.
       rest: int32 [B, tiles * Q', K, n + 1], the other blocks of every token, ascending, padded with J.
     """
 
