@@ -2,21 +2,55 @@
 
 Any field of the config can be overridden: --config.train.steps=100. An interrupted run is continued by starting it
 again with the same workdir.
+
+    python train.py --config=configs/a100_prod.py --preflight --target=a100-80gb --devices=8
+
+says whether the run is sane, fits and what it will cost, and exits with 0 or 2. It needs no GPU.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from pathlib import Path
 
 from absl import app, flags
 from ml_collections import config_flags
+
+# The compiler's own notes, such as that there is no GPU; its errors are still shown.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The run's config, a file in configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is written; default: runs/<config.name>.")
 _RESUME = flags.DEFINE_string("resume", None, "Start from another run's checkpoint: DIR or DIR@STEP.")
 
+_PREFLIGHT = flags.DEFINE_bool("preflight", False, "Examine the run instead of starting it; exits with 0 or 2.")
+_TARGET = flags.DEFINE_enum(
+    "target",
+    None,
+    ["a100-40gb", "a100-80gb", "h100", "h200"],
+    "Preflight: compile for this GPU, which need not be here; default: config.preflight.target.",
+)
+_DEVICES = flags.DEFINE_integer(
+    "devices", None, "Preflight: number of those GPUs; default: config.preflight.devices.", lower_bound=1
+)
+
 EXIT_CONFIG = 2
+
+
+def preflight(config, workdir: Path, target: str, devices: int) -> int:
+    """Examines the run and prints the report; returns the exit status."""
+    # A preflight downloads nothing.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    logging.getLogger("nsa_jax").setLevel(logging.WARNING)
+    from rich.console import Console
+
+    from nsa_jax.train import preflight as preflight_lib
+
+    report = preflight_lib.examine(config, workdir, target=target, devices=devices)
+    preflight_lib.show(report, Console(width=None if sys.stdout.isatty() else 120))
+    return report.exit_code
 
 
 def main(argv: list[str]) -> int:
@@ -28,9 +62,18 @@ def main(argv: list[str]) -> int:
     logging.getLogger("nsa_jax").setLevel(logging.INFO)
     logging.getLogger("absl").setLevel(logging.ERROR)
 
+    config = _CONFIG.value
+    workdir = Path(_WORKDIR.value or f"runs/{config.name}").absolute()
+    target = (_TARGET.value or config.preflight.target) if _PREFLIGHT.value else ""
+
+    from nsa_jax.devices import choose_platform
+
+    choose_platform(cpu=bool(target))
+    if _PREFLIGHT.value:
+        return preflight(config, workdir, target, _DEVICES.value or config.preflight.devices)
+
     from nsa_jax import config as config_lib
 
-    config = _CONFIG.value
     try:
         for problem in config_lib.check(config):
             print(problem, file=sys.stderr)
@@ -41,7 +84,7 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return EXIT_CONFIG
     try:
-        run(config, _WORKDIR.value or f"runs/{config.name}", _RESUME.value)
+        run(config, workdir, _RESUME.value)
     except (config_lib.ConfigError, CheckpointError, DataError) as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG

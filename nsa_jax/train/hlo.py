@@ -1,0 +1,112 @@
+"""What a compiled program does besides arithmetic: collectives by kind, and anything that talks to the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+_ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+_ITEM_BYTES.update({"s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16})
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
+_OPERATION = re.compile(r" = (.*?) ([a-z][a-z\-]*)\(")
+_CALLED = re.compile(
+    r"(?:body|condition|calls|to_apply)=%?([\w.\-]+)|(?:branch_computations|called_computations)=\{([^}]*)\}"
+)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind and element type in one run of a program.
+
+    Attributes:
+      kind: such as "all-reduce".
+      dtype: element type.
+      count: how many are run, loops counted.
+      bytes: of their results on one device, in all.
+    """
+
+    kind: str
+    dtype: str
+    count: int
+    bytes: int
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Lines of each computation by name, and the entry's name."""
+    found: dict[str, list[str]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if current is None or not line.startswith(" "):
+            match = _COMPUTATION.match(line)
+            if match:
+                current = match.group(2)
+                found[current] = []
+                entry = current if match.group(1) else entry
+                continue
+        if current is not None:
+            found[current].append(line)
+    return found, entry
+
+
+def _runs(computations: dict[str, list[str]], entry: str) -> dict[str, int]:
+    """How often each computation is run; loops whose trip count the compiler does not know count once."""
+    times: dict[str, int] = {}
+
+    def visit(name: str, count: int) -> None:
+        times[name] = times.get(name, 0) + count
+        for line in computations.get(name, ()):
+            trips = _TRIPS.search(line)
+            inner = count * int(trips.group(1)) if trips and " while(" in line else count
+            for one, several in _CALLED.findall(line):
+                for called in (one or several).replace("%", "").split(","):
+                    if called.strip() in computations:
+                        visit(called.strip(), inner)
+
+    visit(entry, 1)
+    return times
+
+
+def _last_part(shape: str) -> str:
+    """Of a tuple shape, its last element at the top level: what an asynchronous start hands on."""
+    if not shape.startswith("("):
+        return shape
+    depth, start = 0, 1
+    for index, char in enumerate(shape[:-1]):
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 1:
+            start = index + 1
+    return shape[start:-1].strip()
+
+
+def collectives(text: str) -> list[Collective]:
+    """Collectives of a compiled program, largest first.
+
+    Args:
+      text: `compiled.as_text()`.
+    """
+    computations, entry = _computations(text)
+    times = _runs(computations, entry)
+    totals: dict[tuple[str, str], list[int]] = {}
+    for name, lines in computations.items():
+        for line in lines:
+            match = _OPERATION.search(line)
+            if not match or not times.get(name):
+                continue
+            shape, operation = match.groups()
+            kind = operation.removesuffix("-start")
+            if kind not in _KINDS:
+                continue
+            if operation.endswith("-start"):
+                shape = _last_part(shape)
+            for index, (dtype, dims) in enumerate(_SHAPE.findall(shape)):
+                size = math.prod(int(d) for d in dims.split(",") if d) * _ITEM_BYTES.get(dtype, 4)
+                total = totals.setdefault((kind, dtype), [0, 0])
+                total[0] += times[name] if index == 0 else 0
+                total[1] += times[name] * size
+    found = [Collective(kind, dtype, count, size) for (kind, dtype), (count, size) in totals.items()]
+    return sorted(found, key=lambda c: -c.bytes)

@@ -1,0 +1,325 @@
+"""Memory of a run on devices that need not be here: the real sharded steps compiled for them, or an estimate.
+
+The compiler plans every buffer of a program, so the figures of a compiled step are what a device will really hold. JAX
+takes a pool of 75 % of a GPU's memory at start (XLA_PYTHON_CLIENT_MEM_FRACTION changes that), and the pool is what a
+run must fit into.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from nsa_jax import aot
+from nsa_jax.nn import ModelConfig
+from nsa_jax.train import hlo
+from nsa_jax.train.state import Setup, batch_sharding, setup
+from nsa_jax.train.step import host_transfers, make_eval_step, make_train_step, token_losses
+
+_BATCH = {"inputs": jnp.int32, "targets": jnp.int32, "segment_start": jnp.int32, "loss_mask": jnp.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+      parameters: float32 or as `config.model.param_dtype` says.
+      optimizer: moments.
+      batch: of one optimizer step.
+      gradients: of a step, and their sum over micro-batches.
+      activations: what the forward pass keeps for the backward pass.
+      temporaries: all else, at the fullest moment.
+      limit: what may be used.
+      compiled: False for an estimate.
+    """
+
+    parameters: int
+    optimizer: int
+    batch: int
+    gradients: int
+    activations: int
+    temporaries: int
+    limit: int
+    compiled: bool
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.optimizer + self.batch + self.gradients + self.activations + self.temporaries
+
+    @property
+    def headroom(self) -> int:
+        return self.limit - self.total
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom >= 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiled steps say.
+
+    Attributes:
+      memory: of the train step, or of the eval step where that needs more.
+      eval_bytes: of the evaluation, the training state beside it included.
+      seconds: of compiling the two.
+      collectives: of one train step.
+      host: instructions that talk to the host, of both steps.
+    """
+
+    memory: Memory
+    eval_bytes: int
+    seconds: dict[str, float]
+    collectives: list[hlo.Collective]
+    host: list[str]
+
+
+def pool_bytes(memory_bytes: int) -> int:
+    """What JAX takes of a GPU's memory."""
+    return int(memory_bytes * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75)))
+
+
+def device_bytes(gpu: str) -> int:
+    """The limit on one device: the pool on a GPU, installed memory on a CPU."""
+    if gpu:
+        return pool_bytes(aot.GPUS[gpu].memory_bytes)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def vocabulary(config: ConfigDict) -> int:
+    """The tokenizer's size as far as the config alone tells; 50,304 where only the tokenizer's files know."""
+    data = config.data
+    known = {"byte": 257, "bpe": data.bpe_vocab_size}.get(data.tokenizer, 50_304)
+    return data.synthetic_vocab if data.source == "synthetic" else known
+
+
+def for_target(config: ConfigDict, gpu: str, count: int, vocab_size: int) -> Setup:
+    """The run's setup on devices that need not be here; on this machine's if `gpu` is empty.
+
+    Raises:
+      AheadOfTimeUnavailable: the `aot` extra is missing.
+      ConfigError: mesh or batch do not fit the devices.
+    """
+    return setup(config, vocab_size, aot.devices(gpu, count) if gpu else None)
+
+
+@contextlib.contextmanager
+def _tracing(made: Setup, gpu: str):
+    with aot.tracing_for(gpu, made.mesh) if gpu else jax.set_mesh(made.mesh):
+        yield
+
+
+def _batch(made: Setup) -> dict[str, jax.ShapeDtypeStruct]:
+    shape = (made.config.train.batch_size, made.config.data.seq_len)
+    sharding = batch_sharding(made.mesh)
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in _BATCH.items()}
+
+
+def _on_one_device(tree: Any, sharding: Any) -> int:
+    sizes = jax.tree.map(lambda leaf, s: math.prod(s.shard_shape(leaf.shape)) * leaf.dtype.itemsize, tree, sharding)
+    return sum(jax.tree.leaves(sizes))
+
+
+def kept_activations(made: Setup) -> int:
+    """Bytes per device that the forward pass of one micro-batch keeps for its backward pass, read from the trace.
+
+    Call it where the step may be traced for its target.
+    """
+    config = made.config
+    rows, length = config.train.batch_size // config.train.grad_accum, config.data.seq_len
+    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+
+    def residuals(params, inputs, targets):
+        def loss(params):
+            model = made.model(params)
+            hidden = model.hidden(inputs, inputs if config.data.packing else None)
+            return token_losses(model, hidden, targets).sum()
+
+        return jax.tree.leaves(jax.vjp(loss, params)[1])
+
+    leaves = jax.eval_shape(residuals, made.abstract_state["params"], tokens, tokens)
+    # Parameters and their casts are residuals too, but no activations: those have a number for every token.
+    shapes = {leaf.shape for leaf in jax.tree.leaves(made.abstract_state["params"])}
+    kept = [leaf for leaf in leaves if leaf.size >= rows * length and leaf.shape not in shapes]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) // made.mesh.size
+
+
+def _fixed(made: Setup) -> dict[str, int]:
+    """Bytes of everything whose size is plain from its shape."""
+    state, sharding = made.abstract_state, made.sharding
+    parameters = _on_one_device(state["params"], sharding["params"])
+    batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_batch(made))) // made.mesh.size
+    return {
+        "parameters": parameters,
+        "optimizer": _on_one_device(state["opt_state"], sharding["opt_state"]),
+        "batch": batch,
+        "gradients": parameters * (2 if made.config.train.grad_accum > 1 else 1),
+    }
+
+
+def estimate(made: Setup, gpu: str) -> Memory:
+    """Memory without compiling for the target: activations are traced, temporaries guessed from the shapes.
+
+    The guess: one layer's activations twice over (what is recomputed, and its gradient), the chunk of logits and its
+    gradient, and a copy of the largest parameter in the compute dtype and one in float32.
+    """
+    with jax.set_mesh(made.mesh):
+        activations = kept_activations(made)
+    m, config = made.model_config, made.config
+    rows = config.train.batch_size // config.train.grad_accum // made.mesh.size
+    width = 3 * m.mlp_dim + 4 * m.dim + 3 * m.num_heads * m.value_head_dim * 2 + 2 * m.num_heads * m.head_dim
+    layer = 2 * rows * config.data.seq_len * width * m.dtype.itemsize
+    largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.abstract_state["params"]))
+    logits = 2 * min(128 * 2**20, rows * config.data.seq_len * m.vocab_size * 4)
+    return Memory(
+        **_fixed(made),
+        activations=activations,
+        temporaries=layer + logits + largest * (m.dtype.itemsize + 4),
+        limit=device_bytes(gpu),
+        compiled=False,
+    )
+
+
+def _compile(made: Setup, gpu: str, step: Any, *args: Any) -> Any:
+    with _tracing(made, gpu):
+        traced = step.trace(*args)
+        lowered = traced.lower(lowering_platforms=("cuda",)) if gpu else traced.lower()
+    return lowered.compile()
+
+
+def _token_bytes(made: Setup) -> np.ndarray:
+    return np.ones(made.model_config.vocab_size, np.int32)
+
+
+def _train_memory(made: Setup, gpu: str) -> tuple[Memory, Any]:
+    program = _compile(made, gpu, make_train_step(made, _token_bytes(made)), made.target(), _batch(made))
+    with _tracing(made, gpu):
+        activations = kept_activations(made)
+    planned, fixed = program.memory_analysis(), _fixed(made)
+    total = planned.argument_size_in_bytes + planned.temp_size_in_bytes
+    total += planned.output_size_in_bytes - planned.alias_size_in_bytes
+    # Buffers share memory when they are not alive together, so that parts can add up to more than the plan.
+    rest = max(total - sum(fixed.values()), 0)
+    if rest == 0:
+        fixed["gradients"] = max(total - sum(fixed.values()) + fixed["gradients"], 0)
+    activations = min(activations, rest)
+    memory = Memory(
+        **fixed, activations=activations, temporaries=rest - activations, limit=device_bytes(gpu), compiled=True
+    )
+    return memory, program
+
+
+def compile_run(made: Setup, gpu: str) -> Compiled:
+    """Compiles the train step and the eval step of a run for its devices.
+
+    Args:
+      made: from `for_target`.
+      gpu: a name in `aot.GPUS`, or empty for this machine.
+    """
+    start = time.perf_counter()
+    memory, program = _train_memory(made, gpu)
+    seconds = {"train": time.perf_counter() - start}
+    text = program.as_text()
+    start = time.perf_counter()
+    step = make_eval_step(made, _token_bytes(made))
+    evaluation = _compile(made, gpu, step, made.target()["params"], _batch(made))
+    seconds["eval"] = time.perf_counter() - start
+    planned = evaluation.memory_analysis()
+    beside = memory.optimizer + planned.argument_size_in_bytes + planned.temp_size_in_bytes
+    return Compiled(
+        memory=memory,
+        eval_bytes=beside + planned.output_size_in_bytes,
+        seconds=seconds,
+        collectives=hlo.collectives(text),
+        host=host_transfers(text) + host_transfers(evaluation.as_text()),
+    )
+
+
+def _with_rows(config: ConfigDict, rows: int, devices: int) -> ConfigDict:
+    """The config with `rows` rows per device and micro-batch; accumulation stays if there is any."""
+    changed = config.copy_and_resolve_references()
+    with changed.unlocked():
+        accumulate = min(config.train.grad_accum, 2)
+        changed.train.grad_accum = accumulate
+        changed.train.batch_size = rows * devices * accumulate
+    return changed
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """The largest micro-batch that fits.
+
+    Attributes:
+      rows: per device.
+      bytes: that it needs on a device.
+      verified: it was compiled; otherwise it is a line through the sizes that were.
+    """
+
+    rows: int
+    bytes: int
+    verified: bool
+
+
+def largest_micro_batch(config: ConfigDict, gpu: str, count: int, known: Memory, vocab: int, seconds: float):
+    """Searches the largest micro-batch that fits, by compiling few sizes.
+
+    Memory grows by the same amount with every row, so a second size gives the line, and a third checks its end.
+
+    Args:
+      config: the training config; its own micro-batch is `known`.
+      gpu: a name in `aot.GPUS`, or empty for this machine.
+      count: devices.
+      known: of the config as it is, compiled.
+      vocab: tokenizer's size.
+      seconds: after which no further size is compiled.
+
+    Returns:
+      A `MicroBatch`, or None if not even one row fits or time was up before a second size.
+    """
+    start = time.perf_counter()
+    rows = config.train.batch_size // config.train.grad_accum // count
+    sizes = {rows: known.total - known.batch}
+
+    def measure(candidate: int) -> int:
+        made = for_target(_with_rows(config, candidate, count), gpu, count, vocab)
+        memory = _train_memory(made, gpu)[0]
+        sizes[candidate] = memory.total - memory.batch
+        return sizes[candidate]
+
+    def line() -> int:
+        (a, low), (b, high) = sorted(sizes.items())[0], sorted(sizes.items())[-1]
+        slope = max((high - low) / (b - a), 1.0)
+        row_batch = 16 * config.data.seq_len * config.train.grad_accum
+        return max(int(a + (known.limit - low - row_batch * a) / (slope + row_batch)), 0)
+
+    def last(spent: float) -> bool:
+        return time.perf_counter() - start + spent > seconds
+
+    before = time.perf_counter()
+    if last(0) or (rows == 1 and not known.fits):
+        return None
+    measure(rows * 2 if known.fits else max(rows // 2, 1))
+    one = time.perf_counter() - before
+    guess = line()
+    while guess and not last(one):
+        guess -= guess % 4 if guess >= 16 else 0
+        if guess in sizes or measure(guess) <= known.limit:
+            return MicroBatch(guess, sizes[guess], True)
+        guess = min(line(), guess - 1)
+    return MicroBatch(guess, known.limit, False) if guess else None
+
+
+def model_config(config: ConfigDict, vocab_size: int, **changes: Any) -> ModelConfig:
+    """The model's config with some fields changed, such as attention="dense"."""
+    return dataclasses.replace(ModelConfig.from_config(config, vocab_size), **changes)
