@@ -117,7 +117,7 @@ def selected_backward_config(
     divided = exact and wide > 64 or select_block > 64
     return SelectedBackwardConfig(
         rows=32 if exact and wide > 64 else 64,
-        chunk=min(max(chunk, 64), 1024),
+        chunk=min(max(chunk, 64), max(8192 >> (group - 1).bit_length(), 64), 1024),
         num_warps=8 if exact else 4,
         num_stages=1 if exact or wide > 128 else 2,
         keep_scores=divided or (group >= 8 and h_dim >= select_block),
