@@ -19,12 +19,14 @@ from nsa_jax.nn.sharding import constrain_batch
 _INDICES = "nsa_block_indices"
 # What attention's backward pass needs from its forward pass; kernels give these names to their residuals.
 _ATTENTION = ("attention_out", "nsa_attention_residuals")
+# Primitives of attention's forward pass: Pallas kernels, cuDNN, and an op whose forward rule calls the op itself.
+_KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper", "custom_vjp_call")
 
 
 def _attention_saveable(prim, *args, **params) -> bool:
     """Saves what kernels and cuDNN return, and whatever carries a name of attention's."""
     names = jax.checkpoint_policies.save_only_these_names(_INDICES, *_ATTENTION)
-    return prim.name in ("pallas_call", "dot_product_attention_fwd") or bool(names(prim, *args, **params))
+    return prim.name in _KERNELS or bool(names(prim, *args, **params))
 
 
 def remat(fn: Callable, policy: str, *, scanned: bool) -> Callable:

@@ -49,9 +49,11 @@ def baseline():
     return jax.jit(jax.value_and_grad(functools.partial(loss_of, graphdef)))(params, tokens_of(49), jax.random.key(7))
 
 
-@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
-@pytest.mark.parametrize("remat", ["none", "block", "attention_saved", "full"])
-def test_scan_and_remat_do_not_change_loss_or_gradients(scan_layers, remat):
+RUNS = [(remat, True) for remat in ("none", "block", "attention_saved", "full")] + [("none", False), ("block", False)]
+
+
+@pytest.mark.parametrize(("remat", "scan_layers"), RUNS, ids=[f"{r}-{'un' * (not s)}scanned" for r, s in RUNS])
+def test_scan_and_remat_do_not_change_loss_or_gradients(remat, scan_layers):
     graphdef, params = build(scan_layers=scan_layers, remat=remat, dropout=0.2, implementation="reference")
     got = jax.jit(jax.value_and_grad(functools.partial(loss_of, graphdef)))(params, tokens_of(49), jax.random.key(7))
     chex.assert_trees_all_close(got, baseline(), rtol=1e-5, atol=1e-7)
@@ -74,6 +76,17 @@ def test_blocks_are_selected_once_under_every_remat_policy(remat):
     graphdef, params = build(remat=remat, implementation="reference")
     grad = jax.make_jaxpr(jax.grad(functools.partial(loss_of, graphdef)))(params, tokens_of(49))
     assert _count(grad.jaxpr, "top_k") == 1
+
+
+def test_attention_saved_does_not_run_the_forward_kernels_again():
+    def kernels(remat):
+        graphdef, params = build(remat=remat, implementation="pallas", head_dim=16, value_head_dim=16)
+        grad = jax.make_jaxpr(jax.grad(functools.partial(loss_of, graphdef)))(params, tokens_of(49))
+        return _count(grad.jaxpr, "pallas_call")
+
+    none, saved, block = map(kernels, ("none", "attention_saved", "block"))
+    assert none == saved
+    assert block >= none + 3  # the forward pass of each branch, once more
 
 
 def test_remat_policies_keep_fewer_activations_in_the_stated_order():
