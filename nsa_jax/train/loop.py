@@ -14,13 +14,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from nsa_jax import config as config_lib
 from nsa_jax.data import Pipeline, make_pipeline
 from nsa_jax.train import env, flops, metrics
-from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
+from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences, parse_resume
 from nsa_jax.train.state import Setup, State, batch_sharding, setup
 from nsa_jax.train.step import make_eval_step, make_sampler, make_train_step
 
@@ -149,7 +150,8 @@ class Run:
     Args:
       config: validated.
       workdir: where everything is written.
-      resume: "DIR[@STEP]" of another run to start from, if the workdir has no checkpoint of its own.
+      resume: what to start from if the workdir has no checkpoint of its own: "DIR[@STEP]" of another run, or the
+        directory of an exported model (its weights only).
       devices: to run on; None means all.
     """
 
@@ -179,6 +181,8 @@ class Run:
             return (*own, str(self.workdir))
         if self._other is not None:
             directory, step = self._other
+            if (directory / "config.json").is_file():
+                return 0, self._from_export(directory, info), str(directory)
             other = Checkpoints(directory, info, read_only=True)
             try:
                 found = other.restore(target, data, step)
@@ -194,6 +198,19 @@ class Run:
                 )
             return (*found, str(directory))
         return 0, self.setup.init(), None
+
+    def _from_export(self, directory: Path, info: dict) -> State:
+        """A fresh state with the weights of an exported (or imported) model."""
+        from nsa_jax.export import load_exported
+
+        model, tokenizer, _ = load_exported(directory)
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        saved = {"parameters": describe({"params": params}), "tokenizer": tokenizer.fingerprint}
+        if lines := differences(saved, info):
+            shown = "\n  ".join(lines[:20])
+            raise CheckpointError(f"the config does not fit the exported model {directory}:\n  {shown}")
+        state = self.setup.init()
+        return {**state, "params": jax.device_put(params, self.setup.sharding["params"])}
 
     def run(self) -> dict[str, Any]:
         """Trains to the end, or to a stop request.
