@@ -369,13 +369,16 @@ class Pipeline:
         return ValidationBatches(self._validation_rows, self._share, min(batches, self._eval_batches))
 
 
-def make_pipeline(config: ConfigDict, *, process_index: int = 0, process_count: int = 1) -> Pipeline:
+def make_pipeline(
+    config: ConfigDict, *, process_index: int = 0, process_count: int = 1, cached_only: bool = False
+) -> Pipeline:
     """Opens the data that `config` asks for, building the tokenised cache if there is none yet.
 
     Args:
       config: the training config; `config.data`, `config.seed` and the batch fields of `config.train` are read.
       process_index: of this process.
       process_count: processes of the run; each gets an equal share of every batch.
+      cached_only: do not read the source; raise if its tokens are not in the cache.
 
     Returns:
       The pipeline.
@@ -394,10 +397,14 @@ def make_pipeline(config: ConfigDict, *, process_index: int = 0, process_count: 
     if data.source == "synthetic":
         return _synthetic_pipeline(config, share)
     source = sources.make_source(config)
+    if cached_only:
+        source = _Unread(source)
     root = cache.cache_root(data.cache_dir)
     tokenizer = _tokenizer(config, source, root)
     _check_vocabulary(config, tokenizer)
     if data.source == "hf" and data.hf_streaming:
+        if cached_only:
+            raise DataError(f"source {source.name}", "is streamed, never cached", "start the run to read it")
         return _streaming_pipeline(config, share, source, tokenizer, root)
 
     corpus = cache.load_corpus(source, tokenizer, val_fraction=data.val_fraction, root=root)
@@ -420,6 +427,18 @@ def make_pipeline(config: ConfigDict, *, process_index: int = 0, process_count: 
         corpus=corpus,
         stats={"train": corpus.train.stats, "validation": corpus.validation.stats},
     )
+
+
+class _Unread:
+    """A source that is only named: reading it is an error."""
+
+    def __init__(self, source: sources.Source):
+        self.name = source.name
+        self.fingerprint = source.fingerprint
+        self.size_bytes = source.size_bytes
+
+    def documents(self) -> Iterator[str]:
+        raise DataError(f"source {self.name}", "its tokens are not in the cache yet", "start the run to build it")
 
 
 def _tokenizer(config: ConfigDict, source: sources.Source, root: Path) -> tokenizers.Tokenizer:

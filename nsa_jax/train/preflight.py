@@ -32,9 +32,12 @@ from rich.text import Text
 from nsa_jax import aot
 from nsa_jax import config as config_lib
 from nsa_jax.config import ConfigError, Problem
+from nsa_jax.data import Pipeline
 from nsa_jax.ops import pallas
 from nsa_jax.train import cost as cost_lib
+from nsa_jax.train import data_check
 from nsa_jax.train import memory as memory_lib
+from nsa_jax.train import selftest as selftest_lib
 from nsa_jax.train.state import Setup
 
 _SEARCH_UNTIL = 150.0  # seconds since the start, after which no further micro-batch is compiled
@@ -51,6 +54,7 @@ class Report:
       compiled: what the compiled steps say; None for an estimate.
       micro_batch: the largest that fits; None if it was not searched or nothing fits.
       cost: of the run.
+      data: what the run will read; None if it was not looked at.
       seconds: that each part took.
     """
 
@@ -60,12 +64,28 @@ class Report:
     compiled: memory_lib.Compiled | None = None
     micro_batch: memory_lib.MicroBatch | None = None
     cost: cost_lib.Cost | None = None
+    data: data_check.DataReport | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
         """0, or 2 if an error remains."""
         return 2 if any(problem.severity == "error" for problem in self.problems) else 0
+
+    def record(self) -> dict[str, Any]:
+        """What env.json keeps."""
+        return {
+            "ignored": [str(problem) for problem in self.problems if problem.severity == "ignored"],
+            "warnings": [str(problem) for problem in self.problems if problem.severity == "warning"],
+            "bigram_entropy": self.data.bigram_entropy if self.data else None,
+            "unigram_entropy": self.data.unigram_entropy if self.data else None,
+            "seconds": {name: round(seconds, 2) for name, seconds in self.seconds.items()},
+        }
+
+    def settle(self, config: ConfigDict) -> None:
+        """Marks the errors that the config ignores and sorts the findings, errors first."""
+        accepted = config_lib.accept(self.problems, tuple(config.preflight.ignore))
+        self.problems = sorted(accepted, key=lambda problem: (problem.severity != "error", problem.rule))
 
 
 def _gib(size: float) -> str:
@@ -253,7 +273,7 @@ def _program_facts(compiled: memory_lib.Compiled) -> list[tuple[str, str]]:
     return [*lines, ("host callbacks", str(len(compiled.host)) if compiled.host else "none")]
 
 
-def _compile_part(config: ConfigDict, made: Setup, gpu: str, vocab: int, search: bool, start: float, report: Report):
+def _compile_part(config: ConfigDict, made: Setup, gpu: str, vocab: int, start: float, report: Report):
     devices = made.mesh.size
     try:
         report.compiled = memory_lib.compile_run(made, gpu)
@@ -261,7 +281,7 @@ def _compile_part(config: ConfigDict, made: Setup, gpu: str, vocab: int, search:
     except aot.AheadOfTimeUnavailable as error:
         report.problems.append(Problem("R027", "warning", str(error), "install it for exact figures"))
         report.memory = memory_lib.estimate(made, gpu)
-    if report.compiled and search and gpu:
+    if report.compiled and gpu:
         left = _SEARCH_UNTIL - (time.perf_counter() - start)
         report.micro_batch = memory_lib.largest_micro_batch(config, gpu, devices, report.compiled.memory, vocab, left)
     if report.compiled and report.compiled.host:
@@ -273,44 +293,105 @@ def _compile_part(config: ConfigDict, made: Setup, gpu: str, vocab: int, search:
         report.facts["compiled program"] = _program_facts(report.compiled)
 
 
+def _runnable(config: ConfigDict) -> bool:
+    """Whether a model and batches can be made of the config at all."""
+    fatal = {f"R00{i}" for i in range(10)} - {"R006", "R009"}
+    return not any(problem.severity == "error" and problem.rule in fatal for problem in config_lib.validate(config))
+
+
+def _data_and_selftest(config: ConfigDict, report: Report, pipeline: Pipeline | None) -> None:
+    start = time.perf_counter()
+    report.data = data_check.examine(config, pipeline) if pipeline else data_check.examine_local(config)
+    report.problems += report.data.problems
+    report.facts["data"] = report.data.facts
+    report.seconds["data"] = time.perf_counter() - start
+    if config.preflight.selftest:
+        with jax.default_device(jax.local_devices()[0]):
+            tested = selftest_lib.selftest(config)
+        report.problems += tested.problems
+        report.facts["self-test"] = tested.facts
+        report.seconds["self-test"] = tested.seconds
+
+
 def examine(
-    config: ConfigDict,
-    workdir: Path,
-    *,
-    target: str = "",
-    devices: int = 0,
-    vocab_size: int | None = None,
-    search: bool = True,
+    config: ConfigDict, workdir: Path, *, target: str = "", devices: int = 0, program_only: bool = False
 ) -> Report:
-    """Everything that needs neither data nor training.
+    """Everything that can be known without training; nothing is downloaded or written, save the cache of small text.
 
     Args:
       config: the training config; it need not be valid.
-      workdir: of the run; nothing is written.
+      workdir: of the run.
       target: a name in `aot.GPUS`; empty: `config.preflight.target`, and if that is empty too, this machine.
       devices: how many; 0: `config.preflight.devices`. Only read with a target.
-      vocab_size: the tokenizer's, if it is known.
-      search: look for the largest micro-batch, too.
+      program_only: leave out the data and the self-test.
 
     Returns:
-      The report; problems are sorted, errors first.
+      The report.
     """
     start = time.perf_counter()
     report = Report(problems=config_lib.validate(config))
-    gpu = target or config.preflight.target
-    count = devices or config.preflight.devices
     report.problems += check_workdir(config, workdir)
-    if not any(problem.severity == "error" and problem.rule < "R006" for problem in report.problems):
-        vocab = vocab_size or memory_lib.vocabulary(config)
-        _examine_program(config, workdir, gpu, count, vocab, search, start, report)
-    accepted = config_lib.accept(report.problems, tuple(config.preflight.ignore))
-    report.problems = sorted(accepted, key=lambda problem: (problem.severity != "error", problem.rule))
-    report.seconds["static"] = time.perf_counter() - start
+    if _runnable(config):
+        gpu, count = target or config.preflight.target, devices or config.preflight.devices
+        vocab = memory_lib.vocabulary(config)
+        before: dict[str, list[tuple[str, str]]] = {}
+        if not program_only:
+            _data_and_selftest(config, report, None)
+            assert report.data is not None
+            vocab, before, report.facts = report.data.vocab_size or vocab, report.facts, {}
+        _examine_program(config, workdir, gpu, count, vocab, start, report)
+        report.facts.update(before)
+    report.settle(config)
+    report.seconds["program"] = time.perf_counter() - start - sum(report.seconds.values())
     return report
 
 
+def before_run(config: ConfigDict, workdir: Path, made: Setup, pipeline: Pipeline) -> Report:
+    """What every run checks before its first step, on the devices it has.
+
+    Args:
+      config: validated.
+      workdir: of the run.
+      made: its setup.
+      pipeline: its data.
+
+    Returns:
+      The report, without errors.
+
+    Raises:
+      ConfigError: something is wrong; nothing has been trained.
+    """
+    report = Report(problems=check_workdir(config, workdir))
+    start = time.perf_counter()
+    kind = made.mesh.devices.flat[0].device_kind
+    report.cost = _cost(config, made, made.mesh.size, kind)
+    report.problems += check_save_interval(config, report.cost)
+    if jax.process_index() == 0:
+        report.problems += check_disk(config, workdir, checkpoint_bytes(made))
+    report.problems += check_kernels(config, made, "")
+    report.seconds["program"] = time.perf_counter() - start
+    _data_and_selftest(config, report, pipeline)
+    report.problems += [problem for problem in config_lib.validate(config) if problem.severity == "error"]
+    report.settle(config)
+    if report.exit_code:
+        raise ConfigError([problem for problem in report.problems if problem.severity == "error"])
+    return report
+
+
+def _cost(config: ConfigDict, made: Setup, devices: int, kind: str) -> cost_lib.Cost:
+    return cost_lib.estimate(
+        made.model_config,
+        seq_len=config.data.seq_len,
+        batch_size=config.train.batch_size,
+        steps=config.train.steps,
+        device_kind=kind,
+        devices=devices,
+        utilisation=config.preflight.utilisation,
+    )
+
+
 def _examine_program(
-    config: ConfigDict, workdir: Path, gpu: str, count: int, vocab: int, search: bool, start: float, report: Report
+    config: ConfigDict, workdir: Path, gpu: str, count: int, vocab: int, start: float, report: Report
 ) -> None:
     """Sets the run up for its target and looks at cost, disk and the compiled program."""
     estimated = False
@@ -324,15 +405,7 @@ def _examine_program(
         return
     size = count if gpu else made.mesh.size
     kind = cost_lib.device_kind(gpu) if gpu else made.mesh.devices.flat[0].device_kind
-    report.cost = cost_lib.estimate(
-        made.model_config,
-        seq_len=config.data.seq_len,
-        batch_size=config.train.batch_size,
-        steps=config.train.steps,
-        device_kind=kind,
-        devices=size,
-        utilisation=config.preflight.utilisation,
-    )
+    report.cost = _cost(config, made, size, kind)
     checkpoint = checkpoint_bytes(made)
     report.facts["run"] = [
         ("target", f"{size} x {kind}"),
@@ -354,7 +427,7 @@ def _examine_program(
         report.problems += check_memory(report, gpu, size)
         report.facts["memory per device"] = _memory_facts(report, gpu)
     else:
-        _compile_part(config, made, gpu, vocab, search, start, report)
+        _compile_part(config, made, gpu, vocab, start, report)
 
 
 def _without_compiler(config: ConfigDict, count: int, vocab: int) -> Setup:

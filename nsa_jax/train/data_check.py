@@ -1,0 +1,256 @@
+"""What a run is about to be fed: the first batches, duplicates, overlap of the splits, entropies.
+
+Rules: R030 validation data is training data; R031 duplicated documents; R032 repeated rows; R033 a batch breaks its
+contract (labels not shifted, ids out of range, nothing to predict); R034 many passes over the data; R035 slow; R036
+text without content.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from nsa_jax.config import Problem
+from nsa_jax.data import DataError, Pipeline, make_pipeline, sources, statistics
+from nsa_jax.data.packing import check_batch
+from nsa_jax.train.metrics import printable
+
+_BATCHES = 4
+_SAMPLE_TOKENS = 2_000_000
+_BUILD_BELOW = 256 << 20  # bytes of local text that a preflight tokenises; more is left to the run
+_WINDOW = 128  # tokens; the same so many in a row in both splits is no chance, save for boilerplate
+_WINDOWS = 1024
+
+
+@dataclasses.dataclass
+class DataReport:
+    """What was found in the data.
+
+    Attributes:
+      problems: findings.
+      facts: (name, value) lines for the reader.
+      unigram_entropy: nats per token; None if the data was not looked at.
+      bigram_entropy: nats per token, what the loss guard calls the floor; None likewise.
+      vocab_size: the tokenizer's; None likewise.
+    """
+
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    facts: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    unigram_entropy: float | None = None
+    bigram_entropy: float | None = None
+    vocab_size: int | None = None
+
+
+def open_local(config: ConfigDict) -> Pipeline:
+    """The run's pipeline without downloading: small local text is tokenised, the rest must be in the cache.
+
+    Raises:
+      DataError: it is not there, or cannot be used.
+    """
+    data = config.data
+    size = None
+    if data.source in ("stdlib", "text"):
+        size = sources.make_source(config).size_bytes()
+    build = data.source == "synthetic" or (size is not None and size <= _BUILD_BELOW)
+    return make_pipeline(config, cached_only=not build)
+
+
+def _window_hashes(tokens: np.ndarray, length: int) -> np.ndarray:
+    """uint64 hash of every run of `length` tokens of a row, `length` a power of two."""
+    factor = np.uint64(0x9E3779B97F4A7C15)
+    hashes = (tokens.astype(np.uint64) + np.uint64(1)) * factor
+    done = 1
+    with np.errstate(over="ignore"):
+        while done < length:
+            factor = factor * factor + np.uint64(2 * done + 1)
+            hashes = hashes[:-done] * factor + hashes[done:]
+            done *= 2
+    return hashes
+
+
+def shared_windows(haystack: list[np.ndarray], validation_rows: np.ndarray, length: int) -> tuple[int, int]:
+    """How many windows of the validation rows also occur in training tokens.
+
+    Args:
+      haystack: stretches of training tokens.
+      validation_rows: [b, T].
+      length: tokens in a window, a power of two of at most T.
+
+    Returns:
+      The number found, and the number looked for.
+    """
+    per_row = max(_WINDOWS // len(validation_rows), 1)
+    wanted = []
+    for row in validation_rows:
+        starts = np.linspace(0, len(row) - length, per_row).astype(int)
+        # A run of blanks or of one filler token says nothing.
+        telling = [s for s in starts if len(np.unique(row[s : s + length])) > length // 16]
+        wanted.append(_window_hashes(row, length)[telling])
+    hashes = np.unique(np.concatenate(wanted))
+    found = np.zeros(len(hashes), bool)
+    for tokens in haystack if len(hashes) else []:
+        seen = _window_hashes(tokens, length) if len(tokens) >= length else np.zeros(0, np.uint64)
+        place = np.minimum(np.searchsorted(hashes, seen), len(hashes) - 1)
+        found[place[hashes[place] == seen]] = True
+    return int(found.sum()), len(hashes)
+
+
+def check_batches(batches: list[dict[str, np.ndarray]], vocab_size: int) -> list[Problem]:
+    """R032, R033 and R036 on the batches that the trainer will read."""
+    problems = []
+    fix = "correct the data pipeline; no model can be trained on this"
+    for index, batch in enumerate(batches):
+        try:
+            check_batch(batch)
+        except DataError as error:
+            problems.append(Problem("R033", "error", f"batch {index}: {error}", fix))
+            break
+        ids = np.stack([batch["inputs"], batch["targets"]])
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            message = f"batch {index}: ids from {ids.min()} to {ids.max()}, the vocabulary has {vocab_size}"
+            problems.append(Problem("R033", "error", message, fix))
+        if not batch["loss_mask"].any():
+            problems.append(Problem("R033", "error", f"batch {index}: the loss mask is 0 everywhere", fix))
+    rows = np.concatenate([batch["inputs"] for batch in batches])
+    repeated = statistics.repeated_window_share(rows)
+    if repeated > 0.01:
+        message = f"{repeated:.1%} of the first {len(rows)} rows repeat an earlier row: the loader stands still"
+        problems.append(Problem("R032", "error", message, "more text, or correct the loader"))
+    if statistics.unigram_entropy(rows) < 0.1:
+        message = f"unigram entropy {statistics.unigram_entropy(rows):.3f} nats: nearly all tokens are the same"
+        problems.append(Problem("R036", "error", message, "look at the decoded text; is it the right column or file?"))
+    return problems
+
+
+def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tuple[list[Problem], float]:
+    """R030: no validation text is trained on.
+
+    The documents' hashes tell whether the splits are apart; windows of the batches tell whether the batches come from
+    the split that they should come from, and how much text the splits have in common.
+
+    Args:
+      pipeline: of the run.
+      train_rows: [b, T] of the first training batches.
+      seq_len: T.
+
+    Returns:
+      The problems, and the estimated share of validation windows that occur in training.
+    """
+    problems = []
+    corpus = pipeline.corpus
+    haystack, coverage = list(train_rows), 1.0
+    if corpus is not None:
+        overlap = statistics.split_overlap(corpus.train.hashes, corpus.validation.hashes)
+        if overlap:
+            message = f"{overlap:,} training documents are also held out: validation would measure memory"
+            problems.append(Problem("R030", "error", message, "build the cache again"))
+        stream = corpus.train.tokens.array
+        haystack += [stream[:_SAMPLE_TOKENS], statistics.sample_tokens(corpus.train, 2 * _SAMPLE_TOKENS)]
+        coverage = min(2 * _SAMPLE_TOKENS / max(len(stream), 1), 1.0)
+    length = min(_WINDOW, 1 << (seq_len.bit_length() - 1))
+    rows = np.concatenate([b["inputs"][b["loss_mask"].any(1)] for b in itertools.islice(pipeline.validation(), 8)])
+    if not len(rows):
+        return problems, 0.0
+    found, of = shared_windows(haystack, rows, length)
+    share = min(found / max(of, 1) / coverage, 1.0) if found >= 8 else found / max(of, 1)
+    if share > 0.5:
+        message = f"about {share:.0%} of the validation windows of {length} tokens are training data"
+        problems.append(Problem("R030", "error", message, "hold other documents out; these are trained on"))
+    elif share > 0.1:
+        message = f"about {share:.0%} of the validation windows of {length} tokens also occur in training: boilerplate"
+        problems.append(
+            Problem("R030", "warning", message, "read validation loss with that in mind, or clean the text")
+        )
+    return problems, share
+
+
+def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
+    """Looks at a run's data; seconds for a corpus of any size.
+
+    Args:
+      config: the training config.
+      pipeline: of the run.
+    """
+    report = DataReport(vocab_size=pipeline.tokenizer.vocab_size)
+    start = time.perf_counter()
+    iterator = pipeline.train()
+    batches = [next(iterator)]
+    first = time.perf_counter() - start
+    batches += [next(iterator) for _ in range(_BATCHES - 1)]
+    each = (time.perf_counter() - start - first) / (_BATCHES - 1)
+    iterator.close()
+    problems = report.problems
+    problems += check_batches(batches, pipeline.tokenizer.vocab_size)
+    corpus = pipeline.corpus
+    rows = np.concatenate([batch["inputs"] for batch in batches])
+    if corpus is not None:
+        tokens = statistics.sample_tokens(corpus.train, _SAMPLE_TOKENS)
+        duplicates = statistics.corpus_report(corpus, count=1000)
+        _duplicate_problems(duplicates, problems)
+        _epoch_problem(config, corpus.train.stats.tokens, problems)
+    else:
+        tokens = rows
+    report.unigram_entropy = statistics.unigram_entropy(tokens)
+    report.bigram_entropy = statistics.bigram_entropy(tokens)
+    shared = None
+    if config.train.eval_batches:
+        found, shared = check_splits(pipeline, rows, config.data.seq_len)
+        problems += found
+    if first > 60:
+        message = f"the first batch came after {first:.0f} s"
+        problems.append(Problem("R035", "warning", message, "look at the disk and config.data.num_workers"))
+    text = printable(pipeline.tokenizer.decode(batches[0]["inputs"][0, : min(64, config.data.seq_len)]))
+    counts = statistics.token_histogram(tokens, pipeline.tokenizer.vocab_size)
+    top = np.argsort(counts)[::-1][:5]
+    common = ", ".join(f"{printable(pipeline.tokenizer.decode([i]))!r} {counts[i] / counts.sum():.1%}" for i in top)
+    report.facts = [
+        ("first text", text.replace("\n", "\\n")[:160]),
+        ("time to the first batch", f"{first:.2f} s, then {each * 1e3:.1f} ms each"),
+        ("targets are the next tokens", "no" if any(p.rule == "R033" for p in problems) else "yes"),
+        ("repeated rows", f"{statistics.repeated_window_share(rows):.2%} of {len(rows)}"),
+        ("ids in use", f"{np.count_nonzero(counts):,} of {len(counts):,}; most common: {common}"),
+        ("unigram entropy", f"{report.unigram_entropy:.3f} nats per token"),
+        ("bigram entropy, the loss guard's floor", f"{report.bigram_entropy:.3f} nats per token"),
+    ]
+    if corpus is not None:
+        stats = corpus.train.stats
+        report.facts += [
+            ("training documents", f"{stats.documents:,}, {stats.tokens:,} tokens, {stats.bytes:,} bytes"),
+            (
+                "duplicated documents",
+                f"{duplicates.duplicate_documents:.2%}, {duplicates.duplicate_tokens:.2%} of tokens",
+            ),
+            ("documents in both splits", str(duplicates.overlap_documents)),
+        ]
+    if shared is not None:
+        report.facts.append(("validation windows seen in training", f"{shared:.2%}"))
+    return report
+
+
+def _duplicate_problems(found: statistics.CorpusReport, problems: list[Problem]) -> None:
+    share = found.duplicate_tokens
+    if share <= 0.05:
+        return
+    message = f"{share:.0%} of the training tokens are in documents that repeat an earlier one"
+    fix = "remove the duplicates; a model memorises what it sees many times"
+    problems.append(Problem("R031", "error" if share > 0.3 else "warning", message, fix))
+
+
+def _epoch_problem(config: ConfigDict, tokens: int, problems: list[Problem]) -> None:
+    wanted = config.train.steps * config.train.batch_size * config.data.seq_len
+    if wanted > 4 * tokens:
+        message = f"{wanted:,} tokens of training are {wanted / tokens:.1f} passes over {tokens:,}"
+        problems.append(Problem("R034", "warning", message, "more text or fewer steps; repeated text is memorised"))
+
+
+def examine_local(config: ConfigDict) -> DataReport:
+    """As `examine`, but downloads nothing: data that is not here is a finding, R028."""
+    try:
+        return examine(config, open_local(config))
+    except DataError as error:
+        fix = "run --preflight again on the training machine when the cache is built; the run itself always checks"
+        return DataReport(problems=[Problem("R028", "warning", f"the data was not looked at: {error}", fix)])

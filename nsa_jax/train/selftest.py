@@ -1,0 +1,276 @@
+"""The causality self-test: proof, on the model code that is about to be trained, that it does not see the future.
+
+It takes a slice of the configured model (two layers of the real width, a small vocabulary), compiles it with the
+configured implementation and precision at a length beyond two windows, and checks:
+
+  R040  changing the tokens after t does not change the logits up to t by one bit;
+  R041  every parameter receives a finite gradient that is not zero, every part of a fused projection by itself;
+  R042  the output depends on the keys of every branch;
+  R043  the same input gives the same bits twice;
+  R044  with packing, a document does not see the one before it.
+
+It runs at the start of every training run and refuses to train on failure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from nsa_jax.config import Problem
+from nsa_jax.nn import ModelConfig, Transformer
+from nsa_jax.ops.target import current_target
+from nsa_jax.train.step import token_losses
+
+_VOCAB = 256
+_PIECES = {
+    "nsa": ("query", "key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win", "gates"),
+    "other": ("query", "key", "value"),
+}
+_BRANCHES = ("compressed", "selected", "window")
+_FIX = "do not train: the loss of such a model means nothing. Run the operator tests (pytest tests/ops tests/nn)"
+
+
+@dataclasses.dataclass
+class SelfTest:
+    """Outcome of the self-test.
+
+    Attributes:
+      problems: empty if all is well.
+      facts: (name, value) lines for the reader.
+      seconds: that it took.
+    """
+
+    problems: list[Problem]
+    facts: list[tuple[str, str]]
+    seconds: float
+
+
+def slice_config(config: ConfigDict) -> tuple[ModelConfig, int, str]:
+    """The model to test, the length to test it at, and a note if it is not what the config asks for."""
+    whole = ModelConfig.from_config(config, _VOCAB)
+    implementation, note = whole.implementation, ""
+    if implementation == "pallas" and not current_target().is_gpu:
+        implementation, note = None, " (the kernels are tested on the GPU)"
+    # At a trained model's scale, so that a small leak is not rounded away.
+    model = dataclasses.replace(
+        whole,
+        vocab_size=_VOCAB,
+        num_layers=min(whole.num_layers, 2),
+        init_std=whole.dim**-0.5,
+        implementation=implementation,
+        dropout=0.0,
+    )
+    nsa = model.nsa
+    reach = max(2 * nsa.window, nsa.num_selected * nsa.select_block, 2 * nsa.compress_block)
+    return model, min(reach + 2 * nsa.select_block, max(config.data.seq_len, 2)), note
+
+
+def _positions(model: ModelConfig, length: int) -> list[int]:
+    """The t after which tokens are changed: around the edges of blocks and windows."""
+    nsa = model.nsa
+    wanted = (nsa.compress_block - 1, nsa.window - 1, nsa.window, 2 * nsa.window, length // 2, length - 2)
+    return sorted({t for t in wanted if 0 <= t < length - 1})
+
+
+@functools.lru_cache(maxsize=4)
+def _forward(graphdef: nnx.GraphDef, packed: bool):
+    """Jitted (params, tokens, segment_start) -> logits [T, vocab]."""
+
+    @jax.jit
+    def forward(params, tokens, segment_start):
+        return nnx.merge(graphdef, params)(tokens, segment_start if packed else None)[0]
+
+    return forward
+
+
+def _gradient(graphdef: nnx.GraphDef, packed: bool):
+    @jax.jit
+    def gradient(params, tokens, segment_start):
+        def loss(params):
+            model = nnx.merge(graphdef, params)
+            hidden = model.hidden(tokens, segment_start if packed else None)
+            return token_losses(model, hidden, jnp.roll(tokens, -1, axis=1)).mean()
+
+        # Largest magnitude of each row of the last axis' pieces is enough; the host needs no whole gradient.
+        return jax.tree.map(lambda g: jnp.abs(g.astype(jnp.float32)), jax.grad(loss)(params))
+
+    return gradient
+
+
+class _Subject:
+    """The model under test: parameters, one row of tokens, and how to change parts of them."""
+
+    def __init__(self, model: ModelConfig, length: int, packed: bool, seed: int):
+        self.config, self.length, self.packed = model, length, packed
+
+        def init():
+            return nnx.to_pure_dict(nnx.state(Transformer(model, rngs=nnx.Rngs(params=seed)), nnx.Param))
+
+        self.graphdef = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))))
+        self.params = jax.jit(init)()
+        random = np.random.default_rng(seed)
+        self.tokens = random.integers(0, model.vocab_size, (1, length), dtype=np.int32)
+        self.other = (self.tokens + random.integers(1, model.vocab_size, self.tokens.shape)) % model.vocab_size
+        self.start = length // 3 if packed else 0  # of the second document
+        positions = np.arange(length)
+        self.segments = np.where(positions >= self.start, self.start, 0).astype(np.int32)[None]
+        self._run = _forward(self.graphdef, packed)
+
+    def logits(self, tokens: np.ndarray | None = None, params: Any = None) -> np.ndarray:
+        """float32 [T, vocab]."""
+        tokens = self.tokens if tokens is None else tokens.astype(np.int32)
+        return np.asarray(self._run(self.params if params is None else params, tokens, self.segments))
+
+    def gradients(self) -> Any:
+        return jax.device_get(_gradient(self.graphdef, self.packed)(self.params, self.tokens, self.segments))
+
+    def with_attention(self, name: str, change) -> Any:
+        """Parameters with one of attention's arrays changed."""
+        params = jax.tree.map(lambda leaf: leaf, self.params)
+        attention = params["blocks"]["attention"]
+        attention[name] = change(attention[name])
+        return params
+
+    def pieces(self) -> dict[str, slice]:
+        """Columns of the fused projection by what they project to."""
+        model = nnx.merge(self.graphdef, self.params)
+        names = _PIECES.get(self.config.attention, _PIECES["other"])
+        ends = np.cumsum(model.blocks.attention.widths)
+        return {name: slice(end - width, end) for name, end, width in zip(
+            names, ends, model.blocks.attention.widths, strict=True)}  # fmt: skip
+
+
+def _first_difference(a: np.ndarray, b: np.ndarray) -> int | None:
+    """The first position at which two arrays [T, ...] are not the same bits."""
+    differs = (a.view(np.uint32) != b.view(np.uint32)).any(-1)
+    return int(np.argmax(differs)) if differs.any() else None
+
+
+def _leak(subject: _Subject, base: np.ndarray, t: int, params: Any = None) -> int | None:
+    """The first position up to t whose logits change with the tokens after t."""
+    changed = subject.tokens.copy()
+    changed[:, t + 1 :] = subject.other[:, t + 1 :]
+    return _first_difference(base[: t + 1], subject.logits(changed, params)[: t + 1])
+
+
+def _leaking_branches(subject: _Subject, t: int) -> str:
+    """Which branch of NSA leaks, found by closing the gates of the others."""
+    if subject.config.attention != "nsa":
+        return ""
+    found = []
+    for index, name in enumerate(_BRANCHES):
+        closed = np.full((3,), -1e4, np.float32)
+        closed[index] = 0.0
+        params = subject.with_attention("gate_bias", lambda bias, closed=closed: bias + closed)
+        if _leak(subject, subject.logits(params=params), t, params) is not None:
+            found.append(name)
+    return f", through the {' and '.join(found)} branch" if found else ", outside the branches of NSA"
+
+
+def _check_causality(subject: _Subject, base: np.ndarray) -> list[Problem]:
+    for t in _positions(subject.config, subject.length):
+        where = _leak(subject, base, t)
+        if where is not None:
+            message = f"the logits at position {where} change when tokens after {t} do: the model sees the future"
+            return [Problem("R040", "error", message + _leaking_branches(subject, t), _FIX)]
+    if subject.start:
+        changed = subject.tokens.copy()
+        changed[:, : subject.start] = subject.other[:, : subject.start]
+        where = _first_difference(base[subject.start :], subject.logits(changed)[subject.start :])
+        if where is not None:
+            message = f"the logits at position {subject.start + where} change with the document before theirs"
+            return [Problem("R044", "error", message, _FIX)]
+    return []
+
+
+def _check_keys(subject: _Subject, base: np.ndarray) -> list[Problem]:
+    ignored = []
+    for name, columns in subject.pieces().items():
+        if not name.startswith("key"):
+            continue
+        params = subject.with_attention("w_in", lambda w, c=columns: w.at[..., c].multiply(-1.0))
+        if _first_difference(base, subject.logits(params=params)) is None:
+            ignored.append(name)
+    if not ignored:
+        return []
+    message = f"the output does not depend on {', '.join(ignored)}: attention ignores its keys"
+    return [Problem("R042", "error", message, _FIX)]
+
+
+def _check_gradients(subject: _Subject) -> tuple[list[Problem], int]:
+    """R041, and how many arrays or parts of arrays were looked at."""
+    dead, broken, count = [], [], 0
+    pieces = subject.pieces()
+    for path, gradient in jax.tree_util.tree_leaves_with_path(subject.gradients()):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        parts = {name: gradient}
+        if name.endswith("attention/w_in"):
+            parts = {f"{name}[{piece}]": gradient[..., columns] for piece, columns in pieces.items()}
+        for part, values in parts.items():
+            layers = values if name.startswith("blocks") else values[None]
+            for layer, value in enumerate(layers):
+                count += 1
+                label = f"{part} of layer {layer}" if name.startswith("blocks") else part
+                if not np.isfinite(value).all():
+                    broken.append(label)
+                elif not value.any():
+                    dead.append(label)
+    problems = []
+    if broken:
+        problems.append(Problem("R041", "error", f"gradients that are not finite: {', '.join(broken[:6])}", _FIX))
+    if dead:
+        message = f"parameters without gradient: {', '.join(dead[:6])}"
+        problems.append(Problem("R041", "error", message, _FIX))
+    return problems, count
+
+
+def selftest(config: ConfigDict, *, seed: int = 0) -> SelfTest:
+    """Runs the self-test on this machine's first device; takes seconds.
+
+    Args:
+      config: the training config.
+      seed: of parameters and tokens.
+    """
+    start = time.perf_counter()
+    model, length, note = slice_config(config)
+    subject = _Subject(model, length, bool(config.data.packing), seed)
+    base = subject.logits()
+    problems: list[Problem] = []
+    again = _first_difference(base, subject.logits())
+    if not np.isfinite(base).all():
+        problems.append(Problem("R041", "error", "logits of the untrained model are not finite", _FIX))
+    elif again is not None:
+        message = f"the same input gave other logits the second time, from position {again}"
+        problems.append(Problem("R043", "error", message, "find the operation that is not deterministic"))
+    else:
+        problems += _check_causality(subject, base)
+        problems += _check_keys(subject, base)
+    found, count = _check_gradients(subject)
+    problems += found
+    seconds = time.perf_counter() - start
+    served = model.implementation or "best for this device"
+    checks = len(_positions(model, length))
+    facts = [
+        ("model", f"{model.num_layers} layers of width {model.dim}, {length} tokens, {model.compute_dtype}"),
+        ("implementation", served + note),
+        ("future tokens", f"changed after {checks} positions: {_verdict(problems, 'R040')}"),
+        ("gradients", f"{count} arrays and parts: {_verdict(problems, 'R041')}"),
+        ("keys matter", _verdict(problems, "R042")),
+        ("took", f"{seconds:.1f} s"),
+    ]  # fmt: skip
+    if subject.packed:
+        facts.insert(2, ("documents apart", _verdict(problems, "R044")))
+    return SelfTest(problems, facts, seconds)
+
+
+def _verdict(problems: list[Problem], rule: str) -> str:
+    return "FAILED" if any(problem.rule == rule for problem in problems) else "passed"
