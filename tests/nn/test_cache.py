@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import nsa_jax
-from nsa_jax import nn
+from nsa_jax import aot, nn
 from nsa_jax.nn.cache import capacity_bucket, memory_report
 from nsa_jax.nn.decoder import Decoder
 
@@ -192,3 +192,29 @@ def test_mistakes_are_named():
         decoder.prefill(cache, random_tokens(1, 5), [0])
     with pytest.raises(ValueError, match="multiple of select_block"):
         nn.cache.init_cache(decoder.config, 1, 100)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_decode_and_prefill_compile_ahead_of_time(attention):
+    """Six query heads per group and head dim 64, as in the production config, with the kernels chosen for an A100."""
+    fields = dict(dim=768, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=512, num_layers=1, mlp_dim=256)
+    config = nn.ModelConfig(**fields, attention=attention)
+    decoder = Decoder(nn.Transformer(config, rngs=nnx.Rngs(0)))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), decoder.params)
+    cache = jax.eval_shape(lambda: nn.cache.init_cache(config, 4, 8192))
+    tokens, lengths = jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    chunk, offset = jax.ShapeDtypeStruct((4, 1024), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    try:
+        step = aot.compile_for_gpu(decoder.step, params, cache, tokens, gpu="a100-80gb", donate_argnums=(1,))
+        prefill = aot.compile_for_gpu(
+            decoder.prefill_chunk, params, cache, chunk, offset, lengths, gpu="a100-80gb", donate_argnums=(1,)
+        )
+    except aot.AheadOfTimeUnavailable as error:
+        pytest.skip(str(error))
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert step.memory_analysis().alias_size_in_bytes >= held  # the cache is updated in place
+    assert step.memory_analysis().temp_size_in_bytes < held / 4
+    names = ("nsa_decode_partial", "nsa_decode_selected") if attention == "nsa" else ("dense_decode",)
+    assert all(name in step.as_text() for name in names)
+    if attention == "nsa":
+        assert prefill.memory_analysis().temp_size_in_bytes < 512 * 2**20

@@ -1,0 +1,119 @@
+r"""Whole-model decoding: tokens per second of a config's model with random weights, NSA and dense.
+
+    python benchmarks/generate.py --config configs/a100_prod.py --json benchmarks/results/generate_h200.json
+
+A step is the compiled decode step with greedy choice of the next token, called from Python as `nsa_jax.generate` does;
+the cache holds random numbers, as full as the context says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from benchmarks.timing import environment  # noqa: E402
+from nsa_jax.nn import ModelConfig, Transformer, count_parameters  # noqa: E402
+from nsa_jax.nn.cache import memory_report  # noqa: E402
+from nsa_jax.nn.decoder import Decoder  # noqa: E402
+
+
+def model_config(path: str, attention: str) -> ModelConfig:
+    """The model of a file in configs/, bfloat16 on a GPU."""
+    spec = importlib.util.spec_from_file_location("benchmarked_config", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config()
+    config.model.attention = attention
+    return ModelConfig.from_config(config, config.data.bpe_vocab_size if config.data.tokenizer == "bpe" else 257)
+
+
+def filled(decoder: Decoder, batch: int, context: int, steps: int):
+    """A cache with `context` random tokens in every row and room for `steps` more."""
+    cache = decoder.init_cache(batch, context + steps)
+
+    @jax.jit
+    def fill(cache, key):
+        leaves, tree = jax.tree.flatten(cache.layers)
+        keys = jax.random.split(key, len(leaves))
+        layers = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+        return cache._replace(layers=jax.tree.unflatten(tree, layers), lengths=jnp.full_like(cache.lengths, context))
+
+    return fill(cache, jax.random.key(0))
+
+
+def milliseconds(decoder: Decoder, batch: int, context: int, steps: int) -> float:
+    """Mean milliseconds of a step over `steps` of them, after a few that are not counted."""
+    warm = 5
+
+    def advance(params, state):
+        cache, token = state
+        logits, cache = decoder.step(params, cache, token)
+        return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    run = jax.jit(advance, donate_argnums=1)
+    state = (filled(decoder, batch, context - steps - warm, steps + warm), jnp.zeros((batch,), jnp.int32))
+    for _ in range(warm):
+        state = run(decoder.params, state)
+    jax.block_until_ready(state)
+    begin = time.perf_counter()
+    for _ in range(steps):
+        state = run(decoder.params, state)
+    jax.block_until_ready(state)
+    return (time.perf_counter() - begin) / steps * 1e3
+
+
+def main() -> None:
+    def numbers(text):
+        return [int(x) for x in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/a100_prod.py")
+    parser.add_argument("--batches", default=[1, 16, 64], type=numbers)
+    parser.add_argument("--contexts", default=[2048, 32768], type=numbers)
+    parser.add_argument("--attention", default=["nsa", "dense"], type=lambda text: text.split(","))
+    parser.add_argument("--steps", default=64, type=int)
+    parser.add_argument("--json", help="write the rows and the environment here")
+    parser.add_argument("--commit", help="commit to record where git is not available")
+    args = parser.parse_args()
+    rows = []
+    for attention in args.attention:
+        config = model_config(args.config, attention)
+        model = Transformer(config, rngs=nnx.Rngs(0))
+        parameters = count_parameters(model)
+        decoder = Decoder(model)
+        del model
+        for batch in args.batches:
+            for context in args.contexts:
+                row = {"attention": attention, "parameters": parameters, "B": batch, "context": context}
+                try:
+                    ms = milliseconds(decoder, batch, context, args.steps)
+                except Exception as error:  # one size that does not fit must not lose the others
+                    print(f"{row}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                    continue
+                finally:
+                    gc.collect()
+                row["ms_per_step"] = round(ms, 4)
+                row["tokens_per_s"] = round(batch / ms * 1e3, 1)
+                row["cache_mib"] = round(memory_report(config, batch, context)["total_mib"], 1)
+                rows.append(row)
+                print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+    if args.json:
+        pathlib.Path(args.json).write_text(
+            json.dumps({"environment": environment(args.commit), "config": args.config, "rows": rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
