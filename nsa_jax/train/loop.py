@@ -28,6 +28,7 @@ from nsa_jax.train.step import make_eval_step, make_sampler, make_train_step
 logger = logging.getLogger("nsa_jax")
 
 HALT = "HALT"
+_WAITED = 1e-3  # seconds; a shorter wait for metrics means that they were there
 
 
 class TrainingError(RuntimeError):
@@ -130,6 +131,12 @@ class _Interval:
         self.first_step = first_step
         self.values: list[dict[str, jax.Array]] = []
         self.waits: list[float] = []
+        self.untimed = 0  # steps before the clock's last restart
+        self.dispatched = 0.0  # when the last step had been dispatched
+
+    def close(self, waits: list[float]) -> None:
+        """Called when the last step has been dispatched."""
+        self.waits, self.dispatched = waits, time.perf_counter()
 
     def read(self) -> list[dict[str, float]]:
         """Waits for the last of the steps; raises if one of them gave a loss or gradient that is not finite."""
@@ -274,11 +281,12 @@ class Run:
             if step == start + 1:
                 self._write_env(start, source)
                 clock.restart()  # compilation is over
+                interval.untimed = 1
             last = step == train.steps
             evaluates = train.eval_batches and (last or (train.eval_every and step % train.eval_every == 0))
             saves = train.save_every and (last or step % train.save_every == 0)
             if step % train.log_every == 0 or last or evaluates or saves:
-                interval.waits = batches.take_waits()
+                interval.close(batches.take_waits())
                 pending.append(interval)
                 interval = _Interval(step + 1)
                 # The newest interval is still running on the device: report the one before it.
@@ -292,7 +300,7 @@ class Run:
                 if saves:
                     self._save(checkpoints, step, state, data)
                 clock.restart()
-        interval.waits = batches.take_waits()
+        interval.close(batches.take_waits())
         for rest in (*pending, interval):
             if rest.values:
                 self._report(rest, writer, clock)
@@ -300,13 +308,13 @@ class Run:
 
     def _report(self, interval: _Interval, writer: metrics.MetricsWriter, clock: _Clock) -> None:
         """Logs the last step of an interval, and the speed over all of it."""
-        rows = interval.read()
-        seconds = clock.lap()
+        rows, seconds = clock.lap(interval)
         config = self.config
-        tokens = len(rows) * config.train.batch_size * config.data.seq_len
+        steps = max(len(rows) - interval.untimed, 1)
+        tokens = steps * config.train.batch_size * config.data.seq_len
         row = metrics.train_row(rows[-1])
         row["perf/tokens_per_second"] = tokens / seconds
-        row["perf/step_seconds"] = seconds / len(rows)
+        row["perf/step_seconds"] = seconds / steps
         row.update(metrics.wait_row(interval.waits))
         peak = flops.peak_flops(jax.devices()[0].device_kind)
         if peak is not None:
@@ -371,7 +379,7 @@ class Run:
 
 
 class _Clock:
-    """Seconds between reports, without the time that validation and saving took."""
+    """Seconds that intervals of steps took on the device, without the time of validation and saving."""
 
     def __init__(self):
         self.restart()
@@ -379,10 +387,18 @@ class _Clock:
     def restart(self) -> None:
         self._mark = time.perf_counter()
 
-    def lap(self) -> float:
+    def lap(self, interval: _Interval) -> tuple[list[dict[str, float]], float]:
+        """Waits for the interval; returns its metrics and the seconds since the end of the one before.
+
+        If the interval is still running, it ends when the wait does. If it was over already, the host has been held
+        back by the device, and its last step was dispatched about when it ended.
+        """
+        before = time.perf_counter()
+        rows = interval.read()
         now = time.perf_counter()
-        seconds, self._mark = now - self._mark, now
-        return max(seconds, 1e-9)
+        end = now if now - before > _WAITED else max(interval.dispatched, self._mark)
+        seconds, self._mark = end - self._mark, end
+        return rows, max(seconds, 1e-9)
 
 
 def run(
