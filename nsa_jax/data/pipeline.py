@@ -315,6 +315,11 @@ class Pipeline:
         self._prefetch = data.prefetch
         self._stream = stream
 
+    @property
+    def streamed(self) -> bool:
+        """Whether a batch can only be had by reading all before it."""
+        return self._stream is not None
+
     def train(self, start_step: int = 0) -> TrainIterator:
         """Endless batches, beginning with that of `start_step`.
 

@@ -93,6 +93,26 @@ def forced_blocks(j, first, last, config: NSAConfig):
     return inside & ((j < first + config.num_initial) | (j > last - config.num_local))
 
 
+def selected_key_count(t, start, config: NSAConfig):
+    """How many keys the selected branch reads: of the listed blocks, those in [start, t].
+
+    A list holds min(n, candidates) blocks, the first and the last candidate always among them; all blocks between are
+    whole.
+    """
+    first, last = candidate_range(t, start, config.select_block)
+    candidates = last - first + 1
+    outside = (start - first * config.select_block) + (last * config.select_block + config.select_block - 1 - t)
+    fewer = candidates * (candidates < config.num_selected) + config.num_selected * (candidates >= config.num_selected)
+    return (fewer * config.select_block - outside) * (candidates > 0)
+
+
+def counted_keys(block_indices, t, start, select_block: int):
+    """How many keys the blocks of a list hold for a query: block_indices [..., n], t and start [...] -> [...]."""
+    low = jnp.maximum(block_indices * select_block, start[..., None])
+    high = jnp.minimum(block_indices * select_block + select_block - 1, t[..., None])
+    return jnp.maximum(high - low + 1, 0).sum(-1)
+
+
 def select_from_importance(importance: jax.Array, t: jax.Array, start: jax.Array, config: NSAConfig) -> jax.Array:
     """Picks each query's block list from importance scores (paper eq. 11).
 

@@ -8,7 +8,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,18 @@ from ml_collections import ConfigDict
 
 from nsa_jax import config as config_lib
 from nsa_jax.data import Pipeline, make_pipeline
-from nsa_jax.train import env, flops, metrics
+from nsa_jax.ops.nsa import implementations_served
+from nsa_jax.train import env, flops, guards, health, metrics, preflight
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences, parse_resume
+from nsa_jax.train.guards import Guards, TrainingError
 from nsa_jax.train.state import Setup, State, batch_sharding, setup
 from nsa_jax.train.step import make_eval_step, make_sampler, make_train_step
+from nsa_jax.train.watchdog import Watchdog
 
 logger = logging.getLogger("nsa_jax")
 
 HALT = "HALT"
 _WAITED = 1e-3  # seconds; a shorter wait for metrics means that they were there
-
-
-class TrainingError(RuntimeError):
-    """Training stopped because going on would waste the run; the message says why."""
 
 
 class _StopRequest:
@@ -74,8 +73,10 @@ class _StopRequest:
 class _Batches:
     """Batches of the global array type, and how long the loop waited for each."""
 
-    def __init__(self, iterator: Iterator, setup: Setup):
+    def __init__(self, iterator: Iterator, setup: Setup, start_step: int, on_batch: Callable):
         self._iterator = iterator
+        self._step = start_step
+        self._on_batch = on_batch
         self._sharding = batch_sharding(setup.mesh)
         self.waits: list[float] = []
 
@@ -83,6 +84,8 @@ class _Batches:
         start = time.perf_counter()
         batch = next(self._iterator)
         self.waits.append(time.perf_counter() - start)
+        self._step += 1
+        self._on_batch(self._step, batch)
         return to_device(batch, self._sharding)
 
     def take_waits(self) -> list[float]:
@@ -131,6 +134,7 @@ class _Interval:
         self.first_step = first_step
         self.values: list[dict[str, jax.Array]] = []
         self.waits: list[float] = []
+        self.health: dict[str, jax.Array] | None = None  # of NSA after the last step
         self.untimed = 0  # steps before the clock's last restart
         self.dispatched = 0.0  # when the last step had been dispatched
 
@@ -139,16 +143,8 @@ class _Interval:
         self.waits, self.dispatched = waits, time.perf_counter()
 
     def read(self) -> list[dict[str, float]]:
-        """Waits for the last of the steps; raises if one of them gave a loss or gradient that is not finite."""
-        rows = [{name: float(value) for name, value in row.items()} for row in jax.device_get(self.values)]
-        for offset, row in enumerate(rows):
-            if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
-                raise TrainingError(
-                    f"step {self.first_step + offset}: loss {row['loss']}, gradient norm {row['grad_norm']}, "
-                    f"learning rate {row['learning_rate']:.3g}: not finite. The last checkpoint is good; lower "
-                    "config.optim.learning_rate or set config.optim.clip, and start again to resume from it"
-                )
-        return rows
+        """Waits for the last of the steps."""
+        return [{name: float(value) for name, value in row.items()} for row in jax.device_get(self.values)]
 
 
 class Run:
@@ -175,9 +171,28 @@ class Run:
         self.train_step = make_train_step(self.setup, token_bytes)
         self.eval_step = make_eval_step(self.setup, token_bytes)
         self.sampler = _Sampler(self.setup, self.pipeline) if config.train.sample_tokens else None
+        self.health = health.Health(self.setup, self.workdir) if health.wanted(self.setup) else None
+        self.preflight: preflight.Report | None = None
+        self.guards = Guards(config, self.workdir, active=jax.process_index() == 0)
         self.best: tuple[int, float] | None = None
+        self._early: str | None = None  # why to stop before the last step
+        self._live: tuple[int, State, Any] | None = None  # last finished step, state, data: what a guard's stop saves
         self._last_validation: tuple[int, dict[str, float]] | None = None
         self._last_row: dict[str, float] = {}
+
+    def examine(self) -> None:
+        """The preflight that every run makes: workdir, disk, kernels, data, causality of the model code.
+
+        Raises:
+          ConfigError: with everything that is wrong; nothing has been trained.
+        """
+        self.preflight = found = preflight.before_run(self.config, self.workdir, self.setup, self.pipeline)
+        for problem in found.problems:
+            logger.warning("%s", problem)
+        seconds = ", ".join(f"{name} {value:.1f} s" for name, value in found.seconds.items())
+        logger.info("preflight passed: %s", seconds)
+        entropy = found.data.bigram_entropy if found.data else None
+        self.guards = Guards(self.config, self.workdir, bigram_entropy=entropy, active=jax.process_index() == 0)
 
     def _restore(self, checkpoints: Checkpoints, info: dict, data: Any) -> tuple[int, State, str | None]:
         """Where the state comes from: this workdir's newest checkpoint, else --resume, else the initialisation."""
@@ -226,7 +241,7 @@ class Run:
           The summary that is also written to summary.json.
 
         Raises:
-          TrainingError: loss or gradient became non-finite.
+          TrainingError: a guard stopped the run; stopped.json says why.
           CheckpointError: a checkpoint does not fit the config.
         """
         config, train = self.config, self.config.train
@@ -250,8 +265,22 @@ class Run:
             )
             stack.callback(writer.close)
             self._announce(writer, start, source)
+            self.guards.tell(writer.say)
             stop = stack.enter_context(_StopRequest(self.workdir))
-            step, state, reason = self._train(start, state, data, checkpoints, writer, stop, source)
+            self.watchdog = stack.enter_context(
+                Watchdog(
+                    self.workdir,
+                    process=jax.process_index(),
+                    stall_seconds=config.guards.stall_seconds,
+                    heartbeat_seconds=config.guards.heartbeat_seconds,
+                    exit_on_stall=config.guards.stall_exit,
+                )
+            )
+            try:
+                step, state, reason = self._train(start, state, data, checkpoints, writer, stop, source)
+            except TrainingError as error:
+                self._explain(error, checkpoints)
+                raise
             if train.save_every and step not in checkpoints.steps():
                 self._save(checkpoints, step, state, data)
             checkpoints.wait()
@@ -260,8 +289,8 @@ class Run:
 
     def _train(self, start, state, data, checkpoints, writer, stop, source):
         """The loop. Returns the last finished step, the state, and what stopped it early (or None)."""
-        train = self.config.train
-        batches = _Batches(data, self.setup)
+        config, train = self.config, self.config.train
+        batches = _Batches(data, self.setup, start, self.guards.on_batch)
         pending: collections.deque[_Interval] = collections.deque()
         interval = _Interval(start + 1)
         clock = _Clock()
@@ -272,20 +301,27 @@ class Run:
         while step < train.steps:
             # Several processes must agree, which costs a sync: they ask at log lines only.
             if jax.process_count() == 1 or step % train.log_every == 0:
-                reason = stop.reason()
+                reason = stop.reason() or self._early
             if reason:
                 break
-            state, values = self.train_step(state, next(batches))
+            batch = next(batches)
+            state, values = self.train_step(state, batch)
             interval.values.append(values)
             step += 1
+            self._live = (step, state, data)
             if step == start + 1:
+                guards.check_implementations(config.model.implementation, implementations_served())
                 self._write_env(start, source)
+                if self.health is not None:
+                    self.health.warm_up(state["params"], batch)
                 clock.restart()  # compilation is over
                 interval.untimed = 1
             last = step == train.steps
             evaluates = train.eval_batches and (last or (train.eval_every and step % train.eval_every == 0))
             saves = train.save_every and (last or step % train.save_every == 0)
             if step % train.log_every == 0 or last or evaluates or saves:
+                if self.health is not None:
+                    interval.health = self.health.start(state["params"], batch)
                 interval.close(batches.take_waits())
                 pending.append(interval)
                 interval = _Interval(step + 1)
@@ -309,6 +345,9 @@ class Run:
     def _report(self, interval: _Interval, writer: metrics.MetricsWriter, clock: _Clock) -> None:
         """Logs the last step of an interval, and the speed over all of it."""
         rows, seconds = clock.lap(interval)
+        step = interval.first_step + len(rows) - 1
+        self.watchdog.beat(step)
+        self._check_steps(interval.first_step, rows)
         config = self.config
         steps = max(len(rows) - interval.untimed, 1)
         tokens = steps * config.train.batch_size * config.data.seq_len
@@ -321,14 +360,49 @@ class Run:
             used = flops.train_flops_per_token(self.setup.model_config, config.data.seq_len) * tokens / seconds
             row["perf/mfu"] = used / (peak * self.setup.mesh.size)
         row.update(metrics.memory_row())
+        row.update(
+            self.guards.on_report(
+                step,
+                tokens_per_second=row["perf/tokens_per_second"],
+                seconds=seconds,
+                waits=interval.waits[interval.untimed :],
+                programs=guards.programs(self.train_step),
+            )
+        )
+        if self.health is not None and interval.health is not None:
+            row.update(self.health.read(step, interval.health, self.guards))
         self._last_row = row
-        step = interval.first_step + len(rows) - 1
         writer.write(step, row)
         writer.progress(step, row)
 
+    def _check_steps(self, first_step: int, rows: list[dict[str, float]]) -> None:
+        """Loss guards; what was trained on when the loss stopped being finite is kept."""
+        try:
+            self.guards.on_steps(first_step, rows)
+        except TrainingError as error:
+            if error.guard == "non_finite" and jax.process_index() == 0:
+                path = guards.dump(self.workdir, error.step, self.pipeline, rows)
+                logger.error("the batch and the statistics of step %s are in %s", error.step, path)
+            raise
+
+    def _explain(self, error: TrainingError, checkpoints: Checkpoints) -> None:
+        """Writes why a guard stopped the run, and saves the state if it is worth it."""
+        if error.save and self._live is not None and self.config.train.save_every:
+            step, state, data = self._live
+            if step not in checkpoints.steps():
+                self._save(checkpoints, step, state, data)
+        checkpoints.wait()
+        if jax.process_index() == 0:
+            last = max(checkpoints.steps(), default=None)
+            stopped = {**guards.describe_stop(error), "last_checkpoint": last, "alarms": self.guards.summary()}
+            env.write_json(self.workdir / "stopped.json", stopped)
+
     def _validate(self, step: int, state: State, writer: metrics.MetricsWriter) -> None:
+        self.watchdog.beat(step, "validating", finished=False)
         row = evaluate(self.eval_step, state["params"], self.pipeline.validation(), batch_sharding(self.setup.mesh))
         self._last_validation = (step, row)
+        self.watchdog.beat(step, "training", finished=False)
+        self._early = self.guards.on_validation(step, row["val/loss"], self._last_row.get("train/loss"))
         writer.write(step, row)
         writer.say(f"step {step}: validation loss {row['val/loss']:.4f}, {row['val/bits_per_byte']:.3f} bits/byte")
         if self.sampler is not None:
@@ -338,6 +412,7 @@ class Run:
         val_loss = None
         if self._last_validation is not None and self._last_validation[0] == step:
             val_loss = self._last_validation[1]["val/loss"]
+        self.watchdog.beat(step, "saving", finished=False)
         checkpoints.save(step, state, data, val_loss)
 
     def _announce(self, writer: metrics.MetricsWriter, start: int, source: str | None) -> None:
@@ -355,6 +430,7 @@ class Run:
             stats = {name: vars(split) if split else None for name, split in self.pipeline.stats.items()}
             data = {"splits": stats, "tokenizer": self.pipeline.tokenizer.fingerprint}
             found = env.environment(self.setup, start_step=start, resumed_from=source, data=data)
+            found["preflight"] = self.preflight.record() if self.preflight else None
             env.write_json(self.workdir / "env.json", found)
 
     def _summarise(self, writer: metrics.MetricsWriter, start: int, step: int, reason: str | None) -> dict[str, Any]:
@@ -369,6 +445,7 @@ class Run:
             if self._last_validation
             else None,
             "best_checkpoint": {"step": self.best[0], "val/loss": self.best[1]} if self.best else None,
+            "alarms": self.guards.summary(),
             "workdir": str(self.workdir),
         }
         if jax.process_index() == 0:
@@ -416,4 +493,6 @@ def run(
       ConfigError: with everything that is wrong, before any device is touched.
     """
     config_lib.check(config)
-    return Run(config, Path(workdir), resume, devices).run()
+    made = Run(config, Path(workdir), resume, devices)
+    made.examine()
+    return made.run()

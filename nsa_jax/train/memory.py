@@ -20,7 +20,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from nsa_jax import aot
-from nsa_jax.nn import ModelConfig
 from nsa_jax.train import hlo
 from nsa_jax.train.state import Setup, batch_sharding, setup
 from nsa_jax.train.step import host_transfers, make_eval_step, make_train_step, token_losses
@@ -311,15 +310,17 @@ def largest_micro_batch(config: ConfigDict, gpu: str, count: int, known: Memory,
         return None
     measure(rows * 2 if known.fits else max(rows // 2, 1))
     one = time.perf_counter() - before
-    guess = line()
-    while guess and not last(one):
-        guess -= guess % 4 if guess >= 16 else 0
-        if guess in sizes or measure(guess) <= known.limit:
-            return MicroBatch(guess, sizes[guess], True)
-        guess = min(line(), guess - 1)
-    return MicroBatch(guess, known.limit, False) if guess else None
-
-
-def model_config(config: ConfigDict, vocab_size: int, **changes: Any) -> ModelConfig:
-    """The model's config with some fields changed, such as attention="dense"."""
-    return dataclasses.replace(ModelConfig.from_config(config, vocab_size), **changes)
+    best = 0
+    while not last(one):
+        guess = min(line(), max(sizes) - 1) if max(sizes.values()) > known.limit else line()
+        guess -= guess % 8 if guess >= 32 else 0
+        if guess < 1 or guess in sizes or guess <= best:
+            break
+        if measure(guess) <= known.limit:
+            best = guess
+            if sizes[guess] > 0.95 * known.limit:
+                break
+    if not best:
+        guess = line()
+        return MicroBatch(guess, known.limit, False) if guess else None
+    return MicroBatch(best, sizes[best], True)

@@ -33,6 +33,7 @@ def tiny_config(**changes):
     c.train.steps, c.train.batch_size, c.train.log_every = 8, 8, 1
     c.train.eval_every, c.train.eval_batches, c.train.save_every, c.train.sample_tokens = 0, 0, 0, 0
     c.optim.learning_rate, c.optim.warmup_steps = 3e-3, 2
+    c.guards.health = False  # one compilation less
     for name, value in changes.items():
         target, field = c, name
         while "__" in field:

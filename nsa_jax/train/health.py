@@ -1,0 +1,230 @@
+"""Health of NSA, layer by layer: whether gates and selection do their work. Computed on log steps only.
+
+A separate compiled function runs the current parameters over one row of the current batch with the ops that the train
+step uses, and looks at what lies between: gates, the three branches' outputs, and the block lists. Per layer:
+
+  gate_entropy        of a token's three gates as shares, nats; three equal gates have ln 3 = 1.10
+  gate_share_*        mean share of each branch's gate; gate_share_max is the largest
+  gate_collapsed      share of (token, head) where one branch has more than 95 % of the gates
+  output_share_*      share of each branch in the size of what is added up
+  blocks_distinct     distinct blocks per query
+  blocks_beyond       share of the listed blocks that were chosen by score, beyond the forced ones
+  block_distance      mean distance of a listed block from the query's own, tokens
+  block_overlap       share of a query's blocks that its neighbour before also reads
+  keys_counted        keys per query that the lists in use hold
+  keys_predicted      the same by the formula; key_mismatches counts queries where they differ, and must be 0
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nsa_jax.nn import ModelConfig
+from nsa_jax.ops import blocks, nsa
+from nsa_jax.train.guards import Guards, TrainingError
+from nsa_jax.train.state import Setup, batch_sharding
+
+BRANCHES = ("compressed", "selected", "window")
+_COLLAPSED = 0.95
+_EPSILON = 1e-9
+
+
+def _gate_health(gates: jax.Array, outputs: list[jax.Array]) -> dict[str, jax.Array]:
+    """Figures of gates [B, T, N, 3] float32 and branch outputs [B, T, N, V]."""
+    share = gates / (gates.sum(-1, keepdims=True) + _EPSILON)
+    means = share.mean((0, 1, 2))
+    sizes = [
+        jnp.linalg.norm(gates[..., i, None] * out.astype(jnp.float32), axis=-1).mean() for i, out in enumerate(outputs)
+    ]
+    total = sum(sizes) + _EPSILON
+    return {
+        "gate_entropy": -(share * jnp.log(share + _EPSILON)).sum(-1).mean(),
+        "gate_share_max": means.max(),
+        "gate_collapsed": (share.max(-1) > _COLLAPSED).mean(),
+        **{f"gate_share_{name}": means[i] for i, name in enumerate(BRANCHES)},
+        **{f"output_share_{name}": sizes[i] / total for i, name in enumerate(BRANCHES)},
+    }
+
+
+def selection_health(block_indices: jax.Array, start: jax.Array, config: nsa.NSAConfig) -> dict[str, jax.Array]:
+    """Figures of block lists int32 [B, T, K, n] with segment starts int32 [B, T]."""
+    length = block_indices.shape[1]
+    t = jnp.arange(length, dtype=jnp.int32)[None, :, None]  # [1, T, 1]
+    start = jnp.broadcast_to(start[..., None], block_indices.shape[:3])
+    t = jnp.broadcast_to(t, start.shape)
+    own = t[..., None] // config.select_block
+    listed = block_indices < blocks.num_selection_blocks(length, config.select_block)
+    repeated = jnp.pad(block_indices[..., 1:] == block_indices[..., :-1], [(0, 0)] * 3 + [(1, 0)])
+    first, last = blocks.candidate_range(t[..., None], start[..., None], config.select_block)
+    forced = blocks.forced_blocks(block_indices, first, last, config)
+    count = jnp.maximum(listed.sum(), 1)
+    same = (block_indices[:, 1:, :, :, None] == block_indices[:, :-1, :, None, :]).any(-1) & listed[:, 1:]
+    counted = blocks.counted_keys(block_indices, t, start, config.select_block)
+    predicted = blocks.selected_key_count(t, start, config)
+    return {
+        "blocks_distinct": (listed & ~repeated).sum(-1).mean(),
+        "blocks_beyond": (listed & ~forced).sum() / count,
+        "block_distance": jnp.where(listed, own - block_indices, 0).sum() * config.select_block / count,
+        "block_overlap": same.sum() / jnp.maximum(listed[:, 1:].sum(), 1),
+        "keys_counted": counted.mean(),
+        "keys_predicted": predicted.mean(),
+        "key_mismatches": (counted != predicted).sum(),
+    }
+
+
+def forward_with_health(model: Any, tokens: jax.Array, segment_start: jax.Array | None):
+    """The model's forward pass with the figures of every layer.
+
+    Args:
+      model: a Transformer with attention "nsa".
+      tokens: int32 [B, T].
+      segment_start: int32 [B, T] or None.
+
+    Returns:
+      What `model.hidden` returns, and {name: float32 [num_layers]}.
+    """
+    config: ModelConfig = model.config
+    graphdef, stacked = nnx.split(model.blocks)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    start = jnp.zeros_like(tokens) if segment_start is None else segment_start
+    common: dict[str, Any] = {"segment_start": segment_start, "implementation": config.implementation}
+
+    def layer(x, params):
+        block = nnx.merge(graphdef, params)
+        attention = block.attention
+        p = attention.project(block.norm_attention(x), positions)
+        key_cmp, value_cmp = attention.compress(p.key_raw, p.value_raw, positions[..., :1])
+        compressed, lse = nsa.compressed_attention(p.query, key_cmp, value_cmp, config=config.nsa, **common)
+        lists = nsa.select_blocks(p.query, key_cmp, lse, config=config.nsa, **common)
+        selected = nsa.selected_attention(
+            p.query, p.key_slc, p.value_slc, lists, select_block=config.nsa.select_block, **common
+        )
+        window = nsa.window_attention(p.query, p.key_win, p.value_win, window=config.nsa.window, **common)
+        outputs = [compressed, selected, window]
+        attended = sum(p.gates[..., i, None] * out.astype(jnp.float32) for i, out in enumerate(outputs))
+        x = x + attention.output(attended.astype(p.query.dtype))
+        x = x + block.mlp(block.norm_mlp(x))
+        figures = {**_gate_health(p.gates, outputs), **selection_health(lists, start, config.nsa)}
+        return x, {name: value.astype(jnp.float32) for name, value in figures.items()}
+
+    x = model.embedding[...][tokens].astype(config.dtype)
+    x, figures = jax.lax.scan(layer, x, stacked)
+    return model.norm(x), figures
+
+
+def make_health(setup: Setup) -> Callable:
+    """The jitted function (params, batch) -> {name: float32 [num_layers]} over the first row of the batch."""
+    packed = setup.config.data.packing
+
+    def health(params, batch):
+        start = batch["segment_start"][:1] if packed else None
+        return forward_with_health(setup.model(params), batch["inputs"][:1], start)[1]
+
+    return jax.jit(health, in_shardings=(setup.sharding["params"], batch_sharding(setup.mesh)))
+
+
+def wanted(setup: Setup) -> bool:
+    """Whether the config asks for health figures and the model has any."""
+    return bool(setup.config.guards.health) and setup.model_config.attention == "nsa"
+
+
+class Health:
+    """Health figures of a run: started on the device at log steps, read with the metrics, kept in health.jsonl.
+
+    Args:
+      setup: of the run.
+      workdir: of the run.
+
+    Attributes:
+      seconds: that one call takes, measured at the first step.
+    """
+
+    def __init__(self, setup: Setup, workdir: Path):
+        self._config = setup.config
+        self._compute = make_health(setup)
+        self._path = workdir / "health.jsonl"
+        self.seconds = 0.0
+
+    def warm_up(self, params: Any, batch: dict[str, jax.Array]) -> None:
+        """Compiles, and measures what a call costs."""
+        jax.block_until_ready(self._compute(params, batch))
+        start = time.perf_counter()
+        jax.block_until_ready(self._compute(params, batch))
+        self.seconds = time.perf_counter() - start
+
+    def start(self, params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Figures of all layers, still being computed."""
+        return self._compute(params, batch)
+
+    def read(self, step: int, figures: dict[str, jax.Array], guards: Guards) -> dict[str, float]:
+        """Writes, checks and summarises the figures of a step; the arguments and what is raised are `check`'s."""
+        values = {name: np.asarray(value) for name, value in jax.device_get(figures).items()}
+        if jax.process_index() == 0:
+            rounded = {name: [round(float(v), 5) for v in value] for name, value in values.items()}
+            with self._path.open("a") as file:
+                file.write(json.dumps({"step": step, **rounded}) + "\n")
+        check(values, step, self._config, guards)
+        return {**summarise(values), "perf/health_seconds": self.seconds}
+
+
+def summarise(figures: dict[str, np.ndarray]) -> dict[str, float]:
+    """Figures of all layers as a few metrics: the layer that is worst off, and means."""
+    return {
+        "health/gate_entropy_min": float(figures["gate_entropy"].min()),
+        "health/gate_share_max": float(figures["gate_share_max"].max()),
+        "health/gate_collapsed_max": float(figures["gate_collapsed"].max()),
+        **{f"health/gate_share_{name}": float(figures[f"gate_share_{name}"].mean()) for name in BRANCHES},
+        **{f"health/output_share_{name}": float(figures[f"output_share_{name}"].mean()) for name in BRANCHES},
+        "health/blocks_distinct": float(figures["blocks_distinct"].mean()),
+        "health/blocks_beyond_forced": float(figures["blocks_beyond"].mean()),
+        "health/block_distance_tokens": float(figures["block_distance"].mean()),
+        "health/block_overlap": float(figures["block_overlap"].mean()),
+        "health/keys_counted": float(figures["keys_counted"].mean()),
+        "health/keys_predicted": float(figures["keys_predicted"].mean()),
+    }
+
+
+def check(figures: dict[str, np.ndarray], step: int, config: Any, guards: Guards) -> None:
+    """Raises alarms for gates beyond the thresholds in `config.guards`.
+
+    Raises:
+      TrainingError: the lists in use do not hold the keys that the formula predicts.
+    """
+    wrong = figures["key_mismatches"]
+    if wrong.any():
+        layer = int(np.argmax(wrong > 0))
+        raise TrainingError(
+            f"step {step}, guard key_count: in layer {layer}, {int(wrong[layer])} queries read another number of keys "
+            f"than the formula predicts (mean {figures['keys_counted'][layer]:.2f} counted, "
+            f"{figures['keys_predicted'][layer]:.2f} predicted): block lists are wrong",
+            guard="key_count",
+            step=step,
+            save=True,
+        )
+    g = config.guards
+    fix = "NSA degenerates to one branch; look at health.jsonl, lower the learning rate, or warm up for longer"
+    entropy, share, collapsed = figures["gate_entropy"], figures["gate_share_max"], figures["gate_collapsed"]
+    if entropy.min() < g.min_gate_entropy:
+        layer = int(entropy.argmin())
+        most = math.log(len(BRANCHES))
+        message = f"layer {layer}: gate entropy {entropy[layer]:.2f} nats (limit {g.min_gate_entropy}, most {most:.2f})"
+        guards.alarm("gate_entropy", step, f"{message}: {fix}")
+    if share.max() > g.max_gate_share:
+        layer = int(share.argmax())
+        name = BRANCHES[int(np.argmax([figures[f"gate_share_{b}"][layer] for b in BRANCHES]))]
+        message = f"layer {layer}: the {name} branch has {share[layer]:.0%} of the gates (limit {g.max_gate_share:.0%})"
+        guards.alarm("gate_share", step, f"{message}: {fix}")
+    if collapsed.max() > g.max_collapsed:
+        layer = int(collapsed.argmax())
+        message = f"layer {layer}: {collapsed[layer]:.0%} of tokens use a single branch (limit {g.max_collapsed:.0%})"
+        guards.alarm("gate_collapse", step, f"{message}: {fix}")
