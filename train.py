@@ -18,12 +18,11 @@ from pathlib import Path
 from absl import app, flags
 from ml_collections import config_flags
 
-# The compiler's own notes, such as that there is no GPU; its errors are still shown.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The run's config, a file in configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is written; default: runs/<config.name>.")
-_RESUME = flags.DEFINE_string("resume", None, "Start from another run's checkpoint: DIR or DIR@STEP.")
+_RESUME = flags.DEFINE_string(
+    "resume", None, "Start from another run's checkpoint, DIR or DIR@STEP, or from an exported model."
+)
 
 _PREFLIGHT = flags.DEFINE_bool("preflight", False, "Examine the run instead of starting it; exits with 0 or 2.")
 _TARGET = flags.DEFINE_enum(
