@@ -99,15 +99,11 @@ def same_blocks(got, want, lengths, config):
 
 LENGTHS = (3, 8, 61, 150)
 CASES = {
-    "group_1": dict(group=1, num_kv=3),
-    "group_4": dict(group=4),
-    "group_6_value_dim": dict(group=6, num_kv=1, v_dim=32),
-    "group_16": dict(group=16, num_kv=1),
+    "group_1_linear_window": dict(group=1, num_kv=3, capacity=192, slots=192),
+    "group_4_larger_ring": dict(group=4, slots=37),
+    "group_6_value_dim_few_tokens": dict(group=6, num_kv=1, v_dim=32, tokens=3),
+    "group_16_large_capacity": dict(group=16, num_kv=1, capacity=1024),
     "key_dim_192": dict(h_dim=192, v_dim=128, num_kv=1),
-    "few_tokens": dict(tokens=3),
-    "larger_ring": dict(slots=37),
-    "linear_window": dict(capacity=192, slots=192),
-    "large_capacity": dict(capacity=1024),
 }
 
 

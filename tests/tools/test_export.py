@@ -37,8 +37,7 @@ def small_nsa(config) -> None:
     n.compress_block, n.compress_stride, n.select_block, n.num_selected, n.window = 4, 2, 4, 4, 8
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shard_bytes", [10**9, 3000])
+@pytest.mark.parametrize(("dtype", "shard_bytes"), [("float32", 3000), ("bfloat16", 10**9)])
 def test_an_export_loads_back_bit_equal(tmp_path, dtype, shard_bytes):
     config = small_config()
     config.model.param_dtype, config.data.files = dtype, ("a", "b")
