@@ -1,11 +1,14 @@
 """Associative recall across eight windows: the proof that the compressed and selected branches work end to end.
 
-What:    a row states 32 facts (key, value), continues with noise and then asks for every fact. With rows of 256 tokens
-         and a window of 16, every answer lies at least 128 tokens, eight windows, before its question; two layers of
-         window attention reach back 32. The model reads at most 4 of the 16 selection blocks.
-Data:    synthetic, new rows in every step; 64 keys, 64 values, so that guessing is right in 1.6 % of the cases.
-Takes:   MEASURED.
-Reaches: MEASURED.
+What:    a row states 16 facts (key, value), continues with noise and then asks for every fact. With rows of 128 tokens
+         and a window of 8, every answer lies at least 64 tokens, eight windows, before its question; two layers of
+         window attention reach back 14. The model reads at most 4 of the 16 selection blocks.
+Data:    synthetic, new rows in every step; 32 keys, 32 values, so that guessing is right in 3.1 % of the cases.
+Takes:   1 to 4 minutes on 2 CPU cores (400 steps).
+Reaches: 99.98 % of 4,096 held-out answers; the window alone 2.7 %, which is chance. The block that holds the fact is
+         listed by some head in 100 % of the cases and by a head in 64 % (25 % at random). The learned compressor holds
+         single facts here, so most answers come out of the compressed branch: without the selected branch's output
+         96 % stay right, without the compressed branch's 5 %.
 Command: python train.py --config=configs/recall.py && python -m nsa_jax.evaluate runs/recall --tasks recall
          The same with the window alone:
          python train.py --config=configs/recall.py --workdir=runs/recall_window --config.model.attention=window
@@ -32,25 +35,29 @@ def get_config() -> ConfigDict:
     c.model.remat = "none"
     c.model.nsa.compress_block = 4
     c.model.nsa.compress_stride = 2
-    c.model.nsa.select_block = 16
+    c.model.nsa.select_block = 8
     c.model.nsa.num_selected = 4
     c.model.nsa.num_local = 1
-    c.model.nsa.window = 16
+    c.model.nsa.window = 8
 
     c.data.source = "synthetic"
     c.data.synthetic = "recall"
-    c.data.synthetic_vocab = 256
-    c.data.seq_len = 256
+    c.data.synthetic_vocab = 128
+    c.data.seq_len = 128
 
-    c.train.steps = 1500
+    c.train.steps = 400
     c.train.batch_size = 32
     c.train.log_every = 50
-    c.train.eval_every = 250
+    c.train.eval_every = 100
     c.train.eval_batches = 4
-    c.train.save_every = 500
+    c.train.save_every = 200
     c.train.sample_tokens = 0
 
     c.optim.learning_rate = 3e-3
     c.optim.warmup_steps = 50
     c.optim.weight_decay = 0.0
+
+    # The task can be solved exactly, so a loss near zero is no sign of a leak.
+    c.guards.floor_ratio = 0.0
+    c.guards.late_floor_ratio = 0.0
     return c
