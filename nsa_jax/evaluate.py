@@ -19,6 +19,7 @@ Results go to a table, OUTPUT/evaluation.json and pictures in OUTPUT, by default
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import math
@@ -312,13 +313,18 @@ class Evaluation:
     def recall(self) -> dict[str, Any]:
         """The task of that name."""
         data = self.config.data
-        result = retrieval.recall_accuracy(
-            self.probe,
+        measure = functools.partial(
+            retrieval.recall_accuracy,
             seq_len=data.seq_len,
             vocab_size=data.synthetic_vocab,
             rows=32 * self.args.samples,
             seed=self.config.seed,
         )
+        result = measure(self.probe)
+        if self.model.config.attention == "nsa":  # what each branch contributes to this model
+            for index, branch in enumerate(("compressed", "selected", "window")):
+                probe = retrieval.Probe(retrieval.without_branch(self.model, index))
+                result[f"accuracy_without_{branch}"] = measure(probe)["accuracy"]
         self._table(f"associative recall ({self.config.model.attention})", [result])
         return result
 

@@ -78,6 +78,15 @@ def picked(lists: np.ndarray, target: np.ndarray, select_block: int) -> np.ndarr
     return (lists == (target // select_block)[None, :, :, None, None]).any(-1)
 
 
+def without_branch(model: Transformer, branch: int) -> Transformer:
+    """A copy of an NSA model whose gates shut one branch: 0 compressed, 1 selected, 2 window."""
+    model = nnx.clone(model)
+    attention: Any = model.blocks.attention
+    bias = attention.gate_bias
+    bias[...] = bias[...].at[..., branch].set(-1e4)
+    return model
+
+
 def _random_word(rng: np.random.Generator, length: int = 5) -> str:
     return "".join(_LETTERS[i] for i in rng.integers(0, 26, length))
 

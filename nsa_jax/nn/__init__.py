@@ -1,7 +1,20 @@
-"""Flax NNX modules: attention layers, the transformer block and the language model."""
+"""Flax NNX modules: attention layers, the transformer block, the language model, and its cache for decoding."""
 
 from nsa_jax.nn.attention import DenseAttention, NSAttention
+from nsa_jax.nn.cache import Cache, init_cache, memory_report
 from nsa_jax.nn.config import ModelConfig
+from nsa_jax.nn.decoder import Decoder
 from nsa_jax.nn.transformer import Block, Transformer, count_parameters
 
-__all__ = ["Block", "DenseAttention", "ModelConfig", "NSAttention", "Transformer", "count_parameters"]
+__all__ = [
+    "Block",
+    "Cache",
+    "Decoder",
+    "DenseAttention",
+    "ModelConfig",
+    "NSAttention",
+    "Transformer",
+    "count_parameters",
+    "init_cache",
+    "memory_report",
+]

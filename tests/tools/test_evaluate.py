@@ -166,3 +166,15 @@ def test_recall_is_the_default_task_of_its_run(tmp_path):
     assert evaluate.main([str(tmp_path / "run"), "--samples", "1"]) == 0
     found = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())["tasks"]["recall"]
     assert found["questions"] == 32 * 8 and 0 <= found["accuracy"] < 0.3 and found["selection_any"] > 0
+    assert all(0 <= found[f"accuracy_without_{branch}"] <= 1 for branch in ("compressed", "selected", "window"))
+
+
+def test_without_branch_shuts_its_gate_alone(model):
+    """Shutting the window changes what a token sees that has no complete block and whose block is short."""
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 40)).astype(np.int32)
+    base = np.asarray(jax.jit(model)(tokens))
+    for branch, first in ((0, 7), (1, 0), (2, 0)):  # the first compressed block of 8 tokens is complete at position 7
+        other = np.asarray(jax.jit(retrieval.without_branch(model, branch))(tokens))
+        changed = np.flatnonzero(np.abs(other - base).max(axis=(0, 2)) > 1e-4)
+        assert changed[0] == first
+    np.testing.assert_array_equal(np.asarray(jax.jit(model)(tokens)), base)
