@@ -329,11 +329,18 @@ class Evaluation:
         return result
 
     def _table(self, title: str, rows: list[dict[str, Any]]) -> None:
-        table = Table(title=title)
-        for name in rows[0]:
-            table.add_column(name.replace("_", " "), justify="right")
-        for row in rows:
-            table.add_row(*(f"{value:.4g}" if isinstance(value, float) else f"{value:,}" for value in row.values()))
+        def shown(value):
+            return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
+
+        table = Table(title=title, show_header=len(rows) > 1)
+        if len(rows) == 1:
+            for name, value in rows[0].items():
+                table.add_row(name.replace("_", " "), shown(value))
+        else:
+            for name in rows[0]:
+                table.add_column(name.replace("_", " "), justify="right")
+            for row in rows:
+                table.add_row(*map(shown, row.values()))
         self.console.print(table)
 
     def run(self) -> dict[str, Any]:

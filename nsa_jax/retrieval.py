@@ -253,7 +253,7 @@ def recall_accuracy(
 
 
 def plot_needles(cells: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Heat maps over length and depth: exact match and, with selection, whether the needle's block was listed."""
+    """Heat maps over length and depth: exact match and, with selection, how many heads listed the needle's block."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -262,8 +262,9 @@ def plot_needles(cells: list[dict[str, Any]], title: str, path: Path) -> None:
     lengths = sorted({cell["length"] for cell in cells})
     depths = sorted({cell["depth"] for cell in cells})
     fields = [("exact_match", "answer is exact")]
-    if "selection_any" in cells[0]:
-        fields.append(("selection_any", "block listed by some head"))
+    if "selection_mean" in cells[0]:
+        chance = min(cell["selection_chance"] for cell in cells)
+        fields.append(("selection_mean", f"heads that listed its block (at random: {chance:.0%} or more)"))
     figure, axes = plt.subplots(1, len(fields), figsize=(5.5 * len(fields), 4), squeeze=False)
     for axis, (field, label) in zip(axes[0], fields, strict=True):
         grid = np.full((len(depths), len(lengths)), np.nan)
@@ -276,7 +277,7 @@ def plot_needles(cells: list[dict[str, Any]], title: str, path: Path) -> None:
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
         axis.set_xlabel("tokens in the context")
         axis.set_ylabel("depth of the fact")
-        axis.set_title(label)
+        axis.set_title(label, fontsize=10)
         figure.colorbar(image, ax=axis)
     figure.suptitle(title)
     figure.tight_layout()
