@@ -213,5 +213,8 @@ class Checkpoints:
         self._checkpointer.wait()
 
     def close(self) -> None:
-        """Waits and releases the directory."""
-        self._checkpointer.close()
+        """Waits and releases the directory; what could not be written is for `wait` to tell."""
+        try:
+            self._checkpointer.close()
+        except Exception as error:
+            logger.warning("checkpoints of %s were not all written: %s", self._directory, error)

@@ -247,6 +247,15 @@ def _epoch_problem(config: ConfigDict, tokens: int, problems: list[Problem]) -> 
         problems.append(Problem("R034", "warning", message, "more text or fewer steps; repeated text is memorised"))
 
 
+def loss_floor(config: ConfigDict, report: DataReport) -> float | None:
+    """The entropy that an honest training loss does not fall far below early; None where there is no such thing.
+
+    The synthetic tasks but "random" are made to be predicted from the row itself, far better than from one token.
+    """
+    synthetic = config.data.source == "synthetic" and config.data.synthetic != "random"
+    return None if synthetic else report.bigram_entropy
+
+
 def examine_local(config: ConfigDict) -> DataReport:
     """As `examine`, but downloads nothing: data that is not here is a finding, R028."""
     try:

@@ -4,22 +4,25 @@ A guard that stops raises `TrainingError`, whose message names the step, the gua
 alarm is one line in the terminal and in alarms.jsonl, counts in the metrics (`alarm/<name>`) and ends up in
 summary.json; the same alarm is repeated at most every `_REPEAT` reports.
 
-  stop   non_finite, loss_floor, generalisation_gap, frozen_loader, recompilation, early_stop, key_count, implementation
+  stop   non_finite, loss_floor, generalisation_gap, frozen_loader, recompilation, early stopping, key_count,
+         implementation, disk_full, checkpoint_write
   alarm  spike, plateau, throughput, data_wait, memory_slope, gate_entropy, gate_share, gate_collapse
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import logging
 import math
 import os
+import shutil
 import statistics
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +388,41 @@ def dump(workdir: Path, step: int, pipeline: Pipeline, rows: list[dict[str, floa
     path = workdir / f"bad_step_{step}.npz"
     np.savez_compressed(path, **arrays)
     return path
+
+
+def check_room(workdir: Path, need: int) -> None:
+    """Stops before a checkpoint is begun that cannot be finished.
+
+    Raises:
+      TrainingError: the disk has less than `need` bytes left.
+    """
+    free = shutil.disk_usage(workdir).free
+    if free < need:
+        raise TrainingError(
+            f"guard disk_full: {free / 2**30:.2f} GiB free in {workdir}, a checkpoint needs {need / 2**30:.2f} GiB. "
+            "The last checkpoint is good; free some space and start again to resume from it",
+            guard="disk_full",
+        )
+
+
+@contextlib.contextmanager
+def writing_checkpoint(step: int) -> Iterator[None]:
+    """Turns whatever goes wrong while checkpoints are written into an explanation.
+
+    Raises:
+      TrainingError: with the cause.
+    """
+    try:
+        yield
+    except TrainingError:
+        raise
+    except Exception as error:  # Orbax reports what failed in the background in many types
+        raise TrainingError(
+            f"step {step}, guard checkpoint_write: a checkpoint cannot be written ({type(error).__name__}: {error}). "
+            "Older checkpoints are good; look at the disk, and start again to resume from the newest",
+            guard="checkpoint_write",
+            step=step,
+        ) from error
 
 
 def describe_stop(error: TrainingError) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from nsa_jax import config as config_lib
 from nsa_jax.data import Pipeline, make_pipeline
 from nsa_jax.ops.nsa import implementations_served
-from nsa_jax.train import env, flops, guards, health, metrics, preflight
+from nsa_jax.train import data_check, env, flops, guards, health, metrics, preflight
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences, parse_resume
 from nsa_jax.train.guards import Guards, TrainingError
 from nsa_jax.train.state import Setup, State, batch_sharding, setup
@@ -191,8 +191,8 @@ class Run:
             logger.warning("%s", problem)
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in found.seconds.items())
         logger.info("preflight passed: %s", seconds)
-        entropy = found.data.bigram_entropy if found.data else None
-        self.guards = Guards(self.config, self.workdir, bigram_entropy=entropy, active=jax.process_index() == 0)
+        floor = data_check.loss_floor(self.config, found.data) if found.data else None
+        self.guards = Guards(self.config, self.workdir, bigram_entropy=floor, active=jax.process_index() == 0)
 
     def _restore(self, checkpoints: Checkpoints, info: dict, data: Any) -> tuple[int, State, str | None]:
         """Where the state comes from: this workdir's newest checkpoint, else --resume, else the initialisation."""
@@ -278,12 +278,13 @@ class Run:
             )
             try:
                 step, state, reason = self._train(start, state, data, checkpoints, writer, stop, source)
+                if train.save_every and step not in checkpoints.steps():
+                    self._save(checkpoints, step, state, data)
+                with guards.writing_checkpoint(step):
+                    checkpoints.wait()
             except TrainingError as error:
                 self._explain(error, checkpoints)
                 raise
-            if train.save_every and step not in checkpoints.steps():
-                self._save(checkpoints, step, state, data)
-            checkpoints.wait()
             self.best = checkpoints.best() or self.best
             return self._summarise(writer, start, step, reason)
 
@@ -390,8 +391,10 @@ class Run:
         if error.save and self._live is not None and self.config.train.save_every:
             step, state, data = self._live
             if step not in checkpoints.steps():
-                self._save(checkpoints, step, state, data)
-        checkpoints.wait()
+                with contextlib.suppress(TrainingError):  # the first error is the one to tell
+                    self._save(checkpoints, step, state, data)
+        with contextlib.suppress(Exception):
+            checkpoints.wait()
         if jax.process_index() == 0:
             last = max(checkpoints.steps(), default=None)
             stopped = {**guards.describe_stop(error), "last_checkpoint": last, "alarms": self.guards.summary()}
@@ -413,7 +416,9 @@ class Run:
         if self._last_validation is not None and self._last_validation[0] == step:
             val_loss = self._last_validation[1]["val/loss"]
         self.watchdog.beat(step, "saving", finished=False)
-        checkpoints.save(step, state, data, val_loss)
+        guards.check_room(self.workdir, preflight.checkpoint_bytes(self.setup))
+        with guards.writing_checkpoint(step):
+            checkpoints.save(step, state, data, val_loss)
 
     def _announce(self, writer: metrics.MetricsWriter, start: int, source: str | None) -> None:
         config, device = self.config, jax.devices()[0]

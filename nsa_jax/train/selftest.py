@@ -1,6 +1,6 @@
 """The causality self-test: proof, on the model code that is about to be trained, that it does not see the future.
 
-It takes a slice of the configured model (two layers of the real width, a small vocabulary), compiles it with the
+It takes a slice of the configured model (one layer of the real width, a small vocabulary), compiles it with the
 configured implementation and precision at a length beyond two windows, and checks:
 
   R040  changing the tokens after t does not change the logits up to t by one bit;
@@ -15,7 +15,6 @@ It runs at the start of every training run and refuses to train on failure.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from typing import Any
 
@@ -64,7 +63,7 @@ def slice_config(config: ConfigDict) -> tuple[ModelConfig, int, str]:
     model = dataclasses.replace(
         whole,
         vocab_size=_VOCAB,
-        num_layers=min(whole.num_layers, 2),
+        num_layers=1,
         init_std=whole.dim**-0.5,
         implementation=implementation,
         dropout=0.0,
@@ -81,7 +80,6 @@ def _positions(model: ModelConfig, length: int) -> list[int]:
     return sorted({t for t in wanted if 0 <= t < length - 1})
 
 
-@functools.lru_cache(maxsize=4)
 def _forward(graphdef: nnx.GraphDef, packed: bool):
     """Jitted (params, tokens, segment_start) -> logits [T, vocab]."""
 
@@ -100,8 +98,7 @@ def _gradient(graphdef: nnx.GraphDef, packed: bool):
             hidden = model.hidden(tokens, segment_start if packed else None)
             return token_losses(model, hidden, jnp.roll(tokens, -1, axis=1)).mean()
 
-        # Largest magnitude of each row of the last axis' pieces is enough; the host needs no whole gradient.
-        return jax.tree.map(lambda g: jnp.abs(g.astype(jnp.float32)), jax.grad(loss)(params))
+        return jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(params))
 
     return gradient
 
@@ -260,7 +257,7 @@ def selftest(config: ConfigDict, *, seed: int = 0) -> SelfTest:
     served = model.implementation or "best for this device"
     checks = len(_positions(model, length))
     facts = [
-        ("model", f"{model.num_layers} layers of width {model.dim}, {length} tokens, {model.compute_dtype}"),
+        ("model", f"{model.num_layers} layer of width {model.dim}, {length} tokens, {model.compute_dtype}"),
         ("implementation", served + note),
         ("future tokens", f"changed after {checks} positions: {_verdict(problems, 'R040')}"),
         ("gradients", f"{count} arrays and parts: {_verdict(problems, 'R041')}"),

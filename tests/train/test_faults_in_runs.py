@@ -1,0 +1,281 @@
+"""Faults injected into real (tiny) runs: each is caught by the guard that is named for it, and a healthy run is not."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nsa_jax.config import ConfigError
+from nsa_jax.data.pipeline import TrainIterator
+from nsa_jax.ops import nsa
+from nsa_jax.train.guards import Guards, TrainingError
+from nsa_jax.train.loop import run
+from nsa_jax.train.watchdog import EXIT_STALLED, Watchdog
+
+from .tiny import make_run, one_device, tiny_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def stopped(made, guard):
+    """Runs until a guard stops the run; returns what stopped.json says."""
+    with pytest.raises(TrainingError) as caught:
+        made.run()
+    assert caught.value.guard == guard
+    record = json.loads((made.workdir / "stopped.json").read_text())
+    assert record["guard"] == guard and record["message"] == str(caught.value)
+    return record
+
+
+def with_batches(made, change):
+    """Makes the loader of a run yield change(step, batch); steps count from 1."""
+    original = made.pipeline.train
+
+    class Changed(TrainIterator):
+        def __next__(self):
+            batch = super().__next__()
+            return change(self._step, batch)
+
+    def train(start_step=0):
+        iterator = original(start_step)
+        iterator.__class__ = Changed
+        return iterator
+
+    made.pipeline.train = train
+    return made
+
+
+def test_healthy_500_steps_raise_no_alarm(tmp_path):
+    config = tiny_config(train__steps=500, train__log_every=10, train__eval_every=100, train__eval_batches=2)
+    config.train.save_every = 250
+    config.guards.health = True
+    summary = run(config, tmp_path, devices=one_device())
+    assert summary["finished"] and summary["alarms"] == {}
+    assert not (tmp_path / "stopped.json").exists() and not (tmp_path / "alarms.jsonl").exists()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if "train/loss" in row][-1]
+    assert last["health/keys_counted"] == last["health/keys_predicted"] > 0 and last["alarm/total"] == 0
+    health = [json.loads(line) for line in (tmp_path / "health.jsonl").read_text().splitlines()]
+    assert len(health) == 50 and len(health[0]["gate_entropy"]) == config.model.num_layers
+    preflight = json.loads((tmp_path / "env.json").read_text())["preflight"]
+    assert preflight["ignored"] == [] and preflight["bigram_entropy"] > 1
+    beats = [json.loads(line) for line in (tmp_path / "heartbeat_0.jsonl").read_text().splitlines()]
+    assert beats[-1]["event"] == "stopped" and beats[-1]["step"] == 500
+    assert beats[-1]["host_mib"] == pytest.approx(beats[-1]["host_gib"] * 1024, rel=0.01)
+
+
+def test_unshifted_labels_stop_at_the_loss_floor(tmp_path):
+    made = make_run(tmp_path, train__steps=300, data__synthetic="random", train__save_every=1000)
+    made.guards = Guards(made.config, tmp_path, bigram_entropy=float(np.log(32)))
+    with_batches(made, lambda step, batch: {**batch, "targets": batch["inputs"]})
+    record = stopped(made, "loss_floor")
+    assert record["step"] <= 150 and "not shifted" in record["message"]
+    assert record["last_checkpoint"] is not None  # the state is kept for looking at
+
+
+def test_nan_at_a_step_keeps_the_last_good_checkpoint_and_the_batch(tmp_path):
+    made = make_run(tmp_path, train__steps=20, train__save_every=5)
+    step_function, count = made.train_step, iter(range(1, 100))
+
+    def poisoned(state, batch):
+        if next(count) == 8:
+            state = {**state, "params": jax.tree.map(lambda p: p * jnp.nan, state["params"])}
+        return step_function(state, batch)
+
+    made.train_step = poisoned
+    record = stopped(made, "non_finite")
+    assert (record["step"], record["last_checkpoint"]) == (8, 5)
+    with np.load(tmp_path / "bad_step_8.npz") as kept:
+        expected = next(made.pipeline.train(7))
+        np.testing.assert_array_equal(kept["batch/inputs"], expected["inputs"])
+        assert np.isnan(kept["metrics/loss"]).any()
+    resumed = make_run(tmp_path, train__steps=20, train__save_every=5).run()
+    assert resumed["start_step"] == 5 and resumed["finished"]
+
+
+def test_a_loader_that_stands_still_is_caught_at_the_second_batch(tmp_path):
+    made = make_run(tmp_path)
+    first = next(made.pipeline.train())
+    record = stopped(with_batches(made, lambda step, batch: first), "frozen_loader")
+    assert record["step"] == 2 and "stands still" in record["message"]
+
+
+def test_a_batch_of_another_dtype_is_a_recompilation(tmp_path):
+    made = make_run(tmp_path)
+
+    def widen(step, batch):
+        return {**batch, "loss_mask": batch["loss_mask"].astype(np.float32 if step < 5 else np.float16)}
+
+    compiled, made.train_step = made.train_step, None
+    versions = []
+
+    class Counting:
+        def __call__(self, state, batch):
+            versions.append(batch["loss_mask"].dtype.name)
+            return compiled(state, {**batch, "loss_mask": batch["loss_mask"].astype(jnp.float32)})
+
+        def _cache_size(self):
+            return len(set(versions))
+
+    made.train_step = Counting()
+    record = stopped(with_batches(made, widen), "recompilation")
+    assert record["step"] <= 7 and "compiled again" in record["message"]
+
+
+def test_wrong_block_lists_are_counted(tmp_path, monkeypatch):
+    real = nsa.select_blocks
+
+    def short(*args, **kwargs):
+        lists = real(*args, **kwargs)
+        return jnp.where(jnp.arange(lists.shape[-1]) == 1, lists[..., :1], lists)  # one block read twice
+
+    made = make_run(tmp_path, guards__health=True)
+    monkeypatch.setattr(nsa, "select_blocks", short)
+    record = stopped(made, "key_count")
+    assert record["step"] == 1 and "block lists are wrong" in record["message"]
+
+
+def test_collapsed_gates_raise_alarms(tmp_path, capsys):
+    made = make_run(tmp_path, guards__health=True, train__steps=3)
+    init = made.setup.init
+
+    def collapsed():
+        state = init()
+        bias = state["params"]["blocks"]["attention"]["gate_bias"]
+        state["params"]["blocks"]["attention"]["gate_bias"] = bias + jnp.asarray([-9.0, 9.0, -9.0])
+        return state
+
+    object.__setattr__(made.setup, "init", collapsed)
+    summary = made.run()
+    assert set(summary["alarms"]) == {"gate_entropy", "gate_share", "gate_collapse"}
+    assert re.search(r"ALARM gate_share at step 1: layer \d: the selected branch has", capsys.readouterr().out)
+    lines = [json.loads(line) for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
+    assert {line["alarm"] for line in lines} == set(summary["alarms"])
+
+
+def test_memorisation_shows_as_a_gap_and_stops(tmp_path):
+    made = make_run(tmp_path, train__steps=400, train__eval_every=20, train__eval_batches=2, data__synthetic="random")
+    made.config.guards.max_gap = 0.5
+    batches = [next(made.pipeline.train(step)) for step in range(300, 304)]
+    made.guards.on_batch = lambda step, batch: None  # four batches over and over
+    record = stopped(with_batches(made, lambda step, batch: batches[step % 4]), "generalisation_gap")
+    assert record["step"] <= 400 and "memorises" in record["message"]
+
+
+def test_a_full_disk_stops_before_the_checkpoint(tmp_path, monkeypatch):
+    made = make_run(tmp_path, train__save_every=3)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Disk(1000, 990, 10))
+    record = stopped(made, "disk_full")
+    assert record["last_checkpoint"] is None and "free some space" in record["message"]
+
+
+class Disk:
+    def __init__(self, total, used, free):
+        self.total, self.used, self.free = total, used, free
+
+
+def test_a_failing_write_is_explained_and_older_checkpoints_survive(tmp_path):
+    made = make_run(tmp_path, train__save_every=3, train__steps=12)
+    save, limits = made._save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def failing(checkpoints, step, state, data):
+        if step == 6:
+            checkpoints.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, limits[1]))  # files cannot grow beyond
+        save(checkpoints, step, state, data)
+
+    made._save = failing
+    try:
+        with pytest.raises(TrainingError) as caught:
+            made.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.guard == "checkpoint_write" and "look at the disk" in str(caught.value)
+    resumed = make_run(tmp_path, train__save_every=3, train__steps=12).run()
+    assert resumed["start_step"] == 3 and resumed["finished"]
+
+
+def test_a_stalled_loader_is_reported_with_all_stacks(tmp_path):
+    def stall_here():
+        time.sleep(1.2)
+
+    with Watchdog(tmp_path, stall_seconds=0.4, heartbeat_seconds=0.1) as watchdog:
+        watchdog.beat(7)
+        stall_here()
+        watchdog.beat(8)
+        os.kill(os.getpid(), signal.SIGUSR1)  # the same on demand
+        time.sleep(0.1)
+    text = (tmp_path / "stacks_0.txt").read_text()
+    assert "after step 7" in text and text.count("stall_here") >= 1
+    assert text.count("test_a_stalled_loader") >= 2
+    events = [json.loads(line)["event"] for line in (tmp_path / "heartbeat_0.jsonl").read_text().splitlines()]
+    assert "stalled" in events and events[-1] == "stopped"
+
+
+def _python(code, *args, timeout=120):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_a_stalled_process_can_be_ended_for_a_supervisor(tmp_path):
+    done = _python(
+        """
+        import sys, time
+        from pathlib import Path
+        from nsa_jax.train.watchdog import Watchdog
+        with Watchdog(Path(sys.argv[1]), stall_seconds=0.3, heartbeat_seconds=0.1, exit_on_stall=True) as watchdog:
+            watchdog.beat(3)
+            time.sleep(60)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == EXIT_STALLED, done.stderr
+    assert "after step 3" in (tmp_path / "stacks_0.txt").read_text()
+
+
+def test_a_process_killed_during_a_save_resumes(tmp_path):
+    done = _python(
+        """
+        import os, signal, sys
+        from tests.train.tiny import make_run
+        made = make_run(sys.argv[1], train__steps=12, train__save_every=3)
+        save = made._save
+        def killed(checkpoints, step, state, data):
+            save(checkpoints, step, state, data)
+            if step == 9:
+                os.kill(os.getpid(), signal.SIGKILL)
+        made._save = killed
+        made.run()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    resumed = make_run(tmp_path, train__steps=12, train__save_every=3).run()
+    assert resumed["start_step"] in (6, 9) and resumed["finished"]
+
+
+def test_a_run_refuses_to_start_when_the_model_sees_the_future(tmp_path, monkeypatch):
+    real = nsa.window_attention
+    monkeypatch.setattr(nsa, "window_attention", lambda *a, **k: jnp.roll(real(*a, **k), -1, axis=1))
+    with pytest.raises(ConfigError) as caught:
+        run(tiny_config(), tmp_path, devices=one_device())
+    assert {problem.rule for problem in caught.value.problems} >= {"R040"}
+    assert "through the window branch" in str(caught.value)
+    assert not (tmp_path / "metrics.jsonl").exists()
