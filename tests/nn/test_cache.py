@@ -38,14 +38,14 @@ def documents(length):
     return cuts[np.searchsorted(cuts, np.arange(length), side="right") - 1].astype(np.int32)
 
 
-def decode_from_every_split(decoder, row, start=None):
-    """Row b of a batch prefills row[:b + 1] and decodes the rest.
+def decode_from_every_split(decoder, row, start=None, splits=None):
+    """Row b of a batch prefills row[:b + 1] (or row[:splits[b]]) and decodes the rest.
 
     Returns:
       float32 [splits, T, vocab]: logits of position t of split b at [b, t].
     """
     length = row.size
-    splits = np.arange(1, length)
+    splits = np.arange(1, length) if splits is None else np.asarray(splits)
     batch = splits.size
     tokens = np.where(np.arange(length - 1) < splits[:, None], row[: length - 1], 7)  # padding that must not show
     starts = None if start is None else np.broadcast_to(start[: length - 1], (batch, length - 1))
@@ -218,3 +218,19 @@ def test_decode_and_prefill_compile_ahead_of_time(attention):
     assert step.memory_analysis().temp_size_in_bytes < held / 4
     names = ("nsa_decode_partial", "nsa_decode_selected") if attention == "nsa" else ("dense_decode",)
     assert all(name in step.as_text() for name in names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [dict(num_heads=12, num_kv_heads=2), dict(num_heads=16, num_kv_heads=1)])
+def test_gpu_decode_equals_the_forward(shape):
+    """The paper's geometry in bfloat16 with the kernels, from splits around block and window boundaries."""
+    fields = dict(dim=256, head_dim=64, vocab_size=31, num_layers=2, mlp_dim=256, init_std=0.06, remat="none") | shape
+    model = nn.Transformer(nn.ModelConfig(**fields), rngs=nnx.Rngs(0))
+    row = random_tokens(1, 1300)[0]
+    want = np.asarray(jax.jit(model)(row[None])[0], np.float32)
+    splits = [1, 31, 32, 63, 64, 511, 512, 513, 1023, 1024, 1100, 1299]
+    got = decode_from_every_split(Decoder(model, chunk=512), row, splits=splits)
+    assert nsa_jax.implementations_served()["decode_attention"] == "pallas"
+    for b in range(len(splits)):
+        error = np.linalg.norm(got[b] - want) / np.linalg.norm(want)
+        assert error < 2e-2, (splits[b], error)
