@@ -434,15 +434,43 @@ def nsa_attention(
         f"gates has shape {tuple(gates.shape)}: must be {(sizes['B'], sizes['T'], sizes['N'], 3)}",
     )
     _check_float("gates", gates)
-    common = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
-    out_cmp, lse = compressed_attention(query, key_cmp, value_cmp, config=config, **common)
-    block_indices = select_blocks(query, key_cmp, lse, config=config, num_keys=sizes["S"], **common)
-    out_slc = selected_attention(query, key_slc, value_slc, block_indices, select_block=config.select_block, **common)
-    out_win = window_attention(query, key_win, value_win, window=config.window, **common)
-    gate = gates.astype(jnp.float32)
-    weighted = [gate[..., i, None] * branch.astype(jnp.float32) for i, branch in enumerate((out_cmp, out_slc, out_win))]
-    out = weighted[0] + weighted[1] + weighted[2]
-    out = out.astype(query.dtype)
+    length = sizes["T"]
+    last = _last_position(query_offset, length)
+    _check_length("key_cmp", key_cmp.shape[1], query_offset, length, blocks.num_compressed(last, config))
+    _check_length("key_slc", sizes["S"], query_offset, length, last)
+    _check_segments(segment_start, sizes)
+    modules = {
+        _choose("compressed_attention", implementation, query, key_cmp, value_cmp, config=config),
+        _choose("select_blocks", implementation, query, key_cmp, None, config=config, num_keys=sizes["S"]),
+        _choose("selected_attention", implementation, query, key_slc, value_slc, select_block=config.select_block),
+        _choose(
+            "window_attention",
+            implementation,
+            query,
+            key_win,
+            value_win,
+            window=config.window,
+            packed=segment_start is not None,
+        ),
+    }
+    if modules == {_module("pallas")}:
+        # One backward pass for all branches: less memory and less traffic than the sum of three ops.
+        arrays = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
+        out, block_indices = _module("pallas").nsa_attention(
+            *arrays, config=config, segment_start=segment_start, query_offset=_offset(query_offset)
+        )
+    else:
+        common = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
+        out_cmp, lse = compressed_attention(query, key_cmp, value_cmp, config=config, **common)
+        block_indices = select_blocks(query, key_cmp, lse, config=config, num_keys=sizes["S"], **common)
+        out_slc = selected_attention(
+            query, key_slc, value_slc, block_indices, select_block=config.select_block, **common
+        )
+        out_win = window_attention(query, key_win, value_win, window=config.window, **common)
+        gate = gates.astype(jnp.float32)
+        branches = (out_cmp, out_slc, out_win)
+        weighted = [gate[..., i, None] * branch.astype(jnp.float32) for i, branch in enumerate(branches)]
+        out = (weighted[0] + weighted[1] + weighted[2]).astype(query.dtype)
     return (out, block_indices) if return_block_indices else out
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from nsa_jax.ops import blocks, reference
 from nsa_jax.ops.pallas import lists
+from nsa_jax.ops.pallas.common import row_delta
 from nsa_jax.ops.pallas.selected_backward import selected_backward
 from nsa_jax.ops.pallas.tuning import SelectedBackwardConfig
 
@@ -88,7 +89,7 @@ def test_gradients_equal_the_references(name):
     select_block, offset = case["select_block"], case["offset"]
     out, lse, want = _reference(query, key, value, indices, d_out, start, select_block, offset)
     got = _backward(
-        query, key, value, indices, out.astype(query.dtype), lse, d_out,
+        query, key, value, indices, row_delta(out, d_out), lse, d_out,
         select_block=select_block, segment_start=start, query_offset=jnp.int32(offset),
     )  # fmt: skip
     chex.assert_trees_all_equal_shapes_and_dtypes(got, (query, key, value))
@@ -110,7 +111,7 @@ def test_ranges_of_queries_change_nothing_but_the_order_of_sums():
     for buffer_bytes, keep_scores in ((ranges, False), (ranges, True), (heads, False)):
         config = SelectedBackwardConfig(16, 8, 4, 1, keep_scores=keep_scores, keys=16, buffer_bytes=buffer_bytes)
         got = _backward(
-            query, key, value, indices, out, lse, d_out,
+            query, key, value, indices, row_delta(out, d_out), lse, d_out,
             select_block=24, segment_start=start, query_offset=jnp.int32(0), config=config,
         )  # fmt: skip
         assert max(_errors(got, want)) < 1e-5, _errors(got, want)
@@ -158,7 +159,7 @@ def test_gradients_on_a_gpu_are_close_and_bit_equal_between_runs(name):
 
     def run():
         return _backward(
-            query, key, value, indices, out.astype(query.dtype), lse, d_out,
+            query, key, value, indices, row_delta(out, d_out), lse, d_out,
             select_block=select_block, segment_start=start, query_offset=jnp.int32(offset),
         )  # fmt: skip
 

@@ -21,6 +21,7 @@ _MODULES = {
     "compressed_attention": "ranged",
     "decode_attention": "decode",
     "dense_decode_attention": "decode",
+    "nsa_attention": "gated",
     "window_attention": "ranged",
     "select_blocks": "select",
     "selected_attention": "selected",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
@@ -35,3 +37,8 @@ def triton_call(kernel, *, num_warps: int, num_stages: int, **kwargs: Any):
         interpret=interpreted(),
         **kwargs,
     )
+
+
+def row_delta(out: jax.Array, d_out: jax.Array) -> jax.Array:
+    """What softmax's backward subtracts from every row: sum over V of out * d_out, float32 [B, T, N]."""
+    return jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
 from nsa_jax.ops.pallas import ranged_backward, ranged_cudnn, ranged_hopper, tuning
-from nsa_jax.ops.pallas.common import LN2, LOG2E, triton_call
+from nsa_jax.ops.pallas.common import LN2, LOG2E, row_delta, triton_call
 from nsa_jax.ops.pallas.ranged_tiles import (
     dot,
     head_pieces,
@@ -39,17 +39,27 @@ from nsa_jax.ops.target import current_target
 
 def compressed_attention(query, key_cmp, value_cmp, *, config: NSAConfig, segment_start=None, query_offset=0):
     """See `nsa_jax.compressed_attention`."""
-    t, start = _positions(query, segment_start, query_offset)
-    low, high = blocks.compressed_range(t, start, config)
+    low, high = compressed_ranges(query, segment_start, query_offset, config)
     return ranged_attention(query, key_cmp, value_cmp, low, high)
 
 
 def window_attention(query, key, value, *, window: int, segment_start=None, query_offset=0):
     """See `nsa_jax.window_attention`."""
-    t, start = _positions(query, segment_start, query_offset)
-    low, high = jnp.maximum(start, t - window + 1), t + 1
+    low, high = window_ranges(query, segment_start, query_offset, window)
     cudnn = segment_start is None and ranged_cudnn.serves_window(query, key, value, query_offset)
     return ranged_attention(query, key, value, low, high, span=window, cudnn=cudnn)[0]
+
+
+def compressed_ranges(query, segment_start, query_offset, config: NSAConfig) -> tuple[jax.Array, jax.Array]:
+    """(low, high), int32 [B, T]: the compressed blocks that each query sees."""
+    t, start = _positions(query, segment_start, query_offset)
+    return blocks.compressed_range(t, start, config)
+
+
+def window_ranges(query, segment_start, query_offset, window: int) -> tuple[jax.Array, jax.Array]:
+    """(low, high), int32 [B, T]: the tokens of each query's window."""
+    t, start = _positions(query, segment_start, query_offset)
+    return jnp.maximum(start, t - window + 1), t + 1
 
 
 def ranged_attention(
@@ -75,9 +85,14 @@ def ranged_attention(
     if num_keys == 0:
         out = jnp.zeros((batch, length, heads, v_dim), query.dtype)
         return out, jnp.full((batch, length, heads), -jnp.inf, jnp.float32)
+    return _ranged(query, key, value, *clip_ranges(low, high, num_keys), span, cudnn)
+
+
+def clip_ranges(low, high, num_keys: int) -> tuple[jax.Array, jax.Array]:
+    """Ranges within the keys, and (S, 0) for queries that see nothing: what the kernels expect."""
     low, high = jnp.clip(low, 0, num_keys), jnp.clip(high, 0, num_keys)
     empty = high <= low
-    return _ranged(query, key, value, jnp.where(empty, num_keys, low), jnp.where(empty, 0, high), span, cudnn)
+    return jnp.where(empty, num_keys, low), jnp.where(empty, 0, high)
 
 
 def _positions(query, segment_start, query_offset) -> tuple[jax.Array, jax.Array]:
@@ -86,8 +101,8 @@ def _positions(query, segment_start, query_offset) -> tuple[jax.Array, jax.Array
     return t, jnp.zeros_like(t) if segment_start is None else segment_start.astype(jnp.int32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _ranged(query, key, value, low, high, span, cudnn):
+def dispatch_forward(query, key, value, low, high, span, cudnn):
+    """The forward pass by the best kernel for these inputs; arguments as `ranged_forward`, returns (out, lse)."""
     if cudnn:
         return ranged_cudnn.window_forward(query, key, value, span)
     if ranged_hopper.serves(query, value, current_target(), span):
@@ -96,8 +111,11 @@ def _ranged(query, key, value, low, high, span, cudnn):
     return ranged_forward(query, key, value, low, high)
 
 
+_ranged = jax.custom_vjp(dispatch_forward, nondiff_argnums=(5, 6))
+
+
 def _ranged_fwd(query, key, value, low, high, span, cudnn):
-    out, lse = _ranged(query, key, value, low, high, span, cudnn)
+    out, lse = dispatch_forward(query, key, value, low, high, span, cudnn)
     return (out, lse), (query, key, value, low, high, out, lse)
 
 
@@ -105,7 +123,8 @@ def _ranged_bwd(span, cudnn, residuals, cotangents):
     del cudnn
     grad_out, _ = cotangents
     query, key, value, low, high, out, lse = residuals
-    grads = ranged_backward.ranged_backward(query, key, value, low, high, out, lse, grad_out, span)
+    delta = row_delta(out, grad_out)
+    grads = ranged_backward.ranged_backward(query, key, value, low, high, delta, lse, grad_out, span)
     return *grads, None, None
 
 

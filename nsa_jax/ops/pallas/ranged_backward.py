@@ -31,17 +31,17 @@ from nsa_jax.ops.pallas.ranged_tiles import (
 from nsa_jax.ops.target import current_target
 
 
-def ranged_backward(query, key, value, low, high, out, lse, grad_out, span: int | None = None):
+def ranged_backward(query, key, value, low, high, delta, lse, grad_out, span: int | None = None):
     """Gradients of `ranged_attention`'s output for query, key and value.
 
     Args:
       query, key, value, low, high: as `ranged_forward` took them.
-      out, lse: what it returned.
+      delta: `row_delta` of its output and grad_out, float32 [B, T, N].
+      lse: as it returned it.
       grad_out: [B, T, N, V].
       span: the most keys a query sees, where that is known.
     """
-    batch, length, heads, v_dim = out.shape
-    delta = jnp.sum(out.astype(jnp.float32) * grad_out.astype(jnp.float32), axis=-1)
+    batch, length, heads, v_dim = grad_out.shape
     lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
     target, h_dim = current_target(), query.shape[-1]
     if ranged_hopper.serves(query, value, target, span):

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops.pallas import tuning
-from nsa_jax.ops.pallas.common import LOG2E, triton_call
+from nsa_jax.ops.pallas.common import LOG2E, row_delta, triton_call
 from nsa_jax.ops.pallas.selected_backward import selected_backward
 from nsa_jax.ops.pallas.selected_common import NEG, attend_block, empty_state, finish, load_once, pieces, store_once
 from nsa_jax.ops.pallas.selected_key_major import continue_by_key_block
@@ -250,7 +250,7 @@ def _split(block_indices, segment_start, query_offset, *, tile, share, select_bl
     return _Split(block, bits, count, rest)
 
 
-def _forward(query, key, value, block_indices, segment_start, query_offset, select_block: int, packed: bool):
+def selected_forward(query, key, value, block_indices, segment_start, query_offset, select_block: int, packed: bool):
     """Output [B, T, N, V] and natural-log lse float32 [B, T, N]."""
     batch, length, num_heads, h_dim = query.shape
     num_keys, num_kv, v_dim = value.shape[1:]
@@ -260,7 +260,7 @@ def _forward(query, key, value, block_indices, segment_start, query_offset, sele
 
 
 def _forward_with(query, key, value, block_indices, segment_start, query_offset, select_block, packed, config):
-    """`_forward` with a given configuration."""
+    """`selected_forward` with a given configuration."""
     batch, length, num_heads, h_dim = query.shape
     num_keys, num_kv, v_dim = value.shape[1:]
     group = num_heads // num_kv
@@ -361,18 +361,18 @@ def _forward_with(query, key, value, block_indices, segment_start, query_offset,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _selected(query, key, value, block_indices, segment_start, query_offset, select_block, packed):
-    return _forward(query, key, value, block_indices, segment_start, query_offset, select_block, packed)[0]
+    return selected_forward(query, key, value, block_indices, segment_start, query_offset, select_block, packed)[0]
 
 
 def _selected_fwd(query, key, value, block_indices, segment_start, query_offset, select_block, packed):
-    out, lse = _forward(query, key, value, block_indices, segment_start, query_offset, select_block, packed)
+    out, lse = selected_forward(query, key, value, block_indices, segment_start, query_offset, select_block, packed)
     return out, (query, key, value, block_indices, segment_start, query_offset, out, lse)
 
 
 def _selected_bwd(select_block, packed, residuals, d_out):
     query, key, value, block_indices, segment_start, query_offset, out, lse = residuals
     d_query, d_key, d_value = selected_backward(
-        query, key, value, block_indices, out, lse, d_out,
+        query, key, value, block_indices, row_delta(out, d_out), lse, d_out,
         select_block=select_block, segment_start=segment_start, query_offset=query_offset,
     )  # fmt: skip
     return d_query, d_key, d_value, None, None, None

@@ -400,7 +400,7 @@ def selected_backward(
     key: jax.Array,
     value: jax.Array,
     block_indices: jax.Array,
-    out: jax.Array,
+    delta: jax.Array,
     lse: jax.Array,
     d_out: jax.Array,
     *,
@@ -416,9 +416,10 @@ def selected_backward(
       key: [B, S, K, H].
       value: [B, S, K, V].
       block_indices: int32 [B, T, K, n], ascending without repeats, padded with J or more.
-      out: [B, T, N, V], the forward result.
-      lse: float32 [B, T, N], its log-sum-exp (natural log); -inf for rows that see nothing, whose gradients are 0.
-      d_out: [B, T, N, V], cotangent of `out`.
+      delta: float32 [B, T, N], `row_delta` of the forward result and d_out.
+      lse: float32 [B, T, N], log-sum-exp (natural log) of the forward pass; -inf for rows that see nothing, whose
+        gradients are 0.
+      d_out: [B, T, N, V], cotangent of the forward result.
       select_block: block size.
       segment_start: int32 [B, T].
       query_offset: int32 scalar, position of the first query in the keys' row.
@@ -440,7 +441,6 @@ def selected_backward(
     entries = _entries_by_range(block_indices, plan)
     inverted = lists.invert(entries, plan.num_blocks, config.chunk)
     counts = (entries < plan.num_blocks).reshape(batch * num_kv, -1, slots).sum(-1, dtype=jnp.int32)
-    delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse * LOG2E)
     tensors = (
         query.reshape(-1, head_dim),

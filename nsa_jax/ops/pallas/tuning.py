@@ -334,7 +334,7 @@ class DecodeConfig:
     num_stages: int
 
 
-# Programs that one attention kernel of a decode step should have: about four for each multiprocessor of an A100 or H100.
+# Programs that one attention kernel of a decode step should have: about four for each multiprocessor of the GPU.
 _DECODE_PROGRAMS = 512
 
 

@@ -1,0 +1,168 @@
+"""All of NSA with one backward pass: the gated sum of the three branches (paper eq. 5).
+
+Run as three ops, each branch would keep its output to sum it with its cotangent row by row (`row_delta`). But that sum
+is the gate's gradient times the gate, so it is computed once for all branches here, which frees the three outputs, each
+as large as the query, before any branch's backward pass begins. The branches' passes then run one after the other:
+optimization barriers keep the compiler from holding several cotangents at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.ops.pallas import ranged, ranged_cudnn
+from nsa_jax.ops.pallas.ranged_backward import ranged_backward
+from nsa_jax.ops.pallas.select import select_blocks
+from nsa_jax.ops.pallas.selected import selected_forward
+from nsa_jax.ops.pallas.selected_backward import selected_backward
+
+# Under these names remat policies keep what the backward pass needs.
+_RESIDUALS = "nsa_attention_residuals"
+_INDICES = "nsa_block_indices"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What is known while tracing."""
+
+    config: NSAConfig
+    packed: bool  # rows hold several documents
+    cudnn: bool  # cuDNN serves the window's forward pass
+    offset: int | None  # query_offset, where it is a Python int
+
+
+def nsa_attention(
+    query,
+    key_cmp,
+    value_cmp,
+    key_slc,
+    value_slc,
+    key_win,
+    value_win,
+    gates,
+    *,
+    config: NSAConfig,
+    segment_start=None,
+    query_offset=0,
+) -> tuple[jax.Array, jax.Array]:
+    """See `nsa_jax.nsa_attention`; returns the output and the block lists."""
+    packed = segment_start is not None
+    cudnn = not packed and ranged_cudnn.serves_window(query, key_win, value_win, query_offset)
+    if segment_start is None:
+        segment_start = jnp.zeros(query.shape[:2], jnp.int32)
+    tensors = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
+    offset = jnp.asarray(query_offset, jnp.int32)
+    static = _Static(config, packed, cudnn, query_offset if isinstance(query_offset, int) else None)
+    return _nsa(static, tensors, segment_start.astype(jnp.int32), offset)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _nsa(static: _Static, tensors, segment_start, offset):
+    return _forward(static, tensors, segment_start, offset)[0]
+
+
+def _ranges(static: _Static, query, key_cmp, key_win, segment_start, offset):
+    """(low, high) of the compressed and of the window branch."""
+    compressed = ranged.compressed_ranges(query, segment_start, offset, static.config)
+    window = ranged.window_ranges(query, segment_start, offset, static.config.window)
+    return ranged.clip_ranges(*compressed, key_cmp.shape[1]), ranged.clip_ranges(*window, key_win.shape[1])
+
+
+def _forward(static: _Static, tensors, segment_start, offset):
+    """((output, block lists), residuals)."""
+    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = tensors
+    config = static.config
+    ranges_cmp, ranges_win = _ranges(static, query, key_cmp, key_win, segment_start, offset)
+    if key_cmp.shape[1]:
+        out_cmp, lse_cmp = ranged.dispatch_forward(query, key_cmp, value_cmp, *ranges_cmp, None, False)
+    else:
+        out_cmp = jnp.zeros((*query.shape[:3], value_cmp.shape[-1]), query.dtype)
+        lse_cmp = jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
+    indices = select_blocks(
+        query,
+        key_cmp,
+        lse_cmp,
+        config=config,
+        num_keys=key_slc.shape[1],
+        segment_start=segment_start if static.packed else None,
+        query_offset=offset if static.offset is None else static.offset,
+    )
+    indices = checkpoint_name(indices, _INDICES)
+    out_slc, lse_slc = selected_forward(
+        query, key_slc, value_slc, indices, segment_start, offset, config.select_block, static.packed
+    )
+    out_win, lse_win = ranged.dispatch_forward(query, key_win, value_win, *ranges_win, config.window, static.cudnn)
+    outs, lses = checkpoint_name(((out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)), _RESIDUALS)
+    gate = gates.astype(jnp.float32)
+    first, second, third = (gate[..., i, None] * out.astype(jnp.float32) for i, out in enumerate(outs))
+    out = (first + second + third).astype(query.dtype)
+    return (out, indices), (tensors, segment_start, offset, indices, outs, lses)
+
+
+def _nsa_fwd(static: _Static, tensors, segment_start, offset):
+    return _forward(static, tensors, segment_start, offset)
+
+
+def _nsa_bwd(static: _Static, residuals, cotangents):
+    tensors, segment_start, offset, indices, outs, lses = residuals
+    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = tensors
+    d_out, _ = cotangents
+    gate = gates.astype(jnp.float32)
+    d_gates = jnp.stack([jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) for out in outs], -1)
+    # From here on the outputs are not needed.
+    d_out, d_gates = lax.optimization_barrier((d_out, d_gates))
+    deltas = gate * d_gates
+    ranges_cmp, ranges_win = _ranges(static, query, key_cmp, key_win, segment_start, offset)
+
+    def cotangent(branch: int):
+        return (gate[..., branch, None] * d_out.astype(jnp.float32)).astype(query.dtype)
+
+    d_query, d_key_slc, d_value_slc = selected_backward(
+        query,
+        key_slc,
+        value_slc,
+        indices,
+        deltas[..., 1],
+        lses[1],
+        cotangent(1),
+        select_block=static.config.select_block,
+        segment_start=segment_start,
+        query_offset=offset,
+    )
+    d_out, d_query = lax.optimization_barrier((d_out, d_query))
+    if key_cmp.shape[1]:
+        more, d_key_cmp, d_value_cmp = ranged_backward(
+            query, key_cmp, value_cmp, *ranges_cmp, deltas[..., 0], lses[0], cotangent(0)
+        )
+        d_query = _add(d_query, more)
+        d_out, d_query = lax.optimization_barrier((d_out, d_query))
+    else:
+        d_key_cmp, d_value_cmp = jnp.zeros_like(key_cmp), jnp.zeros_like(value_cmp)
+    more, d_key_win, d_value_win = ranged_backward(
+        query, key_win, value_win, *ranges_win, deltas[..., 2], lses[2], cotangent(2), static.config.window
+    )
+    gradients = (
+        _add(d_query, more),
+        d_key_cmp,
+        d_value_cmp,
+        d_key_slc,
+        d_value_slc,
+        d_key_win,
+        d_value_win,
+        d_gates.astype(gates.dtype),
+    )
+    return gradients, None, None
+
+
+def _add(a: jax.Array, b: jax.Array) -> jax.Array:
+    return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
+
+
+_nsa.defvjp(_nsa_fwd, _nsa_bwd)
