@@ -168,6 +168,26 @@ def test_bfloat16_decode_is_near_the_forward():
     assert np.abs(got - want).max() < 2e-2 * np.abs(want).max()
 
 
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_the_cache_is_sharded_over_the_batch_axes():
+    """Under a mesh each device holds its rows' cache, and the numbers stay the same."""
+    model, tokens = make_model(num_layers=1), random_tokens(4, 50)
+
+    def run():
+        decoder = Decoder(model, chunk=32)
+        logits, cache = decoder.prefill(decoder.init_cache(4, 100), tokens, [50, 3, 20, 40])
+        logits, cache = decoder.decode(cache, jnp.argmax(logits, -1))
+        return np.asarray(logits), cache
+
+    alone, _ = run()
+    grid = np.asarray(jax.devices()[:2]).reshape(2, 1)
+    mesh = jax.sharding.Mesh(grid, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        shared, cache = run()
+    np.testing.assert_allclose(shared, alone, atol=1e-6)
+    assert all(x.sharding.spec[0] == "data" for x in jax.tree.leaves(cache.layers))
+
+
 def test_memory_report_counts_what_is_allocated():
     for changes in (dict(), dict(attention="dense"), dict(value_head_dim=4)):
         decoder = Decoder(make_model(**changes))
