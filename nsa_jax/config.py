@@ -162,7 +162,7 @@ def default_config() -> ConfigDict:
     g.floor_steps = 1000
     g.late_floor_ratio = 0.05  # as floor_ratio, at any step
     g.max_gap = 1.5  # stop if validation loss exceeds training loss by this many nats; 0: off
-    g.spike = 1.0  # alarm if the loss is this many nats (and 6 deviations) over its moving average; 0: off
+    g.spike = 1.0  # alarm if the loss is this many nats (and 6 times its usual jitter) over its average; 0: off
     g.plateau_steps = 2000  # alarm if the loss has not fallen for so many steps; 0: off
     g.early_stop = 0  # stop after so many validations without improvement; 0: off
     g.early_stop_delta = 0.0  # nats that count as improvement

@@ -113,7 +113,8 @@ class Guards:
         self._told: dict[str, int] = {}
         self._recent: collections.OrderedDict[int, int] = collections.OrderedDict()
         self._average: float | None = None  # of the loss, over about 50 steps
-        self._variance = 0.0
+        self._previous = 0.0
+        self._jitter = 0.0  # average difference between the losses of neighbouring steps
         self._seen = 0
         self._best_average = math.inf
         self._best_step = 0
@@ -288,16 +289,16 @@ class Guards:
     def _check_spike(self, step: int, loss: float) -> None:
         limit = self._guards.spike
         if self._average is None:
-            self._average = loss
-        deviation = math.sqrt(self._variance)
+            self._average = self._previous = loss
         over = loss - self._average
-        if limit and self._seen > 50 and over > max(limit, 6 * deviation):
+        if limit and self._seen > 50 and over > max(limit, 6 * self._jitter):
             message = f"loss {loss:.3f} after an average of {self._average:.3f}; if it stays, resume from a checkpoint"
             self.alarm("spike", step, f"{message} with a lower config.optim.learning_rate")
         self._seen += 1
         rate = max(1 / self._seen, 0.02)
         self._average += rate * over
-        self._variance += rate * (over * over - self._variance)
+        self._jitter += rate * (abs(loss - self._previous) - self._jitter)
+        self._previous = loss
         if self._average < self._best_average - 1e-3:
             self._best_average, self._best_step = self._average, step
 

@@ -1,0 +1,161 @@
+"""Guards decide on numbers alone: what raises an alarm, what stops, what must not."""
+
+import numpy as np
+import pytest
+
+from nsa_jax.train.guards import Guards, TrainingError, check_implementations
+
+from .tiny import tiny_config
+
+GIB = 2**30
+
+
+@pytest.fixture
+def guards(tmp_path):
+    return Guards(tiny_config(train__steps=10_000), tmp_path, bigram_entropy=3.0, say=lambda line: None)
+
+
+def feed(guards, losses, first_step=1):
+    guards.on_steps(first_step, [{"loss": float(x), "grad_norm": 1.0, "learning_rate": 1e-3} for x in losses])
+
+
+def report(guards, step, *, speed=1000.0, seconds=1.0, waits=(0.01,), programs=1, memory=None):
+    return guards.on_report(
+        step, tokens_per_second=speed, seconds=seconds, waits=list(waits), programs=programs, memory=memory or {}
+    )
+
+
+def falling(count, low=2.0, high=6.0, noise=0.1):
+    random = np.random.default_rng(0)
+    return low + (high - low) * np.exp(-np.arange(count) / (count / 5)) + noise * random.normal(size=count)
+
+
+def test_a_healthy_loss_and_speed_raise_nothing(guards):
+    random = np.random.default_rng(1)
+    for start in range(1, 3000, 20):
+        feed(guards, falling(3000)[start - 1 : start + 19], start)
+        memory = {"host": (int(2 * GIB + random.integers(0, GIB // 8)), 64 * GIB)}
+        report(guards, start + 19, speed=1000 * random.uniform(0.7, 1.3), waits=[0.05], memory=memory)
+    assert guards.alarms == []
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), 1.0), (3.0, float("nan"))])
+def test_values_that_are_not_finite_stop(guards, loss, norm):
+    with pytest.raises(TrainingError, match=r"step 12: .*not finite\. The last checkpoint is good") as caught:
+        guards.on_steps(11, [{"loss": 3.0, "grad_norm": 1.0, "learning_rate": 1e-3},
+                             {"loss": loss, "grad_norm": norm, "learning_rate": 1e-3}])  # fmt: skip
+    assert (caught.value.guard, caught.value.step, caught.value.save) == ("non_finite", 12, False)
+
+
+def test_loss_floor_early_and_late(guards):
+    feed(guards, [1.21])  # 0.4 x 3.0 = 1.2
+    with pytest.raises(TrainingError, match="guard loss_floor.*labels are not shifted"):
+        feed(guards, [1.19], 2)
+    feed(guards, [0.5], 2000)  # a large model after thousands of steps
+    with pytest.raises(TrainingError, match="guard loss_floor"):
+        feed(guards, [0.1], 2001)
+
+
+def test_no_floor_without_an_entropy(tmp_path):
+    feed(Guards(tiny_config(), tmp_path), [0.001, 0.002])
+
+
+def test_a_spike_raises_one_alarm(guards):
+    feed(guards, falling(200))
+    feed(guards, [5.5, 5.6], 201)
+    assert guards.summary() == {"spike": 1}
+    assert "loss 5.500" in guards.alarms[0].message and guards.alarms[0].step == 201
+
+
+def test_a_plateau_raises_an_alarm(tmp_path):
+    config = tiny_config(train__steps=10_000, guards__plateau_steps=300)
+    guards = Guards(config, tmp_path, say=lambda line: None)
+    for start in range(0, 1000, 20):
+        feed(guards, np.concatenate([falling(400), np.full(600, 2.1)])[start : start + 20], start + 1)
+        report(guards, start + 20)
+    assert set(guards.summary()) == {"plateau"}
+    assert 600 <= guards.alarms[0].step <= 900 and "has not fallen since step" in guards.alarms[0].message
+
+
+def test_throughput_collapse_is_noticed_in_three_intervals(guards):
+    for step in range(10, 110, 10):
+        report(guards, step, speed=1000 + step)
+    assert report(guards, 110, speed=400)["alarm/total"] == 0
+    report(guards, 120, speed=400)
+    row = report(guards, 130, speed=400)
+    assert guards.summary() == {"throughput": 1} and row["alarm/throughput"] == 1.0
+    assert "3 intervals in a row under half the usual" in guards.alarms[0].message
+
+
+def test_one_slow_interval_is_no_collapse(guards):
+    for step in range(10, 400, 10):
+        report(guards, step, speed=100 if step % 50 == 0 else 1000)
+    assert guards.alarms == []
+
+
+def test_waiting_for_data_is_noticed(guards):
+    rows = [report(guards, step, waits=[0.1, 0.15]) for step in (10, 20, 30)]
+    assert rows[0]["perf/data_wait_share"] == pytest.approx(0.25)
+    assert guards.summary() == {"data_wait": 1} and "25% of the time" in guards.alarms[0].message
+
+
+def test_memory_that_will_run_out_is_noticed_long_before(guards):
+    for step in range(20, 2000, 20):
+        report(guards, step, memory={"host": (2 * GIB + step * 8 * 2**20, 64 * GIB)})  # 80 GiB by the end
+        if guards.alarms:
+            break
+    assert guards.summary() == {"memory_slope": 1} and guards.alarms[0].step < 500
+    assert "host memory grows by 8,000 MiB per 1,000 steps" in guards.alarms[0].message
+
+
+def test_memory_that_levels_off_or_will_suffice_is_fine(guards):
+    for step in range(20, 4000, 20):
+        levels = 2 * GIB + min(step, 60) * 4 * 2**20
+        report(guards, step, memory={"host": (levels, 8 * GIB), "device": (GIB + step * 1000, 80 * GIB)})
+    assert guards.alarms == []
+
+
+def test_compiling_again_stops_and_compiling_before_step_two_does_not(guards):
+    report(guards, 1, programs=1)
+    report(guards, 2, programs=2)
+    report(guards, 3, programs=2)
+    with pytest.raises(TrainingError, match="guard recompilation: the train step was compiled again"):
+        report(guards, 4, programs=3)
+
+
+def test_validation_gap_stops(guards):
+    feed(guards, [2.0] * 100)
+    assert guards.on_validation(100, 3.4, None) is None
+    with pytest.raises(TrainingError, match="guard generalisation_gap.*memorises") as caught:
+        guards.on_validation(200, 3.6, None)
+    assert caught.value.save
+
+
+def test_early_stopping_counts_validations_without_improvement(tmp_path):
+    guards = Guards(tiny_config(guards__early_stop=2, guards__early_stop_delta=0.01), tmp_path)
+    losses = (3.0, 2.5, 2.495, 2.51)
+    reasons = [guards.on_validation(step, loss, 2.4) for step, loss in enumerate(losses, 1)]
+    assert reasons[:3] == [None] * 3 and "2 validations without improvement on 2.5000" in reasons[3]
+
+
+def test_a_batch_may_not_come_twice_but_the_next_epoch_may(guards):
+    random = np.random.default_rng(0)
+    batches = [{"inputs": random.integers(0, 9, (4, 64))} for _ in range(300)]
+    for step, batch in enumerate(batches, 1):
+        guards.on_batch(step, batch)
+    guards.on_batch(301, batches[0])  # long ago
+    with pytest.raises(TrainingError, match="step 302, guard frozen_loader: the batch equals that of step 300"):
+        guards.on_batch(302, batches[299])
+
+
+def test_alarms_are_not_repeated_at_every_report(guards):
+    for step in range(10, 500, 10):
+        report(guards, step, waits=[0.5])
+    assert guards.summary()["data_wait"] == 3  # of 47 reports
+
+
+def test_another_implementation_than_asked_for_is_an_error():
+    check_implementations("auto", {"select_blocks": "xla"})
+    check_implementations("pallas", {"select_blocks": "pallas"})
+    with pytest.raises(TrainingError, match="implementation='pallas', but select_blocks by 'xla'"):
+        check_implementations("pallas", {"select_blocks": "xla", "window_attention": "pallas"})
