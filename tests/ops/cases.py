@@ -144,10 +144,25 @@ CHUNKED = (
 )
 # On a GPU the kernels multiply float32 on the matrix units, in three tf32 passes.
 ON_GPU = jax.default_backend() == "gpu"
+INTERPRETED = (
+    "one_token",
+    "shorter_than_a_block",
+    "group_2_packed",
+    "group_3_wide_values",
+    "offset_packed",
+    "blind_rows",
+    "bfloat16_packed",
+)
 TESTED = (
     Tested("xla"),
     Tested("xla", label="xla_chunked", patches=CHUNKED),
-    Tested("pallas", values=1e-3 if ON_GPU else 1e-5, gradients=1e-3 if ON_GPU else 1e-4),
+    Tested(
+        "pallas",
+        values=1e-3 if ON_GPU else 1e-5,
+        gradients=1e-3 if ON_GPU else 1e-4,
+        # Interpreted kernels are slow; tests/pallas has many more cases of each.
+        cases=CASES if ON_GPU else tuple(BY_NAME[name] for name in INTERPRETED),
+    ),
 )
 
 
