@@ -2,7 +2,7 @@
 
 Rules: R030 validation data is training data; R031 duplicated documents; R032 repeated rows; R033 a batch breaks its
 contract (labels not shifted, ids out of range, nothing to predict); R034 many passes over the data; R035 slow; R036
-text without content.
+text without content; R037 the data cannot be used at all; R028 it was not looked at.
 """
 
 from __future__ import annotations
@@ -45,18 +45,12 @@ class DataReport:
     vocab_size: int | None = None
 
 
-def open_local(config: ConfigDict) -> Pipeline:
-    """The run's pipeline without downloading: small local text is tokenised, the rest must be in the cache.
-
-    Raises:
-      DataError: it is not there, or cannot be used.
-    """
-    data = config.data
-    size = None
-    if data.source in ("stdlib", "text"):
-        size = sources.make_source(config).size_bytes()
-    build = data.source == "synthetic" or (size is not None and size <= _BUILD_BELOW)
-    return make_pipeline(config, cached_only=not build)
+def _is_small_and_local(config: ConfigDict) -> bool:
+    """Whether the data can be read without a download and tokenised in a moment."""
+    if config.data.source not in ("stdlib", "text"):
+        return config.data.source == "synthetic"
+    size = sources.make_source(config).size_bytes()
+    return size is not None and size <= _BUILD_BELOW
 
 
 def _window_hashes(tokens: np.ndarray, length: int) -> np.ndarray:
@@ -257,9 +251,18 @@ def loss_floor(config: ConfigDict, report: DataReport) -> float | None:
 
 
 def examine_local(config: ConfigDict) -> DataReport:
-    """As `examine`, but downloads nothing: data that is not here is a finding, R028."""
+    """As `examine`, but downloads nothing: data that is not here is a warning, R028, and data that is unusable R037."""
+    local = None
     try:
-        return examine(config, open_local(config))
+        local = _is_small_and_local(config)
+        pipeline = make_pipeline(config, cached_only=not local)
+        local = True
+        return examine(config, pipeline)
     except DataError as error:
+        if local is not False:
+            problem = Problem("R037", "error", f"{error.where}: {error.what}", error.fix)
+            return DataReport(problems=[problem])
         fix = "run --preflight again on the training machine when the cache is built; the run itself always checks"
-        return DataReport(problems=[Problem("R028", "warning", f"the data was not looked at: {error}", fix)])
+        return DataReport(
+            problems=[Problem("R028", "warning", f"the data was not looked at: {error.where} {error.what}", fix)]
+        )

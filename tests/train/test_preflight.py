@@ -1,0 +1,376 @@
+"""Preflight: faults in data, in the model code and in configs are named before a run starts."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nsa_jax import aot
+from nsa_jax.config import ConfigError, NSAConfig, check, default_config, validate
+from nsa_jax.data import make_pipeline
+from nsa_jax.ops import blocks, nsa
+from nsa_jax.train import cost, data_check, health, hlo, memory, preflight, selftest
+from nsa_jax.train.state import setup
+
+from .tiny import VOCAB, one_device, random_batch, tiny_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def rules(problems, severity="error"):
+    return {problem.rule for problem in problems if problem.severity == severity}
+
+
+# Data.
+
+
+def text_config(tmp_path, documents, **changes):
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n%%\n".join(documents))
+    config = tiny_config(data__source="text", data__files=(str(path),), data__text_separator="\n%%\n", **changes)
+    config.data.val_fraction, config.data.cache_dir = 0.3, str(tmp_path / "cache")
+    config.train.eval_batches, config.train.steps = 2, 2
+    return config
+
+
+def documents(count, seed=0):
+    random = np.random.default_rng(seed)
+    words = ["".join(chr(97 + c) for c in random.integers(0, 26, 5)) for _ in range(500)]
+    return [" ".join(random.choice(words, 60)) for _ in range(count)]
+
+
+def test_sound_text_has_no_finding(tmp_path):
+    report = data_check.examine_local(text_config(tmp_path, documents(60)))
+    assert report.problems == []
+    assert 1.0 < report.bigram_entropy < report.unigram_entropy < np.log(257)
+    facts = dict(report.facts)
+    assert facts["documents in both splits"] == "0" and facts["validation windows seen in training"] == "0.00%"
+    assert all(word.strip(".").isalpha() for word in facts["first text"].split("\\n")[0].split())
+
+
+def test_a_corpus_full_of_duplicates_is_an_error(tmp_path):
+    report = data_check.examine_local(text_config(tmp_path, documents(30) + documents(30)))
+    assert rules(report.problems) >= {"R031"}
+    assert "documents that repeat an earlier one" in str(report.problems)
+
+
+def test_text_that_cannot_be_used_is_an_error(tmp_path):
+    config = text_config(tmp_path, documents(60))
+    config.data.val_fraction = 1e-9
+    (problem,) = data_check.examine_local(config).problems
+    assert (problem.rule, problem.severity) == ("R037", "error") and "no document is held out" in problem.message
+
+
+def test_validation_on_training_data_is_an_error(tmp_path):
+    config = text_config(tmp_path, documents(60))
+    pipeline = make_pipeline(config)
+    rows = pipeline._validation_rows
+    pipeline._validation_rows = dataclasses.replace(rows, tokens=pipeline.corpus.train.tokens)
+    found = data_check.examine(config, pipeline)
+    assert rules(found.problems) == {"R030"} and "are training data" in str(found.problems[0])
+
+
+def test_unshifted_labels_ids_out_of_range_and_empty_masks_are_errors():
+    config = tiny_config()
+    batch = random_batch(config)
+    assert data_check.check_batches([batch], VOCAB) == []
+    found = data_check.check_batches([{**batch, "targets": batch["inputs"]}], VOCAB)
+    assert rules(found) == {"R033"} and "labels are not shifted" in str(found[0])
+    found = data_check.check_batches([batch], VOCAB - 1)
+    assert rules(found) == {"R033"} and "the vocabulary has 31" in str(found[0])
+    found = data_check.check_batches([{**batch, "loss_mask": 0 * batch["loss_mask"]}], VOCAB)
+    assert rules(found) == {"R033"} and "loss mask is 0" in str(found[0])
+
+
+def test_a_loader_that_repeats_rows_and_text_without_content_are_errors():
+    batch = random_batch(tiny_config())
+    assert rules(data_check.check_batches([batch, batch], VOCAB)) == {"R032"}
+    same = np.full_like(batch["inputs"], 3)
+    assert "R036" in rules(data_check.check_batches([{**batch, "inputs": same, "targets": same}], VOCAB))
+
+
+def test_data_that_is_not_here_is_a_warning_and_nothing_is_downloaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: pytest.fail("it was loaded"))
+    config = tiny_config(data__source="hf", data__hf_path="some/dataset", data__tokenizer="bpe")
+    config.data.cache_dir = str(tmp_path)
+    report = data_check.examine_local(config)
+    assert rules(report.problems, "warning") == {"R028"} and rules(report.problems) == set()
+
+
+# Causality.
+
+
+def roll(op):
+    """Every query gets what the next one should: it sees one token too many."""
+
+    def leaky(*args, **kwargs):
+        out = op(*args, **kwargs)
+        return jax.tree.map(lambda a: jnp.roll(a, -1, axis=1), out)
+
+    return leaky
+
+
+def test_the_model_passes():
+    tested = selftest.selftest(tiny_config())
+    assert tested.problems == []
+    assert dict(tested.facts)["documents apart"] == "passed"
+
+
+@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
+def test_a_leak_of_the_next_token_names_its_branch(branch, monkeypatch):
+    op = f"{branch}_attention"
+    monkeypatch.setattr(nsa, op, roll(getattr(nsa, op)))
+    found = selftest.selftest(tiny_config()).problems
+    assert "R040" in rules(found)
+    assert f"the model sees the future, through the {branch} branch" in str(found[0])
+
+
+def test_a_document_that_sees_its_neighbour_is_an_error(monkeypatch):
+    real = nsa.window_attention
+    monkeypatch.setattr(nsa, "window_attention", lambda *a, **k: real(*a, **{**k, "segment_start": None}))
+    assert rules(selftest.selftest(tiny_config()).problems) == {"R044"}
+
+
+@pytest.mark.parametrize(("op", "name"), [("selected_attention", "key_slc"), ("window_attention", "key_win")])
+def test_keys_that_are_ignored_are_named(op, name, monkeypatch):
+    real = getattr(nsa, op)
+    monkeypatch.setattr(nsa, op, lambda query, key, *a, **k: real(query, key * 0, *a, **k))
+    found = selftest.selftest(tiny_config()).problems
+    assert rules(found) == {"R041", "R042"}
+    assert all(name in str(problem) for problem in found)
+
+
+def test_an_operation_that_is_not_deterministic_is_an_error(monkeypatch):
+    noise = iter(range(1, 100))
+    logits = selftest._Subject.logits
+    monkeypatch.setattr(selftest._Subject, "logits", lambda *a, **k: logits(*a, **k) + np.float32(next(noise)))
+    assert "R043" in rules(selftest.selftest(tiny_config()).problems)
+
+
+# Configs, workdir, disk, cost.
+
+
+def long_config():
+    config = default_config()
+    config.train.steps = 50_000
+    return config
+
+
+BAD = [
+    ("model.compute_dtype", "float32", "R015"),
+    ("model.dim", 128, "R016"),
+    ("data.source", "synthetic", "R016"),
+    ("model.param_dtype", "bfloat16", "R017"),
+    ("preflight.target", "v100", "R001"),
+    ("preflight.devices", 0, "R002"),
+    ("preflight.utilisation", 0.0, "R003"),
+    ("preflight.ignore", ("everything",), "R000"),
+    ("guards.floor_ratio", 1.5, "R003"),
+    ("guards.stall_seconds", -1.0, "R002"),
+    ("guards.heartbeat_seconds", 0.0, "R003"),
+    ("guards.max_gap", -0.5, "R002"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "rule"), BAD, ids=[f"{field}={value}" for field, value, _ in BAD])
+def test_bad_values_of_long_runs_preflight_and_guards(field, value, rule):
+    config = long_config()
+    assert validate(config) == []
+    *parents, name = field.split(".")
+    target = config
+    for part in parents:
+        target = target[part]
+    target[name] = value
+    errors = [problem for problem in validate(config) if problem.severity == "error"]
+    assert [problem.rule for problem in errors] == [rule] and errors[0].fix
+    with pytest.raises(ConfigError, match=rule):
+        check(config)
+
+
+def test_an_error_is_accepted_by_its_id_alone():
+    config = long_config()
+    config.train.save_every, config.model.compute_dtype = 0, "float32"
+    config.preflight.ignore = ("R013",)
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    assert rules(caught.value.problems) == {"R015"}
+    config.preflight.ignore = ("R013", "R015")
+    assert rules(check(config), "ignored") == {"R013", "R015"}
+    report = preflight.Report(problems=validate(config))
+    report.settle(config)
+    assert report.exit_code == 0 and len(report.record()["ignored"]) == 2
+
+
+def test_a_workdir_of_another_run_or_without_permission_is_an_error(tmp_path):
+    config = tiny_config()
+    (tmp_path / "env.json").write_text(json.dumps({"config": json.loads(config.to_json())}))
+    assert preflight.check_workdir(config, tmp_path) == []
+    config.train.steps, config.guards.spike = 99, 2.0
+    assert preflight.check_workdir(config, tmp_path) == []
+    config.optim.learning_rate = 1e-4  # on purpose, after a divergence
+    assert rules(preflight.check_workdir(config, tmp_path), "warning") == {"R023"}
+    config.data.seq_len = 64
+    (problem,) = preflight.check_workdir(config, tmp_path)
+    assert problem.severity == "error" and "data.seq_len: 48 there, 64 now" in problem.message
+    (tmp_path / "file").write_text("")
+    assert rules(preflight.check_workdir(config, tmp_path / "file" / "run")) == {"R023"}
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_an_error(tmp_path):
+    config = tiny_config(train__save_every=5)
+    assert preflight.check_disk(config, tmp_path, 1000) == []
+    (problem,) = preflight.check_disk(config, tmp_path / "new" / "run", 1 << 60)
+    assert problem.rule == "R024" and "5 checkpoints" in problem.message
+
+
+def test_more_than_an_hour_between_checkpoints_is_an_error():
+    config = tiny_config(train__save_every=1000, train__steps=5000)
+    made = setup(config, VOCAB, one_device())
+    estimate = cost.estimate(
+        made.model_config, seq_len=48, batch_size=8, steps=5000, device_kind="NVIDIA A100", devices=1, utilisation=0.3
+    )
+    tokens_per_second = 0.3 * 312e12 / estimate.train_flops
+    assert estimate.tokens_per_second == pytest.approx(tokens_per_second)
+    assert estimate.hours == pytest.approx(5000 * 8 * 48 / tokens_per_second / 3600)
+    assert preflight.check_save_interval(config, estimate) == []
+    (problem,) = preflight.check_save_interval(config, dataclasses.replace(estimate, step_seconds=7.2))
+    assert problem.rule == "R029" and "2.0 hours" in problem.message and "every 500 steps" in problem.fix
+
+
+def test_head_dims_that_the_kernels_lack_are_found():
+    config = tiny_config(model__head_dim=24, model__implementation="pallas")
+    made = setup(config, VOCAB, one_device())
+    assert rules(preflight.check_kernels(config, made, "h100")) == {"R018"}
+    config.model.implementation = "auto"
+    assert rules(preflight.check_kernels(config, made, "h100"), "warning") == {"R018"}
+    config.model.head_dim = 16
+    assert preflight.check_kernels(config, setup(config, VOCAB, one_device()), "h100") == []
+
+
+# Compiled programs.
+
+
+def test_collectives_are_counted_through_loops():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    sharding = NamedSharding(mesh, P("data"))
+
+    def step(x, w):
+        def body(carry, _):
+            return carry + jnp.einsum("bd,bd->d", x, x * carry.sum()), None
+
+        return jax.lax.scan(body, w, None, length=7)[0]
+
+    compiled = (
+        jax.jit(step, in_shardings=(sharding, None), out_shardings=None)
+        .lower(jax.ShapeDtypeStruct((8, 128), jnp.float32), jax.ShapeDtypeStruct((128,), jnp.float32))
+        .compile()
+    )
+    (found,) = hlo.collectives(compiled.as_text())
+    assert (found.kind, found.dtype, found.count, found.bytes) == ("all-reduce", "f32", 7, 7 * 128 * 4)
+
+
+def test_asynchronous_collectives_count_once():
+    text = "\n".join(
+        [
+            "ENTRY %main (p: f32[8]) -> f32[8] {",
+            "  %s = (f32[4,2]{1,0}, bf16[8,2]{1,0}) all-gather-start(%p), dimensions={0}",
+            "  %d = bf16[8,2]{1,0} all-gather-done(%s)",
+            "}",
+        ]
+    )
+    assert hlo.collectives(text) == [hlo.Collective("all-gather", "bf16", 1, 32)]
+
+
+@pytest.mark.slow
+def test_examine_compiles_for_gpus_that_are_not_here(tmp_path):
+    config = tiny_config(model__implementation="auto", model__compute_dtype="bfloat16", model__head_dim=16)
+    config.model.num_layers = 1
+    try:
+        aot.devices("a100-80gb", 2)
+    except aot.AheadOfTimeUnavailable as error:
+        pytest.skip(str(error))
+    made = memory.for_target(config, "a100-80gb", 2, VOCAB)
+    compiled = memory.compile_run(made, "a100-80gb")
+    parameters = made.num_parameters() * 4
+    assert compiled.memory.compiled and compiled.memory.fits and compiled.host == []
+    assert compiled.memory.parameters == parameters
+    assert compiled.memory.optimizer == pytest.approx(2 * parameters, abs=64)
+    assert compiled.memory.activations > 0
+    kinds = {c.kind for c in compiled.collectives}
+    assert kinds == {"all-reduce"} and sum(c.bytes for c in compiled.collectives) >= parameters // 2
+    report = preflight.Report(memory=dataclasses.replace(compiled.memory, limit=1000), compiled=compiled)
+    assert rules(preflight.check_memory(report, "a100-80gb", 2)) == {"R025"}
+
+
+def test_the_estimate_without_compiling_counts_parameters_exactly():
+    config = tiny_config()
+    made = setup(config, VOCAB, one_device())
+    found = memory.estimate(made, "h100")
+    assert not found.compiled and found.parameters == made.num_parameters() * 4
+    assert found.limit == int(0.75 * aot.GPUS["h100"].memory_bytes) and found.fits
+
+
+def test_a_config_that_cannot_run_exits_with_2():
+    done = subprocess.run(
+        [sys.executable, "train.py", "--config=configs/toy.py", "--preflight", "--config.model.remat=all"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "R001" in done.stdout and "must not start" in done.stdout
+
+
+# Health.
+
+
+@pytest.mark.parametrize("num_selected", [4, 20])
+def test_keys_by_the_formula_are_those_that_lists_hold(num_selected):
+    config = NSAConfig(8, 4, 8, num_selected, 1, 2, 12)
+    random = np.random.default_rng(num_selected)
+    t = np.tile(np.arange(80), (3, 1))
+    start = np.array([np.zeros(80), np.where(t[0] >= 13, 13, 0), np.where(t[0] >= 40, 40, 0)], np.int32)
+    scores = jnp.asarray(random.random((3, 80, 10), np.float32))
+    lists = blocks.select_from_importance(scores, jnp.asarray(t), jnp.asarray(start), config)
+    read = [
+        [len({p for j in row for p in range(j * 8, j * 8 + 8) if s <= p <= q}) for row, q, s in zip(*rows, strict=True)]
+        for rows in zip(np.asarray(lists), t, start, strict=True)
+    ]
+    np.testing.assert_array_equal(blocks.selected_key_count(t, start, config), read)
+    np.testing.assert_array_equal(blocks.counted_keys(lists, jnp.asarray(t), jnp.asarray(start), 8), read)
+
+
+def test_health_runs_the_same_forward_pass_as_the_model():
+    config = tiny_config()
+    made = setup(config, VOCAB, one_device())
+    params, batch = made.init()["params"], random_batch(config)
+    start = np.where(np.arange(48) >= 17, 17, 0).astype(np.int32)[None].repeat(8, 0)
+    hidden, figures = health.forward_with_health(made.model(params), batch["inputs"], start)
+    np.testing.assert_array_equal(hidden, made.model(params).hidden(batch["inputs"], start))
+    assert set(figures["key_mismatches"].tolist()) == {0.0}
+    shares = [figures[f"gate_share_{name}"] for name in health.BRANCHES]
+    np.testing.assert_allclose(sum(shares), 1.0, rtol=1e-5)
+    assert figures["gate_entropy"].shape == (2,) and 1.0 < figures["gate_entropy"].min() <= np.log(3) + 1e-6
+
+
+def test_selection_figures_on_a_list_written_by_hand():
+    config = NSAConfig(8, 4, 8, 4, 1, 2, 12)
+    lists = np.full((1, 48, 1, 4), 6, np.int32)  # 6: padding
+    for t in range(48):
+        own = t // 8
+        chosen = sorted({0, own, max(own - 1, 0)} | ({1} if own >= 3 else set()))
+        lists[0, t, 0, : len(chosen)] = chosen
+    found = health.selection_health(jnp.asarray(lists), jnp.zeros((1, 48), jnp.int32), config)
+    counts = np.array([1, 2, 3, 4, 4, 4])
+    assert float(found["blocks_distinct"]) == pytest.approx(counts.mean())
+    assert float(found["blocks_beyond"]) == pytest.approx(3 / counts.sum())
+    assert float(found["key_mismatches"]) == 0  # short lists of early queries hold all their candidates
