@@ -87,18 +87,40 @@ device_description_str: "{self.device_kind}"
 """
 
 
-_A100 = dict(compute_capability=(8, 0), cores=108, shared_memory=166_912, l2_bytes=41_943_040, clock_ghz=1.41)
-_HOPPER = dict(compute_capability=(9, 0), cores=132, shared_memory=232_448, l2_bytes=52_428_800, clock_ghz=1.98)
+_A100_40GB = Gpu(
+    name="a100-40gb",
+    device_kind="NVIDIA A100-SXM4-40GB",
+    compute_capability=(8, 0),
+    cores=108,
+    memory_bytes=42_297_786_368,
+    bandwidth=1_555_200_000_000,
+    shared_memory=166_912,
+    l2_bytes=41_943_040,
+    clock_ghz=1.41,
+)
+_A100_80GB = dataclasses.replace(
+    _A100_40GB,
+    name="a100-80gb",
+    device_kind="NVIDIA A100-SXM4-80GB",
+    memory_bytes=85_100_068_864,
+    bandwidth=2_039_040_000_000,
+)
+_H100 = Gpu(
+    name="h100",
+    device_kind="NVIDIA H100 80GB HBM3",
+    compute_capability=(9, 0),
+    cores=132,
+    memory_bytes=85_100_068_864,
+    bandwidth=3_352_320_000_000,
+    shared_memory=232_448,
+    l2_bytes=52_428_800,
+    clock_ghz=1.98,
+)
+_H200 = dataclasses.replace(
+    _H100, name="h200", device_kind="NVIDIA H200", memory_bytes=150_754_820_096, bandwidth=4_917_248_000_000
+)
 
-GPUS: dict[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", memory_bytes=42_297_786_368, bandwidth=1_555_200_000_000, **_A100),
-        Gpu("a100-80gb", "NVIDIA A100-SXM4-80GB", memory_bytes=85_100_068_864, bandwidth=2_039_040_000_000, **_A100),
-        Gpu("h100", "NVIDIA H100 80GB HBM3", memory_bytes=85_100_068_864, bandwidth=3_352_320_000_000, **_HOPPER),
-        Gpu("h200", "NVIDIA H200", memory_bytes=150_754_820_096, bandwidth=4_917_248_000_000, **_HOPPER),
-    )
-}
+GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (_A100_40GB, _A100_80GB, _H100, _H200)}
 
 
 class AheadOfTimeUnavailable(RuntimeError):

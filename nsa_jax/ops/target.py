@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -58,7 +59,7 @@ def current_target() -> Target:
     override = _OVERRIDE.get()
     if override is not None:
         return override
-    default = jax.config.jax_default_device
+    default: Any = getattr(jax.config, "jax_default_device", None)
     if isinstance(default, str):  # a platform name is allowed there
         device = jax.devices(default)[0]
     else:

@@ -387,7 +387,7 @@ def dump(workdir: Path, step: int, pipeline: Pipeline, rows: list[dict[str, floa
         arrays.update({f"batch/{name}": np.asarray(value) for name, value in next(again).items()})
         again.close()
     path = workdir / f"bad_step_{step}.npz"
-    np.savez_compressed(path, **arrays)
+    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
     return path
 
 

@@ -175,7 +175,7 @@ def check_kernels(config: ConfigDict, made: Setup, gpu: str) -> list[Problem]:
     key = jax.ShapeDtypeStruct((rows, length, m.num_kv_heads, m.head_dim), m.dtype)
     value = jax.ShapeDtypeStruct((rows, length, m.num_kv_heads, m.value_head_dim), jnp.dtype(m.dtype))
     packed = config.data.packing
-    static = {
+    static: dict[str, dict[str, Any]] = {
         "compressed_attention": {"config": m.nsa},
         "selected_attention": {"select_block": m.nsa.select_block},
         "window_attention": {"window": m.nsa.window, "packed": packed},

@@ -79,9 +79,9 @@ def _forward(static: _Static, tensors, segment_start, offset):
     """((output, block lists), residuals)."""
     query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = tensors
     config = static.config
-    ranges_cmp, ranges_win = _ranges(static, query, key_cmp, key_win, segment_start, offset)
+    (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, segment_start, offset)
     if key_cmp.shape[1]:
-        out_cmp, lse_cmp = ranged.dispatch_forward(query, key_cmp, value_cmp, *ranges_cmp, None, False)
+        out_cmp, lse_cmp = ranged.dispatch_forward(query, key_cmp, value_cmp, low_cmp, high_cmp, None, False)
     else:
         out_cmp = jnp.zeros((*query.shape[:3], value_cmp.shape[-1]), query.dtype)
         lse_cmp = jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
@@ -98,7 +98,9 @@ def _forward(static: _Static, tensors, segment_start, offset):
     out_slc, lse_slc = selected_forward(
         query, key_slc, value_slc, indices, segment_start, offset, config.select_block, static.packed
     )
-    out_win, lse_win = ranged.dispatch_forward(query, key_win, value_win, *ranges_win, config.window, static.cudnn)
+    out_win, lse_win = ranged.dispatch_forward(
+        query, key_win, value_win, low_win, high_win, config.window, static.cudnn
+    )
     outs, lses = checkpoint_name(((out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)), _RESIDUALS)
     gate = gates.astype(jnp.float32)
     first, second, third = (gate[..., i, None] * out.astype(jnp.float32) for i, out in enumerate(outs))
@@ -119,7 +121,7 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
     # From here on the outputs are not needed.
     d_out, d_gates = lax.optimization_barrier((d_out, d_gates))
     deltas = gate * d_gates
-    ranges_cmp, ranges_win = _ranges(static, query, key_cmp, key_win, segment_start, offset)
+    (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, segment_start, offset)
 
     def cotangent(branch: int):
         return (gate[..., branch, None] * d_out.astype(jnp.float32)).astype(query.dtype)
@@ -139,14 +141,14 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
     d_out, d_query = lax.optimization_barrier((d_out, d_query))
     if key_cmp.shape[1]:
         more, d_key_cmp, d_value_cmp = ranged_backward(
-            query, key_cmp, value_cmp, *ranges_cmp, deltas[..., 0], lses[0], cotangent(0)
+            query, key_cmp, value_cmp, low_cmp, high_cmp, deltas[..., 0], lses[0], cotangent(0)
         )
         d_query = _add(d_query, more)
         d_out, d_query = lax.optimization_barrier((d_out, d_query))
     else:
         d_key_cmp, d_value_cmp = jnp.zeros_like(key_cmp), jnp.zeros_like(value_cmp)
     more, d_key_win, d_value_win = ranged_backward(
-        query, key_win, value_win, *ranges_win, deltas[..., 2], lses[2], cotangent(2), static.config.window
+        query, key_win, value_win, low_win, high_win, deltas[..., 2], lses[2], cotangent(2), static.config.window
     )
     gradients = (
         _add(d_query, more),

@@ -122,7 +122,7 @@ def tiled(*shape: int, dtype):
 def load(ref, layout):
     """A vector from shared memory in a register layout; JAX before 0.11 also takes an index."""
     try:
-        return plgpu.load(ref, layout=layout)
+        return plgpu.load(ref, layout=layout)  # type: ignore[call-arg]
     except TypeError:
         return plgpu.load(ref, (), layout=layout)
 

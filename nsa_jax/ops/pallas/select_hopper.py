@@ -212,7 +212,7 @@ def scores(
 
     def _load(ref, layout):
         try:
-            return plgpu.load(ref, layout=layout, optimized=False)
+            return plgpu.load(ref, layout=layout, optimized=False)  # type: ignore[call-arg]
         except TypeError:  # JAX before 0.11 takes an index
             return plgpu.load(ref, (), layout=layout, optimized=False)
 
