@@ -36,6 +36,8 @@ logger = logging.getLogger("nsa_jax")
 
 _REPEAT = 20  # reports between repetitions of an alarm
 _IN_A_ROW = 3  # intervals that must be slow
+_SLOW_FOR = 3.0  # seconds that they must last: a toy's intervals are shorter than a hiccup of the machine
+_SHORT_WAIT = 0.005  # seconds; only toys' steps are so short that waiting this long for a batch matters
 _RECENT = 256  # batches that a new one is compared with
 _MEMORY_POINTS = 12  # reports that a slope needs
 
@@ -120,6 +122,7 @@ class Guards:
         self._best_step = 0
         self._speeds: collections.deque[float] = collections.deque(maxlen=101)
         self._slow = self._waiting = 0
+        self._slow_seconds = 0.0
         self._memory: dict[str, collections.deque] = collections.defaultdict(lambda: collections.deque(maxlen=200))
         self._programs: int | None = None
         self._best_validation = math.inf
@@ -197,9 +200,10 @@ class Guards:
         """
         self._reports += 1
         self._check_programs(step, programs)
-        self._check_speed(step, tokens_per_second)
+        self._check_speed(step, tokens_per_second, seconds)
         share = sum(waits) / max(seconds, 1e-9)
-        self._waiting = self._waiting + 1 if share > 0.2 else 0
+        waits_long = sum(waits) > _SHORT_WAIT * max(len(waits), 1)
+        self._waiting = self._waiting + 1 if share > 0.2 and waits_long else 0
         if self._waiting >= _IN_A_ROW:
             message = f"{share:.0%} of the time is spent waiting for data; more config.data.num_workers, a faster disk"
             self.alarm("data_wait", step, message)
@@ -311,11 +315,12 @@ class Guards:
             )
             self.alarm("plateau", step, message)
 
-    def _check_speed(self, step: int, tokens_per_second: float) -> None:
+    def _check_speed(self, step: int, tokens_per_second: float, seconds: float) -> None:
         usual = statistics.median(self._speeds) if len(self._speeds) >= _IN_A_ROW else None
         slow = usual is not None and tokens_per_second < usual / 2
         self._slow = self._slow + 1 if slow else 0
-        if self._slow >= _IN_A_ROW:
+        self._slow_seconds = self._slow_seconds + seconds if slow else 0.0
+        if self._slow >= _IN_A_ROW and self._slow_seconds >= _SLOW_FOR:
             message = (
                 f"{tokens_per_second:,.0f} tokens/s, {_IN_A_ROW} intervals in a row under half the usual {usual:,.0f}"
             )

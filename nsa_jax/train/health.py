@@ -215,16 +215,16 @@ def check(figures: dict[str, np.ndarray], step: int, config: Any, guards: Guards
     fix = "NSA degenerates to one branch; look at health.jsonl, lower the learning rate, or warm up for longer"
     entropy, share, collapsed = figures["gate_entropy"], figures["gate_share_max"], figures["gate_collapsed"]
     if entropy.min() < g.min_gate_entropy:
-        layer = int(entropy.argmin())
+        layer = int(np.argmin(entropy))
         most = math.log(len(BRANCHES))
         message = f"layer {layer}: gate entropy {entropy[layer]:.2f} nats (limit {g.min_gate_entropy}, most {most:.2f})"
         guards.alarm("gate_entropy", step, f"{message}: {fix}")
     if share.max() > g.max_gate_share:
-        layer = int(share.argmax())
+        layer = int(np.argmax(share))
         name = BRANCHES[int(np.argmax([figures[f"gate_share_{b}"][layer] for b in BRANCHES]))]
         message = f"layer {layer}: the {name} branch has {share[layer]:.0%} of the gates (limit {g.max_gate_share:.0%})"
         guards.alarm("gate_share", step, f"{message}: {fix}")
     if collapsed.max() > g.max_collapsed:
-        layer = int(collapsed.argmax())
+        layer = int(np.argmax(collapsed))
         message = f"layer {layer}: {collapsed[layer]:.0%} of tokens use a single branch (limit {g.max_collapsed:.0%})"
         guards.alarm("gate_collapse", step, f"{message}: {fix}")

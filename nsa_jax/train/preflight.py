@@ -34,6 +34,7 @@ from nsa_jax import config as config_lib
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.data import Pipeline
 from nsa_jax.ops import pallas
+from nsa_jax.ops.target import current_target
 from nsa_jax.train import cost as cost_lib
 from nsa_jax.train import data_check
 from nsa_jax.train import memory as memory_lib
@@ -165,11 +166,7 @@ def check_kernels(config: ConfigDict, made: Setup, gpu: str) -> list[Problem]:
     live = made.mesh.devices.flat[0].platform
     if m.attention != "nsa" or config.model.implementation in ("xla", "reference") or (not gpu and live != "gpu"):
         return []
-    target = aot.GPUS[gpu].target if gpu else None
-    if target is None:
-        from nsa_jax.ops.target import current_target
-
-        target = current_target()
+    target = aot.GPUS[gpu].target if gpu else current_target()
     rows, length = 1, config.data.seq_len
     query = jax.ShapeDtypeStruct((rows, length, m.num_heads, m.head_dim), m.dtype)
     key = jax.ShapeDtypeStruct((rows, length, m.num_kv_heads, m.head_dim), m.dtype)

@@ -93,6 +93,13 @@ def test_one_slow_interval_is_no_collapse(guards):
     assert guards.alarms == []
 
 
+def test_a_hiccup_of_the_machine_is_no_collapse(guards):
+    for step in range(10, 400, 10):
+        slow = 200 <= step < 260
+        report(guards, step, speed=100 if slow else 1000, seconds=0.5 if slow else 0.05, waits=[0.004] * 10)
+    assert guards.alarms == []
+
+
 def test_waiting_for_data_is_noticed(guards):
     rows = [report(guards, step, waits=[0.1, 0.15]) for step in (10, 20, 30)]
     assert rows[0]["perf/data_wait_share"] == pytest.approx(0.25)
