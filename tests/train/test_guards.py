@@ -95,7 +95,7 @@ def test_one_slow_interval_is_no_collapse(guards):
 
 def test_a_hiccup_of_the_machine_is_no_collapse(guards):
     for step in range(10, 400, 10):
-        slow = 200 <= step < 260
+        slow = 200 <= step < 250
         report(guards, step, speed=100 if slow else 1000, seconds=0.5 if slow else 0.05, waits=[0.004] * 10)
     assert guards.alarms == []
 
