@@ -1,7 +1,7 @@
 r"""Exports a trained model as safetensors, and imports dense Llama-style checkpoints.
 
     python -m nsa_jax.export runs/quickstart exported/quickstart
-    python -m nsa_jax.export --import-from=Llama-3.2-1B --attention=nsa imported/llama-nsa --text notes.txt
+    python -m nsa_jax.export --import-from=TinyLlama-1.1B --attention=nsa imported/tinyllama-nsa --text notes.txt
 
 An export is a directory in the Hugging Face layout: model.safetensors (in shards if large), config.json and the
 tokenizer's files. `nsa_jax.load` reads it back bit-equal; generate and evaluate take it in place of a workdir.
