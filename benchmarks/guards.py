@@ -100,9 +100,8 @@ def main() -> None:
     }
     if options.target:
         try:
-            ahead = memory.compile_run(
-                memory.for_target(config, options.target, 1, memory.vocabulary(config)), options.target
-            )
+            ahead = memory.for_target(config, options.target, 1, memory.vocabulary(config))
+            planned_ahead = memory.compile_run(ahead, options.target).memory
             found["planned_ahead_of_time_gib"] = planned_ahead.total / 2**30
         except Exception as error:  # a report, not a gate
             found["planned_ahead_of_time_gib"] = f"{type(error).__name__}: {error}"[:300]
