@@ -85,7 +85,7 @@ def test_unshifted_labels_stop_at_the_loss_floor(tmp_path):
 
 
 def test_nan_at_a_step_keeps_the_last_good_checkpoint_and_the_batch(tmp_path):
-    made = make_run(tmp_path, train__steps=20, train__save_every=5)
+    made = make_run(tmp_path, train__steps=12, train__save_every=5)
     step_function, count = made.train_step, iter(range(1, 100))
 
     def poisoned(state, batch):
@@ -100,19 +100,19 @@ def test_nan_at_a_step_keeps_the_last_good_checkpoint_and_the_batch(tmp_path):
         expected = next(made.pipeline.train(7))
         np.testing.assert_array_equal(kept["batch/inputs"], expected["inputs"])
         assert np.isnan(kept["metrics/loss"]).any()
-    resumed = make_run(tmp_path, train__steps=20, train__save_every=5).run()
+    resumed = make_run(tmp_path, train__steps=12, train__save_every=5).run()
     assert resumed["start_step"] == 5 and resumed["finished"]
 
 
 def test_a_loader_that_stands_still_is_caught_at_the_second_batch(tmp_path):
-    made = make_run(tmp_path)
+    made = make_run(tmp_path, train__steps=12)
     first = next(made.pipeline.train())
     record = stopped(with_batches(made, lambda step, batch: first), "frozen_loader")
     assert record["step"] == 2 and "stands still" in record["message"]
 
 
 def test_a_batch_of_another_dtype_is_a_recompilation(tmp_path):
-    made = make_run(tmp_path)
+    made = make_run(tmp_path, train__steps=12)
 
     def widen(step, batch):
         return {**batch, "loss_mask": batch["loss_mask"].astype(np.float32 if step < 5 else np.float16)}
@@ -140,14 +140,14 @@ def test_wrong_block_lists_are_counted(tmp_path, monkeypatch):
         lists = real(*args, **kwargs)
         return jnp.where(jnp.arange(lists.shape[-1]) == 1, lists[..., :1], lists)  # one block read twice
 
-    made = make_run(tmp_path, guards__health=True)
+    made = make_run(tmp_path, guards__health=True, train__steps=12)
     monkeypatch.setattr(nsa, "select_blocks", short)
     record = stopped(made, "key_count")
     assert record["step"] == 1 and "block lists are wrong" in record["message"]
 
 
 def test_collapsed_gates_raise_alarms(tmp_path, capsys):
-    made = make_run(tmp_path, guards__health=True, train__steps=3)
+    made = make_run(tmp_path, guards__health=True, train__steps=12)
     init = made.setup.init
 
     def collapsed():
@@ -165,16 +165,16 @@ def test_collapsed_gates_raise_alarms(tmp_path, capsys):
 
 
 def test_memorisation_shows_as_a_gap_and_stops(tmp_path):
-    made = make_run(tmp_path, train__steps=400, train__eval_every=20, train__eval_batches=2, data__synthetic="random")
+    made = make_run(tmp_path, train__steps=300, train__eval_every=20, train__eval_batches=2, data__synthetic="random")
     made.config.guards.max_gap = 0.5
     batches = [next(made.pipeline.train(step)) for step in range(300, 304)]
     made.guards.on_batch = lambda step, batch: None  # four batches over and over
     record = stopped(with_batches(made, lambda step, batch: batches[step % 4]), "generalisation_gap")
-    assert record["step"] <= 400 and "memorises" in record["message"]
+    assert record["step"] <= 300 and "memorises" in record["message"]
 
 
 def test_a_full_disk_stops_before_the_checkpoint(tmp_path, monkeypatch):
-    made = make_run(tmp_path, train__save_every=3)
+    made = make_run(tmp_path, train__save_every=3, train__steps=12)
     monkeypatch.setattr("shutil.disk_usage", lambda path: Disk(1000, 990, 10))
     record = stopped(made, "disk_full")
     assert record["last_checkpoint"] is None and "free some space" in record["message"]
@@ -227,7 +227,13 @@ def _python(code, *args, timeout=120):
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
         cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(ROOT),
+            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        },
         capture_output=True,
         text=True,
         timeout=timeout,
