@@ -56,4 +56,7 @@ def get_config() -> ConfigDict:
     c.optim.warmup_steps = 1000
     c.optim.weight_decay = 0.1
     c.optim.clip = 1.0
+
+    c.preflight.target = "a100-80gb"
+    c.preflight.devices = 8
     return c

@@ -33,4 +33,7 @@ def get_config() -> ConfigDict:
 
     c.optim.learning_rate = 3e-4
     c.optim.warmup_steps = 500
+
+    c.preflight.target = "h200"
+    c.preflight.devices = 8
     return c
