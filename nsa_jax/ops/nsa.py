@@ -42,6 +42,11 @@ def implementations_served() -> dict[str, str]:
     return dict(_SERVED)
 
 
+def forget_implementations_served() -> None:
+    """Empties what `implementations_served` returns: a run that starts is not to be told what another one used."""
+    _SERVED.clear()
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)

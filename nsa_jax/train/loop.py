@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from nsa_jax import config as config_lib
 from nsa_jax.data import Pipeline, make_pipeline
-from nsa_jax.ops.nsa import implementations_served
+from nsa_jax.ops.nsa import forget_implementations_served, implementations_served
 from nsa_jax.train import data_check, env, flops, guards, health, metrics, preflight
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences, parse_resume
 from nsa_jax.train.guards import Guards, TrainingError
@@ -159,6 +159,7 @@ class Run:
     """
 
     def __init__(self, config: ConfigDict, workdir: Path, resume: str | None = None, devices: list | None = None):
+        forget_implementations_served()
         self.config = config
         self.workdir = Path(workdir).absolute()
         self.workdir.mkdir(parents=True, exist_ok=True)
