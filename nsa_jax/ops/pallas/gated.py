@@ -80,11 +80,17 @@ def _forward(static: _Static, tensors, segment_start, offset):
     query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = tensors
     config = static.config
     (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, segment_start, offset)
+    # One branch after the other, and selection's last: some kernels work on rearranged copies as large as the query.
+    out_win, lse_win = ranged.dispatch_forward(
+        query, key_win, value_win, low_win, high_win, config.window, static.cudnn
+    )
+    query, out_win = lax.optimization_barrier((query, out_win))
     if key_cmp.shape[1]:
         out_cmp, lse_cmp = ranged.dispatch_forward(query, key_cmp, value_cmp, low_cmp, high_cmp, None, False)
     else:
         out_cmp = jnp.zeros((*query.shape[:3], value_cmp.shape[-1]), query.dtype)
         lse_cmp = jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
+    query, out_cmp = lax.optimization_barrier((query, out_cmp))
     indices = select_blocks(
         query,
         key_cmp,
@@ -97,9 +103,6 @@ def _forward(static: _Static, tensors, segment_start, offset):
     indices = checkpoint_name(indices, _INDICES)
     out_slc, lse_slc = selected_forward(
         query, key_slc, value_slc, indices, segment_start, offset, config.select_block, static.packed
-    )
-    out_win, lse_win = ranged.dispatch_forward(
-        query, key_win, value_win, low_win, high_win, config.window, static.cudnn
     )
     outs, lses = checkpoint_name(((out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)), _RESIDUALS)
     gate = gates.astype(jnp.float32)

@@ -163,7 +163,7 @@ def scores(
                                 part = total[:, member * slice_width : (member + 1) * slice_width] * float(weight[0])
                                 folded = part if folded is None else folded + part
                         columns = pl.ds(block + wg * slice_width, slice_width)
-                        out_ref[pair, plane, pl.ds(row, QUERIES), columns] = folded
+                        _store(out_ref.at[pair, plane, pl.ds(row, QUERIES), columns], folded)
 
                 @pl.when(count > 0)
                 def _():
@@ -215,6 +215,13 @@ def scores(
             return plgpu.load(ref, layout=layout, optimized=False)  # type: ignore[call-arg]
         except TypeError:  # JAX before 0.11 takes an index
             return plgpu.load(ref, (), layout=layout, optimized=False)
+
+    def _store(ref, value):
+        # Slices are narrower than a cache line, which JAX 0.12 wants to be told is meant.
+        if jax.__version_info__ >= (0, 12):
+            plgpu.store(ref, value, optimized=False)
+        else:
+            ref[...] = value
 
     def entry(*refs):
         transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
