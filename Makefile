@@ -13,23 +13,22 @@ PY := $(VENV)/bin/python
 stamp = $(VENV)/.installed-$(1)
 comma := ,
 
-.PHONY: install quickstart test lint format clean
+.PHONY: install quickstart test lint pytest format clean
 
 install: $(call stamp,run)
 
 quickstart: $(call stamp,run)
 	$(PY) train.py --config=configs/quickstart.py
 
-test: $(call stamp,test)
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
-	$(PY) -m pytest -q -n $(TEST_JOBS) $(PYTEST_ARGS)
+test: lint pytest
 
 lint: $(call stamp,test)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+pytest: $(call stamp,test)
+	$(PY) -m pytest -q -n $(TEST_JOBS) $(PYTEST_ARGS)
 
 format: $(call stamp,test)
 	$(PY) -m ruff check --fix .

@@ -219,7 +219,7 @@ def scores(
     def _store(ref, value):
         # Slices are narrower than a cache line, which JAX 0.12 wants to be told is meant.
         if jax.__version_info__ >= (0, 12):
-            plgpu.store(ref, value, optimized=False)
+            plgpu.store(ref, value, optimized=False)  # type: ignore[attr-defined]
         else:
             ref[...] = value
 
