@@ -75,14 +75,14 @@ def default_config() -> ConfigDict:
     m.attention = "nsa"  # nsa | dense | window (sliding window alone, a baseline)
     m.vocab_size = 0  # 0: the tokenizer's; otherwise at least the tokenizer's (padding for efficiency)
     m.dim = 768  # D, model width
-    m.num_layers = 12
+    m.num_layers = 12  # transformer blocks
     m.num_heads = 12  # N, query heads
     m.num_kv_heads = 2  # K, key/value heads; G = N / K query heads share one block list
     m.head_dim = 64  # H, of queries and keys
     m.value_head_dim = 0  # V; 0: head_dim
     m.mlp_dim = 0  # SwiGLU hidden width; 0: 8/3 of dim rounded up to a multiple of 64
     m.rope_theta = 10_000.0  # RoPE base; raise it for long sequences
-    m.norm_eps = 1e-6
+    m.norm_eps = 1e-6  # added to the mean square in RMSNorm
     m.init_std = (
         0.02  # of all projections; those that write to the residual stream are scaled by 1/sqrt(2 * num_layers)
     )
@@ -91,7 +91,7 @@ def default_config() -> ConfigDict:
     m.compressor = "mlp"  # mlp (learned, the paper's) | mean
     m.implementation = "auto"  # auto | reference | xla | pallas: which implementation serves the NSA ops
     m.compute_dtype = "bfloat16"  # of activations and matrix products; statistics stay float32
-    m.param_dtype = "float32"
+    m.param_dtype = "float32"  # of parameters and optimizer state
     m.scan_layers = True  # one traced layer scanned num_layers times: compiles faster, same numbers
     m.remat = "block"  # none | block | attention_saved | full: what the backward pass recomputes
 
@@ -122,7 +122,7 @@ def default_config() -> ConfigDict:
     d.prefetch = 8  # batches prepared ahead
 
     c.train = t = ConfigDict()
-    t.steps = 1000
+    t.steps = 1000  # optimizer steps of the whole run
     t.batch_size = 8  # sequences per optimizer step, over all devices and accumulation
     t.grad_accum = 1  # micro-batches per optimizer step
     t.log_every = 10  # steps between log lines
@@ -135,14 +135,14 @@ def default_config() -> ConfigDict:
     t.sample_prompt = ""  # the sample continues this
 
     c.optim = o = ConfigDict()
-    o.name = "adamw"
+    o.name = "adamw"  # the optimizer
     o.learning_rate = 3e-4  # peak
     o.schedule = "cosine"  # cosine | linear | constant, after warm-up
-    o.warmup_steps = 100
+    o.warmup_steps = 100  # the learning rate rises linearly over these
     o.final_fraction = 0.1  # learning rate at the last step, as a share of the peak
-    o.b1 = 0.9
-    o.b2 = 0.95
-    o.eps = 1e-8
+    o.b1 = 0.9  # decay of the gradient's average
+    o.b2 = 0.95  # decay of the squared gradient's average
+    o.eps = 1e-8  # added to the root of the squared gradient's average
     o.weight_decay = 0.1  # on matrices only (not norms, biases, position embeddings)
     o.clip = 1.0  # global gradient norm; 0: no clipping
 
@@ -159,7 +159,7 @@ def default_config() -> ConfigDict:
 
     c.guards = g = ConfigDict()
     g.floor_ratio = 0.4  # stop if the loss is under this share of the bigram entropy within floor_steps; 0: off
-    g.floor_steps = 1000
+    g.floor_steps = 1000  # how long floor_ratio applies
     g.late_floor_ratio = 0.05  # as floor_ratio, at any step
     g.max_gap = 1.5  # stop if validation loss exceeds training loss by this many nats; 0: off
     g.spike = 1.0  # alarm if the loss is this many nats (and 6 times its usual jitter) over its average; 0: off
@@ -172,7 +172,7 @@ def default_config() -> ConfigDict:
     g.max_collapsed = 0.05  # alarm if more than this share of gates is all on one branch
     g.stall_seconds = 600.0  # without a finished step: all stacks are written; 0: off
     g.stall_exit = False  # end the process then (status 75), for a supervisor to start it again
-    g.heartbeat_seconds = 30.0
+    g.heartbeat_seconds = 30.0  # between lines of heartbeat_P.jsonl
 
     c.lock()
     return c

@@ -1,0 +1,224 @@
+"""Writes docs/config.md from the code: python docs/config_reference.py [--check].
+
+Fields, defaults and comments are those of nsa_jax/config.py; rules are found where the code reports them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import io
+import re
+import sys
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from nsa_jax import config as config_lib
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "config.md"
+
+_SECTIONS = {
+    "": "The run",
+    "model": "Model",
+    "model.nsa": "Block geometry",
+    "data": "Data",
+    "train": "Training",
+    "optim": "Optimizer",
+    "mesh": "Devices",
+    "preflight": "Preflight",
+    "guards": "Guards",
+}
+
+_HEAD = """\
+# Configuration reference
+
+Generated from [nsa_jax/config.py](../nsa_jax/config.py) by `python docs/config_reference.py`; a test fails when it is
+stale.
+
+A config is a Python file with a `get_config()` that edits `nsa_jax.config.default_config()`; [configs](../configs) holds
+some. On the command line any field can be set, and unknown fields or wrong types end with status 2:
+
+```bash
+python train.py --config=configs/quickstart.py --config.train.steps=1000 --config.model.nsa.window=32
+python train.py --config=configs/a100_prod.py --config.data.source=text --config.data.files="('corpus/*.txt',)"
+```
+"""
+
+_RULES = """
+## Rules
+
+What is checked before a run, and where. An error refuses to start with status 2;
+`config.preflight.ignore = ("R013",)` accepts the errors of a rule, and env.json records it. A message shows the value
+where this table shows `…`.
+
+| rule | severity | what it says |
+|---|---|---|
+"""
+
+
+def _comments(source: str) -> dict[int, str]:
+    """Comment of each line."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+
+
+def fields() -> dict[str, str]:
+    """Every field of the schema, such as "model.dim", with its comment ("" if it has none), in source order."""
+    source = textwrap.dedent(inspect.getsource(config_lib.default_config))
+    comments, found, alias = _comments(source), {}, {"c": ""}
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Assign):
+            continue
+        target = node.targets[0]
+        if not (isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name)):
+            continue
+        name = f"{alias[target.value.id]}{target.attr}"
+        if len(node.targets) == 2 and isinstance(node.targets[1], ast.Name):
+            alias[node.targets[1].id] = f"{name}."
+        elif name == "model.nsa":
+            found.update({f"model.nsa.{field}": text for field, text in _attributes(config_lib.NSAConfig).items()})
+        else:
+            found[name] = comments.get(node.end_lineno or 0) or comments.get(node.value.end_lineno or 0, "")
+    return found
+
+
+def _attributes(cls: type) -> dict[str, str]:
+    """The Attributes section of a dataclass's docstring."""
+    section = (inspect.getdoc(cls) or "").split("Attributes:\n")[1].split("\n\n")[0]
+    pairs = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", section, re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in pairs}
+    return {field.name: texts.get(field.name, "") for field in dataclasses.fields(cls)}
+
+
+def defaults() -> dict[str, object]:
+    """Every field of the schema with its default."""
+
+    def walk(config: ConfigDict, path: str) -> Iterator[tuple[str, object]]:
+        for name, value in config.items():
+            if isinstance(value, ConfigDict):
+                yield from walk(value, f"{path}{name}.")
+            else:
+                yield path + name, value
+
+    return dict(walk(config_lib.default_config(), ""))
+
+
+def _allowed(name: str, comment: str) -> str:
+    if name in config_lib._CHOICES:
+        if all(choice in comment for choice in config_lib._CHOICES[name]):
+            return ""  # the comment says what each is
+        return ", ".join(f"`{choice!r}`" for choice in config_lib._CHOICES[name])
+    for lowest, names in config_lib._AT_LEAST.items():
+        if name in names.split():
+            return f"≥ {lowest}"
+    if name in config_lib._RANGES:
+        low, low_included, high, high_included = config_lib._RANGES[name]
+        if high == float("inf"):
+            return f"{'≥' if low_included else '>'} {low:g}"
+        return f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high_included else ')'}"
+    return "> 0" if name.startswith("model.nsa.") else ""
+
+
+def _default(value: object) -> str:
+    return f"`{value:_}`" if isinstance(value, int) and not isinstance(value, bool) else f"`{value!r}`"
+
+
+class _Rules(ast.NodeVisitor):
+    """Finds `found.error("R001", message, fix)`, `Problem("R001", "error", message, fix)` and their warnings."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str]] = []
+        self._messages: dict[str, ast.expr] = {}  # what names were last assigned
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        if isinstance(node.targets[0], ast.Name):
+            self._messages[node.targets[0].id] = node.value
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if function not in ("error", "warning", "Problem") or not node.args:
+            return
+        rule = node.args[0]
+        if not (isinstance(rule, ast.Constant) and re.fullmatch(r"R\d{3}", str(rule.value))):
+            return
+        severities, message = [function], node.args[1]
+        if function == "Problem":
+            severities, message = self._severities(node.args[1]), node.args[2]
+        self.rows.append((rule.value, " or ".join(severities), self._text(message)))
+
+    def _severities(self, node: ast.expr) -> list[str]:
+        if isinstance(node, ast.Name):
+            node = self._messages[node.id]
+        names = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+        return sorted(names & {"error", "warning"})
+
+    def _text(self, node: ast.expr) -> str:
+        if isinstance(node, ast.Name) and node.id in self._messages:
+            return self._text(self._messages[node.id])
+        if isinstance(node, ast.Constant):
+            return str(node.value)
+        if isinstance(node, ast.JoinedStr):
+            return "".join(self._text(part) for part in node.values)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return self._text(node.left) + self._text(node.right)
+        return "…"
+
+
+def rules() -> list[tuple[str, str, str]]:
+    """(id, severity, message with … for values) of everything that the code can report."""
+    rows = set()
+    for path in sorted((ROOT / "nsa_jax").rglob("*.py")):
+        visitor = _Rules()
+        visitor.visit(ast.parse(path.read_text()))
+        rows |= set(visitor.rows)
+    return sorted(rows)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def page() -> str:
+    """What docs/config.md must hold."""
+    lines = [_HEAD]
+    comments, values = fields(), defaults()
+    if set(comments) != set(values):
+        raise ValueError(f"config.py: fields without an assignment of their own: {set(comments) ^ set(values)}")
+    for section, title in _SECTIONS.items():
+        names = [name for name in comments if name.rpartition(".")[0] == section]
+        lines.append(f"## {title}\n\n| field | default | allowed | meaning |\n|---|---|---|---|")
+        for name in names:
+            cells = (
+                f"`config.{name}`",
+                _default(values[name]),
+                _allowed(name, comments[name]),
+                _cell(comments[name].rstrip(".")),
+            )
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    rows = [f"| {rule} | {severity} | {_cell(text)} |" for rule, severity, text in rules()]
+    return "\n".join(lines).rstrip() + "\n" + _RULES + "\n".join(rows) + "\n"
+
+
+def main() -> int:
+    """Writes the page; with --check only says whether it is up to date."""
+    if "--check" in sys.argv[1:]:
+        fresh = PAGE.is_file() and PAGE.read_text() == page()
+        print(
+            "docs/config.md is up to date" if fresh else "docs/config.md is stale: run python docs/config_reference.py"
+        )
+        return 0 if fresh else 1
+    PAGE.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
