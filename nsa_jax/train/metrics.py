@@ -96,7 +96,7 @@ def _drop_rows_after(path: Path, step: int) -> None:
 
 
 class MetricsWriter:
-    """Writes rows to metrics.jsonl and TensorBoard, and tells the terminal.
+    """Writes rows to metrics.jsonl and TensorBoard, texts to samples.jsonl, and tells the terminal.
 
     Args:
       workdir: the run's directory.
@@ -115,8 +115,10 @@ class MetricsWriter:
         if not active:
             return
         path = workdir / "metrics.jsonl"
-        if path.exists():
-            _drop_rows_after(path, start_step)
+        self._samples = workdir / "samples.jsonl"
+        for kept in (path, self._samples):
+            if kept.exists():
+                _drop_rows_after(kept, start_step)
         self._file = path.open("a")
         # Events of steps that are run again are purged, as the rows are.
         purge = start_step + 1 if start_step else None
@@ -139,8 +141,10 @@ class MetricsWriter:
                 self._board.add_scalar(name, value, step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """A text for TensorBoard and the terminal."""
+        """A text for samples.jsonl, TensorBoard and the terminal."""
         if self._active:
+            with self._samples.open("a") as file:
+                file.write(json.dumps({"step": step, "name": name, "text": text, "time": round(time.time(), 3)}) + "\n")
             text = printable(text)
             self._board.add_text(name, f"```\n{text}\n```", step)
             self.say(f"step {step}: {name}\n{text}")
