@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the code: python docs/config_reference.py [--check].
+"""Writes docs/config.md from the code: python docs/config_reference.py
 
 Fields, defaults and comments are those of nsa_jax/config.py; rules are found where the code reports them.
 """
@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import io
 import re
-import sys
 import textwrap
 import tokenize
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from nsa_jax import config as config_lib
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "config.md"
 
-_SECTIONS = {
+_TITLES = {
     "": "The run",
     "model": "Model",
     "model.nsa": "Block geometry",
@@ -41,8 +40,8 @@ _HEAD = """\
 Generated from [nsa_jax/config.py](../nsa_jax/config.py) by `python docs/config_reference.py`; a test fails when it is
 stale.
 
-A config is a Python file with a `get_config()` that edits `nsa_jax.config.default_config()`; [configs](../configs) holds
-some. On the command line any field can be set, and unknown fields or wrong types end with status 2:
+A config is a Python file with a `get_config()` that edits `nsa_jax.config.default_config()`; [configs](../configs)
+holds some. On the command line any field can be set, and unknown fields or wrong types end with status 2:
 
 ```bash
 python train.py --config=configs/quickstart.py --config.train.steps=1000 --config.model.nsa.window=32
@@ -192,33 +191,17 @@ def page() -> str:
     comments, values = fields(), defaults()
     if set(comments) != set(values):
         raise ValueError(f"config.py: fields without an assignment of their own: {set(comments) ^ set(values)}")
-    for section, title in _SECTIONS.items():
-        names = [name for name in comments if name.rpartition(".")[0] == section]
+    for section in dict.fromkeys(name.rpartition(".")[0] for name in comments):
+        title = _TITLES.get(section, section.capitalize())
         lines.append(f"## {title}\n\n| field | default | allowed | meaning |\n|---|---|---|---|")
-        for name in names:
-            cells = (
-                f"`config.{name}`",
-                _default(values[name]),
-                _allowed(name, comments[name]),
-                _cell(comments[name].rstrip(".")),
-            )
-            lines.append("| " + " | ".join(cells) + " |")
+        for name, comment in comments.items():
+            if name.rpartition(".")[0] == section:
+                cells = f"`config.{name}`", _default(values[name]), _allowed(name, comment), _cell(comment.rstrip("."))
+                lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     rows = [f"| {rule} | {severity} | {_cell(text)} |" for rule, severity, text in rules()]
     return "\n".join(lines).rstrip() + "\n" + _RULES + "\n".join(rows) + "\n"
 
 
-def main() -> int:
-    """Writes the page; with --check only says whether it is up to date."""
-    if "--check" in sys.argv[1:]:
-        fresh = PAGE.is_file() and PAGE.read_text() == page()
-        print(
-            "docs/config.md is up to date" if fresh else "docs/config.md is stale: run python docs/config_reference.py"
-        )
-        return 0 if fresh else 1
-    PAGE.write_text(page())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page())
