@@ -1,4 +1,4 @@
-# make install | quickstart | test | lint     (PYTHON=python3.12 chooses the interpreter, EXTRAS=cuda13 the CUDA version)
+# make install | quickstart | test | lint | docs-check     (PYTHON=python3.12 chooses the interpreter, EXTRAS=cuda13 the CUDA version)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 stamp = $(VENV)/.installed-$(1)
 comma := ,
 
-.PHONY: install quickstart test lint pytest format clean
+.PHONY: install quickstart test lint pytest docs-check format clean
 
 install: $(call stamp,run)
 
@@ -21,6 +21,9 @@ quickstart: $(call stamp,run)
 	$(PY) train.py --config=configs/quickstart.py
 
 test: lint pytest
+
+docs-check: $(call stamp,test)
+	$(PY) -m pytest -q tests/test_docs.py $(PYTEST_ARGS)
 
 lint: $(call stamp,test)
 	$(PY) -m ruff check .

@@ -1,0 +1,418 @@
+"""Every code block, link and name of README.md and docs/*.md is true.
+
+Python blocks run, in one namespace per page. Of shell blocks, `nsa_jax` tools run on a tiny model, `train.py` lines
+have their flags parsed and their config validated, other scripts have their arguments parsed, `make` targets exist.
+Trees of files must list files. A block or command of another kind is an error: nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tools.runs import small_config, write_run
+
+from nsa_jax.config import default_config
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+class DocsError(AssertionError):
+    """A block is wrong, or of a kind that nobody checks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block: where it is, the word behind the fence, and its text."""
+
+    page: str
+    line: int  # of its first line of text
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(text: str, page: str = "page.md") -> list[Block]:
+    """All fenced blocks of a page.
+
+    Raises:
+      DocsError: a fence that is not closed, or an indented block, which would have no kind.
+    """
+    found, opened, lines = [], None, text.splitlines()
+    for number, line in enumerate(lines, 1):
+        fence = re.match(r"^( *)(```+|~~~+) *(\S*)", line)
+        if opened is None and fence:
+            opened = (number + 1, fence[2], fence[3])
+        elif opened is not None and line.strip() == opened[1]:
+            body = textwrap.dedent("\n".join(lines[opened[0] - 1 : number - 1]))
+            found.append(Block(page, opened[0], opened[2], body))
+            opened = None
+        elif opened is None and line.startswith("    ") and not lines[number - 2].strip():
+            raise DocsError(f"{page}:{number}: an indented block; use a fence with a kind")
+    if opened is not None:
+        raise DocsError(f"{page}:{opened[0]}: the block is not closed")
+    return found
+
+
+def prose(text: str) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^ *(```+|~~~+).*?^ *\1 *$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+# Shell
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The words of each command of a shell block, comments and assignments before the command left out."""
+    found = []
+    for line in block.text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, "&&"]:
+            if word in ("&&", ";", "||", "|"):
+                if words:
+                    found.append(words)
+                words = []
+            elif words or not re.match(r"^[A-Z_]+=", word):
+                words.append(word)
+    return found
+
+
+class World:
+    """A directory that looks like a checkout after `make quickstart`, with a tiny model in runs/quickstart."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        for path in ROOT.iterdir():
+            if not path.name.startswith(".") and path.name != "runs":
+                (directory / path.name).symlink_to(path)
+        (directory / "corpus").mkdir()
+        for index in range(6):
+            (directory / "corpus" / f"{index}.txt").write_text(
+                f"Document {index}. The key of box {index} is blue.\n" * 40
+            )
+        (directory / "notes.txt").write_text("Some notes on native sparse attention.\n" * 20)
+        (directory / "TinyLlama-1.1B").symlink_to(ROOT / "tests" / "tools" / "tiny_llama")
+        self.train_lines: list[list[str]] = []
+
+    def run(self, name: str) -> Path:
+        """The workdir of a tiny model, written when first asked for."""
+        path = self.directory / "runs" / name
+        if not path.exists():
+            config = small_config()
+            config.data.source, config.data.files = "text", (str(self.directory / "corpus" / "*.txt"),)
+            config.data.cache_dir, config.data.val_fraction = str(self.directory / "cache"), 0.5
+            write_run(path, config)
+        return path
+
+    # What each program's arguments are checked with.
+
+    def python(self, words: list[str]) -> None:
+        if words[:1] == ["-m"]:
+            return self.module(words[1], words[2:])
+        if words[0] == "train.py":
+            self.train_lines.append(words)
+            return None
+        if not (self.directory / words[0]).is_file():
+            raise DocsError(f"there is no {words[0]}")
+        if words[0] == "docs/config_reference.py" and len(words) == 1:
+            return None  # test_config_reference_is_up_to_date
+        if words[0].startswith("benchmarks/"):
+            return parse_only(self.directory / words[0], words[1:])
+        raise DocsError(f"nobody checks what {words[0]} does")
+
+    def module(self, name: str, words: list[str]) -> None:
+        if name == "pip":
+            return self.pip(words)
+        if name == "venv" and len(words) == 1:
+            return None
+        if name not in _TOOLS:
+            raise DocsError(f"nobody checks what python -m {name} does")
+        for word in words:
+            if word.startswith("runs/"):
+                self.run(word.removeprefix("runs/").partition("@")[0])
+        try:
+            status = importlib.import_module(name).main([*words, *_TOOLS[name]])
+        except SystemExit as exit:
+            status = exit.code
+        if status:
+            raise DocsError(f"python -m {name} ended with status {status}")
+        return None
+
+    def pip(self, words: list[str]) -> None:
+        if words[:1] != ["install"]:
+            raise DocsError(f"nobody checks pip {words[:1]}")
+        words = [word for word in words[1:] if word not in ("-e", "-c", "--quiet")]
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for word in words:
+            name = re.fullmatch(r"(\.|nsa_jax)(?:\[([\w,]+)\])?", word)
+            if name is None and not (self.directory / word).is_file():
+                raise DocsError(f"pip install {word}: neither this package nor a file")
+            unknown = set((name[2] or "").split(",") if name else []) - {"", *project["optional-dependencies"]}
+            if unknown:
+                raise DocsError(f"pip install {word}: no such extras: {sorted(unknown)}")
+
+    def make(self, words: list[str]) -> None:
+        phony = re.search(r"^\.PHONY:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = [word for word in words if "=" not in word]
+        for target in targets:
+            if phony is None or target not in phony[1].split():
+                raise DocsError(f"make {target}: no such target")
+        done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            raise DocsError(f"make {' '.join(words)}: {done.stderr}")
+
+    def touch(self, words: list[str]) -> None:
+        if words != ["runs/NAME/HALT"]:
+            raise DocsError(f"touch {words}: only the HALT file is known")
+
+    def check_command(self, words: list[str]) -> None:
+        """Checks one command of a shell block."""
+        program = "python" if re.search(r"(^|/)python3?(\.\d+)?$", words[0]) else re.sub(r"^.*/", "", words[0])
+        check: Callable[[list[str]], None] | None = {
+            "python": self.python,
+            "pip": self.pip,
+            "make": self.make,
+            "touch": self.touch,
+        }.get(program)
+        if check is None:
+            raise DocsError(f"nobody checks what {program} does")
+        check(words[1:])
+
+    def check_train_lines(self) -> None:
+        """Parses the flags of all train.py lines met so far and validates their configs."""
+        lines, self.train_lines = self.train_lines, []
+        if not lines:
+            return
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _CHECK_TRAIN, json.dumps(lines)],
+            cwd=self.directory,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        if done.returncode:
+            raise DocsError(done.stdout + done.stderr)
+
+
+# Tools that run, and what keeps them short.
+_TOOLS = {
+    "nsa_jax.generate": ["--max-tokens=3"],
+    "nsa_jax.evaluate": ["--max-tokens=200", "--samples=1", "--batch-size=2", "--num-keys=2"],
+    "nsa_jax.export": [],
+}
+
+# Each line in a process of its own, since flags are global; forked, since importing JAX takes seconds.
+_CHECK_TRAIN = """
+import json, os, sys
+import train
+from nsa_jax import config
+failed = 0
+for line in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        try:
+            sys.argv = line  # where ml_collections looks for overrides
+            rest = train.parse_flags(line)
+            if len(rest) > 1:
+                raise ValueError(f"unexpected arguments {rest[1:]}")
+            config.check(train._CONFIG.value)
+        except BaseException as error:
+            print(" ".join(line), error, flush=True)
+            os._exit(1)
+        os._exit(0)
+    failed += os.waitpid(child, 0)[1] != 0
+sys.exit(failed)
+"""
+
+
+class _Parsed(Exception):
+    """The arguments are fine."""
+
+
+def parse_only(script: Path, words: list[str]) -> None:
+    """Runs a script until its arguments have been parsed."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser, *args, **kwargs):
+        parse(parser, *args, **kwargs)
+        raise _Parsed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        patch.setattr(sys, "argv", [str(script), *words])
+        patch.syspath_prepend(str(script.parent))
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except _Parsed:
+            return
+        except SystemExit as error:
+            raise DocsError(f"{script.name} does not take {words}") from error
+    raise DocsError(f"{script.name} parses no arguments")
+
+
+# Blocks
+
+
+def check_tree(block: Block) -> None:
+    """A tree of files: two blanks of indentation per level, entries followed by a description."""
+    path: list[str] = []
+    for line in block.text.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        first, *rest = re.split(r"; +", line.strip())
+        for piece in [first, *(piece for piece in rest if re.match(r"[\w.-]+\.\w+  ", piece))]:
+            entry = piece.split()[0]
+            if not re.fullmatch(r"[\w.-]+(/|\.\w+)", entry):
+                raise DocsError(f"{block}: {entry!r} is neither a file nor a directory: only trees may be of kind text")
+            where = ROOT.joinpath(*path[:depth], entry)
+            if not where.exists():
+                raise DocsError(f"{block}: there is no {where.relative_to(ROOT)}")
+            if entry.endswith("/"):
+                path = [*path[:depth], entry]
+
+
+def run_python(block: Block, namespace: dict) -> None:
+    """Executes a block; a traceback shows the page's own lines."""
+    code = compile("\n" * (block.line - 1) + block.text, str(ROOT / block.page), "exec")
+    exec(code, namespace)
+
+
+def check(found: list[Block], world: World) -> None:
+    """Checks the blocks of one page."""
+    namespace: dict = {"__name__": "documentation"}
+    for block in found:
+        try:
+            if block.kind == "python":
+                run_python(block, namespace)
+            elif block.kind == "bash":
+                for words in commands(block):
+                    world.check_command(words)
+            elif block.kind in ("text", ""):
+                check_tree(block)
+            else:
+                raise DocsError(f"a block of kind {block.kind!r}, which nobody checks")
+        except DocsError as error:
+            raise DocsError(f"{block}: {error}") from error
+    world.check_train_lines()
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NSA_JAX_CACHE", str(tmp_path / "cache"))
+    return World(tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_true(page, world):
+    check(blocks(page.read_text(), page.name), world)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```python\nassert 1 == 2, 'untrue'\n```", "untrue"),
+        ("```yaml\na: 1\n```", "kind 'yaml'"),
+        ("```bash\nrm -r runs\n```", "what rm does"),
+        ("```bash\nmake everything\n```", "make everything"),
+        ("```bash\npython train.py --config=configs/toy.py --config.train.step=1\n```", "train.step"),
+        ("```bash\npython train.py --config=configs/toy.py --config.model.num_kv_heads=3\n```", "R004"),
+        ("```bash\npython train.py --config=configs/none.py\n```", "none.py"),
+        ("```bash\npython -m nsa_jax.generate runs/quickstart --promt x\n```", "status 2"),
+        ("```bash\npython -m nsa_jax.trian\n```", "nsa_jax.trian"),
+        ("```bash\npython benchmarks/attention.py --sizes 5\n```", "--sizes"),
+        ("```bash\npython tools/none.py\n```", "tools/none.py"),
+        ("```bash\npip install -c constraints.txt -e '.[tpu]'\n```", "tpu"),
+        ("```bash\nmake test && JAX_PLATFORMS=cpu nonsense\n```", "nonsense"),
+        ("```text\nnsa_jax/\n  none.py   what is not there\n```", "none.py"),
+        ("```\nsome output\n```", "only trees"),
+        ("```python\n", "not closed"),
+        ("Words.\n\n    indented\n", "indented"),
+    ],
+)
+def test_the_check_notices(text, message, world, capfd):
+    with pytest.raises((AssertionError, DocsError), match=re.escape(message)):
+        check(blocks(text), world)
+
+
+# Links and names
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub lets links of a page point to."""
+    headings = re.findall(r"^#+ +(.*)$", prose(page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text())):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert not broken
+
+
+def _exists(dotted: str) -> bool:
+    """Whether a dotted name can be imported."""
+    names = dotted.split(".")
+    for cut in range(len(names), 0, -1):
+        try:
+            found = importlib.import_module(".".join(names[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for name in names[cut:]:
+            if not hasattr(found, name):
+                return False
+            found = getattr(found, name)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_in_the_text_exist(page):
+    """Fields of the config, names of the package and rules, as the text mentions them."""
+    text, schema, unknown = prose(page.read_text()), default_config(), []
+    for dotted in re.findall(r"(?<![\w./])config\.((?:[a-z_0-9]+\.)*[a-z_0-9]+)", text):
+        field = schema
+        for name in dotted.split("."):
+            if not hasattr(field, name):
+                unknown.append(f"config.{dotted}")
+                break
+            field = getattr(field, name)
+    for dotted in set(re.findall(r"`(nsa_jax(?:\.\w+)+)", text)):
+        if not _exists(dotted):
+            unknown.append(dotted)
+    source = "".join(path.read_text() for path in (ROOT / "nsa_jax").rglob("*.py"))
+    unknown += [rule for rule in set(re.findall(r"\bR\d{3}\b", text)) if f'"{rule}"' not in source]
+    assert not unknown
+
+
+def test_config_reference_is_up_to_date():
+    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "docs" / "config_reference.py")
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    assert all(reference.fields().values()), "every field of the config has a comment"
+    assert (ROOT / "docs" / "config.md").read_text() == reference.page(), "run python docs/config_reference.py"
