@@ -149,6 +149,8 @@ def default_config() -> ConfigDict:
     c.mesh = s = ConfigDict()
     s.data = -1  # devices along the data axis; -1: all that the other axes leave
     s.fsdp = 1  # devices over which parameters and optimizer state are sharded
+    s.tensor = 1  # devices over which heads, MLP and vocabulary are split; divides num_kv_heads
+    s.context = 1  # devices over which the tokens of a row are split, for rows longer than one device holds
 
     c.preflight = p = ConfigDict()
     p.ignore = ()  # ids of rules whose errors are accepted, such as ("R013",); recorded in env.json
@@ -242,7 +244,8 @@ _CHOICES = {
 _AT_LEAST = {
     1: (
         "model.dim model.num_layers model.num_heads model.num_kv_heads model.head_dim data.seq_len data.prefetch "
-        "train.steps train.batch_size train.grad_accum train.log_every train.keep_last mesh.fsdp preflight.devices"
+        "train.steps train.batch_size train.grad_accum train.log_every train.keep_last mesh.fsdp mesh.tensor "
+        "mesh.context preflight.devices"
     ),
     0: (
         "seed model.vocab_size model.value_head_dim model.mlp_dim data.max_documents data.num_workers train.eval_every "
@@ -325,6 +328,37 @@ def _check_model(config: ConfigDict, found: _Findings) -> NSAConfig | None:
         message = f"config.data.seq_len={seq_len}: the window of {nsa.window} covers most of it"
         found.warning("R006", message, "use sequences of at least 4 windows")
     return nsa
+
+
+def _check_mesh(config: ConfigDict, found: _Findings) -> None:
+    m, tensor, context = config.model, config.mesh.tensor, config.mesh.context
+    if tensor > 1:
+        if m.num_kv_heads % tensor:
+            message = (
+                f"config.mesh.tensor={tensor}: does not divide num_kv_heads={m.num_kv_heads}; a key/value head, its "
+                "query heads and their block list stay on one device"
+            )
+            found.error("R020", message, "use a divisor of num_kv_heads, and fsdp or context for the other devices")
+        if m.mlp_dim % tensor:
+            message = f"config.mesh.tensor={tensor}: does not divide mlp_dim={m.mlp_dim}"
+            found.error("R020", message, "use a multiple of 64 * tensor")
+        if m.vocab_size % tensor:
+            message = f"config.mesh.tensor={tensor}: does not divide vocab_size={m.vocab_size}"
+            found.error("R020", message, f"pad it to {-(-m.vocab_size // (64 * tensor)) * 64 * tensor}")
+    if context > 1:
+        share, rest = divmod(config.data.seq_len, context)
+        least = (
+            (max(m.nsa.compress_stride, 1), m.nsa.compress_block - m.nsa.compress_stride)
+            if m.attention == "nsa"
+            else (1, 1)
+        )
+        if rest or share % least[0] or share < least[1]:
+            message = (
+                f"config.mesh.context={context}: rows of {config.data.seq_len} tokens cannot be split over {context} "
+                f"devices in multiples of {least[0]} tokens (compress_stride), at least {least[1]}"
+            )
+            fix = f"use a data.seq_len that is a multiple of {context * least[0]}, or fewer devices"
+            found.error("R020", message, fix)
 
 
 def _check_data(config: ConfigDict, found: _Findings) -> None:
@@ -432,7 +466,7 @@ def validate(config: ConfigDict) -> list[Problem]:
       All problems, errors first; empty if there are none.
     """
     found = _Findings()
-    for check_part in (_check_values, _check_model, _check_data, _check_training, _check_ignored):
+    for check_part in (_check_values, _check_model, _check_mesh, _check_data, _check_training, _check_ignored):
         check_part(config, found)
     return sorted(found.problems, key=lambda problem: (problem.severity != "error", problem.rule))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import chex
@@ -10,11 +12,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from nsa_jax.nn.config import ModelConfig
 from nsa_jax.nn.layers import init_normal, make_compressor, rope
-from nsa_jax.nn.sharding import sharded_attention
+from nsa_jax.nn.sharding import (
+    TENSOR,
+    HeadSplit,
+    all_tokens,
+    constrain_tensor,
+    constrain_tokens,
+    first_token,
+    head_split,
+    on_shards,
+    tensor_size,
+    with_tokens_after,
+    with_tokens_before,
+)
 from nsa_jax.ops import blocks
 from nsa_jax.ops.nsa import nsa_attention, window_attention
 from nsa_jax.ops.target import current_target
@@ -23,16 +38,39 @@ from nsa_jax.ops.target import current_target
 _WIDTH_MULTIPLE = 64
 
 
-def _project(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype, widths: tuple[int, ...]) -> list[jax.Array]:
-    """x @ kernel in one product, cut along the last axis into pieces of the given widths."""
-    padding = -kernel.shape[1] % _WIDTH_MULTIPLE
-    kernel = jnp.pad(kernel.astype(dtype), ((0, 0), (0, padding)))
+def _cut(x: jax.Array, widths: Iterable[int]) -> list[jax.Array]:
+    """Pieces of the given widths along the last axis."""
     pieces, start = [], 0
-    fused = x @ kernel
     for width in widths:
-        pieces.append(fused[..., start : start + width])
+        pieces.append(x[..., start : start + width])
         start += width
     return pieces
+
+
+def _project(
+    x: jax.Array, kernel: jax.Array, dtype: jnp.dtype, widths: tuple[int, ...], num_kv_heads: int
+) -> list[jax.Array]:
+    """x @ kernel in one product, cut along the last axis into pieces of the given widths."""
+    if tensor_size() > 1 and num_kv_heads % tensor_size() == 0:
+        return _project_by_group(x, kernel.astype(dtype), widths, num_kv_heads)
+    padding = -kernel.shape[1] % _WIDTH_MULTIPLE
+    return _cut(x @ jnp.pad(kernel.astype(dtype), ((0, 0), (0, padding))), widths)
+
+
+def _project_by_group(x: jax.Array, kernel: jax.Array, widths: tuple[int, ...], num_kv_heads: int) -> list[jax.Array]:
+    """The same with the product split over the tensor axis.
+
+    Columns are put in the order of the key/value heads, each with its query heads and gates, so that a device's share
+    of them is whole heads. Every piece of the stored matrix is cut by itself: its columns are ordered by head already.
+    """
+    rows = kernel.shape[0]
+    grouped = [piece.reshape(rows, num_kv_heads, -1) for piece in _cut(kernel, widths)]  # [D, K, width / K]
+    shares = [piece.shape[-1] for piece in grouped]
+    padding = -sum(shares) % (_WIDTH_MULTIPLE // math.gcd(_WIDTH_MULTIPLE, num_kv_heads // tensor_size()))
+    fused = jnp.pad(jnp.concatenate(grouped, axis=-1), ((0, 0), (0, 0), (0, padding)))
+    out = jnp.einsum("btd,dkf->btkf", x, constrain_tensor(fused, 1))
+    pieces = _cut(constrain_tokens(out, TENSOR), shares)
+    return [piece.reshape(*piece.shape[:2], -1) for piece in pieces]
 
 
 def _heads(x: jax.Array, count: int) -> jax.Array:
@@ -92,7 +130,7 @@ class NSAttention(nnx.Module):
     def project(self, x: Float[Array, "B T D"], positions: jax.Array) -> Projections:
         """Queries, keys, values and gates of the tokens x at row positions `positions` ([T] or [B, T])."""
         config = self.config
-        pieces = _project(x, self.w_in[...], config.dtype, self.widths)
+        pieces = _project(x, self.w_in[...], config.dtype, self.widths, config.num_kv_heads)
         query, *keys_values = (
             _heads(piece, count)
             for piece, count in zip(pieces[:-1], (config.num_heads, *[config.num_kv_heads] * 6), strict=True)
@@ -114,10 +152,7 @@ class NSAttention(nnx.Module):
           value_raw: [B, S, K, V].
           first_position: row position of the first of them.
         """
-        key, value = self.compress_key(key_raw), self.compress_value(value_raw)
-        index = jnp.arange(key.shape[1], dtype=jnp.int32)
-        last = first_position + blocks.compressed_last_position(index, self.config.nsa)
-        return rope(key, last, self.config.rope_theta), value
+        return _compress((self.compress_key, self.compress_value), key_raw, value_raw, first_position, self.config)
 
     def output(self, attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
         """Joins the heads and projects back to the model width."""
@@ -148,33 +183,89 @@ class NSAttention(nnx.Module):
         _check_input(x, segment_start, config)
         positions = _positions(x, positions)
         p = self.project(x, positions)
-        key_cmp, value_cmp = self.compress(p.key_raw, p.value_raw, positions[..., :1])
-
-        def attend(segment_start, *arrays):
-            return nsa_attention(
-                *arrays,
-                config=config.nsa,
-                segment_start=segment_start,
-                implementation=config.implementation,
-                return_block_indices=True,
-            )
-
-        attended, block_indices = sharded_attention(
-            attend,
-            segment_start,
-            p.query,
-            key_cmp,
-            value_cmp,
-            p.key_slc,
-            p.value_slc,
-            p.key_win,
-            p.value_win,
-            p.gates,
+        nsa = config.nsa
+        split = head_split(
+            *x.shape[:2],
+            config.num_kv_heads,
+            multiple=nsa.compress_stride,
+            at_least=max(nsa.compress_block - nsa.compress_stride, 1),
         )
+        if split.context > 1:
+            attended, block_indices = self._attend_split(p, positions[..., :1], segment_start, split)
+        else:
+            key_cmp, value_cmp = self.compress(p.key_raw, p.value_raw, positions[..., :1])
+            arrays = (segment_start, p.query, key_cmp, value_cmp, *p[3:])
+            specs = (split.tokens, *(split.heads,) * (len(arrays) - 1))
+            attended, block_indices = on_shards(self._attend, arrays, specs, (split.heads, split.heads))
         attended = checkpoint_name(attended, "attention_out")
         chex.assert_shape(attended, (*x.shape[:2], config.num_heads, config.value_head_dim))
         out = self.output(attended)
         return (out, block_indices) if return_block_indices else out
+
+    def _attend(self, segment_start: jax.Array | None, *arrays: jax.Array, **offsets: jax.Array):
+        """What `nsa_attention` returns for a device's share of its arrays."""
+        return nsa_attention(
+            *arrays,
+            config=self.config.nsa,
+            segment_start=segment_start,
+            implementation=self.config.implementation,
+            return_block_indices=True,
+            **offsets,
+        )
+
+    def _attend_split(
+        self, p: Projections, first_position: jax.Array, segment_start: jax.Array | None, split: HeadSplit
+    ):
+        """Attention of rows whose tokens are split over the context axis; every device attends with its own queries.
+
+        A device fetches
+          compressed: the l - d tokens after its own, which its last blocks reach into, and then all compressed keys
+            and values, T / d of them;
+          window: the w - 1 tokens before its own;
+          selected: the layer's keys and values of all T tokens, since a query may choose any block. They are freed
+            after the layer and fetched again by its backward pass (unless `remat` is "none"): 2 T K H numbers.
+        Gradients go the same ways back.
+        """
+        nsa, context = self.config.nsa, split.context
+        graphdef, phi = nnx.split((self.compress_key, self.compress_value))
+        arrays = (segment_start, first_position, phi, *p)
+        first_spec = split.rows if first_position.ndim > 1 else P()
+        specs = (split.tokens, first_spec, P(), *(split.heads,) * len(p))
+
+        def local(segment_start, first_position, phi, *projected):
+            p = Projections(*projected)
+            start = first_token(p.query)
+            raw = (with_tokens_after(x, nsa.compress_block - nsa.compress_stride, context) for x in (p[1], p[2]))
+            pair = _compress(nnx.merge(graphdef, phi), *raw, first_position + start, self.config)
+            # The last device's last blocks reach beyond the row.
+            count = blocks.num_compressed(p.query.shape[1] * context, nsa)
+            key_cmp, value_cmp = (all_tokens(x)[:, :count] for x in pair)
+            (key_win, before), (value_win, _) = (
+                with_tokens_before(x, nsa.window - 1, context) for x in (p.key_win, p.value_win)
+            )
+            return self._attend(
+                segment_start,
+                p.query,
+                key_cmp,
+                value_cmp,
+                all_tokens(p.key_slc),
+                all_tokens(p.value_slc),
+                key_win,
+                value_win,
+                p.gates,
+                query_offset=start,
+                window_start=start - before,
+            )
+
+        return on_shards(local, arrays, specs, (split.heads, split.heads))
+
+
+def _compress(phi: tuple, key_raw: jax.Array, value_raw: jax.Array, first_position, config: ModelConfig):
+    """See `NSAttention.compress`; phi is its pair of compressors."""
+    key, value = phi[0](key_raw), phi[1](value_raw)
+    index = jnp.arange(key.shape[1], dtype=jnp.int32)
+    last = first_position + blocks.compressed_last_position(index, config.nsa)
+    return rope(key, last, config.rope_theta), value
 
 
 def dense_attention(query, key, value, *, segment_start=None):
@@ -227,7 +318,7 @@ class DenseAttention(nnx.Module):
     def project(self, x: Float[Array, "B T D"], positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Roped query [B, T, N, H], roped key [B, T, K, H] and value [B, T, K, V]."""
         config = self.config
-        query, key, value = _project(x, self.w_in[...], config.dtype, self.widths)
+        query, key, value = _project(x, self.w_in[...], config.dtype, self.widths, config.num_kv_heads)
         query, key = _heads(query, config.num_heads), _heads(key, config.num_kv_heads)
         turn = functools.partial(rope, positions=positions, theta=config.rope_theta)
         return turn(query), turn(key), _heads(value, config.num_kv_heads)
@@ -246,17 +337,49 @@ class DenseAttention(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Attention over the row; the arguments are `NSAttention`'s."""
         _check_input(x, segment_start, self.config)
-        query, key, value = self.project(x, _positions(x, positions))
+        arrays = (segment_start, *self.project(x, _positions(x, positions)))
+        split = head_split(*x.shape[:2], self.config.num_kv_heads)
+        attend = self._attend_split if split.context > 1 else self._attend
+        specs = (split.tokens, *(split.heads,) * 3)
+        attended = on_shards(functools.partial(attend, split.context), arrays, specs, split.heads)
+        return self.output(checkpoint_name(attended, "attention_out"))
 
-        def attend(segment_start, *arrays):
-            if self.config.attention == "window":
-                return window_attention(
-                    *arrays,
-                    window=self.config.nsa.window,
-                    segment_start=segment_start,
-                    implementation=self.config.implementation,
-                )
-            return dense_attention(*arrays, segment_start=segment_start)
+    def _attend(self, context: int, segment_start: jax.Array | None, query, key, value):
+        """Attention of whole rows."""
+        del context
+        if self.config.attention != "window":
+            return dense_attention(query, key, value, segment_start=segment_start)
+        return window_attention(
+            query,
+            key,
+            value,
+            window=self.config.nsa.window,
+            segment_start=segment_start,
+            implementation=self.config.implementation,
+        )
 
-        attended = checkpoint_name(sharded_attention(attend, segment_start, query, key, value), "attention_out")
-        return self.output(attended)
+    def _attend_split(self, context: int, segment_start: jax.Array | None, query, key, value):
+        """Attention of one device's queries, where the tokens of rows are split over the context axis.
+
+        Dense attention fetches the keys and values of the whole row, and is served as a window as long as the row:
+        cuDNN's causal mask has no offset.
+        """
+        window, start = self.config.nsa.window, first_token(query)
+        if self.config.attention != "window":
+            window, before = query.shape[1] * context, start
+            key, value = all_tokens(key), all_tokens(value)
+        else:
+            (key, fetched), (value, _) = (with_tokens_before(x, window - 1, context) for x in (key, value))
+            before = fetched
+            # Positions are counted from the first key; what lies before the row is nobody's document.
+            segment_start = jnp.zeros(query.shape[:2], jnp.int32) if segment_start is None else segment_start
+            segment_start = segment_start - start + before
+        return window_attention(
+            query,
+            key,
+            value,
+            window=window,
+            segment_start=segment_start,
+            query_offset=before,
+            implementation=self.config.implementation,
+        )

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn.config import ModelConfig
+from nsa_jax.nn.sharding import TENSOR, constrain_tensor, constrain_tokens, tensor_size
 from nsa_jax.ops import blocks
 from nsa_jax.ops.nsa import mean_compress
 
@@ -73,7 +74,13 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the MLP to each token."""
-        gate, up = jnp.split(x @ self.w_in[...].astype(self.dtype), 2, axis=-1)
+        w_in = self.w_in[...].astype(self.dtype)
+        if tensor_size() > 1:  # a device's share of the fused matrix is the same columns of both halves
+            halves = constrain_tensor(w_in.reshape(w_in.shape[0], 2, -1), 2)
+            hidden = constrain_tokens(jnp.einsum("btd,dcm->btcm", x, halves), None, TENSOR)
+            gate, up = hidden[:, :, 0], hidden[:, :, 1]
+        else:
+            gate, up = jnp.split(x @ w_in, 2, axis=-1)
         return (jax.nn.silu(gate) * up) @ self.w_out[...].astype(self.dtype)
 
 

@@ -1,27 +1,64 @@
-"""What the modules need to know about the mesh: which axes split the batch, and kernels under shard_map.
+"""What the modules need to know about the mesh: who holds which part of an activation, and kernels under shard_map.
 
-The mesh is the one in context (`jax.set_mesh`). Without one, or with a single device, everything here does nothing.
+The mesh is the one in context (`jax.set_mesh`). Its axes:
+
+  data, fsdp  rows of the batch; fsdp also splits parameters and optimizer state (`nsa_jax.train.state`)
+  context     tokens of a row: each device holds T / context neighbouring tokens of it
+  tensor      heads, the MLP's hidden width and the vocabulary
+
+Activations [B, T, ...] between layers are split over the first three. An axis that does not divide its dimension is not
+used for it: such arrays are whole on every device of the axis, and the numbers are the same. Without a mesh, or with a
+single device, everything here does nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 BATCH_AXES = ("data", "fsdp")
+CONTEXT, TENSOR = "context", "tensor"
+# From the one that talks least to the one that talks most: neighbouring devices should have the fastest links.
+MESH_AXES = (*BATCH_AXES, CONTEXT, TENSOR)
+
+
+def _axis_sizes() -> dict[str, int]:
+    """Sizes of the mesh axes in context that are still to be split over, not inside a shard_map over them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh is None or mesh.empty:
+        return {}
+    return {axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes}
 
 
 def batch_axes(batch_size: int) -> tuple[str, ...]:
     """Mesh axes in context over which a batch of this size is split; empty if it is not."""
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = dict(mesh.shape) if mesh is not None and not mesh.empty else {}
+    sizes = _axis_sizes()
     axes = tuple(axis for axis in BATCH_AXES if sizes.get(axis, 1) > 1)
     count = 1
     for axis in axes:
         count *= sizes[axis]
     return axes if count > 1 and batch_size % count == 0 else ()
+
+
+def context_size(length: int) -> int:
+    """Into how many parts rows of this length are split."""
+    size = _axis_sizes().get(CONTEXT, 1)
+    return size if length % size == 0 else 1
+
+
+def tensor_size() -> int:
+    """Over how many devices heads, hidden widths and the vocabulary are split."""
+    return _axis_sizes().get(TENSOR, 1)
+
+
+def token_spec(batch_size: int, length: int) -> P:
+    """How an array [B, T] is laid out."""
+    return P(batch_axes(batch_size) or None, CONTEXT if context_size(length) > 1 else None)
 
 
 def constrain_batch(x: jax.Array) -> jax.Array:
@@ -30,11 +67,55 @@ def constrain_batch(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(axes)) if axes else x
 
 
-def sharded_attention(attend: Callable, *arrays: jax.Array | None):
-    """Runs `attend(*arrays)` on each device's share of the batch.
+def constrain_tokens(x: jax.Array, *rest: str | None) -> jax.Array:
+    """Asks the compiler to keep x [B, T, ...] split over rows and tokens.
 
-    The compiler cannot split a custom kernel by itself: it would gather the whole batch on every device. Rows do not
-    interact in attention, so each device runs it on the rows it holds.
+    Args:
+      x: the array.
+      *rest: mesh axes of the further dimensions, where they are split.
+    """
+    rest = tuple(axis if _axis_sizes().get(axis or "", 1) > 1 else None for axis in rest)
+    spec = P(*token_spec(*x.shape[:2]), *rest)
+    return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x
+
+
+def constrain_tensor(x: jax.Array, dimension: int) -> jax.Array:
+    """Asks the compiler to split one dimension of x over the tensor axis and keep the others whole: for weights."""
+    size = tensor_size()
+    if size == 1 or x.shape[dimension] % size:
+        return x
+    return jax.lax.with_sharding_constraint(x, P(*(None,) * dimension, TENSOR))
+
+
+def on_shards(function: Callable, arrays: tuple, in_specs: tuple, out_specs: Any):
+    """Runs `function(*arrays)` on every device's share, where the mesh in context splits any of them.
+
+    The compiler cannot split a custom kernel by itself: it would gather everything on every device.
+
+    Args:
+      function: of arrays or pytrees of arrays alone.
+      arrays: its arguments; None is passed on.
+      in_specs: a PartitionSpec for each.
+      out_specs: of what it returns.
+    """
+    if not any(axis for spec in in_specs for axis in spec):
+        return function(*arrays)
+    present = [index for index, array in enumerate(arrays) if array is not None]
+
+    def local(*given):
+        full: list[Any] = [None] * len(arrays)
+        for index, array in zip(present, given, strict=True):
+            full[index] = array
+        return function(*full)
+
+    split = jax.shard_map(
+        local, in_specs=tuple(in_specs[index] for index in present), out_specs=out_specs, check_vma=False
+    )
+    return split(*(arrays[index] for index in present))
+
+
+def sharded_attention(attend: Callable, *arrays: jax.Array | None):
+    """Runs `attend(*arrays)` on each device's share of the batch; rows do not interact in attention.
 
     Args:
       attend: a function of the arrays alone whose results all have the batch as their first axis.
@@ -43,17 +124,80 @@ def sharded_attention(attend: Callable, *arrays: jax.Array | None):
     Returns:
       What `attend` returns.
     """
-    batch = next(array.shape[0] for array in arrays if array is not None)
-    axes = batch_axes(batch)
-    if not axes:
-        return attend(*arrays)
-    present = [index for index, array in enumerate(arrays) if array is not None]
+    spec = P(batch_axes(next(array.shape[0] for array in arrays if array is not None)))
+    return on_shards(attend, arrays, (spec,) * len(arrays), spec)
 
-    def local(*given):
-        full = [None] * len(arrays)
-        for index, array in zip(present, given, strict=True):
-            full[index] = array
-        return attend(*full)
 
-    split = jax.shard_map(local, in_specs=P(axes), out_specs=P(axes), check_vma=False)
-    return split(*(arrays[index] for index in present))
+@dataclasses.dataclass(frozen=True)
+class HeadSplit:
+    """How attention's arrays are split over the mesh in context.
+
+    Attributes:
+      tokens: of arrays [B, T].
+      heads: of arrays [B, T, heads, ...]: every device has whole key/value heads with their query heads.
+      rows: of arrays [B, ...] without tokens.
+      context: into how many parts the rows are split.
+    """
+
+    tokens: P
+    heads: P
+    rows: P
+    context: int
+
+
+def head_split(batch_size: int, length: int, num_kv_heads: int, multiple: int = 1, at_least: int = 1) -> HeadSplit:
+    """The split of attention over rows of `length` tokens.
+
+    Args:
+      batch_size: B.
+      length: T.
+      num_kv_heads: K; not split over the tensor axis unless it divides them.
+      multiple: a device's tokens must be a multiple of this ...
+      at_least: ... and so many, or rows stay whole.
+    """
+    rows, context = batch_axes(batch_size) or None, context_size(length)
+    if length // context % multiple or length // context < at_least:
+        context = 1
+    axis = CONTEXT if context > 1 else None
+    tensor = TENSOR if tensor_size() > 1 and num_kv_heads % tensor_size() == 0 else None
+    return HeadSplit(P(rows, axis), P(rows, axis, tensor), P(rows), context)
+
+
+# Below, functions for use inside `on_shards`, on a device's tokens x [B, T / context, ...].
+
+
+def first_token(x: jax.Array) -> jax.Array:
+    """Row position of this device's first token, int32."""
+    return jax.lax.axis_index(CONTEXT).astype(jnp.int32) * x.shape[1]
+
+
+def all_tokens(x: jax.Array) -> jax.Array:
+    """The whole row, [B, T, ...]; its gradient comes back to each device's own tokens."""
+    return jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True)
+
+
+def with_tokens_before(x: jax.Array, count: int, context: int) -> tuple[jax.Array, int]:
+    """This device's tokens after the `count` before them, fetched from the devices that hold them.
+
+    Args:
+      x: [B, T / context, ...].
+      count: tokens wanted; no more than the row can have before a token.
+      context: devices of the axis.
+
+    Returns:
+      [B, fetched + T / context, ...] and the number fetched. What lies before the row is 0.
+    """
+    length = x.shape[1]
+    fetched = min(count, (context - 1) * length)
+    pieces = [x]
+    for hop in range(1, -(-fetched // length) + 1):
+        take = min(length, fetched - (hop - 1) * length)
+        pairs = [(source, source + hop) for source in range(context - hop)]
+        pieces.insert(0, jax.lax.ppermute(x[:, length - take :], CONTEXT, pairs))
+    return jnp.concatenate(pieces, axis=1), fetched
+
+
+def with_tokens_after(x: jax.Array, count: int, context: int) -> jax.Array:
+    """This device's tokens and the `count` that follow them: [B, T / context + count, ...], 0 beyond the row."""
+    pairs = [(source, source - 1) for source in range(1, context)]
+    return jnp.concatenate([x, jax.lax.ppermute(x[:, :count], CONTEXT, pairs)], axis=1)

@@ -397,6 +397,7 @@ def nsa_attention(
     config: NSAConfig,
     segment_start: Int[Array, "B T"] | None = None,
     query_offset=None,
+    window_start=None,
     implementation: str | None = None,
     return_block_indices: bool = False,
 ):
@@ -414,6 +415,9 @@ def nsa_attention(
       config: block geometry.
       segment_start: int [B, T] or None; see the module's docstring.
       query_offset: position of the first query, or None; see the module's docstring.
+      window_start: row position of the first token of key_win and value_win, an int or a traced int32 scalar, which may
+        then have a length of their own; tokens before position 0 are never read. None means that they cover the row
+        as key_slc does. Needs a query_offset.
       implementation: see the module's docstring; it applies to all four ops.
       return_block_indices: also return the block lists that the selected branch read.
 
@@ -428,7 +432,12 @@ def nsa_attention(
     sizes = _check_query(query)
     _check_key_value(("key_cmp", "value_cmp"), key_cmp, value_cmp, query, dict(sizes), "C")
     _check_key_value(("key_slc", "value_slc"), key_slc, value_slc, query, sizes, "S")
-    _check_key_value(("key_win", "value_win"), key_win, value_win, query, sizes, "S")
+    window_symbol = "S" if window_start is None else "W"
+    _check_key_value(("key_win", "value_win"), key_win, value_win, query, sizes, window_symbol)
+    _require(
+        window_start is None or query_offset is not None,
+        f"window_start={window_start!r}: must be None without a query_offset",
+    )
     _require(
         key_cmp.shape[2] == sizes["K"] and value_cmp.shape[3] == sizes["V"],
         f"key_cmp and value_cmp have shapes {tuple(key_cmp.shape)} and {tuple(value_cmp.shape)}: must have "
@@ -462,7 +471,11 @@ def nsa_attention(
         # One backward pass for all branches: less memory and less traffic than the sum of three ops.
         arrays = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
         out, block_indices = _module("pallas").nsa_attention(
-            *arrays, config=config, segment_start=segment_start, query_offset=_offset(query_offset)
+            *arrays,
+            config=config,
+            segment_start=segment_start,
+            query_offset=_offset(query_offset),
+            window_start=window_start,
         )
     else:
         common = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
@@ -471,6 +484,11 @@ def nsa_attention(
         out_slc = selected_attention(
             query, key_slc, value_slc, block_indices, select_block=config.select_block, **common
         )
+        if window_start is not None:
+            # Positions are counted from the window's first key; what lies before the row is nobody's document.
+            start = jnp.zeros((sizes["B"], length), jnp.int32) if segment_start is None else segment_start
+            common["segment_start"] = start.astype(jnp.int32) - window_start
+            common["query_offset"] = query_offset - jnp.asarray(window_start, jnp.int32)
         out_win = window_attention(query, key_win, value_win, window=config.window, **common)
         gate = gates.astype(jnp.float32)
         branches = (out_cmp, out_slc, out_win)

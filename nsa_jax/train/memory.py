@@ -151,14 +151,14 @@ def kept_activations(made: Setup) -> int:
     # Parameters and their casts are residuals too, but no activations: those have a number for every token.
     shapes = {leaf.shape for leaf in jax.tree.leaves(made.abstract_state["params"])}
     kept = [leaf for leaf in leaves if leaf.size >= rows * length and leaf.shape not in shapes]
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) // made.mesh.size
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) // made.token_shards
 
 
 def _fixed(made: Setup) -> dict[str, int]:
     """Bytes of everything whose size is plain from its shape."""
     state, sharding = made.abstract_state, made.sharding
     parameters = _on_one_device(state["params"], sharding["params"])
-    batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_batch(made))) // made.mesh.size
+    batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_batch(made))) // made.token_shards
     return {
         "parameters": parameters,
         "optimizer": _on_one_device(state["opt_state"], sharding["opt_state"]),
@@ -176,11 +176,12 @@ def estimate(made: Setup, gpu: str) -> Memory:
     with jax.set_mesh(made.mesh):
         activations = kept_activations(made)
     m, config = made.model_config, made.config
-    rows = config.train.batch_size // config.train.grad_accum // made.mesh.size
+    rows = config.train.batch_size // config.train.grad_accum // made.batch_shards
+    length = config.data.seq_len // (made.token_shards // made.batch_shards)
     width = 3 * m.mlp_dim + 4 * m.dim + 3 * m.num_heads * m.value_head_dim * 2 + 2 * m.num_heads * m.head_dim
-    layer = 2 * rows * config.data.seq_len * width * m.dtype.itemsize
+    layer = 2 * rows * length * width * m.dtype.itemsize
     largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.abstract_state["params"]))
-    logits = 2 * min(128 * 2**20, rows * config.data.seq_len * m.vocab_size * 4)
+    logits = 2 * min(128 * 2**20, rows * length * m.vocab_size * 4)
     return Memory(
         **_fixed(made),
         activations=activations,
@@ -245,13 +246,13 @@ def compile_run(made: Setup, gpu: str) -> Compiled:
     )
 
 
-def _with_rows(config: ConfigDict, rows: int, devices: int) -> ConfigDict:
+def _with_rows(config: ConfigDict, rows: int, shards: int) -> ConfigDict:
     """The config with `rows` rows per device and micro-batch; accumulation stays if there is any."""
     changed = config.copy_and_resolve_references()
     with changed.unlocked():
         accumulate = min(config.train.grad_accum, 2)
         changed.train.grad_accum = accumulate
-        changed.train.batch_size = rows * devices * accumulate
+        changed.train.batch_size = rows * shards * accumulate
     return changed
 
 
@@ -287,11 +288,12 @@ def largest_micro_batch(config: ConfigDict, gpu: str, count: int, known: Memory,
       A `MicroBatch`, or None if not even one row fits or time was up before a second size.
     """
     start = time.perf_counter()
-    rows = config.train.batch_size // config.train.grad_accum // count
+    shards = count // (config.mesh.tensor * config.mesh.context)
+    rows = config.train.batch_size // config.train.grad_accum // shards
     sizes = {rows: known.total - known.batch}
 
     def measure(candidate: int) -> int:
-        made = for_target(_with_rows(config, candidate, count), gpu, count, vocab)
+        made = for_target(_with_rows(config, candidate, shards), gpu, count, vocab)
         memory = _train_memory(made, gpu)[0]
         sizes[candidate] = memory.total - memory.batch
         return sizes[candidate]
@@ -299,7 +301,7 @@ def largest_micro_batch(config: ConfigDict, gpu: str, count: int, known: Memory,
     def line() -> int:
         (a, low), (b, high) = sorted(sizes.items())[0], sorted(sizes.items())[-1]
         slope = max((high - low) / (b - a), 1.0)
-        row_batch = 16 * config.data.seq_len * config.train.grad_accum
+        row_batch = 16 * config.data.seq_len // config.mesh.context * config.train.grad_accum
         return max(int(a + (known.limit - low - row_batch * a) / (slope + row_batch)), 0)
 
     def last(spent: float) -> bool:

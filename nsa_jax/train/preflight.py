@@ -411,7 +411,8 @@ def _examine_program(
         (
             "batch",
             f"{config.train.batch_size} x {config.data.seq_len:,} tokens, "
-            f"{config.train.batch_size // config.train.grad_accum // size} rows per device and micro-batch",
+            f"{config.train.batch_size // config.train.grad_accum // made.batch_shards} rows of "
+            f"{config.data.seq_len * made.batch_shards // made.token_shards:,} tokens per device and micro-batch",
         ),
         ("one checkpoint", _gib(checkpoint)),
     ]

@@ -22,33 +22,67 @@ from ml_collections import ConfigDict
 
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.nn import ModelConfig, Transformer
-from nsa_jax.nn.sharding import BATCH_AXES
+from nsa_jax.nn.sharding import BATCH_AXES, CONTEXT, MESH_AXES, TENSOR
 
 State = dict[str, Any]
 
 # Below this many elements a parameter is cheaper to keep everywhere than to gather.
 _REPLICATE_BELOW = 4096
 
+# Tensor parallelism: which dimension of a parameter its mesh axis splits (a stacked layer axis not counted). All others
+# (norms, biases, the compressors, which every head shares) are whole on each of its devices. Then fsdp splits the
+# largest dimension that it divides.
+#   column parallel: every device computes its own heads or hidden features, for which it needs all of x
+#   row parallel: it multiplies them with its rows, and the products are summed over the devices
+_TENSOR_DIMENSIONS = {
+    "embedding": 0,  # [V, D] vocabulary: a device looks up its own tokens; the others add 0
+    "head": 1,  # [D, V] vocabulary: the cross-entropy sums over devices, logits are never gathered
+    "attention/w_out": 0,  # [N*V, D] row parallel, by head
+    "mlp/w_out": 0,  # [hidden, D] row parallel
+    # Fused matrices: a share of their columns would tear heads (or the halves of SwiGLU) apart. They are stored split
+    # by rows, and the layer that uses them turns this into whole heads (or hidden features) by an all-to-all.
+    "attention/w_in": 0,  # [D, ...] used column parallel, a key/value head with its queries and gates on one device
+    "mlp/w_in": 0,  # [D, 2*hidden] used column parallel
+}
+
 
 def mesh_problems(config: ConfigDict, num_devices: int) -> list[Problem]:
     """What is wrong with `config.mesh` and the batch on this many devices."""
-    data, fsdp = config.mesh.data, config.mesh.fsdp
-    where = f"config.mesh.data={data}, config.mesh.fsdp={fsdp}"
-    if fsdp < 1 or num_devices % fsdp or (data > 0 and data * fsdp != num_devices):
-        message = f"{where}: data * fsdp must be the number of devices, {num_devices}"
-        return [Problem("R020", "error", message, "set config.mesh.data=-1 and fsdp to a divisor of the device count")]
+    mesh = config.mesh
+    others = mesh.fsdp * mesh.tensor * mesh.context
+    where = ", ".join(f"config.mesh.{axis}={mesh[axis]}" for axis in ("data", "fsdp", "tensor", "context"))
+    if others < 1 or num_devices % others or (mesh.data > 0 and mesh.data * others != num_devices):
+        message = f"{where}: data * fsdp * tensor * context must be the number of devices, {num_devices}"
+        fix = "set config.mesh.data=-1 and the other axes so that their product divides the device count"
+        return [Problem("R020", "error", message, fix)]
+    per_process = num_devices // jax.process_count() if num_devices == jax.device_count() else num_devices
+    if per_process % (mesh.tensor * mesh.context):
+        message = f"{where}: tensor * context must divide the {per_process} devices of a process"
+        return [Problem("R020", "error", message, "keep these two axes within a host; split the batch over hosts")]
+    shards = num_devices // (mesh.tensor * mesh.context)
     micro = config.train.batch_size // max(config.train.grad_accum, 1)
-    if micro % num_devices:
+    if micro % shards:
+        beside = f" ({num_devices} / tensor / context)" if shards < num_devices else ""
         message = (
             f"config.train.batch_size={config.train.batch_size} with grad_accum={config.train.grad_accum}: "
-            f"micro-batches of {micro} rows cannot be split over {num_devices} devices"
+            f"micro-batches of {micro} rows cannot be split over {shards} devices{beside}"
         )
-        return [Problem("R021", "error", message, f"use a multiple of {num_devices * config.train.grad_accum} rows")]
+        return [Problem("R021", "error", message, f"use a multiple of {shards * config.train.grad_accum} rows")]
     return []
 
 
+def vocabulary_problems(config: ConfigDict, model_config: ModelConfig) -> list[Problem]:
+    """What is wrong with `config.mesh` and the vocabulary, which is known only with the tokenizer."""
+    size, tensor = model_config.vocab_size, config.mesh.tensor
+    if size % tensor == 0:
+        return []
+    message = f"config.mesh.tensor={tensor}: a vocabulary of {size:,} cannot be split over {tensor} devices"
+    fix = f"pad it: config.model.vocab_size={-(-size // (64 * tensor)) * 64 * tensor}"
+    return [Problem("R020", "error", message, fix)]
+
+
 def make_mesh(config: ConfigDict, devices: list | None = None) -> Mesh:
-    """A mesh with axes data and fsdp over all devices.
+    """A mesh with the axes data, fsdp, context and tensor over all devices.
 
     Raises:
       ConfigError: `config.mesh` or the batch size does not fit the devices.
@@ -57,9 +91,8 @@ def make_mesh(config: ConfigDict, devices: list | None = None) -> Mesh:
     problems = mesh_problems(config, len(devices))
     if problems:
         raise ConfigError(problems)
-    fsdp = config.mesh.fsdp
-    grid = np.asarray(devices).reshape(len(devices) // fsdp, fsdp)
-    return Mesh(grid, BATCH_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+    grid = np.asarray(devices).reshape(-1, *(config.mesh[axis] for axis in MESH_AXES[1:]))
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def _names(path: tuple) -> list[str]:
@@ -67,18 +100,27 @@ def _names(path: tuple) -> list[str]:
 
 
 def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """How one array of the state is laid out: its largest divisible dimension is split over the fsdp axis.
+    """How one array of the state is laid out: first by `_TENSOR_DIMENSIONS`, then its largest dimension over fsdp.
 
     Arrays under "blocks" have the layers as first axis, which is never split: a scan reads one layer at a time.
     Optimizer moments have their parameter's name in their path and get its layout.
     """
-    size = mesh.shape["fsdp"]
-    first = 1 if "blocks" in _names(path) else 0
-    dims = [dim for dim in range(first, len(shape)) if shape[dim] % size == 0]
-    if size == 1 or not dims or math.prod(shape) < _REPLICATE_BELOW:
-        return P()
-    best = max(dims, key=lambda dim: shape[dim])
-    return P(*(None,) * best, "fsdp")
+    names = _names(path)
+    first = 1 if "blocks" in names else 0
+    axes: list[tuple[str, ...]] = [()] * len(shape)
+    local = list(shape)  # sizes on one device
+    tensor, fsdp = mesh.shape.get(TENSOR, 1), mesh.shape["fsdp"]
+    rule = next((r for r in ("/".join(names[-2:]), "".join(names[-1:])) if r in _TENSOR_DIMENSIONS), None)
+    if tensor > 1 and rule is not None and shape[first + _TENSOR_DIMENSIONS[rule]] % tensor == 0:
+        axes[first + _TENSOR_DIMENSIONS[rule]] = (TENSOR,)
+        local[first + _TENSOR_DIMENSIONS[rule]] //= tensor
+    dims = [dim for dim in range(first, len(shape)) if local[dim] % fsdp == 0]
+    if fsdp > 1 and dims and math.prod(shape) >= _REPLICATE_BELOW:
+        best = max(dims, key=lambda dim: local[dim])
+        axes[best] = (*axes[best], "fsdp")
+    while axes and not axes[-1]:
+        axes.pop()
+    return P(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in axes))
 
 
 def state_sharding(state: State, mesh: Mesh) -> State:
@@ -89,8 +131,8 @@ def state_sharding(state: State, mesh: Mesh) -> State:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch are split over both axes."""
-    return NamedSharding(mesh, P(BATCH_AXES))
+    """Rows of a batch are split over data and fsdp, their tokens over context."""
+    return NamedSharding(mesh, P(BATCH_AXES, CONTEXT))
 
 
 def decays(path: tuple, _leaf=None) -> bool:
@@ -162,6 +204,16 @@ class Setup:
         """The model with these parameters."""
         return nnx.merge(self.graphdef, params)
 
+    @property
+    def batch_shards(self) -> int:
+        """Into how many parts the rows of a batch are split."""
+        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
+    @property
+    def token_shards(self) -> int:
+        """Into how many parts the tokens of a batch are split: its rows, and each row over the context axis."""
+        return self.batch_shards * self.mesh.shape[CONTEXT]
+
     def num_parameters(self) -> int:
         """Measured from the arrays."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_state["params"]))
@@ -194,9 +246,14 @@ def setup(config: ConfigDict, vocab_size: int, devices: list | None = None) -> S
       config: the training config.
       vocab_size: the tokenizer's.
       devices: None means all.
+
+    Raises:
+      ConfigError: `config.mesh`, batch, rows or vocabulary do not fit together.
     """
     mesh = make_mesh(config, devices)
     model_config = ModelConfig.from_config(config, vocab_size)
+    if problems := vocabulary_problems(config, model_config):
+        raise ConfigError(problems)
     optimizer = make_optimizer(config)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0))))
     abstract = jax.eval_shape(lambda: _init(config, model_config, optimizer))

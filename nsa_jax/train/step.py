@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from nsa_jax.nn import Transformer
-from nsa_jax.nn.sharding import batch_axes
+from nsa_jax.nn.sharding import TENSOR, batch_axes, constrain_tokens, context_size, tensor_size, token_spec
 from nsa_jax.train.state import Setup, State, batch_sharding, learning_rate
 
 Batch = dict[str, jax.Array]
@@ -40,33 +40,45 @@ def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> j
     """Cross-entropy of every token, float32 nats [B, T].
 
     Computed in chunks of the sequence that are recomputed in the backward pass, where all logits at once would be
-    large.
+    large. Over a tensor axis every device has the logits of its share of the vocabulary, and only their maxima and sums
+    are exchanged; over a context axis it has its own tokens of every chunk.
 
     Args:
       model: for its output head.
       hidden: [B, T, D] from `model.hidden`.
       targets: int32 [B, T].
     """
+    rows, length, _ = hidden.shape
+    vocab, parts = model.config.vocab_size, context_size(length)
 
-    def losses(hidden, targets):
+    def losses(hidden, targets):  # [B, parts * t, D], [B, parts * t]
         logits = model.logits(hidden)
-        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        if tensor_size() > 1:
+            logits = constrain_tokens(logits, TENSOR)
+            # Indexing a split dimension would gather it.
+            chosen = jnp.arange(vocab, dtype=targets.dtype) == targets[..., None]
+            picked = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
+        else:
+            picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1) - picked
 
-    rows, length, _ = hidden.shape
     mesh = jax.sharding.get_abstract_mesh()
-    split = math.prod(mesh.shape[axis] for axis in batch_axes(rows))
-    chunks = _num_chunks(rows // split, length, model.config.vocab_size)
+    split = math.prod(mesh.shape[axis] for axis in batch_axes(rows)) * tensor_size()
+    chunks = _num_chunks(max(rows // split, 1), length // parts, vocab)
     if chunks == 1:
         return losses(hidden, targets)
 
-    def cut(x):  # [B, T, ...] -> [chunks, B, T / chunks, ...]
-        return jnp.moveaxis(x.reshape(rows, chunks, length // chunks, *x.shape[2:]), 1, 0)
+    def cut(x):  # [B, T, ...] -> [chunks, B, T / chunks, ...], every device's own tokens in order
+        x = x.reshape(rows, parts, chunks, -1, *x.shape[2:])
+        x = jnp.moveaxis(x, 2, 0).reshape(chunks, rows, -1, *x.shape[4:])
+        spec = P(None, *token_spec(rows, x.shape[2]))
+        return jax.lax.with_sharding_constraint(x, spec) if parts > 1 else x
 
     # prevent_cse is for code outside loops; a scan cannot merge its forward and backward bodies anyway.
     step = jax.checkpoint(losses, prevent_cse=False)
     _, out = jax.lax.scan(lambda carry, inputs: (carry, step(*inputs)), None, (cut(hidden), cut(targets)))
-    return jnp.moveaxis(out, 0, 1).reshape(rows, length)
+    out = out.reshape(chunks, rows, parts, -1)
+    return jnp.moveaxis(out, 0, 2).reshape(rows, length)
 
 
 def _split_micro_batches(batch: Batch, count: int) -> Batch:
@@ -74,8 +86,8 @@ def _split_micro_batches(batch: Batch, count: int) -> Batch:
 
     def split(x):
         x = jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
-        axes = batch_axes(x.shape[1])
-        return jax.lax.with_sharding_constraint(x, P(None, axes)) if axes else x
+        spec = token_spec(*x.shape[1:3])
+        return jax.lax.with_sharding_constraint(x, P(None, *spec)) if any(spec) else x
 
     return jax.tree.map(split, batch)
 

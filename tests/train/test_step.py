@@ -238,7 +238,7 @@ def test_mesh_mistakes_are_named():
     assert "data * fsdp" in mesh_problems(tiny_config(mesh__fsdp=3), 8)[0].message
     assert "micro-batches of 4" in mesh_problems(tiny_config(train__grad_accum=2), 8)[0].message
     mesh = make_mesh(tiny_config(mesh__fsdp=4), jax.devices()[:8])
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 4}
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 4, "context": 1, "tensor": 1}
     key = jax.tree_util.DictKey
     assert partition_spec((key("embedding"),), (1000, 64), mesh) == jax.P("fsdp")
     assert partition_spec((key("blocks"), key("w_in")), (8, 64, 256), mesh) == jax.P(None, None, "fsdp")

@@ -51,35 +51,44 @@ def nsa_attention(
     config: NSAConfig,
     segment_start=None,
     query_offset=0,
+    window_start=None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `nsa_jax.nsa_attention`; returns the output and the block lists."""
     packed = segment_start is not None
-    cudnn = not packed and ranged_cudnn.serves_window(query, key_win, value_win, query_offset)
+    cudnn = not packed and window_start is None and ranged_cudnn.serves_window(query, key_win, value_win, query_offset)
     if segment_start is None:
         segment_start = jnp.zeros(query.shape[:2], jnp.int32)
     tensors = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
     offset = jnp.asarray(query_offset, jnp.int32)
     static = _Static(config, packed, cudnn, query_offset if isinstance(query_offset, int) else None)
-    return _nsa(static, tensors, segment_start.astype(jnp.int32), offset)
+    positions = (
+        segment_start.astype(jnp.int32),
+        offset,
+        jnp.asarray(0 if window_start is None else window_start, jnp.int32),
+    )
+    return _nsa(static, tensors, positions)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _nsa(static: _Static, tensors, segment_start, offset):
-    return _forward(static, tensors, segment_start, offset)[0]
+def _nsa(static: _Static, tensors, positions):
+    return _forward(static, tensors, positions)[0]
 
 
-def _ranges(static: _Static, query, key_cmp, key_win, segment_start, offset):
+def _ranges(static: _Static, query, key_cmp, key_win, positions):
     """(low, high) of the compressed and of the window branch."""
+    segment_start, offset, window_start = positions
     compressed = ranged.compressed_ranges(query, segment_start, offset, static.config)
-    window = ranged.window_ranges(query, segment_start, offset, static.config.window)
+    low, high = ranged.window_ranges(query, segment_start, offset, static.config.window)
+    window = (low - window_start, high - window_start)
     return ranged.clip_ranges(*compressed, key_cmp.shape[1]), ranged.clip_ranges(*window, key_win.shape[1])
 
 
-def _forward(static: _Static, tensors, segment_start, offset):
-    """((output, block lists), residuals)."""
+def _forward(static: _Static, tensors, positions):
+    """((output, block lists), residuals); positions are (segment_start, query_offset, window_start)."""
+    segment_start, offset, _ = positions
     query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = tensors
     config = static.config
-    (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, segment_start, offset)
+    (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, positions)
     # One branch after the other, and selection's last: some kernels work on rearranged copies as large as the query.
     out_win, lse_win = ranged.dispatch_forward(
         query, key_win, value_win, low_win, high_win, config.window, static.cudnn
@@ -108,15 +117,16 @@ def _forward(static: _Static, tensors, segment_start, offset):
     gate = gates.astype(jnp.float32)
     first, second, third = (gate[..., i, None] * out.astype(jnp.float32) for i, out in enumerate(outs))
     out = (first + second + third).astype(query.dtype)
-    return (out, indices), (tensors, segment_start, offset, indices, outs, lses)
+    return (out, indices), (tensors, positions, indices, outs, lses)
 
 
-def _nsa_fwd(static: _Static, tensors, segment_start, offset):
-    return _forward(static, tensors, segment_start, offset)
+def _nsa_fwd(static: _Static, tensors, positions):
+    return _forward(static, tensors, positions)
 
 
 def _nsa_bwd(static: _Static, residuals, cotangents):
-    tensors, segment_start, offset, indices, outs, lses = residuals
+    tensors, positions, indices, outs, lses = residuals
+    segment_start, offset, _ = positions
     query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = tensors
     d_out, _ = cotangents
     gate = gates.astype(jnp.float32)
@@ -124,7 +134,7 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
     # From here on the outputs are not needed.
     d_out, d_gates = lax.optimization_barrier((d_out, d_gates))
     deltas = gate * d_gates
-    (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, segment_start, offset)
+    (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, positions)
 
     def cotangent(branch: int):
         return (gate[..., branch, None] * d_out.astype(jnp.float32)).astype(query.dtype)
@@ -163,7 +173,7 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
         d_value_win,
         d_gates.astype(gates.dtype),
     )
-    return gradients, None, None
+    return gradients, None
 
 
 def _add(a: jax.Array, b: jax.Array) -> jax.Array:
