@@ -19,6 +19,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -297,11 +298,12 @@ def run_python(block: Block, namespace: dict) -> None:
 
 def check(found: list[Block], world: World) -> None:
     """Checks the blocks of one page."""
-    namespace: dict = {"__name__": "documentation"}
+    module = types.ModuleType("documentation_page")
+    sys.modules[module.__name__] = module  # dataclasses look their module up
     for block in found:
         try:
             if block.kind == "python":
-                run_python(block, namespace)
+                run_python(block, module.__dict__)
             elif block.kind == "bash":
                 for words in commands(block):
                     world.check_command(words)
@@ -323,7 +325,7 @@ def world(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_is_true(page, world):
-    check(blocks(page.read_text(), page.name), world)
+    check(blocks(page.read_text(), str(page.relative_to(ROOT))), world)
 
 
 @pytest.mark.parametrize(
