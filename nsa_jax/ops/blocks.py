@@ -113,6 +113,16 @@ def counted_keys(block_indices, t, start, select_block: int):
     return jnp.maximum(high - low + 1, 0).sum(-1)
 
 
+def listed_blocks(lists, num_blocks: int):
+    """Which blocks a list holds: int32 [..., n] -> bool [..., J]. Padding (J) stands for nothing."""
+    return (lists[..., None] == np.arange(num_blocks, dtype=np.int32)).any(-2)
+
+
+def also_listed(lists, others, num_blocks: int):
+    """Whether each block of a list is in another list too: int32 [..., n] twice -> bool [..., n], False for padding."""
+    return (lists[..., :, None] == others[..., None, :]).any(-1) & (lists < num_blocks)
+
+
 def select_from_importance(importance: jax.Array, t: jax.Array, start: jax.Array, config: NSAConfig) -> jax.Array:
     """Picks each query's block list from importance scores (paper eq. 11).
 

@@ -20,26 +20,25 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from nsa_jax.nn import ModelConfig
-from nsa_jax.ops import blocks, nsa
+from nsa_jax.config import NSAConfig
+from nsa_jax.nn.observe import BRANCHES, NSAArrays, walk_layers
+from nsa_jax.ops import blocks
 from nsa_jax.train.guards import Guards, TrainingError
 from nsa_jax.train.state import Setup, batch_sharding
 
-BRANCHES = ("compressed", "selected", "window")
 _COLLAPSED = 0.95
 _EPSILON = 1e-9
 
 
-def _gate_health(gates: jax.Array, outputs: list[jax.Array]) -> dict[str, jax.Array]:
+def _gate_health(gates: jax.Array, outputs: Sequence[jax.Array]) -> dict[str, jax.Array]:
     """Figures of gates [B, T, N, 3] float32 and branch outputs [B, T, N, V]."""
     share = gates / (gates.sum(-1, keepdims=True) + _EPSILON)
     means = share.mean((0, 1, 2))
@@ -56,19 +55,20 @@ def _gate_health(gates: jax.Array, outputs: list[jax.Array]) -> dict[str, jax.Ar
     }
 
 
-def selection_health(block_indices: jax.Array, start: jax.Array, config: nsa.NSAConfig) -> dict[str, jax.Array]:
+def selection_health(block_indices: jax.Array, start: jax.Array, config: NSAConfig) -> dict[str, jax.Array]:
     """Figures of block lists int32 [B, T, K, n] with segment starts int32 [B, T]."""
     length = block_indices.shape[1]
     t = jnp.arange(length, dtype=jnp.int32)[None, :, None]  # [1, T, 1]
     start = jnp.broadcast_to(start[..., None], block_indices.shape[:3])
     t = jnp.broadcast_to(t, start.shape)
     own = t[..., None] // config.select_block
-    listed = block_indices < blocks.num_selection_blocks(length, config.select_block)
+    num_blocks = blocks.num_selection_blocks(length, config.select_block)
+    listed = block_indices < num_blocks
     repeated = jnp.pad(block_indices[..., 1:] == block_indices[..., :-1], [(0, 0)] * 3 + [(1, 0)])
     first, last = blocks.candidate_range(t[..., None], start[..., None], config.select_block)
     forced = blocks.forced_blocks(block_indices, first, last, config)
     count = jnp.maximum(listed.sum(), 1)
-    same = (block_indices[:, 1:, :, :, None] == block_indices[:, :-1, :, None, :]).any(-1) & listed[:, 1:]
+    same = blocks.also_listed(block_indices[:, 1:], block_indices[:, :-1], num_blocks)
     counted = blocks.counted_keys(block_indices, t, start, config.select_block)
     predicted = blocks.selected_key_count(t, start, config)
     return {
@@ -93,33 +93,14 @@ def forward_with_health(model: Any, tokens: jax.Array, segment_start: jax.Array 
     Returns:
       What `model.hidden` returns, and {name: float32 [num_layers]}.
     """
-    config: ModelConfig = model.config
-    graphdef, stacked = nnx.split(model.blocks)
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     start = jnp.zeros_like(tokens) if segment_start is None else segment_start
-    common: dict[str, Any] = {"segment_start": segment_start, "implementation": config.implementation}
+    geometry = model.config.nsa
 
-    def layer(x, params):
-        block = nnx.merge(graphdef, params)
-        attention = block.attention
-        p = attention.project(block.norm_attention(x), positions)
-        key_cmp, value_cmp = attention.compress(p.key_raw, p.value_raw, positions[..., :1])
-        compressed, lse = nsa.compressed_attention(p.query, key_cmp, value_cmp, config=config.nsa, **common)
-        lists = nsa.select_blocks(p.query, key_cmp, lse, config=config.nsa, **common)
-        selected = nsa.selected_attention(
-            p.query, p.key_slc, p.value_slc, lists, select_block=config.nsa.select_block, **common
-        )
-        window = nsa.window_attention(p.query, p.key_win, p.value_win, window=config.nsa.window, **common)
-        outputs = [compressed, selected, window]
-        attended = sum(p.gates[..., i, None] * out.astype(jnp.float32) for i, out in enumerate(outputs))
-        x = x + attention.output(attended.astype(p.query.dtype))
-        x = x + block.mlp(block.norm_mlp(x))
-        figures = {**_gate_health(p.gates, outputs), **selection_health(lists, start, config.nsa)}
-        return x, {name: value.astype(jnp.float32) for name, value in figures.items()}
+    def look(arrays: NSAArrays) -> dict[str, jax.Array]:
+        found = {**_gate_health(arrays.gates, arrays.outputs), **selection_health(arrays.lists, start, geometry)}
+        return {name: value.astype(jnp.float32) for name, value in found.items()}
 
-    x = model.embedding[...][tokens].astype(config.dtype)
-    x, figures = jax.lax.scan(layer, x, stacked)
-    return model.norm(x), figures
+    return walk_layers(model, tokens, segment_start, look)
 
 
 def make_health(setup: Setup) -> Callable:

@@ -1,0 +1,86 @@
+"""Look into NSA: block lists, gates and attention of any model, as arrays and as figures.
+
+    import nsa_jax
+    from nsa_jax import inspect
+
+    model, tokenizer, config = nsa_jax.load("runs/quickstart")
+    tokens = tokenizer.encode("def add(a, b):\n    return a + b\n")[None]
+    found = inspect.capture(model, tokens)
+    print(found.lists.shape, found.gates.mean((1, 2, 3)))  # [L, B, T, K, n]; mean gate of each layer and branch
+    inspect.draw_lists(found).savefig("lists.png")
+
+`capture` and `read_weights` take a whole `nsa_jax.nn.Transformer`; `capture_layer` one `NSAttention` of a model of your
+own; `capture_arrays` and `read_weights_arrays` what you pass to `nsa_jax.nsa_attention`. The functions of `statistics`
+take plain arrays. Nothing of the model is changed, and no code of it: the forward pass is walked layer by layer with
+the ops that the model itself uses.
+"""
+
+from nsa_jax.inspect.capture import (
+    Capture,
+    Reading,
+    capture,
+    capture_arrays,
+    capture_layer,
+    read_weights,
+    read_weights_arrays,
+    token_kinds,
+    token_strings,
+)
+from nsa_jax.inspect.figures import (
+    COLOURS,
+    draw_gates,
+    draw_gates_by_kind,
+    draw_lists,
+    draw_masks,
+    draw_overlap,
+    draw_reading,
+    draw_statistics,
+    reading_html,
+)
+from nsa_jax.inspect.statistics import (
+    attention_statistics,
+    block_distances,
+    branch_probabilities,
+    choosing_queries,
+    chosen_by_score,
+    layer_overlap,
+    mean_by_kind,
+    neighbour_overlap,
+    spread_over_tokens,
+)
+from nsa_jax.nn.observe import BRANCHES, NSAArrays, run_attention, run_branches, walk_layers
+
+__all__ = [
+    "BRANCHES",
+    "COLOURS",
+    "Capture",
+    "NSAArrays",
+    "Reading",
+    "attention_statistics",
+    "block_distances",
+    "branch_probabilities",
+    "capture",
+    "capture_arrays",
+    "capture_layer",
+    "choosing_queries",
+    "chosen_by_score",
+    "draw_gates",
+    "draw_gates_by_kind",
+    "draw_lists",
+    "draw_masks",
+    "draw_overlap",
+    "draw_reading",
+    "draw_statistics",
+    "layer_overlap",
+    "mean_by_kind",
+    "neighbour_overlap",
+    "read_weights",
+    "read_weights_arrays",
+    "reading_html",
+    "run_attention",
+    "run_branches",
+    "spread_over_tokens",
+    "token_kinds",
+    "token_strings",
+    "walk_layers",
+]

@@ -1,0 +1,233 @@
+"""Numbers about attention and selection, from arrays alone: usable with any model that calls the operator.
+
+B batch, T query tokens, S key tokens, N query heads, K key/value heads, C compressed blocks, J selection blocks,
+n blocks per list. "..." stands for any leading axes, such as layers.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.ops import blocks
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+# Elements of the largest array of probabilities, float32.
+_CHUNK_ELEMENTS = 2**24
+
+
+def _probabilities(query: jax.Array, key: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax of query [B, P, N, H] over key [B, S, K, H] where mask [B, P, K or 1, S]; 0 where it hides everything."""
+    batch, length, num_heads, head_dim = query.shape
+    grouped = query.astype(jnp.float32).reshape(batch, length, key.shape[2], -1, head_dim)
+    scores = jnp.einsum("bpkgh,bskh->bpkgs", grouped, key.astype(jnp.float32), precision=_HIGHEST) * head_dim**-0.5
+    mask = mask[:, :, :, None, :]
+    probs = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0.0)
+    return probs.reshape(batch, length, num_heads, key.shape[1])
+
+
+def branch_probabilities(
+    query: jax.Array,
+    key_cmp: jax.Array,
+    key_slc: jax.Array,
+    key_win: jax.Array,
+    lists: jax.Array,
+    *,
+    config: NSAConfig,
+    segment_start: jax.Array | None = None,
+    positions: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention probabilities of the three branches, recomputed with dense masks.
+
+    Args:
+      query: [B, P, N, H], of the queries at `positions`.
+      key_cmp: [B, C, K, H].
+      key_slc: [B, S, K, H].
+      key_win: [B, S, K, H].
+      lists: int32 [B, P, K, n], the queries' block lists.
+      config: the operator's.
+      segment_start: int [B, P] or None.
+      positions: int [B, P]; None means that the queries are all of the row's tokens.
+
+    Returns:
+      float32 probabilities over compressed blocks [B, P, N, C], and over tokens [B, P, N, S] in the selected and the
+      window branch. Each row sums to 1, or to 0 where the branch sees nothing.
+    """
+    t, start = blocks.query_positions(query, segment_start, 0)
+    t = t if positions is None else positions
+    low, high = blocks.compressed_range(t, start, config)
+    index = jnp.arange(key_cmp.shape[1], dtype=jnp.int32)
+    sees_block = (index >= low[..., None]) & (index < high[..., None])
+    token = jnp.arange(key_slc.shape[1], dtype=jnp.int32)
+    usable = (token >= start[..., None]) & (token <= t[..., None])  # [B, P, S]
+    num_blocks = blocks.num_selection_blocks(key_slc.shape[1], config.select_block)
+    listed = jnp.repeat(blocks.listed_blocks(lists, num_blocks), config.select_block, axis=-1)[..., : key_slc.shape[1]]
+    near = usable & (token > t[..., None] - config.window)
+    return (
+        _probabilities(query, key_cmp, sees_block[:, :, None]),
+        _probabilities(query, key_slc, listed & usable[:, :, None]),
+        _probabilities(query, key_win, near[:, :, None]),
+    )
+
+
+def spread_over_tokens(compressed, num_keys: int, config: NSAConfig):
+    """Weights of compressed blocks shared out evenly among their tokens: [..., C] -> [..., S].
+
+    Exact for the mean compressor, whose keys and values are means of l tokens; for a learned one it says which tokens
+    a block was made of, not which of them mattered.
+    """
+    spread = np.zeros((compressed.shape[-1], num_keys), np.float32)
+    for block in range(compressed.shape[-1]):
+        first = block * config.compress_stride
+        spread[block, first : first + config.compress_block] = 1 / config.compress_block
+    return compressed @ spread
+
+
+def attention_statistics(
+    query: jax.Array,
+    key_cmp: jax.Array,
+    key_slc: jax.Array,
+    key_win: jax.Array,
+    lists: jax.Array,
+    *,
+    config: NSAConfig,
+    segment_start: jax.Array | None = None,
+) -> dict[str, jax.Array]:
+    """How each branch spreads its attention. Memory is linear in T: queries are taken in chunks.
+
+    Args:
+      query: [B, T, N, H]; the other arguments are `branch_probabilities`'.
+
+    Returns:
+      float32 [B, T, N, 3] each, in the order compressed, selected, window, 0 where the branch sees nothing:
+      entropy: of the branch's probabilities, nats.
+      largest: the highest of them.
+      distance: mean distance from the query to what it reads, tokens; a compressed block counts from its middle.
+      beyond_window: share that is read from keys which the window does not reach.
+    """
+    batch, length, num_heads, _ = query.shape
+    num_keys = key_slc.shape[1]
+    t, start = blocks.query_positions(query, segment_start, 0)
+    token = jnp.arange(num_keys, dtype=jnp.float32)
+    middle = jnp.arange(key_cmp.shape[1]) * config.compress_stride + (config.compress_block - 1) / 2
+
+    def chunk(args):
+        query, lists, t, start = (jnp.moveaxis(x, 0, 1) for x in args)  # [B, P, ...]
+        keys = (key_cmp, key_slc, key_win)
+        probs = branch_probabilities(query, *keys, lists, config=config, segment_start=start, positions=t)
+        found: dict[str, list[jax.Array]] = {"entropy": [], "largest": [], "distance": [], "beyond_window": []}
+        for p, where in zip(probs, (middle, token, token), strict=True):
+            away = t[:, :, None, None] - where
+            found["entropy"].append(-(p * jnp.log(jnp.where(p > 0, p, 1.0))).sum(-1))
+            found["largest"].append(p.max(-1, initial=0.0))
+            found["distance"].append((p * away).sum(-1))
+            found["beyond_window"].append((p * (away >= config.window)).sum(-1))
+        return {name: jnp.moveaxis(jnp.stack(parts, -1), 1, 0) for name, parts in found.items()}
+
+    size = max(min(_CHUNK_ELEMENTS // (batch * num_heads * num_keys), length), 1)
+    while length % size:
+        size -= 1
+
+    def cut(x):
+        return jnp.moveaxis(x, 1, 0).reshape(length // size, size, *x.shape[:1], *x.shape[2:])
+
+    found = jax.lax.map(chunk, (cut(query), cut(lists), cut(t), cut(start)))  # [chunks, P, B, N, 3]
+    return {name: jnp.moveaxis(x.reshape(length, batch, num_heads, 3), 0, 1) for name, x in found.items()}
+
+
+def chosen_by_score(lists, config: NSAConfig, segment_start=None, positions=None):
+    """Which listed blocks were chosen by their importance and not forced (first and last blocks of the document).
+
+    Args:
+      lists: int32 [..., B, T, K, n].
+      config: the operator's.
+      segment_start: int [B, T] or None.
+      positions: int [B, T] or [T] of the queries; None means 0..T-1.
+
+    Returns:
+      bool [..., B, T, K, n]; False for padding.
+    """
+    t = np.arange(lists.shape[-3], dtype=np.int32) if positions is None else positions
+    t = t[..., None, None]
+    start = 0 * t if segment_start is None else segment_start[..., None, None]
+    first, last = blocks.candidate_range(t, start, config.select_block)
+    candidate = (lists >= first) & (lists <= last)
+    return candidate & ~blocks.forced_blocks(lists, first, last, config)
+
+
+def block_distances(lists, config: NSAConfig, positions=None):
+    """Distance from each query's own block to the blocks it lists, in tokens: [..., T, K, n], -1 for padding.
+
+    Args:
+      lists: int32 [..., T, K, n].
+      config: the operator's.
+      positions: int [T] or [..., T] of the queries; None means 0..T-1.
+    """
+    t = np.arange(lists.shape[-3], dtype=np.int32) if positions is None else positions
+    blocks_back = t[..., None, None] // config.select_block - lists
+    return np.where(blocks_back >= 0, blocks_back * config.select_block, -1)
+
+
+def neighbour_overlap(lists, num_blocks: int, lag: int = 1) -> np.ndarray:
+    """Share of each query's blocks that the query `lag` tokens before it lists too.
+
+    Args:
+      lists: int32 [..., T, K, n].
+      num_blocks: J.
+      lag: tokens.
+
+    Returns:
+      float [..., T - lag, K]. A kernel that serves neighbours together loads so much less.
+    """
+    lists = np.asarray(lists)
+    same = blocks.also_listed(lists[..., lag:, :, :], lists[..., : lists.shape[-3] - lag, :, :], num_blocks)
+    return same.sum(-1) / np.maximum((lists[..., lag:, :, :] < num_blocks).sum(-1), 1)
+
+
+def choosing_queries(config: NSAConfig, segment_start) -> np.ndarray:
+    """Queries with more candidate blocks than a list has room for: bool [B, T] for segment starts int [B, T].
+
+    The others list everything that they may read, so that their lists say nothing about the model.
+    """
+    start = np.asarray(segment_start)
+    first, last = blocks.candidate_range(np.arange(start.shape[1]), start, config.select_block)
+    return last - first + 1 > config.num_selected
+
+
+def layer_overlap(lists, config: NSAConfig, segment_start=None) -> tuple[np.ndarray, float]:
+    """How much the lists of layers and head groups have in common, beyond the blocks that all of them must list.
+
+    Args:
+      lists: int32 [L, B, T, K, n].
+      config: the operator's.
+      segment_start: int [B, T] or None.
+
+    Returns:
+      float [L * K, L * K]: of the blocks that row (layer, group) chose by score, the share that the column chose as
+      well, over the queries that have a choice; the diagonal is 1. And what choosing at random would give. NaN where
+      no query has a choice.
+    """
+    lists = np.asarray(lists)
+    num_layers, batch, length, num_kv = lists.shape[:4]
+    num_blocks = blocks.num_selection_blocks(length, config.select_block)
+    start = np.zeros((batch, length), np.int32) if segment_start is None else np.asarray(segment_start)
+    choosing = choosing_queries(config, start)
+    chosen = chosen_by_score(lists, config, start)
+    sets = blocks.listed_blocks(np.where(chosen, lists, num_blocks), num_blocks)[:, choosing]  # [L, Q, K, J]
+    sets = np.moveaxis(sets, 2, 1).reshape(num_layers * num_kv, -1).astype(np.float32)
+    size = sets.sum(-1, keepdims=True)
+    first, last = blocks.candidate_range(np.arange(length), start, config.select_block)
+    forced = config.num_initial + config.num_local
+    candidates = (last - first + 1)[choosing] - forced
+    if not candidates.size:
+        return np.full((len(sets), len(sets)), np.nan), float("nan")
+    shared = (sets @ sets.T) / np.where(size > 0, size, np.nan)
+    return shared, float(((config.num_selected - forced) / candidates).mean())
+
+
+def mean_by_kind(values, kinds) -> dict[str, np.ndarray]:
+    """Means of values [L, B, T, ...] over the tokens of each kind (array of str [B, T]): {kind: float [L, ...]}."""
+    values, kinds = np.asarray(values), np.asarray(kinds)
+    return {str(kind): values[:, kinds == kind].mean(1) for kind in np.unique(kinds)}

@@ -1,0 +1,121 @@
+"""A model's forward pass, layer by layer, with what every NSA layer computes in between laid open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.nn.attention import NSAttention
+from nsa_jax.nn.transformer import Transformer
+from nsa_jax.ops import nsa
+
+BRANCHES = ("compressed", "selected", "window")  # the order of gates and of every array with a branch axis
+
+
+class NSAArrays(NamedTuple):
+    """The operator's inputs, and what lies between them and its output, for one layer."""
+
+    query: jax.Array  # [B, T, N, H]
+    key_cmp: jax.Array  # [B, C, K, H]
+    value_cmp: jax.Array  # [B, C, K, V]
+    key_slc: jax.Array  # [B, T, K, H]
+    value_slc: jax.Array  # [B, T, K, V]
+    key_win: jax.Array  # [B, T, K, H]
+    value_win: jax.Array  # [B, T, K, V]
+    gates: jax.Array  # [B, T, N, 3] float32
+    lists: jax.Array  # int32 [B, T, K, n], the block lists
+    outputs: tuple[jax.Array, jax.Array, jax.Array]  # of the branches, each [B, T, N, V], before the gates
+
+    def attended(self) -> jax.Array:
+        """The operator's output, sum of gate * branch: [B, T, N, V] in query's dtype."""
+        parts = (self.gates[..., i, None] * out.astype(jnp.float32) for i, out in enumerate(self.outputs))
+        return sum(parts).astype(self.query.dtype)  # type: ignore[union-attr]
+
+
+def run_branches(
+    query: jax.Array,
+    key_cmp: jax.Array,
+    value_cmp: jax.Array,
+    key_slc: jax.Array,
+    value_slc: jax.Array,
+    key_win: jax.Array,
+    value_win: jax.Array,
+    gates: jax.Array,
+    *,
+    config: NSAConfig,
+    segment_start: jax.Array | None = None,
+    implementation: str | None = None,
+) -> NSAArrays:
+    """What `nsa_jax.nsa_attention` does, with the block lists and the branches' outputs kept; the arguments are its."""
+    common: dict[str, Any] = {"segment_start": segment_start, "implementation": implementation}
+    compressed, lse = nsa.compressed_attention(query, key_cmp, value_cmp, config=config, **common)
+    lists = nsa.select_blocks(query, key_cmp, lse, config=config, **common)
+    selected = nsa.selected_attention(query, key_slc, value_slc, lists, select_block=config.select_block, **common)
+    window = nsa.window_attention(query, key_win, value_win, window=config.window, **common)
+    outputs = (compressed, selected, window)
+    return NSAArrays(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lists, outputs)
+
+
+def run_attention(attention: NSAttention, h: jax.Array, segment_start: jax.Array | None = None) -> NSAArrays:
+    """What one layer of attention computes for its input.
+
+    Args:
+      attention: the module.
+      h: [B, T, D], its (normed) input in the compute dtype.
+      segment_start: int [B, T] or None.
+    """
+    config = attention.config
+    positions = jnp.arange(h.shape[1], dtype=jnp.int32)
+    p = attention.project(h, positions)
+    key_cmp, value_cmp = attention.compress(p.key_raw, p.value_raw, positions[..., :1])
+    return run_branches(
+        p.query,
+        key_cmp,
+        value_cmp,
+        p.key_slc,
+        p.value_slc,
+        p.key_win,
+        p.value_win,
+        p.gates,
+        config=config.nsa,
+        segment_start=segment_start,
+        implementation=config.implementation,
+    )
+
+
+def walk_layers(
+    model: Transformer, tokens: jax.Array, segment_start: jax.Array | None, look: Callable[[NSAArrays], Any]
+) -> tuple[jax.Array, Any]:
+    """The model's forward pass, with a function applied to what each layer computes. Traceable.
+
+    Layers are stacked whether or not the model scans them, so both kinds are walked by one scan.
+
+    Args:
+      model: a Transformer with attention "nsa".
+      tokens: int32 [B, T].
+      segment_start: int32 [B, T] or None.
+      look: `NSAArrays` of a layer -> arrays.
+
+    Returns:
+      What `model.hidden` returns, and what `look` returned with a leading axis of num_layers.
+
+    Raises:
+      ValueError: the model has no NSA layers.
+    """
+    if model.config.attention != "nsa":
+        raise ValueError(f"model.config.attention={model.config.attention!r}: must be 'nsa' to be looked into")
+    graphdef, stacked = nnx.split(model.blocks)
+
+    def layer(x, params):
+        block: Any = nnx.merge(graphdef, params)
+        arrays = run_attention(block.attention, block.norm_attention(x), segment_start)
+        x = x + block.attention.output(arrays.attended())
+        return x + block.mlp(block.norm_mlp(x)), look(arrays)
+
+    x, seen = jax.lax.scan(layer, model.embedding[...][tokens].astype(model.config.dtype), stacked)
+    return model.norm(x), seen
