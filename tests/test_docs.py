@@ -397,7 +397,7 @@ def _exists(dotted: str) -> bool:
 def test_names_in_the_text_exist(page):
     """Fields of the config, names of the package and rules, as the text mentions them."""
     text, schema, unknown = prose(page.read_text()), default_config(), []
-    for dotted in re.findall(r"(?<![\w./])config\.((?:[a-z_0-9]+\.)*[a-z_0-9]+)", text):
+    for dotted in re.findall(r"(?<![\w./])config\.(?!md|py|json)((?:[a-z_0-9]+\.)*[a-z_0-9]+)", text):
         field = schema
         for name in dotted.split("."):
             if not hasattr(field, name):
