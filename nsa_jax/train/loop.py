@@ -9,6 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,15 @@ from nsa_jax.train.watchdog import Watchdog
 logger = logging.getLogger("nsa_jax")
 
 HALT = "HALT"
-_WAITED = 1e-3  # seconds; a shorter wait for metrics means that they were there
+# Notes when steps end. Reading their metrics would tell too late: that happens a log line later, takes milliseconds, and
+# the host may have been held back meanwhile.
+_watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step-end")
+
+
+def _end_of(values: Any) -> float:
+    """Waits until the device has computed `values`; returns the time."""
+    jax.block_until_ready(values)
+    return time.perf_counter()
 
 
 class _StopRequest:
@@ -136,11 +145,18 @@ class _Interval:
         self.waits: list[float] = []
         self.health: dict[str, jax.Array] | None = None  # of NSA after the last step
         self.untimed = 0  # steps before the clock's last restart
-        self.dispatched = 0.0  # when the last step had been dispatched
+        self._end: Future[float] | None = None
 
     def close(self, waits: list[float]) -> None:
         """Called when the last step has been dispatched."""
-        self.waits, self.dispatched = waits, time.perf_counter()
+        self.waits = waits
+        if self.values:
+            self._end = _watcher.submit(_end_of, self.values[-1])
+
+    def end(self) -> float:
+        """When the device finished the last step, on the clock of `time.perf_counter`."""
+        assert self._end is not None, "close() comes first"
+        return self._end.result()
 
     def read(self) -> list[dict[str, float]]:
         """Waits for the last of the steps."""
@@ -471,17 +487,10 @@ class _Clock:
         self._mark = time.perf_counter()
 
     def lap(self, interval: _Interval) -> tuple[list[dict[str, float]], float]:
-        """Waits for the interval; returns its metrics and the seconds since the end of the one before.
-
-        If the interval is still running, it ends when the wait does. If it was over already, the host has been held
-        back by the device, and its last step was dispatched about when it ended.
-        """
-        before = time.perf_counter()
-        rows = interval.read()
-        now = time.perf_counter()
-        end = now if now - before > _WAITED else max(interval.dispatched, self._mark)
+        """Waits for the interval; returns its metrics and the seconds from the end of the one before to its own."""
+        end = max(interval.end(), self._mark)
         seconds, self._mark = end - self._mark, end
-        return rows, max(seconds, 1e-9)
+        return interval.read(), max(seconds, 1e-9)
 
 
 def run(
