@@ -1,0 +1,70 @@
+"""Makes one HTML file that shows what runs did: curves, health of NSA, alarms, samples, configuration.
+
+    python -m nsa_jax.report runs/quickstart
+    python -m nsa_jax.report runs/quickstart runs/wider --out comparison.html
+
+The file holds everything, the charting library included (2 MB), and opens from disk without a network. A run that was
+interrupted, or that still trains, is shown as far as it got. Several runs are drawn into the same charts, with the
+difference of their configurations; health, samples and configuration are shown of one run at a time.
+
+`python -m nsa_jax.evaluate RUN` beforehand adds loss by position in the context, and needles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from nsa_jax.report.page import build
+from nsa_jax.report.reading import ReportError, read_run
+
+EXIT_USAGE = 2
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file that is never seen half-written; an existing one stays if anything goes wrong.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    number, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(number, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)  # mkstemp's files are for their owner alone
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line tool; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nsa_jax.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's workdir")
+    parser.add_argument("--out", type=Path, help="file to write; default: report.html in the first run's directory")
+    args = parser.parse_args(argv)
+    out = args.out or args.runs[0] / "report.html"
+    try:
+        once = {path.resolve(): path for path in args.runs}  # a run that is named twice is shown once
+        text = build([read_run(path) for path in once.values()])
+        if out.is_dir():
+            raise ReportError(f"--out {out}: a directory; name a file")
+        write(out, text)
+    except (ReportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    print(f"{out} ({len(text.encode()) / 1e6:.1f} MB)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

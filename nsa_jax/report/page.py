@@ -1,0 +1,110 @@
+"""The page: one HTML file that holds the data, the charting library and what draws with it."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import importlib.metadata
+import importlib.util
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from nsa_jax.report.reading import COLUMNS, POINTS, ReportError, clean, flatten
+
+_HERE = Path(__file__).parent
+_SCRIPTS = ("charts.js", "sections.js", "curves.js", "details.js", "page.js")
+# What of the environment is worth comparing; the rest follows from it or differs between any two runs.
+_COMPARED = ("devices.", "versions.", "git.", "mesh.", "implementations.", "parameters.total", "data.tokenizer")
+
+
+def labels(runs: list[dict[str, Any]]) -> list[str]:
+    """A short name for each run: the directory's, with as much of the path as tells it from the others."""
+    parts = [Path(run["path"]).parts for run in runs]
+    depth = 1
+    while depth < max(map(len, parts)) and len({part[-depth:] for part in parts}) < len(runs):
+        depth += 1
+    return ["/".join(part[-depth:]).replace("//", "/") for part in parts]
+
+
+def differences(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fields of config and environment that are not the same in all runs: {"name", "values" (None: not there)}."""
+    found = []
+    tables = [run["config"] for run in runs]
+    environments = [flatten(run["environment"]) for run in runs]
+    for prefix, group in (("config.", tables), ("", environments)):
+        names: dict[str, None] = {name: None for table in group for name in table}
+        for name in names:
+            if not prefix and not name.startswith(_COMPARED):
+                continue
+            values = [table.get(name) for table in group]
+            if any(value != values[0] for value in values):
+                found.append({"name": prefix + name, "values": values})
+    return found
+
+
+def _plotly() -> tuple[str, str]:
+    """The charting library, gzip in base64, and its version line."""
+    spec = importlib.util.find_spec("plotly")
+    places = (spec.submodule_search_locations if spec else None) or []
+    for place in places:
+        path = Path(place) / "package_data" / "plotly.min.js"
+        if path.is_file():
+            code = path.read_bytes()
+            version = re.search(rb"plotly\.js v[\w.-]+", code[:400])
+            name = version.group().decode() if version else "plotly.js"
+            return base64.b64encode(gzip.compress(code, 9, mtime=0)).decode(), name
+    raise ReportError("the charting library is missing: pip install plotly")
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("nsa_jax")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return ""
+
+
+def embed(value: Any) -> str:
+    """JSON that may stand in a script element: no text in it can end the element or open a comment."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def build(runs: list[dict[str, Any]]) -> str:
+    """The page of some runs.
+
+    Args:
+      runs: as `read_run` returns them; at least one.
+
+    Returns:
+      HTML that asks for nothing from the network: its Content-Security-Policy forbids it.
+
+    Raises:
+      ReportError: the charting library is not installed.
+    """
+    named = [{**run, "label": label} for run, label in zip(runs, labels(runs), strict=True)]
+    library, library_name = _plotly()
+    data = {
+        "generated": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "version": _version(),
+        "library": library_name,
+        "points": POINTS,
+        "columns": COLUMNS,
+        "runs": named,
+        "differences": differences(named) if len(named) > 1 else [],
+    }
+    title = named[0]["label"] if len(named) == 1 else f"{len(named)} runs"
+    parts = {
+        "title": html.escape(f"{title}: run report"),
+        "style": (_HERE / "style.css").read_text(encoding="utf-8"),
+        "library_name": html.escape(library_name),
+        "library": library,
+        "data": embed(clean(data)),
+        "script": "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS),
+    }
+    template = (_HERE / "page.html").read_text(encoding="utf-8")
+    # One pass: what is filled in is not looked at again.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)
