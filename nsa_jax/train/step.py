@@ -55,11 +55,7 @@ def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> j
         logits = model.logits(hidden)
         if tensor_size() > 1:
             logits = constrain_tokens(logits, TENSOR)
-            # Indexing a split dimension would gather it.
-            chosen = jnp.arange(vocab, dtype=targets.dtype) == targets[..., None]
-            picked = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
-        else:
-            picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1) - picked
 
     mesh = jax.sharding.get_abstract_mesh()

@@ -1,12 +1,17 @@
 """Every mesh trains the same model: losses of one device over twenty steps, on rows of several documents."""
 
 import functools
+import re
 
 import jax
 import numpy as np
 import pytest
 
-from .tiny import random_batch, steps, tiny_config
+from nsa_jax.config import ConfigError, validate
+from nsa_jax.train.state import make_mesh, mesh_problems, partition_spec, setup
+from nsa_jax.train.step import make_train_step
+
+from .tiny import VOCAB, random_batch, steps, tiny_config
 
 # On 4 devices of the context axis a row's 48 tokens are cut at 12, 24 and 36: the first and the last cut go through a
 # selection block of 8 tokens, every cut through a compressed block of 8 and a window of 12.
@@ -54,3 +59,74 @@ def test_every_mesh_gives_the_losses_of_one_device(mesh, monkeypatch):
     for step, (one, many) in enumerate(zip(want, got, strict=True)):
         assert abs(one["loss"] - many["loss"]) < 1e-5, step
         assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+
+
+def test_the_state_is_split_by_the_table_and_over_fsdp(monkeypatch):
+    monkeypatch.setattr("nsa_jax.train.state._REPLICATE_BELOW", 1)
+    _, state = twenty_steps(fsdp=2, tensor=2, context=2)
+    matrices = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    split = [
+        leaf for path, leaf in matrices.items() if "embedding" in path or "attention']['w_" in path or "'mlp'" in path
+    ]
+    assert len(split) == 3 * 5  # parameters and both moments of embedding, attention's and the MLP's matrices
+    for leaf in split:
+        assert leaf.addressable_shards[0].data.size == leaf.size // 4
+    whole = [leaf for path, leaf in matrices.items() if "compress_" in path and "'w_1'" in path]
+    assert len(whole) == 3 * 2
+    for leaf in whole:
+        assert leaf.addressable_shards[0].data.size == leaf.size // 2  # by fsdp alone: every head needs the compressor
+
+
+def test_partition_specs_by_name():
+    mesh = make_mesh(tiny_config(mesh__fsdp=2, mesh__tensor=2), jax.devices()[:8])
+    spec = lambda shape, *names: partition_spec(tuple(map(jax.tree_util.DictKey, names)), shape, mesh)  # noqa: E731
+    assert spec((1000, 64), "params", "embedding") == jax.P(("tensor", "fsdp"))
+    assert spec((64, 1000), "params", "head") == jax.P(None, ("tensor", "fsdp"))
+    assert spec((3, 64, 256), "params", "blocks", "attention", "w_out") == jax.P(None, "tensor", "fsdp")
+    assert spec((3, 64, 99), "opt_state", "mu", "blocks", "mlp", "w_in") == jax.P(None, ("tensor", "fsdp"))
+    assert spec((3, 64, 256), "params", "blocks", "attention", "compress_key", "w_in") == jax.P(None, None, "fsdp")
+    assert spec((3, 8), "params", "blocks", "norm", "scale") == jax.P()
+
+
+def compiled(**changes):
+    config = tiny_config(train__batch_size=4, model__num_layers=1, model__implementation="xla", **changes)
+    made = setup(config, config.model.vocab_size or VOCAB, jax.devices()[:4])
+    step = make_train_step(made, np.ones(made.model_config.vocab_size, np.int32))
+    with jax.set_mesh(made.mesh):
+        return step.lower(made.target(), random_batch(config)).compile().as_text()
+
+
+def test_logits_and_tokens_stay_split_in_the_compiled_step(monkeypatch):
+    monkeypatch.setattr("nsa_jax.train.step._LOGIT_BYTES", 4 * 48 * 992 * 4 // 8)  # the loss in chunks
+    text = compiled(mesh__tensor=2, mesh__context=2, model__vocab_size=992, train__grad_accum=1)
+    # Neither the table nor a token's logits are ever whole. (The bytes of each token, f32[992], are.)
+    assert re.search(r"f32\[[\d,]+,496\]", text)
+    assert not re.search(r"f32\[[\d,]+,992\]|f32\[992,", text)
+    # Nothing as wide as the model or the MLP's two halves has a whole row of tokens.
+    assert re.search(r"f32\[4,24,32\]", text)
+    assert not re.search(r"f32\[4,48,(32|96)\]", text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(mesh__tensor=4), "does not divide num_kv_heads=2"),
+        (dict(mesh__tensor=2, model__mlp_dim=51), "does not divide mlp_dim=51"),
+        (dict(mesh__tensor=2, model__vocab_size=257), "does not divide vocab_size=257"),
+        (dict(mesh__context=8), "cannot be split over 8 devices in multiples of 4 tokens"),
+        (dict(mesh__context=5), "cannot be split over 5 devices"),
+        (dict(mesh__context=0), "too small"),
+    ],
+)
+def test_axes_that_do_not_fit_the_model_are_refused(changes, message):
+    found = [problem for problem in validate(tiny_config(**changes)) if problem.severity == "error"]
+    assert any(message in problem.message for problem in found)
+
+
+def test_axes_that_do_not_fit_devices_batch_or_vocabulary_are_refused():
+    assert "data * fsdp * tensor * context" in mesh_problems(tiny_config(mesh__tensor=3), 8)[0].message
+    assert mesh_problems(tiny_config(mesh__tensor=2, mesh__context=2, train__batch_size=2), 8) == []
+    problem = mesh_problems(tiny_config(mesh__context=2, train__batch_size=6), 8)[0]
+    assert "6 rows cannot be split over 4 devices" in problem.message
+    with pytest.raises(ConfigError, match="vocabulary of 257 cannot be split over 2 devices.*vocab_size=384"):
+        setup(tiny_config(mesh__tensor=2), 257, jax.devices()[:8])

@@ -1,0 +1,129 @@
+"""Layers under a mesh whose axes split tokens and heads: the numbers and gradients of one device, and no look ahead."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+from nsa_jax import NSAConfig
+from nsa_jax.nn import DenseAttention, ModelConfig, NSAttention, Transformer
+from nsa_jax.nn.sharding import MESH_AXES
+
+# 48 tokens in shares of 12: every cut goes through a window of 20, which reaches over two shares, and a compressed
+# block of 8; two of three cuts go through a selection block.
+NSA = NSAConfig(
+    compress_block=8, compress_stride=4, select_block=8, num_selected=4, num_initial=1, num_local=2, window=20
+)
+CONFIG = ModelConfig(
+    dim=32, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=50, num_layers=2, mlp_dim=48, nsa=NSA, init_std=0.1,
+    compute_dtype="float32", implementation="xla",
+)  # fmt: skip
+LENGTH = 48
+
+
+def mesh_of(**sizes):
+    shape = [sizes.get(axis, 1) for axis in MESH_AXES]
+    return Mesh(np.asarray(jax.devices()[: np.prod(shape)]).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * 4)
+
+
+def layer_outputs(layer, x, segment_start, mesh=None):
+    """Output of a layer, and the gradients of its parameters and input."""
+    graphdef, params = nnx.split(layer)
+
+    @jax.jit
+    def run(params, x, segment_start):
+        def loss(params, x):
+            out = nnx.merge(graphdef, params)(x, segment_start)
+            return jnp.sum(jnp.sin(3 * out)), out
+
+        (_, out), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+        return out, grads
+
+    if mesh is None:
+        return run(params, x, segment_start)
+    with jax.set_mesh(mesh):
+        return run(params, x, segment_start)
+
+
+def inputs(batch=2):
+    x = jax.random.normal(jax.random.key(1), (batch, LENGTH, CONFIG.dim))
+    starts = np.where(np.arange(LENGTH) >= 21, 21, 0)
+    return x, jnp.asarray(np.stack([starts, np.zeros(LENGTH)])[:batch], jnp.int32)
+
+
+@functools.cache
+def truth(attention, packed):
+    layer = (NSAttention if attention == "nsa" else DenseAttention)(
+        dataclasses.replace(CONFIG, attention=attention, implementation="reference"), rngs=nnx.Rngs(0)
+    )
+    x, segment_start = inputs()
+    return layer_outputs(layer, x, segment_start if packed else None)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "packed", "mesh"),
+    [
+        ("xla", True, dict(context=4, tensor=2)),
+        ("xla", False, dict(fsdp=2, context=4)),
+        ("pallas", True, dict(context=4, tensor=2)),
+        ("pallas", False, dict(context=4)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_nsa_on_shares_of_tokens_and_heads(implementation, packed, mesh):
+    layer = NSAttention(dataclasses.replace(CONFIG, implementation=implementation), rngs=nnx.Rngs(0))
+    x, segment_start = inputs()
+    got = layer_outputs(layer, x, segment_start if packed else None, mesh_of(**mesh))
+    chex.assert_trees_all_close(got, truth("nsa", packed), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["dense", "window"])
+def test_dense_and_window_layers_on_shares_of_tokens_and_heads(attention):
+    layer = DenseAttention(dataclasses.replace(CONFIG, attention=attention), rngs=nnx.Rngs(0))
+    x, segment_start = inputs()
+    for packed in (True, False):
+        got = layer_outputs(layer, x, segment_start if packed else None, mesh_of(context=4, tensor=2))
+        chex.assert_trees_all_close(got, truth(attention, packed), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense", "window"])
+def test_tokens_after_t_change_nothing_up_to_t_on_any_device(attention):
+    config = dataclasses.replace(CONFIG, attention=attention, num_layers=1)
+    graphdef, params = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
+    run = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))
+    tokens = jax.random.randint(jax.random.key(1), (2, LENGTH), 0, CONFIG.vocab_size)
+    with jax.set_mesh(mesh_of(context=4, tensor=2)):
+        before = run(params, tokens)
+        for t in (0, 10, 11, 12, 23, 24, 31, 35, 46):  # around the cuts at 12, 24 and 36
+            after = run(params, tokens.at[:, t + 1 :].set((tokens[:, t + 1 :] + 1) % CONFIG.vocab_size))
+            chex.assert_trees_all_equal(before[:, : t + 1], after[:, : t + 1])
+            assert bool((before[:, t + 1 :] != after[:, t + 1 :]).any())
+
+
+def test_rows_that_cannot_be_split_are_computed_whole():
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    graphdef, params = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
+    run = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))
+    for length in (5, 36, 47):  # shares of 9 are no multiple of the compress stride; 5 and 47 have no equal shares
+        tokens = jax.random.randint(jax.random.key(1), (1, length), 0, CONFIG.vocab_size)
+        want = run(params, tokens)
+        with jax.set_mesh(mesh_of(fsdp=2, context=4)):
+            chex.assert_trees_all_close(run(params, tokens), want, atol=1e-5)
+
+
+def test_the_layers_fetch_what_they_say():
+    """Of a layer's forward pass, traced: two halos into compressed blocks and two windows of two hops, four gathers."""
+    graphdef, params = nnx.split(NSAttention(CONFIG, rngs=nnx.Rngs(0)))
+    x, _ = inputs()
+    with jax.set_mesh(mesh_of(context=4, tensor=2)):
+        text = str(jax.make_jaxpr(lambda params, x: nnx.merge(graphdef, params)(x))(params, x))
+    assert text.count("ppermute[") == 2 + 2 * 2
+    gathered = sorted(line.split(":")[1].split("=")[0].strip() for line in text.splitlines() if "all_gather[" in line)
+    # [B, T / d, K / 2, H] of the compressed branch and [B, T, K / 2, H] of the selected one: one head per device.
+    assert gathered == ["f32[2,12,1,16]"] * 2 + ["f32[2,48,1,16]"] * 2
