@@ -6,6 +6,9 @@ again with the same workdir.
     python train.py --config=configs/a100_prod.py --preflight --target=a100-80gb --devices=8
 
 says whether the run is sane, fits and what it will cost, and exits with 0 or 2. It needs no GPU.
+
+The same command, started on every host by Slurm, Open MPI or an indexed Kubernetes job, is one run over all of their
+devices; launch/README.md has examples. Without a launcher: --coordinator=HOST:PORT --num_processes=N --process_id=I.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from absl import app, flags
@@ -34,8 +38,20 @@ _TARGET = flags.DEFINE_enum(
 _DEVICES = flags.DEFINE_integer(
     "devices", None, "Preflight: number of those GPUs; default: config.preflight.devices.", lower_bound=1
 )
+_PROFILE = flags.DEFINE_string(
+    "profile", None, "START:STOP writes a trace of steps START to STOP - 1 to WORKDIR/profile (xprof, Perfetto)."
+)
+_DISTRIBUTED = flags.DEFINE_bool(
+    "distributed",
+    None,
+    "Several processes: true if there must be others, false if this one trains alone; default: if a cluster is found.",
+)
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where nothing else names it.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the run; with --coordinator.", lower_bound=1)
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process; with --coordinator.", lower_bound=0)
 
 EXIT_CONFIG = 2
+EXIT_STOPPED = 1
 
 
 def preflight(config, workdir: Path, target: str, devices: int) -> int:
@@ -50,6 +66,46 @@ def preflight(config, workdir: Path, target: str, devices: int) -> int:
     report = preflight_lib.examine(config, workdir, target=target, devices=devices)
     preflight_lib.show(report, Console(width=None if sys.stdout.isatty() else 120))
     return report.exit_code
+
+
+def _tell_others_apart(process: int, count: int) -> None:
+    """Log lines name their process; all but the first keep to warnings."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter(f"[{process}/{count}] %(levelname)s %(name)s: %(message)s"))
+    if process:
+        logging.getLogger("nsa_jax").setLevel(logging.WARNING)
+
+
+def train(config, workdir: Path) -> tuple[int, str]:
+    """Trains; returns the exit status and, unless it is 0, what went wrong."""
+    import jax
+
+    from nsa_jax.config import ConfigError
+    from nsa_jax.data import DataError
+    from nsa_jax.train import CheckpointError, TrainingError, distributed, run
+    from nsa_jax.train.profiling import parse_window
+
+    try:
+        window = parse_window(_PROFILE.value) if _PROFILE.value else None
+        cluster = distributed.from_flags(
+            _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _DISTRIBUTED.value
+        )
+        if cluster is not None:
+            distributed.join(cluster, config.guards.peer_seconds)
+            _tell_others_apart(cluster.process_id, cluster.num_processes)
+            distributed.check_same_run(config, workdir)
+        run(config, workdir, _RESUME.value, profile=window)
+    except (ConfigError, CheckpointError, DataError, distributed.DistributedError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_CONFIG, str(error)
+    except TrainingError as error:
+        distributed.wait_if_others_are_gone(error)
+        print(f"stopped: {error}", file=sys.stderr)
+        return EXIT_STOPPED, str(error)
+    except jax.errors.JaxRuntimeError as error:
+        distributed.wait_if_others_are_gone(error)
+        raise
+    return 0, ""
 
 
 def main(argv: list[str]) -> int:
@@ -76,21 +132,21 @@ def main(argv: list[str]) -> int:
     try:
         for problem in config_lib.check(config):
             print(problem, file=sys.stderr)
-        # Imported after the check: from here on devices are used.
-        from nsa_jax.data import DataError
-        from nsa_jax.train import CheckpointError, TrainingError, run
     except config_lib.ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG
+    # Imported after the check: from here on devices are used.
+    from nsa_jax.train import distributed
+
     try:
-        run(config, workdir, _RESUME.value)
-    except (config_lib.ConfigError, CheckpointError, DataError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_CONFIG
-    except TrainingError as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
-    return 0
+        status, why = train(config, workdir)
+    except BaseException as error:
+        if distributed.peers() is not None:
+            traceback.print_exc()
+            distributed.leave(EXIT_STOPPED, f"{type(error).__name__}: {error}")
+        raise
+    distributed.leave(status, why)
+    return status
 
 
 def parse_flags(argv: list[str]) -> list[str]:

@@ -70,6 +70,7 @@ def default_config() -> ConfigDict:
     c.name = "default"  # the run's name; the default workdir is runs/<name>
     c.seed = 0  # one seed for parameters, dropout and data order
     c.allow_dense_regime = False  # accept sequences so short that NSA reads everything anyway
+    c.compilation_cache_dir = ""  # compiled programs; empty: compiled in ~/.cache/nsa_jax ($NSA_JAX_CACHE); off: none
 
     c.model = m = ConfigDict()
     m.attention = "nsa"  # nsa | dense | window (sliding window alone, a baseline)
@@ -175,6 +176,7 @@ def default_config() -> ConfigDict:
     g.stall_seconds = 600.0  # without a finished step: all stacks are written; 0: off
     g.stall_exit = False  # end the process then (status 75), for a supervisor to start it again
     g.heartbeat_seconds = 30.0  # between lines of heartbeat_P.jsonl
+    g.peer_seconds = 30.0  # of silence, after which a process counts as gone and the others stop (status 75)
 
     c.lock()
     return c
@@ -270,6 +272,7 @@ _RANGES = {
     "guards.floor_ratio": (0.0, True, 1.0, False),
     "guards.late_floor_ratio": (0.0, True, 1.0, False),
     "guards.heartbeat_seconds": (0.0, False, float("inf"), False),
+    "guards.peer_seconds": (2.0, True, 600.0, True),
 }
 
 _LONG_RUN = 5_000  # steps; beyond, a mistake costs days

@@ -1,11 +1,17 @@
-"""Which of the machine's devices JAX is told to use."""
+"""What JAX is told about the machine before it is used: which devices, and where to keep compiled programs."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
+import platform
 from pathlib import Path
+from typing import Any
 
 import jax
+
+logger = logging.getLogger("nsa_jax")
 
 _ACCELERATORS = (
     "/dev/nvidiactl",
@@ -30,3 +36,44 @@ def choose_platform(*, cpu: bool = False) -> None:
         return
     if cpu or not any(Path(device).exists() for device in _ACCELERATORS):
         jax.config.update("jax_platforms", "cpu")
+
+
+def keep_compiled_programs(directory: str = "") -> Path | None:
+    """Turns on JAX's persistent compilation cache: a program that was compiled once is loaded by later runs.
+
+    Call it before anything is compiled. Programs for the CPU use the instructions of the machine that compiled them, so
+    machines with other processors have folders of their own.
+
+    Args:
+      directory: to keep them in; empty: what JAX has been told (such as by JAX_COMPILATION_CACHE_DIR), else
+        `compiled` in $NSA_JAX_CACHE or ~/.cache/nsa_jax; "off": nothing is kept.
+
+    Returns:
+      The directory; None if nothing is kept.
+    """
+    if directory == "off":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return None
+    options: Any = jax.config
+    told = options.jax_compilation_cache_dir
+    if told and not directory:
+        return Path(told)
+    root = Path(directory or os.environ.get("NSA_JAX_CACHE") or "~/.cache/nsa_jax").expanduser()
+    path = (root if directory else root / "compiled") / _processor()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("compiled programs are not kept: %s cannot be written (%s)", path, error.strerror)
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    return path
+
+
+def _processor() -> str:
+    """A name for the instructions that this machine's processor has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
+    return f"{platform.machine()}-{hashlib.blake2b(features.encode(), digest_size=4).hexdigest()}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from nsa_jax.data.errors import DataError
+from nsa_jax.train import distributed
 from nsa_jax.train.state import State
 
 logger = logging.getLogger("nsa_jax")
@@ -112,7 +114,9 @@ class Checkpoints:
         self._directory = Path(directory).absolute()
         self._info = info
         for leftover in sorted(self._directory.glob(f"*{_TEMPORARY}*")) if self._directory.is_dir() else []:
-            logger.warning("skipping %s: its writing was never finished", leftover)
+            if jax.process_index() == 0:
+                logger.warning("skipping %s: its writing was never finished", leftover)
+        distributed.barrier()  # the first to go on cleans up what the others are still looking at
         self._checkpointer = ocp.training.Checkpointer(
             self._directory,
             preservation_policy=_KeepLastAndBest(keep_last, keep_best),
@@ -163,24 +167,27 @@ class Checkpoints:
         Raises:
           CheckpointError: the config does not fit the checkpoint, or none of the steps can be read.
         """
-        steps = self.steps()
+        # All processes must try the same steps, and a network file system may show them different ones.
+        steps = json.loads(distributed.from_first(lambda: json.dumps(self.steps())))
         if step is not None and step not in steps:
             raise CheckpointError(f"{self._directory} has no finished step {step}; it has {steps or 'none'}")
         failures = []
         for candidate in reversed(steps) if step is None else [step]:
+            state, reason = None, "another process cannot read it"
             try:
                 self._check_fits(candidate)
                 state = self._checkpointer.load_checkpointables(candidate, {"state": target})["state"]
                 self._restore_data(candidate, data)
-                return candidate, state
             except (CheckpointError, DataError):
                 raise
             except Exception as error:  # whatever a damaged file makes Orbax raise
+                state = None
                 reason = f"{type(error).__name__}: {str(error)[:200]}"  # Orbax quotes whole specifications
-                failures.append(f"step {candidate}: {reason}")
-                logger.warning(
-                    "skipping checkpoint %s of %s, it cannot be read: %s", candidate, self._directory, reason
-                )
+            if distributed.all_agree(state is not None):
+                assert state is not None
+                return candidate, state
+            failures.append(f"step {candidate}: {reason}")
+            logger.warning("skipping checkpoint %s of %s, it cannot be read: %s", candidate, self._directory, reason)
         if failures:
             listed = "\n  ".join(failures)
             raise CheckpointError(f"no checkpoint in {self._directory} can be read:\n  {listed}")

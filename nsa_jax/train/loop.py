@@ -6,7 +6,6 @@ import collections
 import contextlib
 import logging
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,24 +15,27 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from nsa_jax import config as config_lib
 from nsa_jax.data import Pipeline, make_pipeline
+from nsa_jax.devices import keep_compiled_programs
 from nsa_jax.ops.nsa import forget_implementations_served, implementations_served
-from nsa_jax.train import data_check, env, flops, guards, health, metrics, preflight
+from nsa_jax.train import data_check, distributed, env, flops, guards, health, metrics, preflight
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences, parse_resume
 from nsa_jax.train.guards import Guards, TrainingError
+from nsa_jax.train.profiling import Profile, Window, check_window
 from nsa_jax.train.state import Setup, State, batch_sharding, setup
 from nsa_jax.train.step import make_eval_step, make_sampler, make_train_step
+from nsa_jax.train.stopping import HALT, StopRequest
 from nsa_jax.train.watchdog import Watchdog
 
 logger = logging.getLogger("nsa_jax")
 
-HALT = "HALT"
-# Notes when steps end. Reading their metrics would tell too late: that happens a log line later, takes milliseconds, and
-# the host may have been held back meanwhile.
+__all__ = ["HALT", "Run", "TrainingError", "run"]
+
+# Notes when steps end. Reading their metrics would tell too late: that happens a log line later, takes milliseconds,
+# and the host may have been held back meanwhile.
 _watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step-end")
 
 
@@ -41,42 +43,6 @@ def _end_of(values: Any) -> float:
     """Waits until the device has computed `values`; returns the time."""
     jax.block_until_ready(values)
     return time.perf_counter()
-
-
-class _StopRequest:
-    """SIGTERM, SIGINT or a file named HALT in the workdir ask the run to save and stop.
-
-    The second signal of a kind ends the process as if it were not handled.
-    """
-
-    def __init__(self, workdir: Path):
-        self._halt = workdir / HALT
-        self._signal: str | None = None
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> _StopRequest:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            # Only the main thread may install handlers; elsewhere (a notebook's thread, a test) HALT still works.
-            with contextlib.suppress(ValueError):
-                self._previous[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        with contextlib.suppress(FileNotFoundError):
-            self._halt.unlink()  # it has done its work: starting again resumes
-
-    def _on_signal(self, number: int, _frame: Any) -> None:
-        self._signal = signal.Signals(number).name
-        signal.signal(number, self._previous[number])
-
-    def reason(self) -> str | None:
-        """What asked to stop, on this process or (checked by all at the same step) any other."""
-        mine = self._signal or (HALT if self._halt.exists() else None)
-        if jax.process_count() > 1 and multihost_utils.process_allgather(np.asarray(mine is not None)).any():
-            return mine or "another process"
-        return mine
 
 
 class _Batches:
@@ -108,6 +74,11 @@ def to_device(batch: dict[str, np.ndarray], sharding: jax.sharding.NamedSharding
     return {name: jax.make_array_from_process_local_data(sharding, value) for name, value in batch.items()}
 
 
+def _put(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A value that every process has, laid out over the devices of all."""
+    return jax.make_array_from_callback(value.shape, sharding, np.asarray(value).__getitem__)
+
+
 def evaluate(eval_step, params, batches, sharding) -> dict[str, float]:
     """Validation metrics over the fixed validation batches."""
     parts = [eval_step(params, to_device(batch, sharding)) for batch in batches]
@@ -120,7 +91,11 @@ class _Sampler:
 
     def __init__(self, setup: Setup, pipeline: Pipeline):
         train, tokenizer = setup.config.train, pipeline.tokenizer
-        prompt = np.concatenate([[tokenizer.eos_id], tokenizer.encode(train.sample_prompt)]).astype(np.int32)
+        # As a document begins in training, where no token sees the end of the document before it, and none is trained
+        # to predict a document's first token: an empty prompt is a line break.
+        prompt = np.asarray(tokenizer.encode(train.sample_prompt or "\n"), np.int32)
+        if not prompt.size:  # a tokenizer that leaves white space out
+            prompt = np.array([tokenizer.eos_id], np.int32)
         # The row must not be longer than training's: the model has seen no later position.
         self._prompt = prompt[: max(setup.config.data.seq_len - 1, 1)]
         length = min(len(self._prompt) + train.sample_tokens, setup.config.data.seq_len)
@@ -132,8 +107,9 @@ class _Sampler:
 
     def __call__(self, params, step: int) -> str:
         key = jax.random.fold_in(self._key, step)
-        tokens = self._sample(params, self._tokens, len(self._prompt), key)
-        return self._tokenizer.decode(np.asarray(tokens)[0, 1:])
+        row = np.asarray(self._sample(params, self._tokens, len(self._prompt), key))[0]
+        (ends,) = np.nonzero(row[len(self._prompt) :] == self._tokenizer.eos_id)
+        return self._tokenizer.decode(row[: len(self._prompt) + ends[0]] if ends.size else row)
 
 
 class _Interval:
@@ -172,15 +148,29 @@ class Run:
       resume: what to start from if the workdir has no checkpoint of its own: "DIR[@STEP]" of another run, or the
         directory of an exported model (its weights only).
       devices: to run on; None means all.
+      profile: steps to trace into the workdir.
     """
 
-    def __init__(self, config: ConfigDict, workdir: Path, resume: str | None = None, devices: list | None = None):
+    def __init__(
+        self,
+        config: ConfigDict,
+        workdir: Path,
+        resume: str | None = None,
+        devices: list | None = None,
+        profile: Window | None = None,
+    ):
         forget_implementations_served()
         self.config = config
         self.workdir = Path(workdir).absolute()
         self.workdir.mkdir(parents=True, exist_ok=True)
+        distributed.check_shared(self.workdir)
+        distributed.check_devices()
         self._other = parse_resume(resume) if resume else None
-        self.pipeline = make_pipeline(config, process_index=jax.process_index(), process_count=jax.process_count())
+        self._window = profile
+        self.pipeline = distributed.first_alone(
+            lambda: make_pipeline(config, process_index=jax.process_index(), process_count=jax.process_count())
+        )
+        distributed.check_same("data", {"fingerprint": self.pipeline.fingerprint})
         tokenizer = self.pipeline.tokenizer
         self.setup = setup(config, tokenizer.vocab_size, devices)
         token_bytes = np.zeros(self.setup.model_config.vocab_size, np.int32)
@@ -191,6 +181,7 @@ class Run:
         self.health = health.Health(self.setup, self.workdir) if health.wanted(self.setup) else None
         self.preflight: preflight.Report | None = None
         self.guards = Guards(config, self.workdir, active=jax.process_index() == 0)
+        self.peers = distributed.peers()
         self.best: tuple[int, float] | None = None
         self._early: str | None = None  # why to stop before the last step
         self._live: tuple[int, State, Any] | None = None  # last finished step, state, data: what a guard's stop saves
@@ -249,7 +240,7 @@ class Run:
             shown = "\n  ".join(lines[:20])
             raise CheckpointError(f"the config does not fit the exported model {directory}:\n  {shown}")
         state = self.setup.init()
-        return {**state, "params": jax.device_put(params, self.setup.sharding["params"])}
+        return {**state, "params": jax.tree.map(_put, params, self.setup.sharding["params"])}
 
     def run(self) -> dict[str, Any]:
         """Trains to the end, or to a stop request.
@@ -275,15 +266,21 @@ class Run:
             stack.callback(checkpoints.close)
             stack.callback(data.close)
             start, state, source = self._restore(checkpoints, info, data)
+            if self._window is not None:
+                check_window(self._window, start + 1, train.steps)
             data.start_prefetch()
-            self.pipeline.tokenizer.save(self.workdir / "tokenizer")
+            if jax.process_index() == 0:
+                self.pipeline.tokenizer.save(self.workdir / "tokenizer")
             writer = metrics.MetricsWriter(
                 self.workdir, start_step=start, total_steps=train.steps, active=jax.process_index() == 0
             )
             stack.callback(writer.close)
             self._announce(writer, start, source)
-            self.guards.tell(writer.say)
-            stop = stack.enter_context(_StopRequest(self.workdir))
+            if jax.process_index() == 0:  # the others tell what they alone see through the log
+                self.guards.tell(writer.say)
+            self.profile = Profile(self._window, self.workdir, writer.say)
+            stack.callback(self.profile.close)
+            stop = stack.enter_context(StopRequest(self.workdir, self.setup.mesh))
             self.watchdog = stack.enter_context(
                 Watchdog(
                     self.workdir,
@@ -293,6 +290,8 @@ class Run:
                     exit_on_stall=config.guards.stall_exit,
                 )
             )
+            if self.peers is not None:
+                self.peers.on_loss = self._on_loss
             try:
                 step, state, reason = self._train(start, state, data, checkpoints, writer, stop, source)
                 if train.save_every and step not in checkpoints.steps():
@@ -317,15 +316,16 @@ class Run:
         clock.restart()
         step, reason = start, None
         while step < train.steps:
-            # Several processes must agree, which costs a sync: they ask at log lines only.
-            if jax.process_count() == 1 or step % train.log_every == 0:
-                reason = stop.reason() or self._early
+            reason = stop.reason() or self._early
             if reason:
                 break
             batch = next(batches)
-            state, values = self.train_step(state, batch)
+            self.profile.before(step + 1, state)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+                state, values = self.train_step(state, batch)
             interval.values.append(values)
             step += 1
+            profiled = self.profile.after(step, state)
             self._live = (step, state, data)
             if step == start + 1:
                 guards.check_implementations(config.model.implementation, implementations_served())
@@ -337,7 +337,7 @@ class Run:
             last = step == train.steps
             evaluates = train.eval_batches and (last or (train.eval_every and step % train.eval_every == 0))
             saves = train.save_every and (last or step % train.save_every == 0)
-            if step % train.log_every == 0 or last or evaluates or saves:
+            if step % train.log_every == 0 or last or evaluates or saves or profiled:
                 if self.health is not None:
                     interval.health = self.health.start(state["params"], batch)
                 interval.close(batches.take_waits())
@@ -346,7 +346,7 @@ class Run:
                 # The newest interval is still running on the device: report the one before it.
                 while len(pending) > 1:
                     self._report(pending.popleft(), writer, clock)
-            if evaluates or saves:
+            if evaluates or saves or profiled:
                 while pending:  # nothing that is not finite may be validated or saved
                     self._report(pending.popleft(), writer, clock)
                 if evaluates:
@@ -365,6 +365,8 @@ class Run:
         rows, seconds = clock.lap(interval)
         step = interval.first_step + len(rows) - 1
         self.watchdog.beat(step)
+        if self.peers is not None:
+            self.peers.beat(step)
         self._check_steps(interval.first_step, rows)
         config = self.config
         steps = max(len(rows) - interval.untimed, 1)
@@ -413,9 +415,18 @@ class Run:
         with contextlib.suppress(Exception):
             checkpoints.wait()
         if jax.process_index() == 0:
-            last = max(checkpoints.steps(), default=None)
-            stopped = {**guards.describe_stop(error), "last_checkpoint": last, "alarms": self.guards.summary()}
-            env.write_json(self.workdir / "stopped.json", stopped)
+            self._write_stopped(error, max(checkpoints.steps(), default=None))
+
+    def _write_stopped(self, error: TrainingError, last_checkpoint: int | None) -> None:
+        stopped = {**guards.describe_stop(error), "last_checkpoint": last_checkpoint, "alarms": self.guards.summary()}
+        env.write_json(self.workdir / "stopped.json", stopped)
+
+    def _on_loss(self, message: str) -> None:
+        """Called in another thread when a process is gone, before this one ends."""
+        self.watchdog.write("peer lost")
+        step = self._live[0] if self._live is not None else 0
+        saved = [int(path.name) for path in (self.workdir / "checkpoints").iterdir() if path.name.isdigit()]
+        self._write_stopped(TrainingError(message, guard="peer", step=step), max(saved, default=None))
 
     def _validate(self, step: int, state: State, writer: metrics.MetricsWriter) -> None:
         self.watchdog.beat(step, "validating", finished=False)
@@ -494,7 +505,11 @@ class _Clock:
 
 
 def run(
-    config: ConfigDict, workdir: str | Path, resume: str | None = None, devices: list | None = None
+    config: ConfigDict,
+    workdir: str | Path,
+    resume: str | None = None,
+    devices: list | None = None,
+    profile: Window | None = None,
 ) -> dict[str, Any]:
     """Trains as `config` says and returns the summary.
 
@@ -503,11 +518,13 @@ def run(
       workdir: everything is written there; a run that was interrupted is continued.
       resume: "DIR[@STEP]" of another run to start from.
       devices: to run on; None means all.
+      profile: steps to trace into the workdir.
 
     Raises:
       ConfigError: with everything that is wrong, before any device is touched.
     """
     config_lib.check(config)
-    made = Run(config, Path(workdir), resume, devices)
+    keep_compiled_programs(config.compilation_cache_dir)
+    made = Run(config, Path(workdir), resume, devices, profile)
     made.examine()
     return made.run()
