@@ -15,6 +15,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 from tools.runs import small_config, write_run
 
 from nsa_jax.config import default_config
@@ -110,7 +112,10 @@ class World:
                 f"Document {index}. The key of box {index} is blue.\n" * 40
             )
         (directory / "notes.txt").write_text("Some notes on native sparse attention.\n" * 20)
-        (directory / "TinyLlama-1.1B").symlink_to(ROOT / "tests" / "tools" / "tiny_llama")
+        llama = directory / "TinyLlama-1.1B"
+        shutil.copytree(ROOT / "tests" / "tools" / "tiny_llama", llama)
+        words = tokenizers.models.WordLevel({"</s>": 0, "notes": 1}, unk_token="</s>")
+        (llama / "tokenizer.json").write_text(tokenizers.Tokenizer(words).to_str())
         self.train_lines: list[list[str]] = []
 
     def run(self, name: str) -> Path:
