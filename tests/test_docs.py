@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ from nsa_jax.config import default_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 class DocsError(AssertionError):
@@ -98,19 +100,22 @@ def commands(block: Block) -> list[list[str]]:
     return found
 
 
+def write_corpus(directory: Path) -> None:
+    """A few small documents."""
+    directory.mkdir()
+    for index in range(6):
+        (directory / f"{index}.txt").write_text(f"Document {index}. The key of box {index} is blue.\n" * 40)
+
+
 class World:
     """A directory that looks like a checkout after `make quickstart`, with a tiny model in runs/quickstart."""
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    def __init__(self, directory: Path, tiny_run: Callable[[], Path]):
+        self.directory, self._tiny_run = directory, tiny_run
         for path in ROOT.iterdir():
             if not path.name.startswith(".") and path.name != "runs":
                 (directory / path.name).symlink_to(path)
-        (directory / "corpus").mkdir()
-        for index in range(6):
-            (directory / "corpus" / f"{index}.txt").write_text(
-                f"Document {index}. The key of box {index} is blue.\n" * 40
-            )
+        write_corpus(directory / "corpus")
         (directory / "notes.txt").write_text("Some notes on native sparse attention.\n" * 20)
         llama = directory / "TinyLlama-1.1B"
         shutil.copytree(ROOT / "tests" / "tools" / "tiny_llama", llama)
@@ -119,13 +124,10 @@ class World:
         self.train_lines: list[list[str]] = []
 
     def run(self, name: str) -> Path:
-        """The workdir of a tiny model, written when first asked for."""
+        """The workdir of a tiny model."""
         path = self.directory / "runs" / name
         if not path.exists():
-            config = small_config()
-            config.data.source, config.data.files = "text", (str(self.directory / "corpus" / "*.txt"),)
-            config.data.cache_dir, config.data.val_fraction = str(self.directory / "cache"), 0.5
-            write_run(path, config)
+            shutil.copytree(self._tiny_run(), path)
         return path
 
     # What each program's arguments are checked with.
@@ -321,14 +323,31 @@ def check(found: list[Block], world: World) -> None:
     world.check_train_lines()
 
 
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """Writes a tiny model's workdir when first called."""
+
+    @functools.cache
+    def write() -> Path:
+        directory = tmp_path_factory.mktemp("tiny")
+        write_corpus(directory / "corpus")
+        config = small_config()
+        config.data.source, config.data.files = "text", (str(directory / "corpus" / "*.txt"),)
+        config.data.cache_dir, config.data.val_fraction = str(directory / "cache"), 0.5
+        write_run(directory / "run", config)
+        return directory / "run"
+
+    return write
+
+
 @pytest.fixture
-def world(tmp_path, monkeypatch):
+def world(tmp_path, monkeypatch, tiny_run):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NSA_JAX_CACHE", str(tmp_path / "cache"))
-    return World(tmp_path)
+    return World(tmp_path, tiny_run)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_block_is_true(page, world):
     check(blocks(page.read_text(), str(page.relative_to(ROOT))), world)
 
@@ -369,7 +388,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_links_lead_somewhere(page):
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text())):
@@ -398,7 +417,7 @@ def _exists(dotted: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_names_in_the_text_exist(page):
     """Fields of the config, names of the package and rules, as the text mentions them."""
     text, schema, unknown = prose(page.read_text()), default_config(), []
