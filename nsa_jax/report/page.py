@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import html
 import importlib.metadata
@@ -46,6 +47,7 @@ def differences(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+@functools.cache
 def _plotly() -> tuple[str, str]:
     """The charting library, gzip in base64, and its version line."""
     spec = importlib.util.find_spec("plotly")

@@ -255,7 +255,7 @@ def outcome(
         message = (
             f"{heartbeat.get('doing', 'training')}, last sign of life {max(now - beat, 0):.0f} s before this report"
         )
-        return {**where, "state": "running", "title": "Still running when this was written", "message": message}
+        return {**where, "state": "running", "title": "Still running", "message": message}
     message = "neither summary.json nor stopped.json tells of an end: killed, crashed, or still in its first steps"
     if heartbeat.get("event") == "stalled":
         message = f"no step for a long time while {heartbeat.get('doing', 'training')}; see the stacks_*.txt of the run"

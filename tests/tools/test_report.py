@@ -1,0 +1,252 @@
+"""The run report: what it reads from runs in every state, and that its page is safe, whole and written atomically."""
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nsa_jax import NSAConfig
+from nsa_jax.report import ReportError, build, read_run
+from nsa_jax.report.__main__ import main
+from nsa_jax.report.page import _HERE, _SCRIPTS, differences, embed, labels
+from nsa_jax.report.reading import COLUMNS, POINTS, curves, health_maps, outcome, thin
+from nsa_jax.train import health, metrics
+
+from .reported import AWKWARD, LAYERS, SAMPLE, SPIKE, health_row, lines, train_row, write_full, write_stopped
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    return write_full(tmp_path_factory.mktemp("runs") / AWKWARD)
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    return write_stopped(tmp_path / "narrow")
+
+
+def test_a_long_curve_keeps_its_ends_and_every_spike():
+    values = np.sin(np.arange(20_000) / 500)
+    values[777], values[13_131], values[15_000] = 40.0, -30.0, math.nan
+    kept = thin(np.arange(20_000), values)
+    assert POINTS * 0.9 < len(kept) <= POINTS + 2
+    assert {0, 777, 13_131, 19_999} <= set(kept.tolist()) and (np.diff(kept) > 0).all()
+
+
+def test_what_is_not_finite_is_a_gap_and_an_event():
+    rows = [train_row(step, math.nan if step in (3, 4) else 1.0) for step in range(1, 8)]
+    found, events = curves(rows)
+    assert found["train/loss"]["y"] == [1.0, 1.0, None, None, 1.0, 1.0, 1.0]
+    assert "train/loss is not finite at 2 of 7 points, first at step 3" in [event["message"] for event in events]
+
+
+def test_steps_that_were_run_again_replace_the_earlier_ones():
+    rows = [train_row(1, 3.0), train_row(2, 9.0), train_row(2, 2.5), {"step": 2, "val/loss": 2.6, "time": 1.0}]
+    found, _ = curves(rows)
+    assert found["train/loss"] == {"x": [1, 2], "y": [3.0, 2.5], "n": 2} and found["val/loss"]["y"] == [2.6]
+
+
+def test_heat_maps_keep_the_worst_column_and_average_the_others():
+    rows = [{"step": s, "gate_entropy": [1.0, 1.0], "block_overlap": [0.5, 0.5]} for s in range(1, 10 * COLUMNS + 1)]
+    rows[1234] = {"step": 1235, "gate_entropy": [1.0, 0.2], "block_overlap": [0.5, 0.0]}
+    rows[77] = {"step": 78, "gate_entropy": [math.nan, 1.0]}
+    found = health_maps(rows)
+    assert (found["layers"], found["n"], len(found["x"])) == (2, 10 * COLUMNS, COLUMNS)
+    assert found["z"]["gate_entropy"][1][123] == 0.2 and set(found["z"]["gate_entropy"][0]) == {1.0}
+    assert found["z"]["block_overlap"][1][123] == pytest.approx(0.45) and found["z"]["block_overlap"][0][7] == 0.5
+
+
+def test_a_killed_run_is_read_up_to_its_last_whole_line(full):
+    run = read_run(full)
+    assert run["outcome"]["state"] == "interrupted" and run["outcome"]["step"] == 5000
+    assert run["notes"] == ["metrics.jsonl: 1 line cut off or not a JSON object with a step, left out"]
+    loss = run["series"]["train/loss"]
+    assert loss["n"] == 5000 and len(loss["x"]) <= POINTS + 2 and SPIKE[1] == loss["y"][loss["x"].index(SPIKE[0])]
+    assert run["health"]["layers"] == LAYERS and len(run["health"]["x"]) == COLUMNS
+    assert run["tokens_per_step"] == 1024
+    kinds = [(event["step"], event["kind"], event["name"]) for event in run["events"]]
+    assert kinds == [(2345, "alarm", "spike"), (3000, "alarm", "gate_entropy"), (4000, "alarm", "not_finite"),
+                     (4500, "note", "checkpoint")]  # fmt: skip
+    assert [sample["step"] for sample in run["samples"]] == [0, 500, 1000, 1500, 2000]
+    assert [cell["exact_match"] for cell in run["evaluation"]["needles"]["needle"]] == [0, 1, 0, 1]
+    assert run["evaluation"]["position"][-1]["to"] == 256
+    assert run["changed"] == ["data.seq_len", "model.nsa.window", "name", "train.batch_size"]
+
+
+def test_texts_lose_what_cannot_be_shown_and_nothing_else(full):
+    text = read_run(full)["samples"][-1]["text"]
+    expected = SAMPLE
+    for hidden in "\x00\x1b\ud800\u202e":
+        expected = expected.replace(hidden, hidden.encode("unicode_escape", "surrogatepass").decode())
+    assert text == expected and r"\x00" in text and "文" in text
+
+
+@pytest.mark.parametrize(
+    ("summary", "stop", "beat", "state", "title"),
+    [
+        ({"step": 30, "finished": True}, {}, {}, "finished", "Finished"),
+        ({"step": 30, "stopped_by": "SIGTERM"}, {}, {}, "requested", "Stopped by SIGTERM"),
+        ({"step": 30, "stopped_by": "early stopping: 3"}, {}, {}, "requested", "Stopped early"),
+        ({"step": 20, "finished": True}, {}, {}, "interrupted", "Interrupted"),  # was continued after it had ended
+        ({}, {"guard": "spike", "step": 30, "time": 104.0}, {}, "stopped", "Stopped by the guard spike"),
+        ({}, {"guard": "spike", "step": 10, "time": 50.0}, {}, "interrupted", "Interrupted"),  # and resumed since
+        ({"step": 30, "finished": True}, {"guard": "spike", "time": 50.0}, {}, "finished", "Finished"),
+        ({}, {}, {"event": "alive", "time": 990.0}, "running", "Still running"),
+        ({}, {}, {"event": "alive", "time": 300.0}, "interrupted", "Interrupted"),
+        ({"step": 20, "finished": True}, {}, {"event": "alive", "time": 990.0}, "running", "Still running"),
+    ],
+)  # fmt: skip
+def test_the_outcome_is_that_of_the_youngest_evidence(summary, stop, beat, state, title):
+    rows = [{"step": step, "time": 100.0 + step / 10} for step in (10, 20, 30)]
+    found = outcome(40, rows, summary, stop, beat, now=1000.0)
+    assert (found["state"], found["title"]) == (state, title)
+
+
+def test_a_run_that_a_guard_stopped_tells_which_and_why(stopped):
+    run = read_run(stopped)
+    assert run["outcome"]["title"] == "Stopped by the guard loss_floor" and run["outcome"]["step"] == 30
+    assert run["outcome"]["message"].endswith("too</i> good (no checkpoint was kept)")
+    assert run["health"] is None and run["samples"] == [] and run["evaluation"] == {}
+
+
+def test_damaged_files_cost_what_they_held_and_no_more(stopped):
+    (stopped / "env.json").write_text('{"config": ')
+    (stopped / "stopped.json").write_text("[1]")
+    (stopped / "evaluation").mkdir()
+    (stopped / "evaluation" / "evaluation.json").write_text('{"tasks": {"position": {"bins": [{"from": 0}, 3]}}}')
+    rows = [
+        '{"step": 1e999}',
+        '{"step": 1' + "0" * 400 + "}",
+        '"x"',
+        "[]",
+        "{}",
+        '{"step": 7, "train/loss": "NaN", "a": true}',
+    ]
+    with (stopped / "metrics.jsonl").open("ab") as file:
+        file.write("\n".join(rows).encode() + b'\n\xff\xfe{"step"\n')
+    run = read_run(stopped)
+    assert run["notes"][0] == "metrics.jsonl: 6 lines cut off or not a JSON object with a step, left out"
+    assert (
+        run["notes"][1:]
+        == [f"{name}.json could not be read and is left out" for name in ("stopped", "env", "evaluation")][:2]
+    )
+    assert run["config"] == {} and run["outcome"]["steps"] is None and run["evaluation"]["position"] == []
+    assert "<!doctype html>" in build([run])
+
+
+def test_runs_are_told_apart_by_as_much_of_the_path_as_needed():
+    assert labels([{"path": "/r/a"}]) == ["a"] and labels([{"path": "/r/a"}, {"path": "/r/b"}]) == ["a", "b"]
+    assert labels([{"path": "/x/seed0/run"}, {"path": "/x/seed1/run"}]) == ["seed0/run", "seed1/run"]
+
+
+def test_the_difference_of_runs_names_config_and_environment(full, stopped):
+    first, second = read_run(full), read_run(stopped)
+    second["environment"]["devices"]["kind"] = "H200"
+    found = {row["name"]: row["values"] for row in differences([first, second])}
+    assert found == {
+        "config.name": [AWKWARD, "narrow"],
+        "config.train.batch_size": [4, 8],
+        "config.guards.health": [True, False],
+        "devices.kind": ["cpu", "H200"],
+    }
+
+
+def test_nothing_a_user_wrote_can_leave_the_data_element(full, stopped):
+    hostile = embed({"a": "</script><!--<script>&amp;\u2028"})
+    assert json.loads(hostile) == {"a": "</script><!--<script>&amp;\u2028"} and hostile.isascii()
+    assert not set("<>&") & set(hostile)
+    page = build([read_run(full), read_run(stopped)])
+    assert page.count("</script") == 4 and page.count("<script") == 4 and "<img" not in page and "<b>wide" not in page
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S).group(1))
+    assert [run["label"] for run in data["runs"]] == [AWKWARD, "narrow"]
+    assert page.encode("utf-8") and len(page) < 3e6
+    assert "connect-src" not in page and "default-src 'none'" in page
+
+
+def test_the_page_asks_for_names_that_the_trainer_writes():
+    scripts = "".join((_HERE / name).read_text() for name in _SCRIPTS)
+    written = {
+        *metrics.TRAIN_NAMES.values(),
+        "train/perplexity",
+        *metrics.validation_row(1.0, 1.0, 1.0),
+        *metrics.wait_row([]),
+    }
+    written |= set(metrics.memory_row()) | {"memory/device_peak_gib", "memory/device_in_use_gib"}
+    written |= {"perf/tokens_per_second", "perf/mfu", "perf/data_wait_share"}
+    asked = set(re.findall(r'"((?:train|val|norm|perf|memory)/\w+)"', scripts)) | {"learning_rate"}
+    assert len(asked) >= 15 and asked <= written
+    gates, config = (
+        jnp.full((1, 64, 2, 3), 0.5),
+        NSAConfig(select_block=32, compress_block=16, compress_stride=8, num_selected=4),
+    )
+    lists = jnp.zeros((1, 64, 1, 4), jnp.int32)
+    figures = {**health._gate_health(gates, [jnp.ones((1, 64, 2, 4))] * 3)}
+    figures |= health.selection_health(lists, jnp.zeros((1, 64), jnp.int32), config)
+    assert set(health_row(1)) - {"step"} <= set(figures)
+    maps = set(re.findall(r'\[\s*"((?:gate|block|blocks|keys)_\w+)"', scripts))
+    assert len(maps) == 7 and maps <= set(figures)
+
+
+def test_the_trainer_keeps_samples_and_forgets_those_that_are_made_again(tmp_path):
+    for start, step in ((0, 5), (5, 10), (5, 10)):
+        writer = metrics.MetricsWriter(tmp_path, start_step=start, total_steps=20, stream=io.StringIO())
+        writer.text(step, "sample", f"\x00 from {start}")
+        writer.close()
+    assert [(s["step"], s["text"]) for s in read_run_samples(tmp_path)] == [(5, r"\x00 from 0"), (10, r"\x00 from 5")]
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2
+
+
+def read_run_samples(path):
+    return read_run(path)["samples"]
+
+
+def test_the_command_writes_one_file_and_says_where(stopped, tmp_path, capsys):
+    assert main([str(stopped), str(stopped) + "/."]) == 0  # the same run, named twice
+    assert str(stopped / "report.html") in capsys.readouterr().out
+    assert sorted(p.name for p in stopped.iterdir()) == ["env.json", "metrics.jsonl", "report.html", "stopped.json"]
+    assert "<title>narrow: run report</title>" in (stopped / "report.html").read_text()
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "empty", "file"])
+def test_a_directory_that_is_no_run_is_refused_and_the_output_stays(stopped, tmp_path, wrong):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "report.html"
+    out.write_text("old")
+    command = [sys.executable, "-m", "nsa_jax.report"] if wrong == "nothing" else None
+    arguments = [str(stopped), str(tmp_path / wrong), "--out", str(out)]
+    if command:
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+        status, said = done.returncode, done.stderr
+        assert f"error: {tmp_path / wrong}: no such directory" in said and "Traceback" not in said
+    else:
+        status = main(arguments)
+    assert status == 2 and out.read_text() == "old"
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_litter(stopped, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "report.html").write_text("old")
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full_disk)
+    assert main([str(stopped), "--out", str(out / "report.html")]) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert [p.read_text() for p in out.iterdir()] == ["old"]
+    assert main([str(stopped), "--out", str(out)]) == 2 and "a directory; name a file" in capsys.readouterr().err
+
+
+def test_reading_nothing_is_an_error_that_says_so(tmp_path):
+    with pytest.raises(ReportError, match="neither metrics.jsonl nor env.json"):
+        read_run(tmp_path)
+    lines(tmp_path / "metrics.jsonl", [])
+    assert read_run(tmp_path)["outcome"]["state"] == "empty"
