@@ -1,4 +1,4 @@
-# make install | quickstart | test | lint | docs-check     (PYTHON=python3.12 chooses the interpreter, EXTRAS=cuda13 the CUDA version)
+# make install | quickstart | test | notebooks | lint | docs-check     (PYTHON=python3.12 chooses the interpreter, EXTRAS=cuda13 the CUDA version)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 stamp = $(VENV)/.installed-$(1)
 comma := ,
 
-.PHONY: install quickstart test lint pytest docs-check format clean
+.PHONY: install quickstart test lint pytest docs-check notebooks format clean
 
 install: $(call stamp,run)
 
@@ -32,6 +32,9 @@ lint: $(call stamp,test)
 
 pytest: $(call stamp,test)
 	$(PY) -m pytest -q -n $(TEST_JOBS) $(PYTEST_ARGS)
+
+notebooks: $(call stamp,test)
+	$(PY) notebooks/build.py run
 
 format: $(call stamp,test)
 	$(PY) -m ruff check --fix .

@@ -15,6 +15,7 @@ from matplotlib import colormaps
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.inspect.capture import Capture, Reading
@@ -64,6 +65,7 @@ def draw_masks(
         colours = ListedColormap(["#EEEEEE", COLOURS[branch]])
         axis.imshow(mask, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
         keys = "compressed block" if branch == "compressed" else "key token"
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set(xlabel=keys, ylabel="query token", title=f"{branch}: {mask.sum(1).max()} keys at most")
     return figure
 
@@ -102,6 +104,7 @@ def draw_lists(capture: Capture, row: int = 0, layers: Sequence[int] | None = No
             axis.imshow(states[group], cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
             axis.set_title(f"layer {layer}, head group {group}", fontsize=9)
     for axis in axes[-1]:
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlabel(f"block of {capture.config.select_block} tokens")
     for axis in axes[:, 0]:
         axis.set_ylabel("query token")
