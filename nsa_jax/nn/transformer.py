@@ -168,12 +168,14 @@ class Transformer(nnx.Module):
             x = run(x, jax.tree.map(lambda _, p, i=index: p[i][0], (stacked, keys), pieces))
         return x
 
-    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
-        """float32 logits of activations from `hidden`."""
-        if self.config.tie_embeddings:
-            weight, equation = self.embedding[...], "...d,vd->...v"
-        else:
-            weight, equation = self.head[...], "...d,dv->...v"
+    def output_weight(self) -> Float[Array, "vocab D"] | Float[Array, "D vocab"]:
+        """The matrix of the output head: the embedding, or `head` with the vocabulary as second axis."""
+        return self.embedding[...] if self.config.tie_embeddings else self.head[...]
+
+    def logits(self, hidden: Float[Array, "B T D"], weight: jax.Array | None = None) -> Float[Array, "B T vocab"]:
+        """float32 logits of activations from `hidden`; `weight` is `output_weight()` or a share of its vocabulary."""
+        weight = self.output_weight() if weight is None else weight
+        equation = "...d,vd->...v" if self.config.tie_embeddings else "...d,dv->...v"
         return jnp.einsum(equation, hidden, weight.astype(self.config.dtype), preferred_element_type=jnp.float32)
 
     def __call__(

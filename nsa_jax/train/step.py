@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from nsa_jax.nn import Transformer
-from nsa_jax.nn.sharding import TENSOR, batch_axes, constrain_tokens, context_size, tensor_size, token_spec
+from nsa_jax.nn.sharding import TENSOR, on_shards, tensor_size, token_spec
 from nsa_jax.train.state import Setup, State, batch_sharding, learning_rate
 
 Batch = dict[str, jax.Array]
@@ -40,41 +41,53 @@ def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> j
     """Cross-entropy of every token, float32 nats [B, T].
 
     Computed in chunks of the sequence that are recomputed in the backward pass, where all logits at once would be
-    large. Over a tensor axis every device has the logits of its share of the vocabulary, and only their maxima and sums
-    are exchanged; over a context axis it has its own tokens of every chunk.
+    large. Every device of a mesh works on its own tokens, with its share of the vocabulary where a tensor axis splits
+    it (only maxima and sums are exchanged then), and the head's gradient is summed over devices once, not per chunk.
 
     Args:
       model: for its output head.
       hidden: [B, T, D] from `model.hidden`.
       targets: int32 [B, T].
     """
-    rows, length, _ = hidden.shape
-    vocab, parts = model.config.vocab_size, context_size(length)
+    tokens = token_spec(*targets.shape)
+    split = model.config.vocab_size % tensor_size() == 0 and tensor_size() > 1
+    weight_spec = P() if not split else P(TENSOR) if model.config.tie_embeddings else P(None, TENSOR)
+    losses = functools.partial(_local_token_losses, model, split)
+    return on_shards(losses, (hidden, targets, model.output_weight()), (tokens, tokens, weight_spec), tokens)
 
-    def losses(hidden, targets):  # [B, parts * t, D], [B, parts * t]
-        logits = model.logits(hidden)
-        if tensor_size() > 1:
-            logits = constrain_tokens(logits, TENSOR)
+
+def _local_token_losses(
+    model: Transformer, split: bool, hidden: jax.Array, targets: jax.Array, weight: jax.Array
+) -> jax.Array:
+    """`token_losses` of one device's tokens; with `split` the weight is its share of the vocabulary."""
+
+    def whole(hidden, targets):
+        logits = model.logits(hidden, weight)
         picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1) - picked
 
-    mesh = jax.sharding.get_abstract_mesh()
-    split = math.prod(mesh.shape[axis] for axis in batch_axes(rows)) * tensor_size()
-    chunks = _num_chunks(max(rows // split, 1), length // parts, vocab)
+    def shares(hidden, targets):
+        logits = model.logits(hidden, weight)
+        peak = jax.lax.pmax(jax.lax.stop_gradient(logits).max(-1), TENSOR)
+        total = jax.lax.psum(jnp.exp(logits - peak[..., None]).sum(-1), TENSOR)
+        index = targets - jax.lax.axis_index(TENSOR) * logits.shape[-1]
+        own = (index >= 0) & (index < logits.shape[-1])
+        picked = jnp.take_along_axis(logits, jnp.where(own, index, 0)[..., None], axis=-1)[..., 0]
+        return peak + jnp.log(total) - jax.lax.psum(jnp.where(own, picked, 0.0), TENSOR)
+
+    losses = shares if split else whole
+    rows, length, _ = hidden.shape
+    chunks = _num_chunks(rows, length, weight.shape[0 if model.config.tie_embeddings else 1])
     if chunks == 1:
         return losses(hidden, targets)
 
-    def cut(x):  # [B, T, ...] -> [chunks, B, T / chunks, ...], every device's own tokens in order
-        x = x.reshape(rows, parts, chunks, -1, *x.shape[2:])
-        x = jnp.moveaxis(x, 2, 0).reshape(chunks, rows, -1, *x.shape[4:])
-        spec = P(None, *token_spec(rows, x.shape[2]))
-        return jax.lax.with_sharding_constraint(x, spec) if parts > 1 else x
+    def cut(x):  # [B, T, ...] -> [chunks, B, T / chunks, ...]
+        return jnp.moveaxis(x.reshape(rows, chunks, length // chunks, *x.shape[2:]), 1, 0)
 
     # prevent_cse is for code outside loops; a scan cannot merge its forward and backward bodies anyway.
     step = jax.checkpoint(losses, prevent_cse=False)
     _, out = jax.lax.scan(lambda carry, inputs: (carry, step(*inputs)), None, (cut(hidden), cut(targets)))
-    out = out.reshape(chunks, rows, parts, -1)
-    return jnp.moveaxis(out, 0, 2).reshape(rows, length)
+    return jnp.moveaxis(out, 0, 1).reshape(rows, length)
 
 
 def _split_micro_batches(batch: Batch, count: int) -> Batch:
