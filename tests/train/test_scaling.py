@@ -1,4 +1,4 @@
-"""Twice the tokens take about twice the time (design, section 6, gate 10): no host loop, nothing quadratic that counts."""
+"""Twice the tokens take about twice the time (design, section 6, gate 10): no host loop, nothing quadratic."""
 
 import time
 
