@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import faulthandler
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ logger = logging.getLogger("nsa_jax")
 
 EXIT_PEER = 75  # EX_TEMPFAIL: a supervisor should start the run again
 _PREFIX = "nsa_jax/peer/"
-_TICK = 2.0  # seconds between signs of life, at most
+_TICK = 2.0  # seconds between signs of life
 _GRACE = 5.0  # seconds that a process has to end by itself after another failed: often it meets the same error
 _PROBE_SECONDS = 3.0
 
@@ -75,12 +74,12 @@ class Peers:
     def __init__(self, client: Any, process: int, count: int, coordinator: str, seconds: float = 30.0):
         self._client, self._coordinator, self._seconds = client, coordinator, seconds
         self.process, self.count = process, count
-        self._tick = min(_TICK, seconds / 4)
+        self._tick = min(_TICK * max(count / 64, 1), seconds / 4)  # each process reads all: n^2 per tick
         now = time.monotonic()
         self.all = [Peer(index, changed=now) for index in range(count)]
         self.me = Peer(process, socket.gethostname(), os.getpid(), changed=now)
         self._answered = now  # when the service last answered
-        self._error: Exception | None = None
+        self._refusals = 0  # connections to it in a row
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._verdict = threading.Event()
@@ -134,11 +133,9 @@ class Peers:
             try:
                 self._client.key_value_set(f"{_PREFIX}{self.process}", json.dumps(row), allow_overwrite=True)
                 found = self._client.key_value_dir_get(_PREFIX)
-            except Exception as error:  # jaxlib raises several types
-                self._error = error
+            except Exception:  # jaxlib raises several types; what it means is for the watch to find out
                 return
-            now = time.monotonic()
-            self._answered, self._error = now, None
+            self._answered = now = time.monotonic()
             for key, value in found:
                 peer = self.all[int(key.rpartition("/")[2])]
                 row = json.loads(value)
@@ -160,6 +157,8 @@ class Peers:
                     peer.changed = now
                 self._answered = now
             last = now
+            # Its end is noticed by a connection that is refused: JAX's own calls may hang, and abort soon after.
+            self._refusals = 0 if self.process == 0 or self._reachable() else self._refusals + 1
             message, lost = self.verdict(now)
             if not message:
                 continue
@@ -175,7 +174,7 @@ class Peers:
             return "; ".join(f"{peer} failed: {peer.why}" for peer in failed), failed
         host = self.all[0]
         if self.process != 0 and host.state != "done":
-            if self._error is not None and not self._reachable():
+            if self._refusals >= 2:
                 return f"{host} is gone: nothing answers at {self._coordinator}", [host]
             if now - self._answered > self._seconds:
                 return f"{host} has not answered for {now - self._answered:.0f} s at {self._coordinator}", [host]
@@ -221,10 +220,9 @@ def _delay_abort() -> None:
     When process 0 dies, JAX's client aborts the process at once, with a message that names nobody. The handler of the
     signal is libc's sleep() itself, which takes the signal's number, 6, as its argument: the aborting thread sleeps
     that many seconds, without interpreter, locks or memory, and then dies as it would have; meanwhile the watch says
-    who is gone.
+    who is gone. It takes the place of faulthandler's handler, which absl installs, and which is kept for the other
+    signals.
     """
-    if faulthandler.is_enabled():  # its handler writes the stacks; leave it
-        return
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
         libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]

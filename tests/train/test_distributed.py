@@ -1,0 +1,201 @@
+"""Two processes of two devices each, over gloo, with the real train.py: the same losses as one process and one device.
+
+One story, since starting processes is slow: a run of two processes loses process 0; another, which continues a run of a
+single process, loses process 1, is started again and is asked to stop; a single process continues the first.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from nsa_jax.train.loop import Run
+from nsa_jax.train.peers import EXIT_PEER
+
+from .distributed_config import get_config
+from .tiny import losses, one_device
+
+ROOT = Path(__file__).parents[2]
+LAST = 20  # steps of the run to compare with
+
+
+class Processes:
+    """Processes of one run, and what they print."""
+
+    def __init__(self, workdir: Path, *flags: str, count: int = 2, own: dict[int, str] | None = None):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        env = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "PYTHONPATH": str(ROOT),
+            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        self.workdir = workdir
+        self.outputs = [workdir.with_name(f"{workdir.name}_{index}.txt") for index in range(count)]
+        self.all = []
+        for index, output in enumerate(self.outputs):
+            command = [sys.executable, "train.py", "--config=tests/train/distributed_config.py", f"--workdir={workdir}"]
+            command += [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={index}", *flags]
+            command += [own[index]] if own and index in own else []
+            with output.open("w") as file:
+                self.all.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.all:
+            process.kill()
+            process.wait()
+
+    def text(self, index: int) -> str:
+        return self.outputs[index].read_text()
+
+    def until(self, path: Path, seconds: float = 240.0) -> None:
+        """Waits for a file of the run."""
+        end = time.monotonic() + seconds
+        while not path.exists():
+            ended = [index for index, process in enumerate(self.all) if process.poll() is not None]
+            assert not ended and time.monotonic() < end, f"no {path}; {ended} ended:\n" + self.text((*ended, 0)[0])
+            time.sleep(0.1)
+
+    def wait(self, index: int, seconds: float = 60.0) -> int:
+        return self.all[index].wait(timeout=seconds)
+
+
+def config_flags(root: Path) -> list[str]:
+    return [f"--config.data.files=('{root}/text/*.txt',)", f"--config.data.cache_dir={root / 'cache'}"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    root = tmp_path_factory.mktemp("corpus")
+    rng = np.random.default_rng(0)
+    (root / "text").mkdir()
+    for index in range(60):
+        (root / "text" / f"{index}.txt").write_text("".join(rng.choice(list("abcdefgh "), 300)))
+    return root
+
+
+def run_alone(corpus: Path, workdir: Path, steps: int, resume: str | None = None) -> dict:
+    """The same run in this process, on one device."""
+    config = get_config().copy_and_resolve_references()
+    with config.unlocked():
+        config.data.files, config.data.cache_dir = (f"{corpus}/text/*.txt",), str(corpus / "cache_alone")
+        config.train.steps = steps
+    return Run(config, workdir, resume, one_device()).run()
+
+
+@pytest.fixture(scope="module")
+def alone(corpus):
+    """Losses of one process with one device."""
+    run_alone(corpus, corpus / "alone", LAST)
+    return losses(corpus / "alone")
+
+
+@pytest.fixture(scope="module")
+def first_lost(corpus, alone):
+    """A run of two processes whose process 0 is killed after step 8: workdir, and what process 1 said and returned."""
+    with Processes(corpus / "two", "--config.train.steps=4000", *config_flags(corpus)) as run:
+        run.until(run.workdir / "checkpoints" / "8")
+        run.all[0].send_signal(signal.SIGKILL)
+        start = time.monotonic()
+        status = run.wait(1)
+        return run.workdir, run.text(0), run.text(1), status, time.monotonic() - start
+
+
+def same(got: dict[int, float], want: dict[int, float]) -> list[int]:
+    """Checks that the losses of the steps in both are equal within 1e-5; returns these steps."""
+    steps = sorted(got.keys() & want.keys())
+    np.testing.assert_allclose([got[step] for step in steps], [want[step] for step in steps], rtol=0, atol=1e-5)
+    return steps
+
+
+def test_two_processes_have_the_losses_of_one(first_lost, alone):
+    workdir, first, second, _, _ = first_lost
+    assert same(losses(workdir), alone)[:8] == list(range(1, 9))
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/loss" in row].count(5) == 1
+    want = [json.loads(line) for line in (workdir.parent / "alone" / "metrics.jsonl").read_text().splitlines()]
+    for name in ("val/loss", "health/keys_counted"):
+        pairs = [
+            (row[name], w[name]) for row in rows for w in want if row["step"] == w["step"] and name in row and name in w
+        ]
+        assert len(pairs) >= 3
+        np.testing.assert_allclose(*zip(*pairs, strict=True), rtol=1e-5)
+    env = json.loads((workdir / "env.json").read_text())
+    assert env["processes"] == 2 and env["devices"]["count"] == 4 and len(env["hosts"]) == 2
+
+
+def test_process_0_writes_and_prepares_the_data_and_each_has_a_heartbeat(first_lost):
+    workdir, first, second, _, _ = first_lost
+    for index in (0, 1):
+        beats = [json.loads(line) for line in (workdir / f"heartbeat_{index}.jsonl").read_text().splitlines()]
+        assert beats[0]["event"] == "alive" and len(beats) >= 2
+    assert "tokenised" in first and "tokenised" not in second
+    assert first.count(": sample") >= 3 and len((workdir / "samples.jsonl").read_text().splitlines()) >= 3
+    assert "step 5/" in first and "step 5/" not in second and "preflight passed" not in second
+
+
+def test_a_lost_process_0_is_named_and_ends_the_other(first_lost):
+    workdir, _, second, status, seconds = first_lost
+    assert status == EXIT_PEER and seconds < 60
+    assert re.search(r"ALARM peer: process 0 \(host \S+, pid \d+\) is gone", second)
+    stopped = json.loads((workdir / "stopped.json").read_text())
+    assert stopped["guard"] == "peer" and stopped["last_checkpoint"] >= 8 and "process 0" in stopped["message"]
+
+
+def test_saved_by_two_processes_resumed_by_one(first_lost, alone, corpus):
+    workdir = corpus / "continued_alone"
+    summary = run_alone(corpus, workdir, 12, resume=f"{first_lost[0]}@4")
+    assert summary["start_step"] == 4
+    assert same(losses(workdir), alone) == list(range(5, 13))
+
+
+def test_saved_by_one_resumed_by_two_lost_and_stopped(alone, corpus):
+    workdir = corpus / "continued"
+    flags = [f"--resume={corpus / 'alone'}@4", "--config.train.steps=4000", *config_flags(corpus)]
+    with Processes(workdir, *flags) as run:
+        run.until(workdir / "checkpoints" / "12")
+        run.all[1].send_signal(signal.SIGKILL)
+        assert run.wait(0) == EXIT_PEER
+        text = run.text(0)
+    assert re.search(r"ALARM peer: process 1 \(host \S+, pid \d+\) is gone: no sign of life for \d s, last after", text)
+    assert "start the run again" in text
+    assert same(losses(workdir), alone)[:8] == list(range(5, 13))
+    saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+    assert saved >= 12
+
+    shutil.rmtree(workdir / "checkpoints" / str(saved)) if saved > 12 else None
+    saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+    with Processes(workdir, *flags) as run:
+        run.until(workdir / "checkpoints" / str(saved + 4))
+        run.all[1].send_signal(signal.SIGTERM)
+        assert (run.wait(0), run.wait(1)) == (0, 0), run.text(0) + run.text(1)
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["stopped_by"] == "process 1" and summary["start_step"] == saved
+    assert (workdir / "checkpoints" / str(summary["step"])).is_dir()
+    assert max(losses(workdir)) == summary["step"]
+    assert len(same(losses(workdir), alone)) >= 12
+
+
+def test_processes_started_differently_refuse_to_run(corpus):
+    with Processes(corpus / "different", *config_flags(corpus), own={1: "--config.seed=3"}) as run:
+        assert run.wait(1) == 2 and run.wait(0) in (2, EXIT_PEER)
+        assert "R050 error: the run of process 1" in run.text(1) and "config.seed: 3 here, 0 there" in run.text(1)
+        assert re.search(r"process 1 \(host \S+, pid \d+\) failed: .*config.seed: 3 here", run.text(0), re.DOTALL)
+    assert not (corpus / "different" / "metrics.jsonl").exists()
