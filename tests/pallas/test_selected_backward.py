@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from nsa_jax.ops import blocks, reference
-from nsa_jax.ops.pallas import lists
+from nsa_jax.ops.pallas import lists, selected_hopper_backward
+from nsa_jax.ops.pallas import selected_backward as selected_backward_module
 from nsa_jax.ops.pallas.common import row_delta
 from nsa_jax.ops.pallas.selected_backward import selected_backward
 from nsa_jax.ops.pallas.tuning import SelectedBackwardConfig
@@ -136,8 +137,40 @@ def test_inverted_lists_hold_every_entry_once_in_bounded_items():
         assert (inverted.begin[row, needed:] == inverted.end[row, needed:]).all()
 
 
+def test_marked_entries_are_those_whose_query_does_not_see_its_whole_block():
+    batch, length, num_keys, num_kv, slots, offset = 2, 150, 201, 2, 3, 40
+    query = jax.ShapeDtypeStruct((batch, length, 16 * num_kv, 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((batch, num_keys, num_kv, 64), jnp.bfloat16)
+    config = SelectedBackwardConfig(64, 8, 4, 2, keep_scores=True, buffer_bytes=64 * slots * 16 * 64 * 2)
+    plan = selected_backward_module._make_plan(query, key, key, slots, 64, config)
+    assert plan.ranges == 3
+    rng = np.random.default_rng(4)
+    indices = _random_lists(rng, batch, length, num_kv, slots, plan.num_blocks)
+    positions = offset + np.arange(length)
+    start = np.where(rng.random((batch, length)) < 0.5, 0, rng.integers(0, positions + 1, (batch, length)))
+    entries = selected_backward_module._entries_by_range(jnp.asarray(indices), plan)
+    inverted = lists.invert(entries, plan.num_blocks, config.chunk)
+    order = selected_hopper_backward.entry_order(inverted, jnp.asarray(start, jnp.int32), jnp.int32(offset), plan)
+    order, marks = np.asarray(order) & (2**30 - 1), np.asarray(order) >> 30
+    counts = [0, 0]
+    for row in range(order.shape[0]):
+        b, head, part = row // plan.ranges // num_kv, row // plan.ranges % num_kv, row % plan.ranges
+        assert sorted(order[row]) == list(range(plan.entries))
+        for entry, marked in zip(order[row], marks[row], strict=True):
+            t, slot = part * plan.range_length + entry // slots, entry % slots
+            if t < length and (block := indices[b, t, head, slot]) < plan.num_blocks:
+                keys = range(block * 64, block * 64 + 64)
+                sees_all = all(start[b, t] <= p <= offset + t and p < num_keys for p in keys)
+                assert marked == (not sees_all), (row, t, block)
+                counts[marked] += 1
+    assert min(counts) > 50
+
+
 _GPU_CASES = {
     "long": dict(num_heads=16, num_kv=1, h_dim=128, v_dim=128),
+    "ragged": dict(num_heads=32, num_kv=2, h_dim=128, v_dim=64, length=1001, num_keys=1990, offset=989, packed=True),
+    "eight_heads": dict(batch=2, num_heads=16, num_kv=2, h_dim=64, v_dim=128, packed=True),
+    "all_heads_one_group": dict(num_heads=64, num_kv=1, h_dim=64, v_dim=64, length=700, num_keys=700),
     "prod": dict(batch=2, num_heads=12, num_kv=2, h_dim=64, v_dim=64, packed=True),
     "paper": dict(num_heads=16, num_kv=1, h_dim=192, v_dim=128, length=1500, num_keys=1500),
     "one_head_per_group": dict(num_heads=2, num_kv=2, h_dim=64, v_dim=32, packed=True),

@@ -21,6 +21,7 @@ class InvertedLists(NamedTuple):
       begin: int32 [rows, W], first entry of each work item in `order`.
       end: int32 [rows, W], one past its last entry; begin == end for items that are not needed.
       offset: int32 [rows, J + 1]: block j's work items are offset[j] .. offset[j + 1] - 1.
+      entry_block: int32 [rows, E], the block of each entry of `order`, J for padding.
     """
 
     order: jax.Array
@@ -28,6 +29,7 @@ class InvertedLists(NamedTuple):
     begin: jax.Array
     end: jax.Array
     offset: jax.Array
+    entry_block: jax.Array
 
 
 def num_work_items(num_entries: int, num_blocks: int, chunk: int) -> int:
@@ -71,4 +73,5 @@ def invert(entries: jax.Array, num_blocks: int, chunk: int) -> InvertedLists:
     end = jnp.minimum(begin + chunk, jnp.take_along_axis(starts, block + 1, axis=1))
     needed = item < offset[:, -1:]
     begin = jnp.where(needed, begin, 0)
-    return InvertedLists(order, block, begin, jnp.where(needed, end, begin), offset)
+    entry_block = (packed // jnp.uint32(count)).astype(jnp.int32)
+    return InvertedLists(order, block, begin, jnp.where(needed, end, begin), offset, entry_block)

@@ -25,13 +25,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import blocks
-from nsa_jax.ops.pallas import lists
+from nsa_jax.ops.pallas import lists, selected_hopper_backward, tuning
 from nsa_jax.ops.pallas.common import LOG2E, interpreted, triton_call
-from nsa_jax.ops.pallas.tuning import SelectedBackwardConfig, selected_backward_config
+from nsa_jax.ops.pallas.tuning import SelectedBackwardConfig
+from nsa_jax.ops.target import current_target
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class Plan:
     """Static sizes of one backward pass."""
 
     batch: int
@@ -49,6 +50,7 @@ class _Plan:
     pairs: int  # (batch, kv head) pairs processed together
     items: int  # work items per pair and range
     config: SelectedBackwardConfig
+    hopper: bool = False  # Hopper's kernel serves the key-major pass
 
     @property
     def group(self) -> int:
@@ -86,7 +88,7 @@ def _columns(select_block: int) -> int:
     return max(16, pl.next_power_of_2(select_block))
 
 
-def _make_plan(query, key, value, slots: int, select_block: int, config: SelectedBackwardConfig) -> _Plan:
+def _make_plan(query, key, value, slots: int, select_block: int, config: SelectedBackwardConfig) -> Plan:
     batch, length, num_heads, head_dim = query.shape
     num_kv = key.shape[2]
     num_blocks = blocks.num_selection_blocks(key.shape[1], select_block)
@@ -101,7 +103,7 @@ def _make_plan(query, key, value, slots: int, select_block: int, config: Selecte
     all_pairs = batch * num_kv
     wanted = max(config.buffer_bytes // (bytes_per_query * range_length), 1) if ranges == 1 else 1
     pairs = max(p for p in range(1, all_pairs + 1) if all_pairs % p == 0 and p <= wanted)
-    return _Plan(
+    return Plan(
         batch=batch,
         length=length,
         num_keys=key.shape[1],
@@ -117,6 +119,8 @@ def _make_plan(query, key, value, slots: int, select_block: int, config: Selecte
         pairs=pairs,
         items=lists.num_work_items(range_length * slots, num_blocks, config.chunk),
         config=config,
+        hopper=config.keep_scores
+        and selected_hopper_backward.serves(query, value, num_heads // num_kv, select_block, current_target()),
     )
 
 
@@ -153,7 +157,7 @@ def _sum_of_products(left, right, contract: tuple[int, int]):
     return functools.reduce(jnp.add, [_dot(a, b, contract) for a, b in zip(left, right, strict=True)])
 
 
-def _key_rows(plan: _Plan, batch, head, block, skip, columns: int):
+def _key_rows(plan: Plan, batch, head, block, skip, columns: int):
     """Rows in a [B*S*K, ...] array of a block's tokens from its `skip`-th on; past its end they repeat its last."""
     first = block * plan.select_block + skip
     last = jnp.minimum((block + 1) * plan.select_block, plan.num_keys) - 1
@@ -178,7 +182,7 @@ def _key_major_kernel(
     d_key_ref,  # float32 [pairs*W*columns, H]
     d_value_ref,  # float32 [pairs*W*columns, V]
     *,
-    plan: _Plan,
+    plan: Plan,
 ):
     item, local_pair = pl.program_id(0), pl.program_id(1)
     pair = step_ref[0] + local_pair
@@ -243,7 +247,7 @@ _PIECE = 16  # key rows per program of the key and value reduction
 
 
 def _reduce_items_kernel(
-    step_ref, offset_ref, d_key_items_ref, d_value_items_ref, _k, _v, d_key_ref, d_value_ref, *, plan: _Plan
+    step_ref, offset_ref, d_key_items_ref, d_value_items_ref, _k, _v, d_key_ref, d_value_ref, *, plan: Plan
 ):
     """Adds a block's work items, in order, to dk and dv: float32 [B*J*columns*K, H or V]."""
     block, piece, local_pair = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -269,7 +273,7 @@ def _reduce_items_kernel(
             _store(out_ref, out_row, dim, total)
 
 
-def _reduce_slots_kernel(step_ref, count_ref, shares_ref, _dq, d_query_ref, *, plan: _Plan, tokens: int, width: int):
+def _reduce_slots_kernel(step_ref, count_ref, shares_ref, _dq, d_query_ref, *, plan: Plan, tokens: int, width: int):
     """Sums a query's slots, in order: shares [pairs*E + 1, G*H] to dq [B*T, N*H]."""
     local, part, local_pair = pl.program_id(0) * tokens, pl.program_id(1), pl.program_id(2)
     pair = step_ref[0] + local_pair
@@ -299,7 +303,7 @@ def _reduce_slots_kernel(step_ref, count_ref, shares_ref, _dq, d_query_ref, *, p
 
 
 def _query_major_kernel(
-    step_ref, count_ref, entries_ref, d_scores_ref, key_ref, _dq, d_query_ref, *, plan: _Plan, rows: int
+    step_ref, count_ref, entries_ref, d_scores_ref, key_ref, _dq, d_query_ref, *, plan: Plan, rows: int
 ):
     """dq [B*T*N, H] of one query and key/value head: its score gradients times the keys of its blocks."""
     local, local_pair = pl.program_id(0), pl.program_id(1)
@@ -328,7 +332,7 @@ def _query_major_kernel(
         _store(d_query_ref, out_row, plan.head_dim, [piece * plan.scale for piece in total])
 
 
-def _finish_query(step, counts, entries, buffer, key, d_query, plan: _Plan):
+def _finish_query(step, counts, entries, buffer, key, d_query, plan: Plan):
     """Adds up the buffer into the rows of d_query [B*T*N, H] that this step owns."""
     if plan.config.keep_scores:
         rows = max(16, pl.next_power_of_2(plan.group))
@@ -358,21 +362,29 @@ def _finish_query(step, counts, entries, buffer, key, d_query, plan: _Plan):
     )(step, counts, buffer.reshape(-1, span), d_query.reshape(shape)).reshape(d_query.shape)
 
 
-def _step(carry, step, inverted: lists.InvertedLists, counts, entries, tensors, plan: _Plan):
-    """One (group of pairs, range of queries): updates d_query, d_key and d_value in place."""
-    d_query, d_key, d_value = carry
-    config, dims = plan.config, (plan.head_dim, plan.value_dim)
-    buffer, d_key_items, d_value_items = triton_call(
+def _key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
+    """(buffer, dk and dv of every work item) of one step."""
+    if plan.hopper:
+        return selected_hopper_backward.key_major(step, order, inverted, tensors, plan)
+    items = plan.pairs * plan.items * plan.columns
+    dtype = tensors[0].dtype
+    return triton_call(
         functools.partial(_key_major_kernel, plan=plan),
         grid=(plan.items, plan.pairs, plan.columns // plan.tile_columns),
         out_shape=[
-            jax.ShapeDtypeStruct(((plan.pairs * plan.entries + 1) * plan.group, plan.buffer_width), d_query.dtype),
-            *[jax.ShapeDtypeStruct((plan.pairs * plan.items * plan.columns, dim), jnp.float32) for dim in dims],
+            jax.ShapeDtypeStruct(((plan.pairs * plan.entries + 1) * plan.group, plan.buffer_width), dtype),
+            *[jax.ShapeDtypeStruct((items, dim), jnp.float32) for dim in (plan.head_dim, plan.value_dim)],
         ],
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_warps=plan.config.num_warps,
+        num_stages=plan.config.num_stages,
         name="selected_backward_key_major",
-    )(step, inverted.order, inverted.block, inverted.begin, inverted.end, *tensors)
+    )(step, order, inverted.block, inverted.begin, inverted.end, *tensors)
+
+
+def _step(carry, step, order, inverted: lists.InvertedLists, counts, entries, tensors, plan: Plan):
+    """One (group of pairs, range of queries): updates d_query, d_key and d_value in place."""
+    d_query, d_key, d_value = carry
+    buffer, d_key_items, d_value_items = _key_major(step, order, inverted, tensors, plan)
     d_key, d_value = triton_call(
         functools.partial(_reduce_items_kernel, plan=plan),
         grid=(plan.num_blocks, plan.columns // _PIECE, plan.pairs),
@@ -386,7 +398,7 @@ def _step(carry, step, inverted: lists.InvertedLists, counts, entries, tensors, 
     return d_query, d_key, d_value
 
 
-def _entries_by_range(block_indices: jax.Array, plan: _Plan) -> jax.Array:
+def _entries_by_range(block_indices: jax.Array, plan: Plan) -> jax.Array:
     """Block lists [B, T, K, n] as [B*K*ranges, range_length*n], padded with J."""
     padded_length = plan.ranges * plan.range_length
     entries = jnp.minimum(block_indices, plan.num_blocks).transpose(0, 2, 1, 3)
@@ -433,7 +445,7 @@ def selected_backward(
     if config is None:
         all_blocks = batch * num_kv * blocks.num_selection_blocks(key.shape[1], select_block)
         group = num_heads // num_kv
-        config = selected_backward_config(group, head_dim, value_dim, query.dtype, select_block, all_blocks)
+        config = tuning.selected_backward_config(group, head_dim, value_dim, query.dtype, select_block, all_blocks)
     plan = _make_plan(query, key, value, slots, select_block, config)
     if max(batch * length * num_heads, batch * key.shape[1] * num_kv) >= 2**31:
         raise NotImplementedError("selected_attention: more than 2^31 query or key rows (B*T*N, B*S*K) in the backward")
@@ -452,11 +464,14 @@ def selected_backward(
         segment_start.astype(jnp.int32).reshape(-1),
     )
     offset = jnp.asarray(query_offset, jnp.int32)
+    order = inverted.order
+    if plan.hopper:
+        order = selected_hopper_backward.entry_order(inverted, segment_start.astype(jnp.int32), offset, plan)
 
     def body(i, carry):
         i = jnp.asarray(i, jnp.int32)
         step = jnp.stack([i // plan.ranges * plan.pairs, i % plan.ranges, offset])
-        return _step(carry, step, inverted, counts, entries, tensors, plan)
+        return _step(carry, step, order, inverted, counts, entries, tensors, plan)
 
     carry = (
         lax.empty((batch * length * num_heads, head_dim), query.dtype),  # every row is written by exactly one step

@@ -98,7 +98,7 @@ class SelectedBackwardConfig:
     num_stages: int
     keep_scores: bool = False
     keys: int = 64
-    buffer_bytes: int = 512 * 2**20
+    buffer_bytes: int = 1024 * 2**20
 
 
 def selected_backward_config(
@@ -109,7 +109,8 @@ def selected_backward_config(
     Measured on an H200. 64 rows, 4 warps and 2 stages leave room for two programs per multiprocessor; head dim 192 has
     shared memory for one stage. With 8 heads or more per group, keeping the score gradients costs less than keeping
     shares of dq. Long work items save partial sums of dk and dv; short sequences need more and shorter ones to fill
-    the GPU.
+    the GPU. Each pass over the buffer ends with multiprocessors that wait for the last work items: 1 GiB instead of 512
+    MiB, half as many passes, took 19.6 instead of 20.9 ms at 64k.
     """
     wide, exact = max(h_dim, v_dim), jnp.dtype(dtype).itemsize > 2
     chunk = 1 << max(blocks // 2, 1).bit_length() - 1
