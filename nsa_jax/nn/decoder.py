@@ -112,7 +112,8 @@ class Decoder:
 
         Args:
           params: `self.params`.
-          cache: the tokens so far; every row must have room for one more, a token past the capacity is lost.
+          cache: the tokens so far. A row that is full stays as it is: its token is lost and its logits mean nothing,
+            which lets a batch go on after some of its rows have ended.
           tokens: int32 [B], the tokens at positions `cache.lengths`.
           segment_start: int32 [B] if a token begins another document; None keeps each row's document.
 
@@ -128,7 +129,7 @@ class Decoder:
             x = x + block.mlp(block.norm_mlp(x))
             layers.append(layer)
         logits = self.logits(params, self._normed(params, x)[:, 0])
-        return logits, Cache(tuple(layers), cache.lengths + 1, start)
+        return logits, Cache(tuple(layers), jnp.minimum(cache.lengths + 1, cache.capacity), start)
 
     def _last_logits(self, params, hidden, offset, lengths, logits):
         index = lengths - 1 - offset

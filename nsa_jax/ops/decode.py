@@ -164,8 +164,9 @@ def decode_attention(
       key_win: [B, W, K, H] keys of the window branch, position p at index p % W; W is at least window + T - 1, or S.
       value_win: [B, W, K, V] values of the window branch.
       gates: [B, T, N, 3] weights of the branches in the order compressed, selected, window.
-      lengths: int [B], tokens of each row in the cache, the T queries included; at most S. Rows may differ. A query
-        before position 0 sees nothing and gets 0.
+      lengths: int [B], tokens of each row in the cache, the T queries included. Rows may differ. A query before
+        position 0 sees nothing and gets 0. A length above S counts as S: a row of a batch that has outgrown the cache
+        gets numbers without meaning, and nothing outside the cache is read.
       config: block geometry.
       segment_start: int [B, T], first position of each query's document; None means 0 everywhere.
       implementation: "reference", "xla", "pallas" or None for the best that supports the inputs on this device.
@@ -199,12 +200,13 @@ def decode_attention(
     nsa._require(slots >= need, f"key_win has length {slots}: must be at least {need} for {sizes['T']} queries per row")
 
     module = nsa._choose("decode_attention", implementation, query, key_slc, value_slc, config=config)
-    arrays = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths)
+    kernel_lengths, lengths = lengths, jnp.minimum(lengths, capacity)
+    arrays = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
     serve = {reference: _reference, xla: _xla}.get(module)
-    if serve is None:
-        serve = module.decode_attention
-    out, lists = serve(*arrays, config, segment_start)
+    if serve is None:  # the kernels bound the lengths themselves, which spares the step one more launch
+        serve, lengths = module.decode_attention, kernel_lengths
+    out, lists = serve(*arrays, lengths, config, segment_start)
     if not return_info:
         return out
-    t, start = positions(lengths, sizes["T"], segment_start)
+    t, start = positions(jnp.minimum(lengths, capacity), sizes["T"], segment_start)
     return out, DecodeInfo(lists, count_keys_read(lists, t, start, config))

@@ -142,6 +142,23 @@ def test_an_empty_row_gives_zero(implementation):
     assert np.isfinite(np.asarray(out[1])).all() and np.abs(np.asarray(out[1])).max() > 0.1
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_a_row_longer_than_the_cache_reads_nothing_outside_it(implementation):
+    """Such a row counts as full, and its list is written and names blocks of the cache; the others do not change.
+
+    The interpreter bounds every index, a GPU does not: the lists, which kernels read through, must be right themselves.
+    """
+    capacity = 160
+    arrays, _, _ = filled_cache(SMALL, (160, 90, 160, 160), group=6, num_kv=1, capacity=capacity, slots=37)
+    full, info = decode(arrays, config=SMALL, implementation=implementation)
+    lengths = jnp.asarray([161, 90, 2 * capacity + 37, 100_000], jnp.int32)
+    out, longer = decode((*arrays[:-1], lengths), config=SMALL, implementation=implementation)
+    lists = np.asarray(longer.block_indices)
+    assert lists.min() >= 0 and lists.max() < capacity // SMALL.select_block
+    chex.assert_trees_all_equal((out, longer), (full, info))
+
+
 @pytest.mark.filterwarnings("ignore:.*interpret mode")
 def test_bfloat16_kernels_are_as_exact_as_their_inputs():
     arrays, full, last = filled_cache(SMALL, LENGTHS, group=4, dtype=jnp.bfloat16)
@@ -223,7 +240,7 @@ def test_kernels_compile_ahead_of_time(gpu, batch):
 
 @pytest.mark.filterwarnings("ignore:.*interpret mode")
 def test_dense_decoding_kernel_equals_masked_attention():
-    from nsa_jax.ops.pallas.decode import dense_decode_attention
+    from nsa_jax.ops.pallas import dense_decode_attention
 
     arrays, _, _ = filled_cache(SMALL, LENGTHS, group=3, v_dim=32, tokens=2)
     query, key, value, lengths = arrays[0], arrays[3], arrays[4], arrays[-1]

@@ -188,6 +188,29 @@ def test_the_cache_is_sharded_over_the_batch_axes():
     assert all(x.sharding.spec[0] == "data" for x in jax.tree.leaves(cache.layers))
 
 
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_full_row_stays_full_while_the_others_go_on(attention):
+    """A batch is decoded until its longest row ends: a row whose cache is full keeps it, the others are not touched."""
+    decoder = Decoder(make_model(attention=attention), chunk=64)
+    tokens, lengths = random_tokens(2, 254), np.asarray([254, 40])
+
+    def run(steps, rows):
+        _, cache = decoder.prefill(decoder.init_cache(len(rows), 256), tokens[rows], lengths[rows])
+        for step in range(steps):
+            logits, cache = decoder.decode(cache, np.full((len(rows),), step, np.int32))
+        return logits, cache
+
+    logits, cache = run(7, np.asarray([0, 1]))
+    alone, _ = run(7, np.asarray([1]))
+    np.testing.assert_array_equal(cache.lengths, [256, 47])
+    chex.assert_trees_all_close(logits[1:], alone, atol=1e-6)
+    _, before = run(2, np.asarray([0, 1]))
+    names = [name for name in cache.layers[0]._fields if not name.endswith(("_win", "_tail"))]
+    for name in names:  # rings turn on, with tokens that mean nothing
+        for new, old in zip(cache.layers, before.layers, strict=True):
+            np.testing.assert_array_equal(getattr(new, name)[0], getattr(old, name)[0])
+
+
 def test_memory_report_counts_what_is_allocated():
     for changes in (dict(), dict(attention="dense"), dict(value_head_dim=4)):
         decoder = Decoder(make_model(**changes))
@@ -236,7 +259,7 @@ def test_decode_and_prefill_compile_ahead_of_time(attention):
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert step.memory_analysis().alias_size_in_bytes >= held  # the cache is updated in place
     assert step.memory_analysis().temp_size_in_bytes < held / 4
-    names = ("nsa_decode_partial", "nsa_decode_selected") if attention == "nsa" else ("dense_decode",)
+    names = ("nsa_decode_rank", "nsa_decode_selected") if attention == "nsa" else ("dense_decode",)
     assert all(name in step.as_text() for name in names)
 
 

@@ -20,7 +20,7 @@ __all__ = [
 _MODULES = {
     "compressed_attention": "ranged",
     "decode_attention": "decode",
-    "dense_decode_attention": "decode",
+    "dense_decode_attention": "decode_dense",
     "nsa_attention": "gated",
     "window_attention": "ranged",
     "select_blocks": "select",

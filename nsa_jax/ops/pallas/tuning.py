@@ -317,26 +317,32 @@ class DecodeConfig:
     """Tiles and splits of decoding.
 
     Attributes:
-      keys: keys per step of every loop.
+      keys: keys per step of the loop over the compressed blocks (dense decoding: over all keys).
+      short_keys: keys per step of the loops over the window and the listed blocks.
       compressed_parts: programs that share the compressed blocks of one (token, key/value head).
       window_parts: programs that share its window.
       selected_parts: programs that share its listed blocks.
-      fold_blocks: selection blocks per program of the importance kernel, a power of two.
+      columns: compressed blocks per step of the fold to importance scores.
       num_warps: warps of the attention kernels.
       num_stages: software pipeline depth of their loops.
+      rank_warps: warps of the kernel that writes the block lists.
     """
 
     keys: int
+    short_keys: int
     compressed_parts: int
     window_parts: int
     selected_parts: int
-    fold_blocks: int
+    columns: int
     num_warps: int
     num_stages: int
+    rank_warps: int
 
 
-# Programs that one attention kernel of a decode step should have: about four for each multiprocessor of the GPU.
-_DECODE_PROGRAMS = 512
+# Programs of the attention kernels: as many as the GPU holds at once (two of these for each of 132 multiprocessors), so
+# that none waits for a second round; the short loops of the selected branch gain from more.
+_DECODE_PROGRAMS = 256
+_DECODE_SELECTED_PROGRAMS = 512
 
 
 def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -> DecodeConfig:
@@ -349,10 +355,14 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
       row_bytes: bytes of one key and one value.
     """
     keys = 64 if row_bytes <= 512 else 32
-    wanted = -(-_DECODE_PROGRAMS // pairs)
-    compressed = max(1, min(wanted, -(-num_cmp // keys)))
-    # A window share is about as long as a compressed one.
-    share = -(-num_cmp // compressed)
-    window = max(1, min(-(-config.window // max(share, keys)), -(-config.window // keys)))
-    selected = max(1, min(wanted, config.num_selected))
-    return DecodeConfig(keys, compressed, window, selected, fold_blocks=64, num_warps=4, num_stages=3)
+    return DecodeConfig(
+        keys=keys,
+        short_keys=keys,
+        compressed_parts=max(1, min(-(-_DECODE_PROGRAMS // pairs), -(-num_cmp // keys))),
+        window_parts=max(1, min(-(-_DECODE_PROGRAMS // pairs), -(-config.window // keys))),
+        selected_parts=max(1, min(-(-_DECODE_SELECTED_PROGRAMS // pairs), config.num_selected)),
+        columns=512,
+        num_warps=4,
+        num_stages=3,
+        rank_warps=4,
+    )
