@@ -106,6 +106,20 @@ def _global_norm(tree) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
 
 
+def _summed_once(gradient: Callable) -> Callable:
+    """`gradient` on each device's rows, summed over the devices of a mesh that splits nothing but the batch.
+
+    Left to the compiler, every layer of every micro-batch is summed by itself, matrices in the compute dtype: for
+    a100_prod on 8 devices 1.4 GiB per step instead of 0.4. (Dropout needs the compiler: its masks are drawn for the
+    whole batch, so that they are the same on any mesh.)
+    """
+
+    def local(params, batch, total, key):
+        return jax.lax.psum(gradient(params, batch, total, key), "data")
+
+    return jax.shard_map(local, in_specs=(P(), P("data"), P(), P()), out_specs=P(), check_vma=False)
+
+
 def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """The jitted step (state, batch) -> (state, metrics); the state is donated.
 
@@ -132,23 +146,29 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         losses = token_losses(model, hidden, batch["targets"])
         return jnp.sum(losses * batch["loss_mask"]) / total
 
+    def gradient(params, batch, total, key):
+        """Loss and gradients of all micro-batches."""
+        value_and_grad = jax.value_and_grad(micro_loss)
+        if count == 1:
+            return value_and_grad(params, batch, total, jax.random.fold_in(key, 0))
+
+        def accumulate(carry, inputs):
+            index, micro = inputs
+            got = value_and_grad(params, micro, total, jax.random.fold_in(key, index))
+            return jax.tree.map(jnp.add, carry, got), None
+
+        zero = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
+        return jax.lax.scan(accumulate, zero, (jnp.arange(count), _split_micro_batches(batch, count)))[0]
+
+    if setup.mesh.shape["data"] == setup.mesh.size > 1 and config.model.dropout == 0:
+        gradient = _summed_once(gradient)
+
     def step(state: State, batch: Batch):
         check_batch(batch, config.train.batch_size, config.data.seq_len)
         params = state["params"]
         total = jnp.maximum(batch["loss_mask"].sum(), 1.0)
         key = jax.random.fold_in(jax.random.key(config.seed), state["step"])
-        value_and_grad = jax.value_and_grad(micro_loss)
-        if count == 1:
-            loss, grads = value_and_grad(params, batch, total, jax.random.fold_in(key, 0))
-        else:
-
-            def accumulate(carry, inputs):
-                index, micro = inputs
-                got = value_and_grad(params, micro, total, jax.random.fold_in(key, index))
-                return jax.tree.map(jnp.add, carry, got), None
-
-            zero = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
-            (loss, grads), _ = jax.lax.scan(accumulate, zero, (jnp.arange(count), _split_micro_batches(batch, count)))
+        loss, grads = gradient(params, batch, total, key)
         # Measured here, before clipping and before anything could reset it.
         grad_norm = _global_norm(grads)
         updates, opt_state = setup.optimizer.update(grads, state["opt_state"], params)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from nsa_jax.config import ConfigError, validate
+from nsa_jax.train import hlo
 from nsa_jax.train.state import make_mesh, mesh_problems, partition_spec, setup
 from nsa_jax.train.step import make_train_step
 
@@ -130,3 +131,14 @@ def test_axes_that_do_not_fit_devices_batch_or_vocabulary_are_refused():
     assert "6 rows cannot be split over 4 devices" in problem.message
     with pytest.raises(ConfigError, match="vocabulary of 257 cannot be split over 2 devices.*vocab_size=384"):
         setup(tiny_config(mesh__tensor=2), 257, jax.devices()[:8])
+
+
+def test_gradients_are_summed_over_devices_once_per_step():
+    changes = dict(train__grad_accum=2, train__batch_size=8, model__num_layers=2, model__implementation="xla")
+    made = setup(tiny_config(**changes), VOCAB, jax.devices()[:4])
+    step = make_train_step(made, np.ones(VOCAB, np.int32))
+    with jax.set_mesh(made.mesh):
+        text = step.lower(made.target(), random_batch(made.config)).compile().as_text()
+    found = hlo.collectives(text)
+    assert {collective.kind for collective in found} == {"all-reduce"}
+    assert sum(collective.bytes for collective in found) == pytest.approx(4 * made.num_parameters(), abs=64)
