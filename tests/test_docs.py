@@ -25,6 +25,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import pytest
 import tokenizers
 from tools.runs import small_config, write_run
@@ -344,7 +345,10 @@ def tiny_run(tmp_path_factory):
 def world(tmp_path, monkeypatch, tiny_run):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NSA_JAX_CACHE", str(tmp_path / "cache"))
-    return World(tmp_path, tiny_run)
+    usual = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)  # everything here is compiled to run once
+    yield World(tmp_path, tiny_run)
+    jax.config.update("jax_disable_most_optimizations", usual)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
