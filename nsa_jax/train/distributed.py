@@ -21,6 +21,8 @@ import logging
 import os
 import re
 import socket
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -35,7 +37,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from nsa_jax.config import ConfigError, Problem
-from nsa_jax.train.peers import Peers
+from nsa_jax.train.peers import EXIT_PEER, Peers, reachable
 
 logger = logging.getLogger("nsa_jax")
 
@@ -256,12 +258,18 @@ def join(cluster: Cluster, silence_seconds: float = 30.0) -> Peers:
       cluster: where the others are.
       silence_seconds: after which a process without a sign of life counts as gone.
 
+    If not all of them arrive in time, the process ends with status `EXIT_PEER`, for a supervisor to start it again.
+
     Raises:
-      DistributedError: not all processes arrived in time.
+      DistributedError: JAX refuses, such as because devices are in use already.
     """
     global _peers
     # Its handler would swallow SIGTERM; the loop has its own.
     jax.config.update("jax_enable_preemption_service", False)
+    # JAX would abort the process with a stack trace.
+    late = threading.Timer(_JOIN_SECONDS, _give_up_joining, [cluster])
+    late.daemon = True
+    late.start()
     try:
         jax.distributed.initialize(
             coordinator_address=cluster.coordinator,
@@ -269,7 +277,7 @@ def join(cluster: Cluster, silence_seconds: float = 30.0) -> Peers:
             process_id=cluster.process_id,
             local_device_ids=cluster.devices,
             cluster_detection_method="deactivate",
-            initialization_timeout=_JOIN_SECONDS,
+            initialization_timeout=_JOIN_SECONDS + 60,
             heartbeat_timeout_seconds=int(silence_seconds) + _MARGIN_SECONDS,
             shutdown_timeout_seconds=_LEAVE_SECONDS,
         )
@@ -278,9 +286,23 @@ def join(cluster: Cluster, silence_seconds: float = 30.0) -> Peers:
             f"process {cluster.process_id} of {cluster.num_processes} (host {socket.gethostname()}, found by "
             f"{cluster.found_by}) could not join process 0 at {cluster.coordinator}: {error}"
         ) from error
+    finally:
+        late.cancel()
     _peers = Peers(_client(), cluster.process_id, cluster.num_processes, cluster.coordinator, silence_seconds)
     _peers.start()
     return _peers
+
+
+def _give_up_joining(cluster: Cluster) -> None:
+    here = cluster.process_id == 0 or reachable(cluster.coordinator)
+    missing = "not all of the others came" if here else f"nothing answers at {cluster.coordinator}, where process 0 is"
+    logger.error(
+        "process %d of %d (host %s, found by %s) gives up after %d s: %s. Start all processes at about the same time, "
+        "and let them reach that port",
+        *(cluster.process_id, cluster.num_processes, socket.gethostname(), cluster.found_by, _JOIN_SECONDS, missing),
+    )
+    sys.stderr.flush()
+    os._exit(EXIT_PEER)
 
 
 def leave(status: int, why: str = "") -> None:

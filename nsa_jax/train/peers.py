@@ -31,6 +31,16 @@ _GRACE = 5.0  # seconds that a process has to end by itself after another failed
 _PROBE_SECONDS = 3.0
 
 
+def reachable(address: str) -> bool:
+    """Whether a connection to "host:port" is accepted."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
 @dataclasses.dataclass
 class Peer:
     """What is known of one process.
@@ -158,7 +168,7 @@ class Peers:
                 self._answered = now
             last = now
             # Its end is noticed by a connection that is refused: JAX's own calls may hang, and abort soon after.
-            self._refusals = 0 if self.process == 0 or self._reachable() else self._refusals + 1
+            self._refusals = 0 if self.process == 0 or reachable(self._coordinator) else self._refusals + 1
             message, lost = self.verdict(now)
             if not message:
                 continue
@@ -186,14 +196,6 @@ class Peers:
             )
             return "; ".join(told), silent
         return "", []
-
-    def _reachable(self) -> bool:
-        host, _, port = self._coordinator.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
-        except OSError:
-            return False
-        return True
 
     def _end(self, message: str, lost: list[Peer]) -> None:
         self._verdict.set()

@@ -9,7 +9,7 @@ import pytest
 
 from nsa_jax.train import distributed
 from nsa_jax.train.distributed import Cluster, DistributedError, detect, devices_of, from_flags
-from nsa_jax.train.peers import Peers
+from nsa_jax.train.peers import Peers, reachable
 
 SLURM = {
     "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "gpu[003-004,009]", "SLURM_NTASKS": "3", "SLURM_PROCID": "2",
@@ -167,9 +167,9 @@ def test_a_failure_is_told_with_its_reason_and_an_end_is_none(three):
 
 def test_a_coordinator_that_refuses_connections_is_gone(three):
     (first, second, third), store, server = three
-    assert second._reachable()
+    assert reachable(second._coordinator)
     server.close()
-    assert not second._reachable()
+    assert not reachable(second._coordinator)
     second._refusals = 1
     assert second.verdict(time.monotonic())[0] == ""  # once may be a hiccup
     second._refusals = 2
