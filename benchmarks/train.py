@@ -1,0 +1,210 @@
+"""Training speed: tokens per second, MFU and memory of NSA and dense models, by row length and by number of GPUs.
+
+    python benchmarks/train.py --json benchmarks/results/train_h200.json
+    python benchmarks/train.py --lengths 2048 --tokens 131072,262144 --remat none,attention_saved,block
+    python benchmarks/train.py --attention nsa --lengths 2048 --devices 1,2,4 --layouts data,fsdp
+
+times the compiled training step of a config (configs/a100_prod.py) on random tokens of a byte vocabulary: forward,
+backward, optimizer. NSA and dense models have the same width and depth and see the same tokens per step; dense
+attention is cuDNN's, so rows are unpacked. Of several sizes and remat policies the fastest is kept for the table.
+Memory is the compiler's plan for one device: arguments and temporaries. `--profile` lists the kernels that took most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.util
+import itertools
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from benchmarks.timing import environment  # noqa: E402
+from nsa_jax.train import flops  # noqa: E402
+from nsa_jax.train.state import batch_sharding, setup  # noqa: E402
+from nsa_jax.train.step import make_train_step  # noqa: E402
+
+VOCAB = 257  # bytes and the end of a document
+GIB = 2**30
+
+
+def make_config(options: argparse.Namespace, case: dict[str, Any]) -> Any:
+    """The config file's, changed to what is timed."""
+    spec = importlib.util.spec_from_file_location("config", options.config)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config()
+    config.model.attention, config.model.remat = case["attention"], case["remat"]
+    config.data.tokenizer, config.data.packing, config.data.seq_len = "byte", False, case["length"]
+    config.train.batch_size = case["tokens"] // case["length"] * case["devices"]
+    config.train.grad_accum = 1
+    if case["layout"] == "fsdp":
+        config.mesh.fsdp = case["devices"]
+    if options.tiny:
+        config.model.dim, config.model.num_layers, config.model.num_heads, config.model.head_dim = 32, 2, 4, 16
+    return config
+
+
+def random_batches(config: Any, sharding: Any, count: int) -> list[dict[str, jax.Array]]:
+    """Batches on the device, of fresh random tokens."""
+    shape = (config.train.batch_size, config.data.seq_len)
+    batches = []
+    for seed in range(count):
+        tokens = np.random.default_rng(seed).integers(0, VOCAB, (shape[0], shape[1] + 1), dtype=np.int32)
+        arrays = {
+            "inputs": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "segment_start": np.zeros(shape, np.int32),
+            "loss_mask": np.ones(shape, np.float32),
+        }
+        batches.append(jax.device_put(arrays, sharding))
+    return batches
+
+
+def kernel_times(directory: str) -> dict[str, float]:
+    """Milliseconds by kernel name, summed over the first GPU of the newest trace under `directory`."""
+    paths = sorted(pathlib.Path(directory).rglob("*.xplane.pb"))
+    totals: dict[str, float] = collections.defaultdict(float)
+    if paths:
+        data = jax.profiler.ProfileData.from_file(str(paths[-1]))
+        plane = next((plane for plane in data.planes if plane.name.startswith("/device:GPU")), None)
+        for line in plane.lines if plane else ():
+            if line.name.startswith("Stream"):
+                for event in line.events:
+                    totals[event.name] += event.duration_ns / 1e6
+    return dict(totals)
+
+
+def run(options: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
+    """Times one case; returns the case with its figures."""
+    config = make_config(options, case)
+    made = setup(config, VOCAB, jax.devices()[: case["devices"]])
+    with jax.set_mesh(made.mesh):
+        state = made.init()
+        batches = random_batches(config, batch_sharding(made.mesh), 3)
+        start = time.perf_counter()
+        step = make_train_step(made, np.ones(VOCAB, np.int32)).lower(state, batches[0]).compile()
+        compile_seconds = time.perf_counter() - start
+        plan = step.memory_analysis()
+        for batch in batches[:2]:
+            state, metrics = step(state, batch)
+        jax.block_until_ready(state)
+        seconds = []
+        for _ in range(options.repeats):
+            start = time.perf_counter()
+            for index in range(options.steps):
+                state, metrics = step(state, batches[index % len(batches)])
+            jax.block_until_ready(state)
+            seconds.append((time.perf_counter() - start) / options.steps)
+        loss = float(metrics["loss"])
+        if not np.isfinite(loss):
+            raise RuntimeError(f"loss {loss}: nothing to time")
+        if options.profile:
+            with tempfile.TemporaryDirectory() as directory:
+                with jax.profiler.trace(directory):
+                    state, _ = step(state, batches[0])
+                    jax.block_until_ready(state)
+                totals = kernel_times(directory)
+            busy = sum(totals.values())
+            print(f"  kernels {busy:.1f} ms of {statistics.median(seconds) * 1e3:.1f} ms; the longest:")
+            for name, ms in sorted(totals.items(), key=lambda item: -item[1])[: options.profile]:
+                print(f"  {ms:9.3f} ms  {ms / busy:6.1%}  {name[:100]}")
+    second = statistics.median(seconds)
+    tokens = config.train.batch_size * config.data.seq_len
+    peak = flops.peak_flops(jax.devices()[0].device_kind)
+    useful = flops.train_flops_per_token(made.model_config, case["length"]) * tokens / second / case["devices"]
+    return {
+        **case,
+        "batch_size": config.train.batch_size,
+        "parameters": made.num_parameters(),
+        "step_ms": round(second * 1e3, 2),
+        "tokens_per_second": round(tokens / second),
+        "tokens_per_second_per_device": round(tokens / second / case["devices"]),
+        "mfu": round(useful / peak, 4) if peak else None,
+        "planned_gib": round((plan.argument_size_in_bytes + plan.temp_size_in_bytes) / GIB, 2),
+        "compile_seconds": round(compile_seconds, 1),
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The fastest of each attention, length, number of devices and layout."""
+    best: dict[tuple, dict[str, Any]] = {}
+    for row in rows:
+        key = (row["length"], row["devices"], row["layout"], row["attention"])
+        if "error" not in row and row["tokens_per_second"] > best.get(key, {}).get("tokens_per_second", 0):
+            best[key] = row
+    print("  length devices layout attention     batch  remat            tokens/s    MFU    GiB  over dense, 1 device")
+    for key, row in sorted(best.items()):
+        length, devices, layout, attention = key
+        dense = best.get((length, devices, layout, "dense"))
+        one = next((best[k] for k in best if k[0] == length and k[1] == 1 and k[3] == attention), None)
+        notes = []
+        if dense and attention != "dense":
+            row["over_dense"] = round(row["tokens_per_second"] / dense["tokens_per_second"], 3)
+            notes.append(f"{row['over_dense']:.2f}x dense")
+        if one and devices > 1:
+            row["scaling"] = round(row["tokens_per_second_per_device"] / one["tokens_per_second"], 4)
+            notes.append(f"{row['scaling']:.1%} of one device")
+        mfu = f"{row['mfu']:.1%}" if row["mfu"] else "-"
+        print(
+            f"{length:>8} {devices:>7} {layout:<6} {attention:<10} {row['batch_size']:>8}  {row['remat']:<15} "
+            f"{row['tokens_per_second']:>10,} {mfu:>6} {row['planned_gib']:>6}   {', '.join(notes)}"
+        )
+
+
+def write(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Puts the rows, and what they depend on, into `--json`."""
+    if options.json:
+        text = json.dumps({**environment(options.commit), "rows": rows}, indent=1)
+        pathlib.Path(options.json).write_text(text + "\n")
+
+
+def main() -> None:
+    """Reads flags, times every case, prints and writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default=str(pathlib.Path(__file__).parents[1] / "configs" / "a100_prod.py"))
+    parser.add_argument("--attention", default="nsa,dense")
+    parser.add_argument("--lengths", default="2048,8192,32768,65536", help="tokens in a row")
+    parser.add_argument("--tokens", default="131072", help="per device and step")
+    parser.add_argument("--remat", default="block", help="policies to try: none,attention_saved,block,full")
+    parser.add_argument("--devices", default="1", help="numbers of devices; every device gets --tokens")
+    parser.add_argument("--layouts", default="data", help="data, fsdp")
+    parser.add_argument("--steps", type=int, default=8, help="of one sample")
+    parser.add_argument("--repeats", type=int, default=3, help="samples of which the median is taken")
+    parser.add_argument("--profile", type=int, default=0, help="also list this many kernels of one step")
+    parser.add_argument("--json", default="")
+    parser.add_argument("--commit", default=None)
+    parser.add_argument("--tiny", action="store_true", help="a model for trying this out on a CPU")
+    options = parser.parse_args()
+    lists = [getattr(options, name).split(",") for name in ("lengths", "devices", "layouts", "attention", "tokens")]
+    rows: list[dict[str, Any]] = []
+    for length, devices, layout, attention, tokens, remat in itertools.product(*lists, options.remat.split(",")):
+        case = dict(attention=attention, length=int(length), tokens=int(tokens), devices=int(devices))
+        case |= dict(layout=layout, remat=remat)
+        if case["tokens"] < case["length"]:
+            print(f"left out: --tokens {tokens} is less than a row of {length}")
+            continue
+        try:
+            row = run(options, case)
+        except Exception as error:  # out of memory, mostly: the other cases are still worth having
+            row = {**case, "error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+        rows.append(row)
+        write(options, rows)  # a later case may take the process down
+    show(rows)
+    write(options, rows)
+
+
+if __name__ == "__main__":
+    main()
