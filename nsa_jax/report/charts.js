@@ -115,11 +115,12 @@ function lineTraces(parts) {
       traces.push({
         ...shared,
         y: smoothed(y, factor),
+        customdata: y, // what was logged, also where the line is smoothed
         mode: part.points || few ? "lines+markers" : "lines",
         line: { color: tone, width: part.points ? 2 : 1.7, dash: single || part.points ? "solid" : DASHES[order % 4] },
         marker: { color: tone, size: 7, symbol: part.points ? "circle" : "square" },
         name: plain(single ? part.label : parts.length > 1 ? `${run.label}, ${part.label}` : run.label),
-        hovertemplate: `%{y:${part.format ?? ".4~g"}}${part.suffix ?? ""}`,
+        hovertemplate: `%{customdata:${part.format ?? ".4~g"}}${part.suffix ?? ""}`,
       });
     });
   });
@@ -157,7 +158,10 @@ function layoutOf(options) {
       ...axis,
       automargin: false,
       title: { text: options.xtitle ?? axisTitle(), standoff: 8 },
-      hoverformat: ",.6~g",
+      separatethousands: true,
+      unifiedhovertitle: {
+        text: { step: "step %{x:,}", tokens: "%{x:,} tokens", time: `%{x:.4~g} ${timeUnit()[0]}` }[state.axis],
+      },
       ...options.xaxis,
     },
     yaxis: { ...axis, ...options.yaxis },
@@ -171,7 +175,7 @@ const CONFIG = () => ({
   responsive: true,
   displaylogo: false,
   displayModeBar: coarse() ? false : "hover",
-  doubleClick: "reset+autosize",
+  doubleClick: coarse() ? false : "reset+autosize", // a tap counts as two clicks
   modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
   toImageButtonOptions: { format: "png", scale: 2 },
 });

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nsa_jax.report.reading import COLUMNS, POINTS, ReportError, clean, flatten
+from nsa_jax.report.reading import COLUMNS, POINTS, ReportError, flatten
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("charts.js", "sections.js", "curves.js", "details.js", "page.js")
@@ -104,7 +104,7 @@ def build(runs: list[dict[str, Any]]) -> str:
         "style": (_HERE / "style.css").read_text(encoding="utf-8"),
         "library_name": html.escape(library_name),
         "library": library,
-        "data": embed(clean(data)),
+        "data": embed(data),
         "script": "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     }
     template = (_HERE / "page.html").read_text(encoding="utf-8")

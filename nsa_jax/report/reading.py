@@ -154,7 +154,7 @@ def curves(rows: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[
             what = f"{name} is not finite at {len(bad)} of {len(steps)} points, first at step {bad[0]:,}"
             events.append({"step": int(bad[0]), "kind": "alarm", "name": "not_finite", "message": what})
         keep = thin(steps, values)
-        found[printable(name)] = {"x": steps[keep].tolist(), "y": _plain(values[keep]), "n": len(steps)}
+        found[name] = {"x": steps[keep].tolist(), "y": _plain(values[keep]), "n": len(steps)}
     return found, events
 
 
@@ -195,7 +195,7 @@ def health_maps(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
                 np.where(c > 0, sums[:, b].sum(1) / np.maximum(c, 1), np.nan)
                 for b, c in zip(buckets, counts, strict=True)
             ]
-        maps[printable(name)] = [_plain(line) for line in np.stack(parts, axis=1)]
+        maps[name] = [_plain(line) for line in np.stack(parts, axis=1)]
     middle = [int(steps[bucket[len(bucket) // 2]]) for bucket in buckets]
     return {"x": middle, "layers": layers, "n": len(steps), "z": maps}
 
@@ -204,7 +204,7 @@ def _alarms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Alarms as events; one that was raised again by steps that were run again counts once."""
     found = {(row["step"], str(row.get("alarm"))): str(row.get("message", "")) for row in rows}
     return [
-        {"step": step, "kind": "alarm", "name": printable(name), "message": printable(message)}
+        {"step": step, "kind": "alarm", "name": name, "message": message}
         for (step, name), message in sorted(found.items())
     ]
 
@@ -212,8 +212,7 @@ def _alarms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _samples(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     by_step = {(row["step"], str(row.get("name", "sample"))): str(row.get("text", "")) for row in rows}
     found = [
-        {"step": step, "name": printable(name), "text": printable(text[:SAMPLE_CHARACTERS])}
-        for (step, name), text in sorted(by_step.items())
+        {"step": step, "name": name, "text": text[:SAMPLE_CHARACTERS]} for (step, name), text in sorted(by_step.items())
     ]
     return [found[i] for i in np.unique(np.linspace(0, len(found) - 1, min(len(found), SAMPLES)).astype(int))]
 

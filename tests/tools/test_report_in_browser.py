@@ -4,7 +4,9 @@ One browser and one report of two runs for all tests: one run with 5,000 log lin
 without health, validation and samples that a guard stopped.
 """
 
+import json
 import math
+import re
 import shutil
 import time
 
@@ -145,7 +147,10 @@ def test_hovering_tells_the_values(desk):
     desk.page.mouse.move(box["x"] + box["width"] * 0.55, box["y"] + box["height"] / 2)
     desk.page.wait_for_selector("#chart-loss .hoverlayer text")
     said = desk("document.querySelector('#chart-loss .hoverlayer').textContent")
-    assert AWKWARD[:20] in said and "1.5" in said  # as it was written, not as HTML
+    assert AWKWARD[:20] in said  # as it was written, not as HTML
+    step = int(re.search(r"step ([\d,]+)", said).group(1).replace(",", ""))
+    at = json.loads(desk("JSON.stringify(DATA.runs[0].series['train/loss'])"))
+    assert f"training : {at['y'][at['x'].index(step)]:.4g}" in said and 2000 < step < 3000  # not the smoothed value
     desk.page.mouse.move(5, 5)
 
 
@@ -296,12 +301,14 @@ def test_it_fits_and_is_silent_on_phone_and_desk_in_both_themes(browser, url, wi
     assert tab(CONTRAST) == []
     assert tab("[...document.querySelectorAll('main h2')].length") == 10
     if width == 390:
+        tab.page.tap("[aria-label='zoom in']")
         for name in ("chart-loss", "map-gate_entropy"):  # a finger scrolls the page, and tells values by tapping
             tab.show(name)
             assert tab(f"document.getElementById('{name}').layout.dragmode") is False
             box = tab.page.locator(f"#{name} .nsewdrag").bounding_box()
             tab.page.touchscreen.tap(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
             tab.page.wait_for_selector(f"#{name} .hoverlayer text")
+            assert tab.show(name)["range"] == [1250, 3750]  # which a tap does not reset
     assert tab.said == [] and tab.asked == [url]
     tab.close()
 
