@@ -28,6 +28,7 @@ from pathlib import Path
 import jax
 import pytest
 import tokenizers
+from tools.reported import environment, lines, train_row
 from tools.runs import small_config, write_run
 
 from nsa_jax.config import default_config
@@ -157,8 +158,11 @@ class World:
         for word in words:
             if word.startswith("runs/"):
                 self.run(word.removeprefix("runs/").partition("@")[0])
+        tool = importlib.import_module(name)
+        if not hasattr(tool, "main"):  # a package
+            tool = importlib.import_module(f"{name}.__main__")
         try:
-            status = importlib.import_module(name).main([*words, *_TOOLS[name]])
+            status = tool.main([*words, *_TOOLS[name]])
         except SystemExit as exit:
             status = exit.code
         if status:
@@ -227,6 +231,7 @@ _TOOLS = {
     "nsa_jax.generate": ["--max-tokens=3"],
     "nsa_jax.evaluate": ["--max-tokens=200", "--samples=1", "--batch-size=2", "--num-keys=2"],
     "nsa_jax.export": [],
+    "nsa_jax.report": [],
 }
 
 # Each line in a process of its own, since flags are global; forked, since importing JAX takes seconds.
@@ -336,6 +341,8 @@ def tiny_run(tmp_path_factory):
         config.data.source, config.data.files = "text", (str(directory / "corpus" / "*.txt"),)
         config.data.cache_dir, config.data.val_fraction = str(directory / "cache"), 0.5
         write_run(directory / "run", config)
+        lines(directory / "run" / "metrics.jsonl", [train_row(step, 3.0 - step / 10) for step in (1, 2)])
+        (directory / "run" / "env.json").write_text(json.dumps(environment("quickstart")))
         return directory / "run"
 
     return write
