@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
@@ -38,11 +39,13 @@ def train_once(name: str, make_config: Callable[[], ConfigDict]) -> Path:
     """
     from nsa_jax.train.loop import Run
 
-    workdir = BUILD / name
+    config = make_config()
+    # Another config is another run.
+    workdir = BUILD / f"{name}-{hashlib.sha256(config.to_json_best_effort().encode()).hexdigest()[:8]}"
     BUILD.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(BUILD / f"{name}.lock"):
+    with filelock.FileLock(f"{workdir}.lock"):
         if not (workdir / "summary.json").is_file():
-            Run(make_config(), workdir).run()
+            Run(config, workdir).run()
     return workdir
 
 
@@ -57,7 +60,7 @@ def text_config() -> ConfigDict:
     c.model.init_std = 0.1
     n = c.model.nsa
     n.compress_block, n.compress_stride, n.select_block, n.num_selected, n.window = 8, 4, 16, 5, 32
-    c.data.max_documents = 400
+    c.data.max_documents, c.data.val_fraction = 400, 0.1
     c.train.steps, c.train.batch_size = 120, 8
     c.train.eval_every, c.train.eval_batches, c.train.sample_tokens = 0, 4, 0
     c.train.save_every, c.train.keep_last = 30, 10
