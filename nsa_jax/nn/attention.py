@@ -25,7 +25,9 @@ from nsa_jax.nn.sharding import (
     constrain_tokens,
     first_token,
     head_split,
+    mirrored_first_token,
     on_shards,
+    swap_mirrored,
     tensor_size,
     with_tokens_after,
     with_tokens_before,
@@ -188,7 +190,7 @@ class NSAttention(nnx.Module):
             *x.shape[:2],
             config.num_kv_heads,
             multiple=nsa.compress_stride,
-            at_least=max(nsa.compress_block - nsa.compress_stride, 1),
+            at_least=max(nsa.compress_block - nsa.compress_stride, 2),
         )
         if split.context > 1:
             attended, block_indices = self._attend_split(p, positions[..., :1], segment_start, split)
@@ -216,14 +218,17 @@ class NSAttention(nnx.Module):
     def _attend_split(
         self, p: Projections, first_position: jax.Array, segment_start: jax.Array | None, split: HeadSplit
     ):
-        """Attention of rows whose tokens are split over the context axis; every device attends with its own queries.
+        """Attention of rows whose tokens are split over the context axis.
 
         A device fetches
           compressed: the l - d tokens after its own, which its last blocks reach into, and then all compressed keys
             and values, T / d of them;
           window: the w - 1 tokens before its own;
           selected: the layer's keys and values of all T tokens, since a query may choose any block. They are freed
-            after the layer and fetched again by its backward pass (unless `remat` is "none"): 2 T K H numbers.
+            after the layer and fetched again by its backward pass (unless `remat` is "none"): T K (H + V) numbers.
+        Late queries see more compressed blocks than early ones. So that no device waits for the last one, each attends
+        with the first half of its own queries and the second half of those of its mirror image (the first device's is
+        the last); queries, outputs, gates and window keys of one half travel for that.
         Gradients go the same ways back.
         """
         nsa, context = self.config.nsa, split.context
@@ -243,19 +248,20 @@ class NSAttention(nnx.Module):
             (key_win, before), (value_win, _) = (
                 with_tokens_before(x, nsa.window - 1, context) for x in (p.key_win, p.value_win)
             )
-            return self._attend(
-                segment_start,
-                p.query,
-                key_cmp,
-                value_cmp,
-                all_tokens(p.key_slc),
-                all_tokens(p.value_slc),
-                key_win,
-                value_win,
-                p.gates,
-                query_offset=start,
-                window_start=start - before,
-            )
+            key_slc, value_slc = all_tokens(p.key_slc), all_tokens(p.value_slc)
+            half = p.query.shape[1] // 2
+            own = (segment_start, p.query, p.gates, key_win, value_win)
+            ends = (half, half, half, before + half, before + half)
+
+            def attend(arrays, offset):
+                segment_start, query, gates, key_win, value_win = arrays
+                arrays = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
+                return self._attend(segment_start, *arrays, query_offset=offset, window_start=offset - before)
+
+            early = [None if x is None else x[:, :end] for x, end in zip(own, ends, strict=True)]
+            late = swap_mirrored([None if x is None else x[:, half:] for x in own], context)
+            pair = attend(early, start), attend(late, mirrored_first_token(p.query, context) + half)
+            return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), pair[0], swap_mirrored(pair[1], context))
 
         return on_shards(local, arrays, specs, (split.heads, split.heads))
 

@@ -171,6 +171,17 @@ def first_token(x: jax.Array) -> jax.Array:
     return jax.lax.axis_index(CONTEXT).astype(jnp.int32) * x.shape[1]
 
 
+def mirrored_first_token(x: jax.Array, context: int) -> jax.Array:
+    """Row position of the first token of this device's mirror image: the first device's is the last."""
+    return (context - 1 - jax.lax.axis_index(CONTEXT).astype(jnp.int32)) * x.shape[1]
+
+
+def swap_mirrored(arrays: Any, context: int) -> Any:
+    """The arrays of this device's mirror image."""
+    pairs = [(source, context - 1 - source) for source in range(context)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, pairs), arrays)
+
+
 def all_tokens(x: jax.Array) -> jax.Array:
     """The whole row, [B, T, ...]; its gradient comes back to each device's own tokens."""
     return jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True)

@@ -11,9 +11,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
-from nsa_jax import NSAConfig
+from nsa_jax import NSAConfig, nsa_attention
 from nsa_jax.nn import DenseAttention, ModelConfig, NSAttention, Transformer
 from nsa_jax.nn.sharding import MESH_AXES
+from nsa_jax.ops import blocks
 
 # 48 tokens in shares of 12: every cut goes through a window of 20, which reaches over two shares, and a compressed
 # block of 8; two of three cuts go through a selection block.
@@ -118,12 +119,51 @@ def test_rows_that_cannot_be_split_are_computed_whole():
 
 
 def test_the_layers_fetch_what_they_say():
-    """Of a layer's forward pass, traced: two halos into compressed blocks and two windows of two hops, four gathers."""
+    """A layer's forward pass, traced: halos of compressed blocks, windows of two hops, mirrored halves, gathers."""
     graphdef, params = nnx.split(NSAttention(CONFIG, rngs=nnx.Rngs(0)))
     x, _ = inputs()
     with jax.set_mesh(mesh_of(context=4, tensor=2)):
         text = str(jax.make_jaxpr(lambda params, x: nnx.merge(graphdef, params)(x))(params, x))
-    assert text.count("ppermute[") == 2 + 2 * 2
+    assert text.count("ppermute[") == 2 + 2 * 2 + 6  # query, gates, key, value; output and block lists
     gathered = sorted(line.split(":")[1].split("=")[0].strip() for line in text.splitlines() if "all_gather[" in line)
     # [B, T / d, K / 2, H] of the compressed branch and [B, T, K / 2, H] of the selected one: one head per device.
     assert gathered == ["f32[2,12,1,16]"] * 2 + ["f32[2,48,1,16]"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_kernels_serve_a_share_of_the_queries_with_a_window_of_their_own(packed):
+    """What one device of a context axis computes, at the real geometry, against whole rows: outputs and gradients."""
+    config, length, first, halo = NSAConfig(), 8192, 4096 + 1024, 511
+    keys = iter(jax.random.split(jax.random.key(0), 10))
+    draw = lambda *shape: jax.random.normal(next(keys), (1, *shape), jnp.bfloat16)  # noqa: E731
+    count = blocks.num_compressed(length, config)
+    compressed, selected, window = ((draw(n, 2, 64), draw(n, 2, 64)) for n in (count, length, length))
+    query, gates = draw(length, 12, 64), jax.nn.sigmoid(draw(length, 12, 3))
+    cotangent = draw(length, 12, 64).at[:, :first].set(0).at[:, first + 2048 :].set(0)
+    starts = jnp.where(jnp.arange(length) >= 3000, 3000, 0)[None] if packed else None
+
+    @jax.jit
+    def whole(query, gates, compressed, selected, window):
+        common = dict(config=config, segment_start=starts, implementation="pallas")
+        out = nsa_attention(query, *compressed, *selected, *window, gates, **common)
+        return jnp.sum(out.astype(jnp.float32) * cotangent), out[:, first : first + 2048]
+
+    @jax.jit
+    def share(query, gates, compressed, selected, window, offset):
+        mine = lambda x, begin=first: jax.lax.slice_in_dim(x, begin, first + 2048, axis=1)  # noqa: E731
+        out = nsa_attention(
+            mine(query), *compressed, *selected, *(mine(x, first - halo) for x in window), mine(gates),
+            config=config, segment_start=None if starts is None else mine(starts), implementation="pallas",
+            query_offset=offset, window_start=offset - halo,
+        )  # fmt: skip
+        return jnp.sum(out.astype(jnp.float32) * mine(cotangent)), out
+
+    arrays = (query, gates, compressed, selected, window)
+    grad = functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3, 4), has_aux=True)
+    (_, want), want_grads = grad(whole)(*arrays)
+    (_, got), got_grads = grad(share)(*arrays, jnp.int32(first))
+    pairs = zip(jax.tree.leaves((want, want_grads)), jax.tree.leaves((got, got_grads)), strict=True)
+    for one, other in pairs:
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        assert np.linalg.norm(one - other) <= 1e-2 * np.linalg.norm(one)
