@@ -8,7 +8,12 @@ const MAPS = [
       "How each layer weighs the three branches. A third each is balance; a branch near 1 means that NSA has become that branch.",
     maps: [
       ...BRANCHES.map((name) => [`gate_share_${name}`, `Share of gates: ${name}`, "", "third"]),
-      ["gate_entropy", "Gate entropy", "nats; 1.10 is balance, an alarm below 0.5", "entropy"],
+      [
+        "gate_entropy",
+        "Gate entropy",
+        () => `nats; 1.10 is balance, alarm below ${chosen().config["guards.min_gate_entropy"] ?? 0.5}`,
+        "entropy",
+      ],
       ["gate_collapsed", "Gates on a single branch", "share of tokens and heads", "zero"],
     ],
   },

@@ -125,7 +125,7 @@ function outcome() {
       onDevice ? "fullest device" : "of the process",
     ],
     ["Parameters", short(parameters), parameters === null ? "" : grouped(parameters)],
-    ["Tokens seen", short(tokens), duration(run.clock.s.at(-1)) + " of log lines"],
+    ["Tokens seen", short(tokens), `logged over ${duration(run.clock.s.at(-1))}`],
     [
       "Alarms",
       grouped(count),
