@@ -34,7 +34,7 @@ from tools.runs import small_config, write_run
 from nsa_jax.config import default_config
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "launch").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -182,6 +182,12 @@ class World:
             if unknown:
                 raise DocsError(f"pip install {word}: no such extras: {sorted(unknown)}")
 
+    def uv(self, words: list[str]) -> None:
+        if words[:1] == ["pip"]:
+            self.pip(words[1:])
+        elif words[:1] != ["venv"]:
+            raise DocsError(f"nobody checks uv {words[:1]}")
+
     def make(self, words: list[str]) -> None:
         phony = re.search(r"^\.PHONY:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
         targets = [word for word in words if "=" not in word]
@@ -202,6 +208,7 @@ class World:
         check: Callable[[list[str]], None] | None = {
             "python": self.python,
             "pip": self.pip,
+            "uv": self.uv,
             "make": self.make,
             "touch": self.touch,
         }.get(program)
