@@ -1,0 +1,283 @@
+r"""Searches the kernel configurations of `nsa_jax.ops.pallas.tuning` by timing them on the GPU at hand.
+
+    python benchmarks/tune.py --op selected --lists shared --length 65536 --json tuned.json
+    python benchmarks/tune.py --op compressed --pass bwd --shape 12,2,64,64 --length 32768
+    python benchmarks/tune.py --op compressed --dry     # only lists what would be timed; needs no GPU
+
+The search starts from the heuristic's choice and changes one field at a time, keeping what is faster: as many timings
+as there are values, not as many as there are combinations. Every candidate's result is compared with that of the
+heuristic's choice; one that differs, fails to compile or does not fit is reported and never chosen. What wins belongs
+into the heuristic in tuning.py, with the figures in its docstring; nothing is changed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import nsa_jax  # noqa: E402
+from benchmarks.attention import Bench, make_lists, split_passes  # noqa: E402
+from benchmarks.timing import environment, measure  # noqa: E402
+from nsa_jax.aot import GPUS  # noqa: E402
+from nsa_jax.ops import blocks  # noqa: E402
+from nsa_jax.ops.pallas import tuning  # noqa: E402
+from nsa_jax.ops.target import Target, compile_for, current_target  # noqa: E402
+
+# Function of tuning.py -> values to try for each field of the dataclass that it returns (None: it returns a number).
+_Space = dict[str | None, tuple]
+_RANGED: _Space = {"rows": (32, 64, 128), "keys": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4)}
+_RANGED_HOPPER: _Space = {"keys": (64, 128), "stages": (2, 3, 4)}
+SPACES: dict[str, _Space] = {
+    "selected_config": {
+        "tile": (1, 4, 8, 16),
+        "share": (2, 3, 4, 6),
+        "tile_warps": (4, 8),
+        "tile_stages": (2, 3),
+        "plain_warps": (1, 2, 4),
+        "plain_stages": (2, 3, 4),
+        "keys": (32, 64),
+        "key_major": (False, True),
+        "gather_rows": (64, 128),
+        "gather_stages": (2, 3),
+        "chunk": (64, 128, 256),
+    },
+    "selected_backward_config": {
+        "chunk": (128, 256, 512, 1024, 2048),
+        "rows": (32, 64, 128),
+        "num_warps": (4, 8),
+        "num_stages": (1, 2, 3),
+        "keep_scores": (False, True),
+        "buffer_bytes": (256 * 2**20, 512 * 2**20, 1024 * 2**20),
+        "tile": (1, 4, 8, 16),
+        "share": (2, 3, 4, 6),
+        "tile_warps": (4, 8),
+    },
+    "select_config": {"keys": (64, 128, 256), "queries": (16, 32, 64), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
+    "select_hopper_config": {"stages": (4, 5, 6), "query_tiles": (1, 2, 4, 8)},
+    "ranged_forward_config": _RANGED,
+    "ranged_dq_config": _RANGED,
+    "ranged_dkv_config": _RANGED | {"splits": (0, 2, 4, 8)},
+    "ranged_hopper_config": _RANGED_HOPPER,
+    "ranged_hopper_dq_config": _RANGED_HOPPER,
+    "ranged_hopper_dkv_stages": {None: (2, 3, 4)},
+}
+_RANGED_KERNELS = {"fwd": ("ranged_forward_config",), "bwd": ("ranged_dq_config", "ranged_dkv_config")}
+_RANGED_HOPPER_KERNELS = {
+    "fwd": ("ranged_hopper_config",),
+    "bwd": ("ranged_hopper_dq_config", "ranged_hopper_dkv_stages"),
+}
+
+
+def kernels(op: str, which: str, target: Target) -> tuple[str, ...]:
+    """The functions of tuning.py that may choose for this op and pass on this target."""
+    if op == "selected":
+        return ("selected_config",) if which == "fwd" else ("selected_backward_config",)
+    if op == "select":
+        return ("select_hopper_config",) if target.is_hopper else ("select_config",)
+    return (_RANGED_HOPPER_KERNELS if target.is_hopper else _RANGED_KERNELS)[which]
+
+
+def with_value(config: Any, field: str | None, value: Any) -> Any:
+    """`config` with one field changed; a number is changed as a whole."""
+    return value if field is None else dataclasses.replace(config, **{field: value})
+
+
+def neighbours(config: Any, space: _Space) -> Iterator[tuple[str | None, Any]]:
+    """(field, configuration) for everything that differs from `config` in one field."""
+    for field, values in space.items():
+        for value in values:
+            candidate = with_value(config, field, value)
+            if candidate != config:
+                yield field, candidate
+
+
+def differences(config: Any, base: Any) -> dict[str, Any]:
+    """The fields in which `config` differs from `base`."""
+    if not dataclasses.is_dataclass(config):
+        return {} if config == base else {"value": config}
+    pairs = ((f.name, getattr(config, f.name), getattr(base, f.name)) for f in dataclasses.fields(config))
+    return {name: value for name, value, was in pairs if value != was}
+
+
+def observe(function: Callable, arguments: tuple, name: str) -> Any:
+    """What tuning.<name> answers while `function` is traced, None if it is never asked."""
+    answers = []
+    original = getattr(tuning, name)
+
+    def record(*args, **kwargs):
+        answers.append(original(*args, **kwargs))
+        return answers[-1]
+
+    jax.clear_caches()  # what was traced before would not ask again
+    with mock.patch.object(tuning, name, record):
+        jax.eval_shape(lambda *x: function(*x), *arguments)
+    return answers[0] if answers else None
+
+
+def forced(function: Callable, name: str, config: Any) -> Callable:
+    """`function`, jitted anew, with tuning.<name> answering `config` while it is traced."""
+
+    def call(*arguments):
+        with mock.patch.object(tuning, name, lambda *args, **kwargs: config):
+            return function(*arguments)
+
+    jax.clear_caches()  # parts traced before would keep their configuration
+    return jax.jit(call)
+
+
+def distance(got: Any, want: Any) -> float:
+    """The largest relative error over all arrays of a result."""
+
+    def error(a, b):
+        a, b = (jnp.nan_to_num(x.astype(jnp.float32), posinf=1e9, neginf=-1e9) for x in (a, b))
+        return jnp.linalg.norm((a - b).ravel()) / jnp.maximum(jnp.linalg.norm(b.ravel()), 1e-30)
+
+    return float(max(jax.tree.leaves(jax.tree.map(error, got, want))))
+
+
+def search(function: Callable, arguments: tuple, name: str, base: Any, timer: Callable = measure) -> list[dict]:
+    """Times the neighbours of the best configuration so far, field by field; rows in the order they were timed."""
+    plain = forced(function, name, base)
+    want = jax.block_until_ready(plain(*arguments))
+    rows = [{"kernel": name, "changed": {}, "ms": timer(plain, [arguments]), "error": None}]
+    best, best_ms = base, rows[0]["ms"]
+    for field, values in SPACES[name].items():
+        start = best
+        for value in values:
+            candidate = with_value(start, field, value)
+            if candidate == start:
+                continue
+            row: dict[str, Any] = {"kernel": name, "changed": differences(candidate, base), "ms": None, "error": None}
+            rows.append(row)
+            try:
+                compiled = forced(function, name, candidate)
+                error = distance(compiled(*arguments), want)
+                if not error < 1e-2:
+                    raise ValueError(f"differs from the heuristic's result by {error:.1e}")
+                row["ms"] = timer(compiled, [arguments])
+            except Exception as problem:  # a candidate that does not fit is a result, too
+                row["error"] = f"{type(problem).__name__}: {str(problem)[:200]}"
+                continue
+            if row["ms"] < best_ms:
+                best, best_ms = candidate, row["ms"]
+    for row in rows:
+        row["best"] = row["changed"] == differences(best, base)
+    return rows
+
+
+class AbstractBench(Bench):
+    """Inputs that are shapes alone."""
+
+    def normal(self, *shape):
+        return jax.ShapeDtypeStruct(shape, self.dtype)
+
+
+def problem(op: str, which: str, bench: Bench, lists) -> tuple[Callable, tuple]:
+    """(function, its arguments) of one op and pass."""
+    function, inputs, num_differentiable = bench.inputs(op, lists)
+    if which == "fwd":
+        return function, inputs
+    _, vjp, _, _ = split_passes(function, num_differentiable)
+    _, pullback = vjp(*inputs)
+    cotangent = bench.normal(1, bench.length, bench.heads, bench.value_head)
+    return lambda pullback, cotangent: pullback(cotangent), (pullback, cotangent)
+
+
+def abstract_problem(op: str, which: str, bench: AbstractBench) -> tuple[Callable, tuple]:
+    """As `problem`, but with shapes alone: nothing runs."""
+    if op == "select":  # its inputs come out of a kernel
+        query, (key, _) = bench.query(), bench.key_value(blocks.num_compressed(bench.length, bench.config))
+        lse = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
+        return functools.partial(nsa_jax.select_blocks, config=bench.config), (query, key, lse)
+    lists = jax.ShapeDtypeStruct((1, bench.length, bench.kv_heads, bench.config.num_selected), jnp.int32)
+    function, inputs, num_differentiable = bench.inputs(op, lists)
+    if which == "fwd":
+        return function, inputs
+
+    def gradient(*inputs):
+        rest = inputs[num_differentiable:]
+        out, pullback = jax.vjp(lambda *x: function(*x, *rest), *inputs[:num_differentiable])
+        return pullback(out)
+
+    return gradient, inputs
+
+
+def listed(op: str, which: str, bench: AbstractBench, target: Target) -> list[dict]:
+    """What a search would time first: the heuristic's choice and its neighbours, without timing or compiling them."""
+    rows: list[dict] = []
+    with compile_for(target):
+        function, arguments = abstract_problem(op, which, bench)
+        for name in kernels(op, which, target):
+            base = observe(function, arguments, name)
+            if base is None:
+                continue
+            rows.append({"kernel": name, "changed": {}, "base": str(base), "ms": None, "error": None})
+            for _, candidate in neighbours(base, SPACES[name]):
+                changed = differences(candidate, base)
+                rows.append({"kernel": name, "changed": changed, "ms": None, "error": None})
+    return rows
+
+
+def print_rows(rows: list[dict]) -> None:
+    for row in sorted(rows, key=lambda r: (r["kernel"], r["ms"] is None, r["ms"] or 0.0)):
+        changed = ", ".join(f"{k}={v}" for k, v in row["changed"].items()) or f"heuristic {row.get('base', '')}"
+        ms = f"{row['ms']:9.4f} ms" if row["ms"] is not None else " " * 12
+        print(f"{row['kernel']:>26} {ms} {'*' if row.get('best') else ' '} {changed}  {row['error'] or ''}".rstrip())
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", required=True, choices=("selected", "select", "compressed", "window"))
+    parser.add_argument("--pass", dest="which", default="fwd", choices=("fwd", "bwd"))
+    parser.add_argument("--shape", default="64,4,128,128", help="N,K,H,V")
+    parser.add_argument("--length", default=8192, type=int)
+    parser.add_argument("--lists", default="random", choices=("random", "shared"), help="for --op selected")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dry", action="store_true", help="list the candidates and stop; runs on any machine")
+    parser.add_argument("--gpu", default="h100", choices=sorted(GPUS), help="with --dry: the GPU to list them for")
+    parser.add_argument("--json", help="write the rows and the environment here")
+    args = parser.parse_args(argv)
+    if args.op == "select" and args.which == "bwd":
+        parser.error("--op select has no backward pass")
+    heads, kv_heads, head, value_head = (int(x) for x in args.shape.split(","))
+    config = nsa_jax.NSAConfig()
+    dims = (args.length, heads, kv_heads, head, value_head, config, jnp.dtype(args.dtype), args.seed)
+    if args.dry:
+        rows = listed(args.op, args.which, AbstractBench(*dims), GPUS[args.gpu].target)
+    else:
+        if not current_target().is_gpu:
+            parser.error(f"no GPU here (platform {current_target().platform}): only --dry works")
+        lists = None
+        if args.op == "selected":
+            shared_by = 64 if args.lists == "shared" else 1
+            lists = make_lists(jax.random.key(args.seed + 1), args.length, kv_heads, config, shared_by)
+        function, arguments = problem(args.op, args.which, Bench(*dims), lists)
+        rows = []
+        for name in kernels(args.op, args.which, current_target()):
+            base = observe(function, arguments, name)
+            if base is not None:
+                rows += search(function, arguments, name, base)
+                rows[-1].setdefault("base", str(base))
+    print_rows(rows)
+    if args.json:
+        about = {k: getattr(args, k) for k in ("op", "which", "shape", "length", "lists", "dtype")}
+        record = {"environment": environment(), "problem": about, "rows": rows}
+        pathlib.Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The search over kernel configurations: what it would try, what it keeps and what it refuses; figures need a GPU."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import tune
+from nsa_jax.ops.pallas import tuning
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kernels"),
+    [
+        (["--op", "selected"], {"selected_config"}),
+        (["--op", "selected", "--pass", "bwd"], {"selected_backward_config"}),
+        (["--op", "select"], {"select_hopper_config"}),
+        (["--op", "select", "--gpu", "a100-80gb"], {"select_config"}),
+        (["--op", "compressed", "--pass", "bwd"], {"ranged_hopper_dq_config", "ranged_hopper_dkv_stages"}),
+        (["--op", "window", "--pass", "bwd", "--gpu", "a100-80gb"], {"ranged_dq_config", "ranged_dkv_config"}),
+    ],
+)
+def test_dry_runs_list_the_neighbours_of_the_heuristics_choice(arguments, kernels, tmp_path, capsys):
+    path = tmp_path / "tuned.json"
+    rows = tune.main([*arguments, "--dry", "--length", "65536", "--json", str(path)])
+    assert {row["kernel"] for row in rows} == kernels
+    for name in kernels:
+        mine = [row for row in rows if row["kernel"] == name]
+        assert mine[0]["changed"] == {} and all(len(row["changed"]) == 1 for row in mine[1:])
+        values = sum(len(values) for values in tune.SPACES[name].values())
+        assert values - len(tune.SPACES[name]) <= len(mine) - 1 <= values
+    assert json.loads(path.read_text())["rows"] == rows
+    assert f"heuristic {rows[0]['base']}" in capsys.readouterr().out
+
+
+def test_spaces_name_functions_and_fields_that_exist():
+    fields = {
+        name: {f.name for f in dataclasses.fields(getattr(tuning, kind))}
+        for name, kind in (
+            ("selected_config", "SelectedConfig"),
+            ("selected_backward_config", "SelectedBackwardConfig"),
+            ("select_config", "SelectConfig"),
+            ("select_hopper_config", "SelectHopperConfig"),
+        )
+    }
+    for name, space in tune.SPACES.items():
+        assert callable(getattr(tuning, name))
+        assert set(space) <= fields.get(
+            name, {f.name for f in dataclasses.fields(tuning.RangedConfig)} | {"stages", None}
+        )
+
+
+def test_search_keeps_what_is_fastest_and_right(monkeypatch):
+    """A kernel that is fastest at 4 keys and 2 stages; 8 keys are wrong, 16 do not compile."""
+    monkeypatch.setitem(tune.SPACES, "ranged_hopper_config", {"keys": (2, 4, 8, 16), "stages": (1, 2, 3)})
+    config = None
+
+    def kernel(x):
+        nonlocal config
+        config = tuning.ranged_hopper_config(128, 128, None)
+        if config.keys == 16:
+            raise ValueError("does not fit")
+        return x * (2.0 if config.keys == 8 else 1.0)
+
+    def timer(function, arguments):
+        return {2: 3.0, 4: 2.0, 128: 4.0}[config.keys] + abs(config.stages - 2)
+
+    base = tuning.RangedHopperConfig(128, 3)
+    rows = tune.search(kernel, (jnp.ones(3),), "ranged_hopper_config", base, timer)
+    assert [row["changed"] for row in rows if row["best"]] == [{"keys": 4, "stages": 2}]
+    assert {str(row["changed"]): row["ms"] for row in rows if row["ms"]} == {
+        "{}": 5.0,
+        "{'keys': 2}": 4.0,
+        "{'keys': 4}": 3.0,
+        "{'keys': 4, 'stages': 1}": 3.0,
+        "{'keys': 4, 'stages': 2}": 2.0,
+    }
+    errors = {row["changed"]["keys"]: row["error"] for row in rows if row["error"]}
+    assert "differs from the heuristic's result by 1.0e+00" in errors[8] and "does not fit" in errors[16]
+    assert tuning.ranged_hopper_config(128, 128, None) == tuning.RangedHopperConfig(128, 2)  # put back
