@@ -192,6 +192,8 @@ def main() -> None:
     for length, devices, layout, attention, tokens, remat in itertools.product(*lists, options.remat.split(",")):
         case = dict(attention=attention, length=int(length), tokens=int(tokens), devices=int(devices))
         case |= dict(layout=layout, remat=remat)
+        if case["devices"] == 1 and layout != lists[2][0]:
+            continue  # one device has one layout
         if case["tokens"] < case["length"]:
             print(f"left out: --tokens {tokens} is less than a row of {length}")
             continue
