@@ -200,7 +200,8 @@ def check_memory(report: Report, gpu: str, devices: int) -> list[Problem]:
         return []
     where = f"{devices} x {gpu}" if gpu else "this machine"
     message = f"{_gib(need)} per device are needed and {_gib(memory.limit)} can be used on {where}"
-    fix = "smaller micro-batches (config.train.grad_accum), config.model.remat='block' or 'full', or config.mesh.fsdp"
+    fix = "smaller micro-batches (config.train.grad_accum), config.model.remat='block' or 'full', config.mesh.fsdp"
+    fix += ", or config.mesh.context if one row does not fit"
     if report.micro_batch:
         fix += f"; {report.micro_batch.rows} rows per device fit"
     return [Problem("R025", "error" if memory.compiled else "warning", message, fix)]
