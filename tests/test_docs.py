@@ -142,8 +142,8 @@ class World:
             return None
         if not (self.directory / words[0]).is_file():
             raise DocsError(f"there is no {words[0]}")
-        if words[0] == "docs/config_reference.py" and len(words) == 1:
-            return None  # test_config_reference_is_up_to_date
+        if words[0].startswith("docs/") and len(words) == 1:
+            return None  # tests of their own
         if words[0].startswith("benchmarks/"):
             return parse_only(self.directory / words[0], words[1:])
         raise DocsError(f"nobody checks what {words[0]} does")
@@ -454,68 +454,43 @@ def test_names_in_the_text_exist(page):
     assert not unknown
 
 
+# Generated pages and measured figures
+
+
+def script(name: str) -> types.ModuleType:
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_config_reference_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "docs" / "config_reference.py")
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
+    reference = script("config_reference")
     assert all(reference.fields().values()), "every field of the config has a comment"
     assert (ROOT / "docs" / "config.md").read_text() == reference.page(), "run python docs/config_reference.py"
 
 
-# Figures
-
-LENGTHS = (2048, 8192, 32768, 65536, 131072)
-
-
-def rows_of(page: Path) -> dict[str, list[str]]:
-    """Cells of all tables' rows by their first cell."""
-    rows = re.findall(r"^\|(.+)\|$", page.read_text(), re.MULTILINE)
-    return {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split("|")] for row in rows)}
-
-
-def assert_rounded(shown: str, value: float) -> None:
-    decimals = len(shown.partition(".")[2])
-    assert abs(float(shown) - value) <= 0.5 * 10**-decimals + 1e-9, f"{shown} is shown, {value} was measured"
-
-
 def test_figures_of_attention_are_those_of_the_results():
-    measured = json.loads((ROOT / "benchmarks" / "results" / "attention_h200.json").read_text())["rows"]
-    ms = {(row["op"], row["pass"], row["T"], row["lists"]): row["ms"] for row in measured}
-    front, guide = rows_of(ROOT / "README.md"), rows_of(ROOT / "docs" / "performance.md")
-    label = "forward / forward + backward, ms"
-    for op, lists, name in (("dense", "", "dense causal, cuDNN"), ("nsa", "selection", "NSA, this library")):
-        for length, pair, *cells in zip(
-            LENGTHS,
-            front[f"{name}: {label}"],
-            guide[f"{name.split()[0].strip(',')} forward"],
-            guide[f"{name.split()[0].strip(',')} forward + backward"],
-            strict=True,
-        ):
-            forward, both = (ms[op, kind, length, lists] for kind in ("fwd", "fwd_bwd"))
-            for shown, value in zip([*pair.split(" / "), *cells], (forward, both, forward, both), strict=True):
-                assert_rounded(shown, value)
-    for length, pair in zip(LENGTHS, front["speed-up"], strict=True):
-        for shown, kind in zip(pair.split(" / "), ("fwd", "fwd_bwd"), strict=True):
-            value = ms["dense", kind, length, ""] / ms["nsa", kind, length, "selection"]
-            assert_rounded(shown.removesuffix("x"), value)
-    branches = {
-        "compressed attention": ("compressed", ""),
-        "selected attention, independent random lists": ("selected", "random"),
-        "selected attention, lists shared by 64 neighbours": ("selected", "shared"),
-        "window of 512": ("window", ""),
-        "dense causal attention, cuDNN": ("dense", ""),
-    }
-    where = guide if "window of 512" in guide else front
-    for name, (op, lists) in branches.items():
-        for shown, kind in zip(where[name], ("fwd", "bwd"), strict=True):
-            assert_rounded(shown, ms[op, kind, 65536, lists])
+    figures, rows = script("figures"), set()
+    for path in figures.PAGES:
+        text = path.read_text()
+        assert text == figures.page(text), "run python docs/figures.py"
+        rows |= {row for row in figures.attention_rows() if f"\n| {row} |" in text}
+    assert rows == set(figures.attention_rows())
 
 
 def test_figures_of_training_are_those_of_the_results():
-    row = json.loads((ROOT / "benchmarks" / "results" / "train_h200.json").read_text())["rows"][0]
-    for page in (ROOT / "README.md", ROOT / "docs" / "performance.md"):
+    rows = json.loads((ROOT / "benchmarks" / "results" / "train_h200.json").read_text())["rows"]
+    measured = set()
+    for row in rows:
+        for memory in ("device_peak_gib", "planned_gib"):
+            if row.get("mfu") and row.get(memory):
+                measured.add(
+                    (f"{round(row['tokens_per_second'], -3):,}", f"{100 * row['mfu']:.0f}", f"{row[memory]:.1f}")
+                )
+    found = set()
+    for page in PAGES:
         text = " ".join(page.read_text().split())
-        speed, mfu, peak = re.search(r"([\d,]+) tokens(?: per second|/s), (\d+) % MFU, ([\d.]+) GiB", text).groups()
-        assert float(speed.replace(",", "")) == round(row["tokens_per_second"], -3)
-        assert_rounded(mfu, 100 * row["mfu"])
-        assert_rounded(peak, row["device_peak_gib"])
+        found.update(re.findall(r"([\d,]+) tokens(?: per second|/s), (\d+) % MFU, ([\d.]+) GiB", text))
+    assert found and found <= measured
