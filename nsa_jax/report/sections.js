@@ -183,7 +183,7 @@ function comparison() {
   const n = "number",
     columns = [
       ["Draw"],
-      ["Run (details below)"],
+      ["Run (choose one for details)"],
       ["Outcome"],
       ["Steps", n],
       ["Val. loss", n],
