@@ -40,6 +40,7 @@ from rich.table import Table
 from nsa_jax import retrieval
 from nsa_jax.data import DataError, Tokenizer, make_pipeline
 from nsa_jax.data.sources import TextSource
+from nsa_jax.devices import choose_platform
 from nsa_jax.loading import LoadError, load
 from nsa_jax.nn import Transformer
 
@@ -395,6 +396,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
+    choose_platform()
     try:
         Evaluation(args).run()
     except (LoadError, DataError, ValueError) as error:

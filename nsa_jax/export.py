@@ -35,6 +35,7 @@ from safetensors.flax import save_file
 from nsa_jax.config import default_config
 from nsa_jax.data import DataError, Tokenizer, load_tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer
+from nsa_jax.devices import choose_platform
 from nsa_jax.loading import LoadError, abstract_model, config_from_dict, load
 from nsa_jax.nn import ModelConfig, Transformer
 
@@ -340,6 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
+    choose_platform()
     try:
         if args.import_from:
             _import(args)

@@ -28,6 +28,7 @@ import numpy as np
 
 from nsa_jax.data import DataError, Tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer
+from nsa_jax.devices import choose_platform
 from nsa_jax.loading import LoadError, load
 from nsa_jax.nn import Transformer
 from nsa_jax.nn.cache import memory_report
@@ -399,6 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
+    choose_platform()
     reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
     if reconfigure:
         reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run

@@ -1,0 +1,82 @@
+"""What JAX is told before it is used: the platform, and where compiled programs are kept."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from nsa_jax import devices, evaluate, export, generate
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What `jax.config.update` was called with; nothing is changed."""
+    found = {}
+    monkeypatch.setattr(jax.config, "update", lambda name, value: found.__setitem__(name, value))
+    return found
+
+
+def test_where_compiled_programs_are_kept(told, monkeypatch, tmp_path):
+    assert devices.keep_compiled_programs() == Path(jax.config.jax_compilation_cache_dir) and not told
+    given = devices.keep_compiled_programs(str(tmp_path / "mine"))
+    assert given.parent == tmp_path / "mine" and given.is_dir() and told["jax_compilation_cache_dir"] == str(given)
+    (tmp_path / "file").touch()
+    assert devices.keep_compiled_programs(str(tmp_path / "file")) is None
+    assert "jax_enable_compilation_cache" not in told
+    assert devices.keep_compiled_programs("off") is None and told["jax_enable_compilation_cache"] is False
+
+
+def test_processors_have_folders_of_their_own(monkeypatch):
+    here = devices._processor()
+    assert here == devices._processor()
+    monkeypatch.setattr(Path, "read_text", lambda self, *_: "flags : fpu sse\nflags : fpu sse\n")
+    assert devices._processor() != here
+
+
+@pytest.mark.parametrize("tool", [generate, evaluate, export])
+def test_tools_choose_the_platform_before_anything_else(tool, monkeypatch):
+    class Chosen(Exception):
+        pass
+
+    def choose():
+        raise Chosen
+
+    monkeypatch.setattr(tool, "choose_platform", choose)
+    with pytest.raises(Chosen):
+        tool.main(["nowhere"])
+
+
+def test_a_second_run_compiles_nothing_and_has_the_same_losses(tmp_path):
+    """train.py with its default cache; the guard against recompilation is on."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
+    env |= {
+        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1", "PYTHONPATH": str(ROOT),
+        "NSA_JAX_CACHE": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }  # fmt: skip
+    flags = ["--config.data.source=synthetic", "--config.model.attention=dense", "--config.train.steps=5"]
+    flags += ["--config.train.eval_batches=0", "--config.train.eval_every=0", "--config.train.sample_tokens=0"]
+    flags += ["--config.train.save_every=0", "--profile=2:4"]
+
+    def run(name):
+        command = [
+            sys.executable,
+            "train.py",
+            "--config=tests/train/distributed_config.py",
+            f"--workdir={tmp_path / name}",
+        ]
+        done = subprocess.run([*command, *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        programs = {path.name for path in (tmp_path / "cache" / "compiled").rglob("*-cache")}
+        return [row["train/loss"] for row in rows], programs
+
+    losses, programs = run("first")
+    assert len(losses) == 5 and any(name.startswith("jit_step") for name in programs)
+    assert run("second") == (losses, programs)
+    assert list((tmp_path / "second" / "profile").rglob("perfetto_trace.json.gz"))
