@@ -40,8 +40,25 @@ _HEAD = """\
 Generated from [nsa_jax/config.py](../nsa_jax/config.py) by `python docs/config_reference.py`; a test fails when it is
 stale.
 
-A config is a Python file with a `get_config()` that edits `nsa_jax.config.default_config()`; [configs](../configs)
-holds some. On the command line any field can be set, and unknown fields or wrong types end with status 2:
+A config is a Python file like those in [configs](../configs):
+
+```python
+from nsa_jax.config import check, default_config
+
+
+def get_config():
+    c = default_config()  # locked: a field that does not exist raises
+    c.name = "mine"
+    c.model.num_layers = 24
+    c.data.source, c.data.files = "text", ("corpus/*.txt",)
+    c.data.seq_len = 8192
+    return c
+
+
+check(get_config())  # raises with all problems at once; train.py does this
+```
+
+On the command line any field can be set:
 
 ```bash
 python train.py --config=configs/quickstart.py --config.train.steps=1000 --config.model.nsa.window=32
