@@ -244,13 +244,14 @@ axis.grid(alpha=0.3)
 axis.legend()
 display(figure)
 plt.close(figure)
+gained = inside["whole model"] - beyond["whole model"]
 cost = {
     name: (inside[name] - inside["whole model"], beyond[name] - beyond["whole model"]) for name in list(variants)[1:]
 }
 say(
     f"**See:** over {seen:,} held-out bytes the loss goes from {first['loss']:.2f} at positions "
     f"{first['from']}–{first['to'] - 1} to {last['loss']:.2f} at {last['from']}–{last['to'] - 1}: "
-    + ("more context helps. " if last["loss"] < first["loss"] - 0.05 else "so small a model gains nothing from more. ")
+    + f"beyond the window its mean is {abs(gained):.3f} {'lower' if gained > 0 else 'higher'} than within. "
     + "; ".join(
         f"{name} the loss rises by {a:.3f} within the window and by {b:.3f} beyond" for name, (a, b) in cost.items()
     )
