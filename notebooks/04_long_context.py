@@ -252,6 +252,7 @@ say(
     f"**See:** over {seen:,} held-out bytes the loss goes from {first['loss']:.2f} at positions "
     f"{first['from']}–{first['to'] - 1} to {last['loss']:.2f} at {last['from']}–{last['to'] - 1}: "
     + f"beyond the window its mean is {abs(gained):.3f} {'lower' if gained > 0 else 'higher'} than within. "
+    "With one branch shut: "
     + "; ".join(
         f"{name} the loss rises by {a:.3f} within the window and by {b:.3f} beyond" for name, (a, b) in cost.items()
     )
