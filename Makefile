@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 stamp = $(VENV)/.installed-$(1)
 comma := ,
 
-.PHONY: install quickstart test lint pytest docs-check notebooks format clean
+.PHONY: install quickstart test lint pytest docs docs-check notebooks format clean
 
 install: $(call stamp,run)
 
@@ -21,6 +21,11 @@ quickstart: $(call stamp,run)
 	$(PY) train.py --config=configs/quickstart.py
 
 test: lint pytest
+
+# The pages that are generated: the configuration reference, and measured figures from benchmarks/results.
+docs: $(call stamp,run)
+	$(PY) docs/config_reference.py
+	$(PY) docs/figures.py
 
 docs-check: $(call stamp,test)
 	$(PY) -m pytest -q tests/test_docs.py $(PYTEST_ARGS)

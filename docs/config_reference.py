@@ -37,8 +37,7 @@ _TITLES = {
 _HEAD = """\
 # Configuration reference
 
-Generated from [nsa_jax/config.py](../nsa_jax/config.py) by `python docs/config_reference.py`; a test fails when it is
-stale.
+Generated from [nsa_jax/config.py](../nsa_jax/config.py) by `make docs`; a test fails when it is stale.
 
 A config is a Python file like those in [configs](../configs):
 

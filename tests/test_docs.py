@@ -468,14 +468,14 @@ def script(name: str) -> types.ModuleType:
 def test_config_reference_is_up_to_date():
     reference = script("config_reference")
     assert all(reference.fields().values()), "every field of the config has a comment"
-    assert (ROOT / "docs" / "config.md").read_text() == reference.page(), "run python docs/config_reference.py"
+    assert (ROOT / "docs" / "config.md").read_text() == reference.page(), "run make docs"
 
 
 def test_figures_of_attention_are_those_of_the_results():
     figures, rows = script("figures"), set()
     for path in figures.PAGES:
         text = path.read_text()
-        assert text == figures.page(text), "run python docs/figures.py"
+        assert text == figures.page(text), "run make docs"
         rows |= {row for row in figures.attention_rows() if f"\n| {row} |" in text}
     assert rows == set(figures.attention_rows())
 
