@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -24,6 +25,8 @@ _SAMPLE_TOKENS = 2_000_000
 _BUILD_BELOW = 256 << 20  # bytes of local text that a preflight tokenises; more is left to the run
 _WINDOW = 128  # tokens; the same so many in a row in both splits is no chance, save for boilerplate
 _WINDOWS = 1024
+_SCAN_TOKENS = 256 << 20  # of training that are searched when a sample of it looks suspicious; half a minute
+_STRETCH = 4 << 20
 
 
 @dataclasses.dataclass
@@ -66,8 +69,8 @@ def _window_hashes(tokens: np.ndarray, length: int) -> np.ndarray:
     return hashes
 
 
-def shared_windows(haystack: list[np.ndarray], validation_rows: np.ndarray, length: int) -> tuple[int, int]:
-    """How many windows of the validation rows also occur in training tokens.
+def shared_windows(haystack: Iterable[np.ndarray], validation_rows: np.ndarray, length: int) -> np.ndarray:
+    """How often windows of the validation rows occur in training tokens.
 
     Args:
       haystack: stretches of training tokens.
@@ -75,7 +78,7 @@ def shared_windows(haystack: list[np.ndarray], validation_rows: np.ndarray, leng
       length: tokens in a window, a power of two of at most T.
 
     Returns:
-      The number found, and the number looked for.
+      int64, one number for each different window that was looked for.
     """
     per_row = max(_WINDOWS // len(validation_rows), 1)
     wanted = []
@@ -85,12 +88,34 @@ def shared_windows(haystack: list[np.ndarray], validation_rows: np.ndarray, leng
         telling = [s for s in starts if len(np.unique(row[s : s + length])) > length // 16]
         wanted.append(_window_hashes(row, length)[telling])
     hashes = np.unique(np.concatenate(wanted))
-    found = np.zeros(len(hashes), bool)
+    times = np.zeros(len(hashes), np.int64)
     for tokens in haystack if len(hashes) else []:
         seen = _window_hashes(tokens, length) if len(tokens) >= length else np.zeros(0, np.uint64)
         place = np.minimum(np.searchsorted(hashes, seen), len(hashes) - 1)
-        found[place[hashes[place] == seen]] = True
-    return int(found.sum()), len(hashes)
+        times += np.bincount(place[hashes[place] == seen], minlength=len(hashes))
+    return times
+
+
+def _stretches(stream: np.ndarray, count: int, length: int) -> Iterator[np.ndarray]:
+    """About `count` tokens of a stream in evenly spaced stretches; all of it, seams included, if it has no more."""
+    size = min(count, _STRETCH)
+    if len(stream) <= count:
+        for start in range(0, len(stream), size):
+            yield np.asarray(stream[start : start + size + length - 1])
+    else:
+        for start in np.linspace(0, len(stream) - size, max(count // size, 1)).astype(np.int64):
+            yield np.asarray(stream[start : start + size])
+
+
+def _estimated_share(times: np.ndarray, coverage: float) -> float:
+    """Share of windows that occur in all of training, from how often they occur in the share `coverage` of it.
+
+    A held-out text that is trained on occurs once, and a sample finds the share `coverage` of such windows: those seen
+    once stand for more of them. What occurs several times in a sample (a licence, say) is in nearly every sample.
+    """
+    once, more = int((times == 1).sum()), int((times > 1).sum())
+    # Fewer than 8 are too few to scale up.
+    return min((more + (once / coverage if once >= 8 else once)) / max(len(times), 1), 1.0)
 
 
 def check_batches(batches: list[dict[str, np.ndarray]], vocab_size: int) -> list[Problem]:
@@ -136,21 +161,24 @@ def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tu
     """
     problems = []
     corpus = pipeline.corpus
-    haystack, coverage = list(train_rows), 1.0
+    length = min(_WINDOW, 1 << (seq_len.bit_length() - 1))
+    rows = np.concatenate([b["inputs"][b["loss_mask"].any(1)] for b in itertools.islice(pipeline.validation(), 8)])
     if corpus is not None:
         overlap = statistics.split_overlap(corpus.train.hashes, corpus.validation.hashes)
         if overlap:
             message = f"{overlap:,} training documents are also held out: validation would measure memory"
             problems.append(Problem("R030", "error", message, "build the cache again"))
-        stream = corpus.train.tokens.array
-        haystack += [stream[:_SAMPLE_TOKENS], statistics.sample_tokens(corpus.train, 2 * _SAMPLE_TOKENS)]
-        coverage = min(2 * _SAMPLE_TOKENS / max(len(stream), 1), 1.0)
-    length = min(_WINDOW, 1 << (seq_len.bit_length() - 1))
-    rows = np.concatenate([b["inputs"][b["loss_mask"].any(1)] for b in itertools.islice(pipeline.validation(), 8)])
     if not len(rows):
         return problems, 0.0
-    found, of = shared_windows(haystack, rows, length)
-    share = min(found / max(of, 1) / coverage, 1.0) if found >= 8 else found / max(of, 1)
+    share = float((shared_windows(train_rows, rows, length) > 0).mean())
+    if corpus is not None:
+        stream = corpus.train.tokens.array
+        for count in (2 * _SAMPLE_TOKENS, _SCAN_TOKENS):
+            coverage = min(count / max(len(stream), 1), 1.0)
+            found = _estimated_share(shared_windows(_stretches(stream, count, length), rows, length), coverage)
+            if found <= 0.1 or coverage == 1.0:
+                break
+        share = max(share, found)
     if share > 0.5:
         message = f"about {share:.0%} of the validation windows of {length} tokens are training data"
         problems.append(Problem("R030", "error", message, "hold other documents out; these are trained on"))
