@@ -435,9 +435,33 @@ def _exists(dotted: str) -> bool:
     return False
 
 
+_FLAGS_OF_OTHERS = ("dependency",)  # of sbatch
+
+
+def _commands_that_do_not_exist(text: str) -> list[str]:
+    """Targets, scripts, modules and flags of this repository that the text between backticks names in vain."""
+    phony = re.search(r"^\.PHONY:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = phony[1].split() if phony else []
+    scripts = [ROOT / "train.py", *ROOT.glob("nsa_jax/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+    source, wrong = "".join(path.read_text() for path in scripts), []
+    for span in re.findall(r"`([^`\n]+)`", text):
+        if found := re.match(r"make ([\w-]+)", span):
+            wrong += [span] * (found[1] not in targets)
+        if found := re.match(r"python -m (nsa_jax[\w.]*)", span):
+            wrong += [span] * (not _exists(found[1]))
+        if found := re.match(r"python ([\w/.]+\.py)", span):
+            wrong += [span] * (not (ROOT / found[1]).is_file())
+        if span.startswith(("--", "python")):
+            for flag in re.findall(r"(?<!\S)--([a-z][\w-]*)", span):
+                names = (f"--{flag}", flag, flag.removeprefix("no"))
+                known = flag in ("config", *_FLAGS_OF_OTHERS) or any(f'"{name}"' in source for name in names)
+                wrong += [span] * (not known)
+    return wrong
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_names_in_the_text_exist(page):
-    """Fields of the config, names of the package and rules, as the text mentions them."""
+    """Fields of the config, names of the package, rules, commands and flags, as the text mentions them."""
     text, schema, unknown = prose(page.read_text()), default_config(), []
     for dotted in re.findall(r"(?<![\w./])config\.(?!md|py|json)((?:[a-z_0-9]+\.)*[a-z_0-9]+)", text):
         field = schema
@@ -451,10 +475,19 @@ def test_names_in_the_text_exist(page):
             unknown.append(dotted)
     source = "".join(path.read_text() for path in (ROOT / "nsa_jax").rglob("*.py"))
     unknown += [rule for rule in set(re.findall(r"\bR\d{3}\b", text)) if f'"{rule}"' not in source]
+    unknown += _commands_that_do_not_exist(text)
     assert not unknown
 
 
 # Generated pages and measured figures
+
+
+@pytest.mark.parametrize(
+    "span",
+    ["make tets", "python -m nsa_jax.genrate runs/a", "python trian.py", "--preflght", "python train.py --devces=8"],
+)
+def test_commands_in_the_text_that_do_not_exist_are_noticed(span):
+    assert _commands_that_do_not_exist(f"Run `{span}` or `make test` or `--nodistributed`.") == [span]
 
 
 def script(name: str) -> types.ModuleType:
