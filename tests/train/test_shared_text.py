@@ -39,12 +39,12 @@ def test_a_leak_is_seen_in_a_sample(text, monkeypatch):
 
 
 def test_boilerplate_is_not_scaled_up(text, monkeypatch):
-    """A licence before every document is in every sample: what it is found to be of the windows, it is."""
+    """A licence before every document is in every sample: what is found of the windows is all there is to find."""
     monkeypatch.setattr(data_check, "_STRETCH", 2000)
     licence = np.random.default_rng(1).integers(0, 256, 300)
     stream = np.concatenate([np.concatenate([licence, part]) for part in text[40_000:].reshape(-1, 400)])
-    held_out = np.concatenate([np.concatenate([licence, part]) for part in text[:39_600].reshape(-1, 900)])
-    held_out = held_out[: len(held_out) // 8 * 8]
+    held_out = np.concatenate([np.concatenate([licence, part]) for part in text[:8_000].reshape(8, -1)])
     times = counts(stream, held_out, len(stream) // 10)
-    assert 0.1 < (times > 0).mean() < 0.25
-    assert data_check._estimated_share(times, 0.1) == pytest.approx((times > 0).mean(), abs=0.02)
+    in_all = (counts(stream, held_out, len(stream)) > 0).mean()
+    assert in_all > 0.05
+    assert data_check._estimated_share(times, 0.1) == pytest.approx(in_all, abs=0.01)
