@@ -49,6 +49,7 @@ def make_config(options: argparse.Namespace, case: dict[str, Any]) -> Any:
     config.data.tokenizer, config.data.packing, config.data.seq_len = "byte", False, case["length"]
     config.train.batch_size = case["tokens"] // case["length"] * case["devices"]
     config.train.grad_accum = 1
+    config.model.scan_layers = case["layers"] == "scanned"
     if case["layout"] == "fsdp":
         config.mesh.fsdp = case["devices"]
     if options.tiny:
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="2048,8192,32768,65536", help="tokens in a row")
     parser.add_argument("--tokens", default="131072", help="per device and step")
     parser.add_argument("--remat", default="block", help="policies to try: none,attention_saved,block,full")
+    parser.add_argument("--layers", default="scanned", help="scanned (compiled once), unrolled")
     parser.add_argument("--devices", default="1", help="numbers of devices; every device gets --tokens")
     parser.add_argument("--layouts", default="data", help="data, fsdp")
     parser.add_argument("--steps", type=int, default=8, help="of one sample")
@@ -189,9 +191,10 @@ def main() -> None:
     options = parser.parse_args()
     lists = [getattr(options, name).split(",") for name in ("lengths", "devices", "layouts", "attention", "tokens")]
     rows: list[dict[str, Any]] = []
-    for length, devices, layout, attention, tokens, remat in itertools.product(*lists, options.remat.split(",")):
+    lists += [options.remat.split(","), options.layers.split(",")]
+    for length, devices, layout, attention, tokens, remat, layers in itertools.product(*lists):
         case = dict(attention=attention, length=int(length), tokens=int(tokens), devices=int(devices))
-        case |= dict(layout=layout, remat=remat)
+        case |= dict(layout=layout, remat=remat, layers=layers)
         if case["devices"] == 1 and layout != lists[2][0]:
             continue  # one device has one layout
         if case["tokens"] < case["length"]:
