@@ -187,7 +187,8 @@ class NSAttention(nnx.Module):
         p = self.project(x, positions)
         nsa = config.nsa
         split = head_split(
-            *x.shape[:2],
+            x.shape[0],
+            x.shape[1],
             config.num_kv_heads,
             multiple=nsa.compress_stride,
             at_least=max(nsa.compress_block - nsa.compress_stride, 2),
@@ -240,8 +241,11 @@ class NSAttention(nnx.Module):
         def local(segment_start, first_position, phi, *projected):
             p = Projections(*projected)
             start = first_token(p.query)
-            raw = (with_tokens_after(x, nsa.compress_block - nsa.compress_stride, context) for x in (p[1], p[2]))
-            pair = _compress(nnx.merge(graphdef, phi), *raw, first_position + start, self.config)
+            key_raw, value_raw = (
+                with_tokens_after(x, nsa.compress_block - nsa.compress_stride, context)
+                for x in (p.key_raw, p.value_raw)
+            )
+            pair = _compress(nnx.merge(graphdef, phi), key_raw, value_raw, first_position + start, self.config)
             # The last device's last blocks reach beyond the row.
             count = blocks.num_compressed(p.query.shape[1] * context, nsa)
             key_cmp, value_cmp = (all_tokens(x)[:, :count] for x in pair)
@@ -344,7 +348,7 @@ class DenseAttention(nnx.Module):
         """Attention over the row; the arguments are `NSAttention`'s."""
         _check_input(x, segment_start, self.config)
         arrays = (segment_start, *self.project(x, _positions(x, positions)))
-        split = head_split(*x.shape[:2], self.config.num_kv_heads)
+        split = head_split(x.shape[0], x.shape[1], self.config.num_kv_heads)
         attend = self._attend_split if split.context > 1 else self._attend
         specs = (split.tokens, *(split.heads,) * 3)
         attended = on_shards(functools.partial(attend, split.context), arrays, specs, split.heads)
@@ -371,8 +375,9 @@ class DenseAttention(nnx.Module):
         cuDNN's causal mask has no offset.
         """
         window, start = self.config.nsa.window, first_token(query)
+        before: int | jax.Array = start
         if self.config.attention != "window":
-            window, before = query.shape[1] * context, start
+            window = query.shape[1] * context
             key, value = all_tokens(key), all_tokens(value)
         else:
             (key, fetched), (value, _) = (with_tokens_before(x, window - 1, context) for x in (key, value))

@@ -18,12 +18,8 @@ from .tiny import VOCAB, random_batch, steps, tiny_config
 # selection block of 8 tokens, every cut through a compressed block of 8 and a window of 12.
 CHANGES = dict(train__batch_size=16, train__grad_accum=2, train__steps=20, model__implementation="xla")
 MESHES = [
-    dict(data=8),
-    dict(fsdp=8),
-    dict(data=2, fsdp=4),
-    dict(data=4, fsdp=2),
+    dict(data=4, fsdp=2),  # data alone, fsdp alone and 2 x 4: test_step.py
     dict(data=4, tensor=2),
-    dict(data=4, context=2),
     dict(data=2, context=4),
     dict(fsdp=2, tensor=2, context=2),
 ]
