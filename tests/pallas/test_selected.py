@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nsa_jax.ops import reference
-from nsa_jax.ops.pallas import selected, tuning
+from nsa_jax.ops.pallas import selected, selected_split, tuning
 
 
 def random_lists(rng, batch, length, num_kv, num_keys, block, n, offset=0, shared=1):
@@ -145,7 +145,7 @@ def test_split_keeps_every_entry_once():
     (_, _, _, lists), keywords = make_inputs(length=37, num_keys=37, n=4, shared=8, documents=True)
     start = keywords["segment_start"]
     tile, num_blocks = 4, 3
-    split = selected._split(
+    split = selected_split.split_lists(
         lists, start, jnp.zeros((1,), jnp.int32),
         tile=tile, share=3, select_block=16, num_keys=37, packed=True,
     )  # fmt: skip

@@ -109,8 +109,15 @@ def test_ranges_of_queries_change_nothing_but_the_order_of_sums():
     query, key, value, indices, d_out, start = _inputs(1, **case)
     out, lse, want = _reference(query, key, value, indices, d_out, start, 24, 0)
     ranges, heads = 64 * 3 * 2 * 16 * 4, 2 * 150 * 3 * 2 * 16 * 4  # 3 ranges of 64 queries; 2 heads at a time
-    for buffer_bytes, keep_scores in ((ranges, False), (ranges, True), (heads, False)):
-        config = SelectedBackwardConfig(16, 8, 4, 1, keep_scores=keep_scores, keys=16, buffer_bytes=buffer_bytes)
+    for buffer_bytes, keep_scores, tile in (
+        (ranges, False, 1),
+        (ranges, True, 1),
+        (ranges, True, 4),
+        (heads, False, 1),
+    ):
+        config = SelectedBackwardConfig(
+            16, 8, 4, 1, keep_scores=keep_scores, keys=16, buffer_bytes=buffer_bytes, tile=tile, share=2
+        )
         got = _backward(
             query, key, value, indices, row_delta(out, d_out), lse, d_out,
             select_block=24, segment_start=start, query_offset=jnp.int32(0), config=config,

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
@@ -37,6 +38,39 @@ def triton_call(kernel, *, num_warps: int, num_stages: int, **kwargs: Any):
         interpret=interpreted(),
         **kwargs,
     )
+
+
+def pieces(dim: int) -> list[tuple[int, int]]:
+    """Splits a head dim into (offset, size) with power-of-two sizes, which is all that Triton tiles can have."""
+    out, offset = [], 0
+    while offset < dim:
+        size = 1 << ((dim - offset).bit_length() - 1)
+        out.append((offset, size))
+        offset += size
+    return out
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Matrix product over dimensions (of a, of b), accumulated in float32; float32 operands keep float32 accuracy."""
+    precision = None
+    if a.dtype == jnp.float32:
+        # Plain tf32 has 10 bits of mantissa; the three-pass product keeps float32's accuracy on the matrix units.
+        precision = lax.Precision.HIGHEST if interpreted() else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def load_rows(ref, row, dim: int) -> tuple[jax.Array, ...]:
+    """Rows of a [rows, dim] ref, in pieces."""
+    return tuple(ref[row, pl.ds(offset, size)] for offset, size in pieces(dim))
+
+
+def store_rows(ref, row, values) -> None:
+    """Stores what `load_rows` loads, in the ref's dtype."""
+    offset = 0
+    for piece in values:
+        ref[row, pl.ds(offset, piece.shape[1])] = piece.astype(ref.dtype)
+        offset += piece.shape[1]
 
 
 def row_delta(out: jax.Array, d_out: jax.Array) -> jax.Array:

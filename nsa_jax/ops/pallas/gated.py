@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.ops.pallas import ranged, ranged_cudnn
+from nsa_jax.ops.pallas import gate_kernels, ranged, ranged_cudnn
 from nsa_jax.ops.pallas.ranged_backward import ranged_backward
 from nsa_jax.ops.pallas.select import select_blocks
 from nsa_jax.ops.pallas.selected import selected_forward
@@ -114,10 +114,7 @@ def _forward(static: _Static, tensors, positions):
         query, key_slc, value_slc, indices, segment_start, offset, config.select_block, static.packed
     )
     outs, lses = checkpoint_name(((out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)), _RESIDUALS)
-    gate = gates.astype(jnp.float32)
-    first, second, third = (gate[..., i, None] * out.astype(jnp.float32) for i, out in enumerate(outs))
-    out = (first + second + third).astype(query.dtype)
-    return (out, indices), (tensors, positions, indices, outs, lses)
+    return (gate_kernels.gated_sum(gates, outs), indices), (tensors, positions, indices, outs, lses)
 
 
 def _nsa_fwd(static: _Static, tensors, positions):
@@ -130,7 +127,7 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
     query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = tensors
     d_out, _ = cotangents
     gate = gates.astype(jnp.float32)
-    d_gates = jnp.stack([jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) for out in outs], -1)
+    d_gates = gate_kernels.gate_gradients(outs, d_out)
     # From here on the outputs are not needed.
     d_out, d_gates = lax.optimization_barrier((d_out, d_gates))
     deltas = gate * d_gates

@@ -22,17 +22,13 @@ from jax.experimental import pallas as pl
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
 from nsa_jax.ops.pallas import ranged_backward, ranged_cudnn, ranged_hopper, tuning
-from nsa_jax.ops.pallas.common import LN2, LOG2E, row_delta, triton_call
+from nsa_jax.ops.pallas.common import LN2, LOG2E, dot, load_rows, pieces, row_delta, store_rows, triton_call
 from nsa_jax.ops.pallas.ranged_tiles import (
-    dot,
-    head_pieces,
     key_block,
     key_loops,
-    load_rows,
     query_rows,
     row_products,
     rows_spec,
-    store_rows,
 )
 from nsa_jax.ops.target import current_target
 
@@ -144,7 +140,7 @@ def _forward_kernel(
     def step(exact, i, carry):
         acc, peak, total = carry
         index = key_block(i, config.keys, num_keys, exact)
-        scores = row_products(query, tuple(key_ref[index, pl.ds(offset, size)] for offset, size in head_pieces(h_dim)))
+        scores = row_products(query, tuple(key_ref[index, pl.ds(offset, size)] for offset, size in pieces(h_dim)))
         if not exact:
             position = i * config.keys + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             scores = jnp.where((position >= low[:, None]) & (position < high[:, None]), scores, -jnp.inf)
@@ -155,12 +151,12 @@ def _forward_kernel(
         weights = weights.astype(value_ref.dtype)
         acc = tuple(
             a * alpha[:, None] + dot(weights, value_ref[index, pl.ds(offset, size)], (1, 0))
-            for a, (offset, size) in zip(acc, head_pieces(v_dim), strict=True)
+            for a, (offset, size) in zip(acc, pieces(v_dim), strict=True)
         )
         return acc, new_peak, total
 
     carry = (
-        tuple(jnp.zeros((config.rows, size), jnp.float32) for _, size in head_pieces(v_dim)),
+        tuple(jnp.zeros((config.rows, size), jnp.float32) for _, size in pieces(v_dim)),
         # Finite, so that a row that has seen nothing yet gets weights exp2(-inf - peak) = 0 and not NaN.
         jnp.full((config.rows,), -1e30, jnp.float32),
         jnp.zeros((config.rows,), jnp.float32),

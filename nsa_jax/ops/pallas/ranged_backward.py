@@ -14,19 +14,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops.pallas import ranged_hopper, ranged_hopper_backward, tuning
-from nsa_jax.ops.pallas.common import LOG2E, triton_call
+from nsa_jax.ops.pallas.common import LOG2E, dot, load_rows, pieces, store_rows, triton_call
 from nsa_jax.ops.pallas.ranged_tiles import (
     NO_WEIGHT,
-    dot,
-    head_pieces,
     key_block,
     key_loops,
-    load_rows,
     query_rows,
     query_tile_ranges,
     row_products,
     rows_spec,
-    store_rows,
 )
 from nsa_jax.ops.target import current_target
 
@@ -94,8 +90,8 @@ def _dq_kernel(
 
     def step(exact, i, acc):
         index = key_block(i, config.keys, num_keys, exact)
-        key = tuple(key_ref[index, pl.ds(offset, size)] for offset, size in head_pieces(h_dim))
-        value = tuple(value_ref[index, pl.ds(offset, size)] for offset, size in head_pieces(v_dim))
+        key = tuple(key_ref[index, pl.ds(offset, size)] for offset, size in pieces(h_dim))
+        value = tuple(value_ref[index, pl.ds(offset, size)] for offset, size in pieces(v_dim))
         weights = jnp.exp2(row_products(query, key) * (scale * LOG2E) - lse[:, None])
         if not exact:
             position = i * config.keys + lax.broadcasted_iota(jnp.int32, weights.shape, 1)
@@ -104,7 +100,7 @@ def _dq_kernel(
         d_scores = d_scores.astype(key_ref.dtype)
         return tuple(a + dot(d_scores, k, (1, 0)) for a, k in zip(acc, key, strict=True))
 
-    acc = tuple(jnp.zeros((config.rows, size), jnp.float32) for _, size in head_pieces(h_dim))
+    acc = tuple(jnp.zeros((config.rows, size), jnp.float32) for _, size in pieces(h_dim))
     acc = key_loops(step, low, high, config.keys, acc)
     store_rows(dq_ref, row, tuple(a * scale for a in acc))
 
@@ -194,7 +190,7 @@ def _dkv_kernel(
     whole_begin = jnp.clip(whole_begin, begin, end)
     whole_end = jnp.clip(whole_end, whole_begin, end)
     carry = tuple(
-        tuple(jnp.zeros((config.keys, size), jnp.float32) for _, size in head_pieces(dim)) for dim in (h_dim, v_dim)
+        tuple(jnp.zeros((config.keys, size), jnp.float32) for _, size in pieces(dim)) for dim in (h_dim, v_dim)
     )
     carry = lax.fori_loop(begin, whole_begin, lambda i, c: step(False, i, c), carry)
     carry = lax.fori_loop(whole_begin, whole_end, lambda i, c: step(True, i, c), carry)

@@ -12,29 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops.pallas.common import interpreted
+from nsa_jax.ops.pallas.common import dot
 
 # Stands for the log-sum-exp of a row that must get no weight: exp2(score - this) is exactly 0.
 NO_WEIGHT = 1e30
-
-
-def head_pieces(dim: int) -> list[tuple[int, int]]:
-    """Splits a head dim into (offset, size) with power-of-two sizes, which is all that Triton tiles can have."""
-    pieces, offset = [], 0
-    while offset < dim:
-        size = 1 << ((dim - offset).bit_length() - 1)
-        pieces.append((offset, size))
-        offset += size
-    return pieces
-
-
-def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Matrix product over dimensions (of a, of b), accumulated in float32; float32 operands keep float32 accuracy."""
-    precision = None
-    if a.dtype == jnp.float32:
-        precision = lax.Precision.HIGHEST if interpreted() else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def row_products(a, b) -> jax.Array:
@@ -59,19 +40,6 @@ def query_rows(tile, rows: int, group: int, heads: int, kv_head, length: int):
         r = jnp.minimum(r, length * group - 1)
     token = lax.div(r, jnp.int32(group))
     return token, token * heads + kv_head * group + lax.rem(r, jnp.int32(group))
-
-
-def load_rows(ref, row, dim: int) -> tuple[jax.Array, ...]:
-    """Rows of a [rows, dim] ref, in pieces."""
-    return tuple(ref[row, pl.ds(offset, size)] for offset, size in head_pieces(dim))
-
-
-def store_rows(ref, row, pieces) -> None:
-    """Stores what `load_rows` loads, in the ref's dtype."""
-    offset = 0
-    for piece in pieces:
-        ref[row, pl.ds(offset, piece.shape[1])] = piece.astype(ref.dtype)
-        offset += piece.shape[1]
 
 
 def key_block(i, size: int, num_keys: int, exact: bool):

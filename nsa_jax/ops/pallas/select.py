@@ -22,31 +22,12 @@ from jax.experimental.pallas import triton as pltriton
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
 from nsa_jax.ops.pallas import select_hopper, tuning
-from nsa_jax.ops.pallas.common import LOG2E, interpreted, triton_call
+from nsa_jax.ops.pallas.common import LOG2E, dot, interpreted, pieces, triton_call
 from nsa_jax.ops.target import current_target
 
 
 def _next_power_of_2(x: int) -> int:
     return 1 << max(x - 1, 0).bit_length()
-
-
-def _pieces(dim: int) -> list[tuple[int, int]]:
-    """Splits a head dim into (offset, size) with power-of-two sizes, which is all that Triton tiles can have."""
-    out, offset = [], 0
-    while offset < dim:
-        size = 1 << ((dim - offset).bit_length() - 1)
-        out.append((offset, size))
-        offset += size
-    return out
-
-
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Matrix product accumulated in float32; float32 operands are not rounded (to within 2^-21)."""
-    precision = None
-    if a.dtype == jnp.float32:
-        precision = lax.Precision.HIGHEST if interpreted() else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _exp2(x: jax.Array) -> jax.Array:
@@ -153,13 +134,13 @@ def _scores_kernel(*refs, tile, config: NSAConfig, num_heads, num_cmp, length, s
         local, member = fold.locate(tile.keys)
         column = (block + local) * fold.per_block + member - fold.reach
         key_rows = jnp.clip(column, 0, num_cmp - 1)
-        pieces = _pieces(k_ref.shape[-1])
-        keys = [k_ref[key_rows, pl.ds(at, size)] for at, size in pieces]
+        parts = pieces(k_ref.shape[-1])
+        keys = [k_ref[key_rows, pl.ds(at, size)] for at, size in parts]
 
         def head(g, total):
             scores = None
-            for key, (at, size) in zip(keys, pieces, strict=True):
-                part = _dot(key, q_ref[rows, g, pl.ds(at, size)], (1, 1))  # [keys, queries]
+            for key, (at, size) in zip(keys, parts, strict=True):
+                part = dot(key, q_ref[rows, g, pl.ds(at, size)], (1, 1))  # [keys, queries]
                 scores = part if scores is None else scores + part
             return total + _exp2(scores * scale - lse_ref[g, rows][None, :])
 

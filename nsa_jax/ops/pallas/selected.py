@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops.pallas import tuning
-from nsa_jax.ops.pallas.common import LOG2E, row_delta, triton_call
+from nsa_jax.ops.pallas.common import LOG2E, pieces, row_delta, triton_call
 from nsa_jax.ops.pallas.selected_backward import selected_backward
-from nsa_jax.ops.pallas.selected_common import NEG, attend_block, empty_state, finish, load_once, pieces, store_once
+from nsa_jax.ops.pallas.selected_common import NEG, attend_block, empty_state, finish, load_once, store_once
 from nsa_jax.ops.pallas.selected_key_major import continue_by_key_block
+from nsa_jax.ops.pallas.selected_split import split_lists
 
 
 def _plain_kernel(
@@ -127,129 +128,6 @@ def _tile_kernel(
     lse_ref[token, head] = lse
 
 
-def _split_kernel(
-    offset_ref, list_ref, start_ref, block_ref, bits_ref, count_ref, rest_ref,
-    *, length, num_listed, num_keys, select_block, share, packed,
-):  # fmt: skip
-    """Splits the lists of a tile of tokens: list_ref and rest_ref [Q, n], block_ref and bits_ref [U + 1]."""
-    tile = list_ref.shape[0]
-    begin = pl.program_id(0) * tile
-    shape = (pl.next_power_of_2(tile), pl.next_power_of_2(num_listed))
-    token = lax.broadcasted_iota(jnp.int32, shape, 0)
-    slot = lax.broadcasted_iota(jnp.int32, shape, 1)
-    inside = jnp.minimum(token, jnp.minimum(tile, length - begin) - 1)
-    t = jnp.minimum(begin + inside + offset_ref[0], num_keys - 1)
-    listed = list_ref[inside, jnp.minimum(slot, num_listed - 1)]
-    useful = (token == inside) & (slot < num_listed) & (listed <= t // select_block)
-    if packed:
-        start = start_ref[inside]
-        useful &= (listed >= start // select_block) & (start <= t)
-    listed = jnp.where(useful, listed, -1)
-
-    def mark(u, bits):
-        # Scalar loads against the whole tile: an all-to-all comparison in one array would spill registers.
-        t_u = jnp.minimum(begin + u + offset_ref[0], num_keys - 1)
-        low, high = 0, t_u // select_block
-        if packed:
-            low = start_ref[u] // select_block
-            high = jnp.where(start_ref[u] <= t_u, high, -1)
-        same = jnp.zeros(shape, jnp.bool_)
-        for i in range(num_listed):
-            other = list_ref[u, i]
-            same |= listed == jnp.where((other >= low) & (other <= high), other, -2)
-        return bits | jnp.where(same, 1 << u, 0)
-
-    bits = lax.fori_loop(0, jnp.minimum(tile, length - begin), mark, jnp.zeros(shape, jnp.int32))
-    shared = lax.population_count(bits) >= share
-    # The first token that lists a shared block enters it into the tile's list; blocks that every token reads whole go
-    # first, since they need no mask.
-    leader = shared & ((bits & -bits) == (1 << token))
-    full = leader & (listed < jnp.minimum(begin + offset_ref[0], num_keys - 1) // select_block)
-    everyone = jnp.minimum(tile, length - begin)
-    full &= lax.population_count(bits) == everyone
-    if packed:
-        full &= False
-
-    def ranks(chosen):
-        chosen = chosen.astype(jnp.int32)
-        per_token = jnp.sum(chosen, axis=1)
-        before = jnp.cumsum(per_token, axis=0) - per_token
-        return before[:, None] + jnp.cumsum(chosen, axis=1) - chosen, jnp.sum(per_token)
-
-    full_rank, num_full = ranks(full)
-    other_rank, num_other = ranks(leader & ~full)
-    rank = jnp.where(full, full_rank, num_full + other_rank)
-    rank = jnp.where(leader, rank, block_ref.shape[0] - 1)  # the last element takes what is not wanted
-    block_ref[rank] = listed
-    bits_ref[rank] = bits
-    count_ref[0] = num_full + num_other
-    count_ref[1] = num_full
-
-    keep = (useful & ~shared).astype(jnp.int32)
-    drop = ((slot < num_listed) & ~(useful & ~shared)).astype(jnp.int32)
-    kept = jnp.sum(keep, axis=1)[:, None]
-    place = jnp.where(keep == 1, jnp.cumsum(keep, axis=1) - 1, kept + jnp.cumsum(drop, axis=1) - 1)
-    place = jnp.where(slot < num_listed, place, num_listed)  # a column more than the list has takes the padding
-    rest_ref[token, place] = jnp.where(keep == 1, listed, pl.cdiv(num_keys, select_block))
-
-
-class _Split(NamedTuple):
-    """Lists split by tiles of Q tokens: what a tile shares, and what is left to each token.
-
-    Attributes:
-      block, bits: int32 [B, K, tiles, U + 1], a shared block and the tokens of the tile that list it.
-      num_shared: int32 [B, K, tiles, 2], how many shared blocks there are, and how many of them all
-        tokens read whole; those come first.
-      rest: int32 [B, tiles * Q', K, n + 1], the other blocks of every token, ascending, padded with J.
-    """
-
-    block: jax.Array
-    bits: jax.Array
-    num_shared: jax.Array
-    rest: jax.Array
-
-
-def _split(block_indices, segment_start, query_offset, *, tile, share, select_block, num_keys, packed) -> _Split:
-    batch, length, num_kv, num_listed = block_indices.shape
-    tiles = pl.cdiv(length, tile)
-    width = tile * num_listed // share + 1
-    tile_shape = jax.ShapeDtypeStruct((batch, num_kv, tiles, width), jnp.int32)
-    padded = pl.next_power_of_2(tile)
-    block, bits, count, rest = triton_call(
-        functools.partial(
-            _split_kernel,
-            length=length,
-            num_listed=num_listed,
-            num_keys=num_keys,
-            select_block=select_block,
-            share=share,
-            packed=packed,
-        ),
-        num_warps=1 if padded * num_listed <= 256 else 4,
-        num_stages=1,
-        grid=(tiles, num_kv, batch),
-        in_specs=[
-            pl.BlockSpec((1,), lambda i, k, b: (0,)),
-            pl.BlockSpec((None, tile, None, num_listed), lambda i, k, b: (b, i, k, 0)),
-            pl.BlockSpec((None, tile), lambda i, k, b: (b, i)),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0)),
-            pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0)),
-            pl.BlockSpec((None, None, None, 2), lambda i, k, b: (b, k, i, 0)),
-            pl.BlockSpec((None, None, padded, None, num_listed + 1), lambda i, k, b: (b, i, 0, k, 0)),
-        ],
-        out_shape=[
-            tile_shape,
-            tile_shape,
-            jax.ShapeDtypeStruct((batch, num_kv, tiles, 2), jnp.int32),
-            jax.ShapeDtypeStruct((batch, tiles, padded, num_kv, num_listed + 1), jnp.int32),
-        ],
-        name="nsa_selected_split",
-    )(query_offset.reshape(1), block_indices, segment_start)
-    return _Split(block, bits, count, rest)
-
-
 def selected_forward(query, key, value, block_indices, segment_start, query_offset, select_block: int, packed: bool):
     """Output [B, T, N, V] and natural-log lse float32 [B, T, N]."""
     batch, length, num_heads, h_dim = query.shape
@@ -292,7 +170,7 @@ def _forward_with(query, key, value, block_indices, segment_start, query_offset,
     state = ()
     list_spec = pl.BlockSpec((None, None, None, num_listed), lambda t, k, b: (b, t, k, 0))
     if resume:
-        split = _split(
+        split = split_lists(
             block_indices, segment_start, query_offset,
             tile=tile, share=config.share, select_block=select_block, num_keys=num_keys, packed=packed,
         )  # fmt: skip

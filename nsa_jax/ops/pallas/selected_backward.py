@@ -25,8 +25,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import blocks
-from nsa_jax.ops.pallas import lists, selected_hopper_backward, tuning
-from nsa_jax.ops.pallas.common import LOG2E, interpreted, triton_call
+from nsa_jax.ops.pallas import lists, selected_hopper_backward, selected_query_major, tuning
+from nsa_jax.ops.pallas.common import LOG2E, dot, load_rows, pieces, store_rows, triton_call
 from nsa_jax.ops.pallas.tuning import SelectedBackwardConfig
 from nsa_jax.ops.target import current_target
 
@@ -83,6 +83,13 @@ class Plan:
     def steps(self) -> int:
         return self.ranges * (self.batch * self.num_kv // self.pairs)
 
+    def key_rows(self, batch, head, block, skip, columns: int):
+        """Rows in a [B*S*K, ...] array of a block's tokens from its `skip`-th on; past its end they repeat its last."""
+        first = block * self.select_block + skip
+        last = jnp.minimum((block + 1) * self.select_block, self.num_keys) - 1
+        position = jnp.minimum(first + lax.iota(jnp.int32, columns), last)
+        return (batch * self.num_keys + position) * self.num_kv + head, first, last
+
 
 def _columns(select_block: int) -> int:
     return max(16, pl.next_power_of_2(select_block))
@@ -124,45 +131,8 @@ def _make_plan(query, key, value, slots: int, select_block: int, config: Selecte
     )
 
 
-def _parts(dim: int) -> list[tuple[int, int]]:
-    """Cuts a head dim into power-of-two (start, size) pieces, which is what Triton tensors can hold: 192 = 128 + 64."""
-    pieces, start = [], 0
-    while start < dim:
-        size = 1 << ((dim - start).bit_length() - 1)
-        pieces.append((start, size))
-        start += size
-    return pieces
-
-
-def _load(ref, rows, dim: int):
-    return [ref[rows, pl.ds(start, size)] for start, size in _parts(dim)]
-
-
-def _store(ref, rows, dim: int, pieces) -> None:
-    for (start, size), piece in zip(_parts(dim), pieces, strict=True):
-        ref[rows, pl.ds(start, size)] = piece.astype(ref.dtype)
-
-
-def _dot(a, b, contract: tuple[int, int]):
-    """Matrix product over the given dimensions, accumulated in float32."""
-    precision = None
-    if a.dtype == jnp.float32:
-        # Plain tf32 has 10 bits of mantissa; the three-pass product keeps float32's accuracy on the matrix units.
-        precision = lax.Precision.HIGHEST if interpreted() else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _sum_of_products(left, right, contract: tuple[int, int]):
-    return functools.reduce(jnp.add, [_dot(a, b, contract) for a, b in zip(left, right, strict=True)])
-
-
-def _key_rows(plan: Plan, batch, head, block, skip, columns: int):
-    """Rows in a [B*S*K, ...] array of a block's tokens from its `skip`-th on; past its end they repeat its last."""
-    first = block * plan.select_block + skip
-    last = jnp.minimum((block + 1) * plan.select_block, plan.num_keys) - 1
-    position = jnp.minimum(first + lax.iota(jnp.int32, columns), last)
-    return (batch * plan.num_keys + position) * plan.num_kv + head, first, last
+    return functools.reduce(jnp.add, [dot(a, b, contract) for a, b in zip(left, right, strict=True)])
 
 
 def _key_major_kernel(
@@ -196,9 +166,9 @@ def _key_major_kernel(
 
     @pl.when(begin < end)
     def _():
-        key_row, first_key, last_key = _key_rows(plan, batch, head, block_ref[row, item], skip, columns)
-        key = _load(key_ref, key_row, plan.head_dim)
-        value = _load(value_ref, key_row, plan.value_dim)
+        key_row, first_key, last_key = plan.key_rows(batch, head, block_ref[row, item], skip, columns)
+        key = load_rows(key_ref, key_row, plan.head_dim)
+        value = load_rows(value_ref, key_row, plan.value_dim)
 
         def tile(i, carry):
             d_key, d_value = carry
@@ -209,8 +179,8 @@ def _key_major_kernel(
             flat = order_ref[row, jnp.minimum(entry, end - 1)]
             token = first_query + lax.div(flat, plan.slots)
             query_row = (batch * plan.length + token) * plan.num_heads + head * group + member
-            query = _load(query_ref, query_row, plan.head_dim)
-            d_out = _load(d_out_ref, query_row, plan.value_dim)
+            query = load_rows(query_ref, query_row, plan.head_dim)
+            d_out = load_rows(d_out_ref, query_row, plan.value_dim)
             lse, delta = lse_ref[query_row], delta_ref[query_row]
             low = start_ref[batch * plan.length + token]
             # A row that must not count has an empty range of positions.
@@ -220,27 +190,27 @@ def _key_major_kernel(
 
             scores = _sum_of_products(query, key, (1, 1)) * (plan.scale * LOG2E)  # [rows, columns]
             probs = jnp.where(visible, jnp.exp2(scores - lse[:, None]), 0.0).astype(dtype)
-            d_value = [acc + _dot(piece, probs, (0, 0)) for acc, piece in zip(d_value, d_out, strict=True)]
+            d_value = [acc + dot(piece, probs, (0, 0)) for acc, piece in zip(d_value, d_out, strict=True)]
             d_probs = _sum_of_products(d_out, value, (1, 1))
             # From the rounded probabilities: the gradient is rounded too, and float32 ones would cost registers.
             d_scores = (probs.astype(jnp.float32) * (d_probs - delta[:, None])).astype(dtype)
-            d_key = [acc + _dot(piece, d_scores, (0, 0)) for acc, piece in zip(d_key, query, strict=True)]
+            d_key = [acc + dot(piece, d_scores, (0, 0)) for acc, piece in zip(d_key, query, strict=True)]
             share = jnp.where(valid, local_pair * plan.entries + flat, plan.pairs * plan.entries)
             buffer_row = share * group + member
             if config.keep_scores:
                 buffer_ref[buffer_row, pl.ds(skip, columns)] = d_scores
             else:
-                _store(buffer_ref, buffer_row, plan.head_dim, [_dot(d_scores, piece, (1, 0)) for piece in key])
+                store_rows(buffer_ref, buffer_row, [dot(d_scores, piece, (1, 0)) for piece in key])
             return d_key, d_value
 
         # Transposed sums, [dim, columns]: both operands of their products then come from shared memory as they lie
         # there, which leaves registers free; with [columns, dim] Hopper's products were serialised for want of them.
-        zeros = lambda dim: [jnp.zeros((size, columns), jnp.float32) for _, size in _parts(dim)]  # noqa: E731
+        zeros = lambda dim: [jnp.zeros((size, columns), jnp.float32) for _, size in pieces(dim)]  # noqa: E731
         count = ((end - begin) * group + rows - 1) // rows
         d_key, d_value = lax.fori_loop(0, count, tile, (zeros(plan.head_dim), zeros(plan.value_dim)))
         out_row = (local_pair * plan.items + item) * plan.columns + skip + lax.iota(jnp.int32, columns)
-        _store(d_key_ref, out_row, plan.head_dim, [piece.T * plan.scale for piece in d_key])
-        _store(d_value_ref, out_row, plan.value_dim, [piece.T for piece in d_value])
+        store_rows(d_key_ref, out_row, [piece.T * plan.scale for piece in d_key])
+        store_rows(d_value_ref, out_row, [piece.T for piece in d_value])
 
 
 _PIECE = 16  # key rows per program of the key and value reduction
@@ -267,10 +237,10 @@ def _reduce_items_kernel(
 
             def add(item, total, items_ref=items_ref, dim=dim):
                 item_row = (local_pair * plan.items + item) * plan.columns + column
-                return [acc + part for acc, part in zip(total, _load(items_ref, item_row, dim), strict=True)]
+                return tuple(acc + part for acc, part in zip(total, load_rows(items_ref, item_row, dim), strict=True))
 
-            total = lax.fori_loop(first, last, add, _load(out_ref, out_row, dim))
-            _store(out_ref, out_row, dim, total)
+            total = lax.fori_loop(first, last, add, load_rows(out_ref, out_row, dim))
+            store_rows(out_ref, out_row, total)
 
 
 def _reduce_slots_kernel(step_ref, count_ref, shares_ref, _dq, d_query_ref, *, plan: Plan, tokens: int, width: int):
@@ -302,49 +272,8 @@ def _reduce_slots_kernel(step_ref, count_ref, shares_ref, _dq, d_query_ref, *, p
         d_query_ref[batch * plan.length + token + inside, pl.ds(at, width)] = total.astype(d_query_ref.dtype)
 
 
-def _query_major_kernel(
-    step_ref, count_ref, entries_ref, d_scores_ref, key_ref, _dq, d_query_ref, *, plan: Plan, rows: int
-):
-    """dq [B*T*N, H] of one query and key/value head: its score gradients times the keys of its blocks."""
-    local, local_pair = pl.program_id(0), pl.program_id(1)
-    pair = step_ref[0] + local_pair
-    token = step_ref[1] * plan.range_length + local
-
-    @pl.when(token < plan.length)
-    def _():
-        batch, head = pair // plan.num_kv, pair % plan.num_kv
-        member = jnp.minimum(lax.iota(jnp.int32, rows), plan.group - 1)  # surplus rows repeat the last head
-
-        def block_at(slot):
-            return entries_ref[pair * plan.ranges + step_ref[1], local * plan.slots + slot]
-
-        def add(slot, carry):
-            total, block = carry
-            next_block = block_at(jnp.minimum(slot + 1, plan.slots - 1))
-            key = _load(key_ref, _key_rows(plan, batch, head, block, 0, plan.columns)[0], plan.head_dim)
-            share = local_pair * plan.entries + local * plan.slots + slot
-            d_scores = d_scores_ref[share * plan.group + member, :]
-            return [acc + _dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)], next_block
-
-        total = [jnp.zeros((rows, size), jnp.float32) for _, size in _parts(plan.head_dim)]
-        total, _ = lax.fori_loop(0, count_ref[pair, token], add, (total, block_at(0)))
-        out_row = (batch * plan.length + token) * plan.num_heads + head * plan.group + member
-        _store(d_query_ref, out_row, plan.head_dim, [piece * plan.scale for piece in total])
-
-
-def _finish_query(step, counts, entries, buffer, key, d_query, plan: Plan):
-    """Adds up the buffer into the rows of d_query [B*T*N, H] that this step owns."""
-    if plan.config.keep_scores:
-        rows = max(16, pl.next_power_of_2(plan.group))
-        return triton_call(
-            functools.partial(_query_major_kernel, plan=plan, rows=rows),
-            grid=(plan.range_length, plan.pairs),
-            out_shape=jax.ShapeDtypeStruct(d_query.shape, d_query.dtype),
-            input_output_aliases={5: 0},
-            num_warps=2 if rows * plan.head_dim <= 2048 else 4,
-            num_stages=3 if d_query.dtype == jnp.bfloat16 else 1,
-            name="selected_backward_query_major",
-        )(step, counts, entries, buffer, key, d_query)
+def _sum_shares(step, counts, buffer, d_query, plan: Plan):
+    """Adds up the shares of dq into the rows of d_query [B*T*N, H] that this step owns."""
     span = plan.group * plan.head_dim
     width = min(span & -span, 1024)
     tokens = 1
@@ -381,7 +310,7 @@ def _key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
     )(step, order, inverted.block, inverted.begin, inverted.end, *tensors)
 
 
-def _step(carry, step, order, inverted: lists.InvertedLists, counts, entries, tensors, plan: Plan):
+def _step(carry, step, order, inverted: lists.InvertedLists, finish_query, tensors, plan: Plan):
     """One (group of pairs, range of queries): updates d_query, d_key and d_value in place."""
     d_query, d_key, d_value = carry
     buffer, d_key_items, d_value_items = _key_major(step, order, inverted, tensors, plan)
@@ -394,8 +323,7 @@ def _step(carry, step, order, inverted: lists.InvertedLists, counts, entries, te
         num_stages=2,
         name="selected_backward_reduce_items",
     )(step, inverted.offset, d_key_items, d_value_items, d_key, d_value)
-    d_query = _finish_query(step, counts, entries, buffer, tensors[1], d_query, plan)
-    return d_query, d_key, d_value
+    return finish_query(step, buffer, d_query), d_key, d_value
 
 
 def _entries_by_range(block_indices: jax.Array, plan: Plan) -> jax.Array:
@@ -468,10 +396,17 @@ def selected_backward(
     if plan.hopper:
         order = selected_hopper_backward.entry_order(inverted, segment_start.astype(jnp.int32), offset, plan)
 
+    split = selected_query_major.split_for(block_indices, segment_start, offset, plan)
+
+    def finish_query(step, buffer, d_query):
+        if not config.keep_scores:
+            return _sum_shares(step, counts, buffer, d_query, plan)
+        return selected_query_major.finish_query(step, split, counts, entries, buffer, tensors[1], d_query, plan)
+
     def body(i, carry):
         i = jnp.asarray(i, jnp.int32)
         step = jnp.stack([i // plan.ranges * plan.pairs, i % plan.ranges, offset])
-        return _step(carry, step, order, inverted, counts, entries, tensors, plan)
+        return _step(carry, step, order, inverted, finish_query, tensors, plan)
 
     carry = (
         lax.empty((batch * length * num_heads, head_dim), query.dtype),  # every row is written by exactly one step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -11,29 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from nsa_jax.ops.pallas.common import LN2, interpreted
+from nsa_jax.ops.pallas.common import LN2, dot, interpreted, pieces
 
 # Stands for minus infinity inside kernels: finite, so that differences of two of them are 0 and never NaN.
 NEG = -1e30
-
-
-def pieces(dim: int) -> list[tuple[int, int]]:
-    """Splits a head dim into (offset, size) with power-of-two sizes, which is all that Triton tiles can have."""
-    out, offset = [], 0
-    while offset < dim:
-        size = 1 << int(math.log2(dim - offset))
-        out.append((offset, size))
-        offset += size
-    return out
-
-
-def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Matrix product in the operands' precision with float32 accumulation."""
-    precision = None
-    if a.dtype == jnp.float32:
-        precision = lax.Precision.HIGHEST if interpreted() else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def key_rows(ref, at, start, size: int, num_keys: int, offset: int, width: int, exact: bool) -> jax.Array:

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops.pallas.common import LN2, LOG2E, triton_call
+from nsa_jax.ops.pallas.common import LN2, LOG2E, dot, pieces, triton_call
 from nsa_jax.ops.pallas.lists import InvertedLists, invert, max_entries
-from nsa_jax.ops.pallas.selected_common import NEG, dot, key_rows, load_once, pieces, store_once
+from nsa_jax.ops.pallas.selected_common import NEG, key_rows, load_once, store_once
 
 _SHARES_AT_ONCE = 4
 

@@ -90,6 +90,10 @@ class SelectedBackwardConfig:
       keys: keys per program, a power of two of at least 16; larger blocks are divided. Only with `keep_scores`.
       buffer_bytes: bound on the buffer between the passes; query ranges and heads are processed one after the other to
         stay within it.
+      tile: with `keep_scores`, neighbouring tokens whose shared blocks dq reads once, a power of two of at most 8; 1
+        means that every token goes by itself.
+      share: how many tokens of a tile must list a block for it to count as shared.
+      tile_warps: warps of a program that serves a tile.
     """
 
     rows: int
@@ -99,6 +103,9 @@ class SelectedBackwardConfig:
     keep_scores: bool = False
     keys: int = 64
     buffer_bytes: int = 1024 * 2**20
+    tile: int = 1
+    share: int = 1
+    tile_warps: int = 4
 
 
 def selected_backward_config(
@@ -116,6 +123,7 @@ def selected_backward_config(
     chunk = 1 << max(blocks // 2, 1).bit_length() - 1
     # float32 tiles must fit the shared memory of an A100, 163 KiB; a share of dq is needed from whole blocks.
     divided = exact and wide > 64 or select_block > 64
+    tile = 1 if exact or select_block > 64 else 1 << (min(128 // group, 8).bit_length() - 1)
     return SelectedBackwardConfig(
         rows=32 if exact and wide > 64 else 64,
         chunk=min(max(chunk, 64), max(8192 >> (group - 1).bit_length(), 64), 1024),
@@ -123,6 +131,9 @@ def selected_backward_config(
         num_stages=1 if exact or wide > 128 else 2,
         keep_scores=divided or (group >= 8 and h_dim >= select_block),
         keys=32 if exact and wide > 64 else 64,
+        tile=tile,
+        share=max(tile // 2, min(2, tile)),
+        tile_warps=4 if h_dim <= 128 else 8,
     )
 
 
