@@ -436,8 +436,11 @@ def _without_compiler(config: ConfigDict, count: int, vocab: int) -> Setup:
     """The setup of one device's share of the batch on this machine's first device, to estimate from."""
     share = config.copy_and_resolve_references()
     with share.unlocked():
-        share.train.batch_size = max(config.train.batch_size // count, config.train.grad_accum)
-        share.mesh.data, share.mesh.fsdp = 1, 1
+        mesh = config.mesh
+        rows = config.train.batch_size * mesh.tensor * mesh.context // count
+        share.train.batch_size = max(rows, config.train.grad_accum)
+        share.data.seq_len = config.data.seq_len // mesh.context
+        share.mesh.data = share.mesh.fsdp = share.mesh.tensor = share.mesh.context = 1
     return memory_lib.setup(share, vocab, jax.devices()[:1])
 
 
