@@ -120,22 +120,18 @@ def _tile_kernel(
         last = jnp.minimum(tile, plan.length - first) - 1
         inside, member = jnp.minimum(row // plan.group, last), row % plan.group
 
-        def add(u, total, masked):
+        def add(u, total):
             block, bits = block_ref[(*at, u)], bits_ref[(*at, u)]
             share = local_pair * plan.entries + (local + inside) * slots + slot_of(slots_ref[(*at, u)], inside)
             mine = ((bits >> inside) & 1) == 1
-            if masked:
-                share = jnp.where(mine, share, plan.pairs * plan.entries)
+            share = jnp.where(mine, share, plan.pairs * plan.entries)
             d_scores = d_scores_ref[share * plan.group + member, :]
-            if masked:
-                d_scores = jnp.where(mine[:, None], d_scores, jnp.zeros_like(d_scores))
+            d_scores = jnp.where(mine[:, None], d_scores, jnp.zeros_like(d_scores))
             key = load_rows(key_ref, plan.key_rows(batch, head, block, 0, plan.columns)[0], plan.head_dim)
             return [acc + dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)]
 
         total = [jnp.zeros((rows, size), jnp.float32) for _, size in pieces(plan.head_dim)]
-        # Blocks that all tokens list come first: their score gradients go to the products as they are.
-        total = lax.fori_loop(0, count_ref[(*at, 1)], functools.partial(add, masked=False), total)
-        total = lax.fori_loop(count_ref[(*at, 1)], count_ref[(*at, 0)], functools.partial(add, masked=True), total)
+        total = lax.fori_loop(0, count_ref[(*at, 0)], add, total)
         out_row = (batch * plan.length + first + inside) * plan.num_heads + head * plan.group + member
         store_rows(d_query_ref, out_row, [piece * plan.scale for piece in total])
 

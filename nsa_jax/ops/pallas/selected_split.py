@@ -71,13 +71,13 @@ def _split_kernel(
     bits, slots = lax.fori_loop(0, jnp.minimum(tile, length - begin), mark, (zero, zero))
     shared = lax.population_count(bits) >= share
     # The first token that lists a shared block enters it into the tile's list; blocks that every token reads whole go
-    # first, since they need no mask (with slots: that every token lists).
+    # first, since they need no mask.
     leader = shared & ((bits & -bits) == (1 << token))
-    full = leader & (lax.population_count(bits) == jnp.minimum(tile, length - begin))
-    if not slots_refs:
-        full &= listed < jnp.minimum(begin + offset_ref[0], num_keys - 1) // select_block
-        if packed:
-            full &= False
+    full = leader & (listed < jnp.minimum(begin + offset_ref[0], num_keys - 1) // select_block)
+    everyone = jnp.minimum(tile, length - begin)
+    full &= lax.population_count(bits) == everyone
+    if packed:
+        full &= False
 
     def ranks(chosen):
         chosen = chosen.astype(jnp.int32)

@@ -117,7 +117,8 @@ def selected_backward_config(
     shared memory for one stage. With 8 heads or more per group, keeping the score gradients costs less than keeping
     shares of dq. Long work items save partial sums of dk and dv; short sequences need more and shorter ones to fill
     the GPU. Each pass over the buffer ends with multiprocessors that wait for the last work items: 1 GiB instead of 512
-    MiB, half as many passes, took 19.6 instead of 20.9 ms at 64k.
+    MiB, half as many passes, took 19.6 instead of 20.9 ms at 64k. Tiles for dq took 18.0 instead of 20.0 ms in all with
+    lists shared by 64 tokens and 21.4 instead of 21.0 with random ones.
     """
     wide, exact = max(h_dim, v_dim), jnp.dtype(dtype).itemsize > 2
     chunk = 1 << max(blocks // 2, 1).bit_length() - 1
