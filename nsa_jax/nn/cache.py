@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from nsa_jax.nn.attention import DenseAttention, NSAttention, Projections
 from nsa_jax.nn.config import ModelConfig
-from nsa_jax.nn.sharding import constrain_batch, sharded_attention
+from nsa_jax.nn.layers import MeanCompressor, MLPCompressor, rope_turns
+from nsa_jax.nn.sharding import batch_axes, constrain_batch, sharded_attention, tensor_size
 from nsa_jax.ops import blocks, nsa, pallas
 from nsa_jax.ops.decode import decode_attention, gated_sum, slot_positions
 from nsa_jax.ops.target import current_target
@@ -204,8 +205,49 @@ def _prefill_nsa(attention: NSAttention, h, layer: NSALayerCache, offset, start,
     return attended, NSALayerCache(key_slc, value_slc, key_cmp, value_cmp, *rings)
 
 
-def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_start):
-    config, geometry = attention.config, attention.config.nsa
+def _append_by_kernels(attention: NSAttention, layer: NSALayerCache, batch: int) -> bool:
+    """Whether the kernels that write a token into the cache can serve this layer: on a GPU, or if asked for by name.
+
+    They know the compressors of this library, and one device: under a mesh the compiler splits the plain operations.
+    """
+    config, target = attention.config, current_target()
+    if not (config.implementation == "pallas" or (config.implementation is None and target.is_gpu)):
+        return False
+    if batch_axes(batch) or tensor_size() > 1:
+        return False
+    compressors = (attention.compress_key, attention.compress_value)
+    if not all(type(phi) in (MLPCompressor, MeanCompressor) for phi in compressors):
+        return False
+    query = jax.ShapeDtypeStruct((batch, 1, config.num_heads, config.head_dim), config.dtype)
+    return pallas.unsupported("decode_attention", query, layer.key_slc, layer.value_slc, target=target) is None
+
+
+def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths):
+    """What `_append_nsa` returns, by two kernels."""
+    config = attention.config
+    turn = jnp.stack(rope_turns(lengths, config.head_dim, config.rope_theta), axis=1)
+    phis = [
+        pallas.Phi(*(x[...].astype(config.dtype) for x in (phi.position, phi.w_1, phi.b_1, phi.w_2)))
+        for phi in (attention.compress_key, attention.compress_value)
+        if isinstance(phi, MLPCompressor)
+    ]
+    query, gates, arrays = pallas.append_token(
+        h[:, 0] @ attention.w_in[...].astype(config.dtype),
+        attention.gate_bias[...],
+        turn,
+        lengths,
+        (layer.key_slc, layer.value_slc, *layer[4:]),
+        layer.key_cmp,
+        layer.value_cmp,
+        phis or None,
+        config=config.nsa,
+    )
+    return query, gates, NSALayerCache(*arrays[:2], *arrays[6:], *arrays[2:6])
+
+
+def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
+    """The token's query and gates, and the cache with the token in it."""
+    geometry = attention.config.nsa
     p: Projections = attention.project(h, lengths[:, None])
     key_slc, value_slc = (
         _write(old, lengths, new[:, 0]) for old, new in ((layer.key_slc, p.key_slc), (layer.value_slc, p.value_slc))
@@ -232,15 +274,21 @@ def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_
         _write(old, index, new[:, 0]) for old, new in zip((layer.key_cmp, layer.value_cmp), new_cmp, strict=True)
     )
 
+    return p.query, p.gates, NSALayerCache(key_slc, value_slc, key_cmp, value_cmp, *rings)
+
+
+def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_start):
+    config = attention.config
+    append = _append_nsa_kernels if _append_by_kernels(attention, layer, h.shape[0]) else _append_nsa
+    query, gates, layer = append(attention, h, layer, lengths)
+
     def attend(start, *arrays):
         return decode_attention(
-            *arrays, config=geometry, segment_start=start[:, None], implementation=config.implementation
+            *arrays, config=config.nsa, segment_start=start[:, None], implementation=config.implementation
         )
 
-    attended = sharded_attention(
-        attend, segment_start, p.query, key_cmp, value_cmp, key_slc, value_slc, *rings[:2], p.gates, lengths + 1
-    )
-    return attended, NSALayerCache(key_slc, value_slc, key_cmp, value_cmp, *rings)
+    read = (layer.key_cmp, layer.value_cmp, layer.key_slc, layer.value_slc, layer.key_win, layer.value_win)
+    return sharded_attention(attend, segment_start, query, *read, gates, lengths + 1), layer
 
 
 def _masked_attention(query, key, value, t, start):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nsa_jax.nn.attention import _WIDTH_MULTIPLE
 from nsa_jax.nn.cache import Cache, capacity_bucket, init_cache, prefill_attention, step_attention
 from nsa_jax.nn.layers import RMSNorm
 from nsa_jax.nn.transformer import Block, Transformer
@@ -43,8 +44,13 @@ class Decoder:
         self._norm, norm = nnx.split(model.norm)
 
         def ready(path, leaf):
-            wide = any(str(getattr(key, "key", getattr(key, "name", key))) in _WIDE for key in path)
-            return leaf if wide else leaf.astype(config.dtype)
+            names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
+            if any(name in _WIDE for name in names):
+                return leaf
+            leaf = leaf.astype(config.dtype)
+            # The layer pads its projection to a width that suits the matrix product: once, here, instead of each step.
+            padding = -leaf.shape[-1] % _WIDTH_MULTIPLE if "attention" in names and "w_in" in names else 0
+            return jnp.pad(leaf, ((0, 0), (0, padding))) if padding else leaf
 
         def layer(index):
             return jax.tree_util.tree_map_with_path(lambda path, leaf: ready(path, leaf[index]), stacked)

@@ -27,6 +27,14 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
 
+def rope_turns(positions: jax.Array, dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of RoPE at integer positions [...] for heads of size `dim`, float32 [..., dim/2] each."""
+    half = dim // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions.astype(jnp.float32)[..., None] * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
 def rope(x: Float[Array, "B T N H"], positions: jax.Array, theta: float) -> Float[Array, "B T N H"]:
     """Rotary position embedding, applied to every head by itself, in float32.
 
@@ -41,10 +49,7 @@ def rope(x: Float[Array, "B T N H"], positions: jax.Array, theta: float) -> Floa
     Returns:
       [B, T, N, H] in x's dtype.
     """
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = (positions.astype(jnp.float32)[..., None] * frequency)[..., None, :]  # [(B,) T, 1, H/2]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = (turn[..., None, :] for turn in rope_turns(positions, x.shape[-1], theta))  # [(B,) T, 1, H/2]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 

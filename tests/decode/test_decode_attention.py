@@ -13,6 +13,7 @@ import pytest
 import nsa_jax
 from nsa_jax import aot
 from nsa_jax.ops import blocks, reference
+from nsa_jax.ops.pallas import tuning
 
 SMALL = nsa_jax.NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12)
 PAPER = nsa_jax.NSAConfig()
@@ -117,6 +118,21 @@ def test_equals_the_full_forward_at_the_last_tokens(case, implementation):
     want, lists = full_forward(full, last, SMALL)
     chex.assert_trees_all_close(np.asarray(out), want, atol=1e-5, rtol=1e-5)
     same_blocks(info.block_indices, lists, LENGTHS, SMALL)
+
+
+@pytest.mark.parametrize(("parts", "fold_programs"), [(1, 0), (2, 0), (2, 1000), (5, 1000)])
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_how_the_keys_are_split_changes_nothing(parts, fold_programs, monkeypatch):
+    """Several programs for every branch, and scores in several chunks of which the last to be done ranks."""
+    lengths = (319, 200, 250, 150)  # many blocks to choose from, late ones too
+    arrays, full, last = filled_cache(SMALL, lengths, group=6, num_kv=1, capacity=320)
+    split = tuning.DecodeConfig(16, parts, parts, 4, 2, parts, 16, 16, 4, fold_programs)
+    monkeypatch.setattr(tuning, "decode_config", lambda *args, **kwargs: split)
+    attend = functools.partial(nsa_jax.decode_attention, config=SMALL, implementation="pallas", return_info=True)
+    out, info = jax.jit(lambda arrays: attend(*arrays))(arrays)
+    want, lists = full_forward(full, last, SMALL)
+    chex.assert_trees_all_close(np.asarray(out), want, atol=1e-5, rtol=1e-5)
+    same_blocks(info.block_indices, lists, lengths, SMALL)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])

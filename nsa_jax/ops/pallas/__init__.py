@@ -18,6 +18,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Phi": "decode_append",
+    "append_token": "decode_append",
     "compressed_attention": "ranged",
     "decode_attention": "decode",
     "dense_decode_attention": "decode_dense",

@@ -4,8 +4,10 @@ One token's attention is bound by reading the cache, and a small batch has too f
 GPU. So the keys of every branch are split, and four kernels follow each other:
   compressed: shares of the visible compressed blocks: running-softmax partial results, and the scores, which are kept
     (in L2, mostly) so that selection need not read the keys again;
-  rank: one program per pair folds the scores to the importance of the selection blocks and writes the block list; that
-    leaves most of the GPU idle, so the other programs attend to shares of the window;
+  rank: the scores become probabilities, summed over the group, and the program that finishes a pair's last chunk folds
+    them to the importance of the selection blocks and writes the list; that leaves most of the GPU idle, so further
+    programs attend to shares of the window. Many scores get a kernel of their own before it (fold), whose small
+    programs read them faster;
   selected: shares of the listed blocks;
   combine: the branches' partial results, in a fixed order, and the gates.
 How a branch is cut depends on shapes and the row's length, and sums have a fixed order: results are bit-reproducible.
@@ -14,6 +16,7 @@ How a branch is cut depends on shapes and the row's length, and sums have a fixe
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,10 +58,11 @@ def _compressed_kernel(*refs, num_starts, num_queries, capacity, group, rows, ke
     """One share of the compressed blocks.
 
     refs: lengths [1], segment_start [1] if packed, query [G, H], key [C, H], value [C, V];
-    out: partial output [G, V], stats [2, G], base-2 scores [G, C + padding].
+    out: partial output [G, V], stats [2, G], base-2 scores [G, C + padding], zero [1] for the next kernel to count in.
     """
     lengths_ref, start_refs = refs[0], refs[1 : 1 + num_starts]
-    q_ref, k_ref, v_ref, acc_ref, stats_ref, s_ref = refs[1 + num_starts :]
+    q_ref, k_ref, v_ref, acc_ref, stats_ref, s_ref, count_ref = refs[1 + num_starts :]
+    count_ref[0] = jnp.int32(0)
     t, start = query_position(lengths_ref, start_refs, num_queries, capacity)
     softmax = SplitSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
     low, high = _visible_range(t, start, num_cmp, config)
@@ -77,10 +81,14 @@ def _compressed_kernel(*refs, num_starts, num_queries, capacity, group, rows, ke
     softmax.store(lax.fori_loop(first + begin, first + end, body, softmax.init()), acc_ref, stats_ref)
 
 
-def _column_probabilities(stats_ref, s_ref, sum_ref, low, high, group: int, columns: int):
-    """Softmax probabilities of the compressed blocks [low, high), summed over the group, into sum_ref [C + padding]."""
+def _column_probabilities(stats_ref, s_ref, sum_ref, chunk, low, high, group: int, columns: int):
+    """Softmax probabilities of one chunk of the compressed blocks, summed over the group, into sum_ref [C + padding].
+
+    Blocks outside [low, high) get 0.
+    """
     row = iota(next_power_of_2(group))
     head = jnp.minimum(row, group - 1)
+    scores = s_ref[head, pl.ds(chunk * columns, columns)]  # on its way while the statistics are summed up
     parts = stats_ref.shape[0]
     share = iota(next_power_of_2(parts))[:, None]
     index = jnp.minimum(share, parts - 1)
@@ -89,16 +97,20 @@ def _column_probabilities(stats_ref, s_ref, sum_ref, low, high, group: int, colu
     peak = peaks.max(0)
     total = (sums * jnp.exp2(peaks - peak[None, :])).sum(0)
     lse = peak + jnp.log2(jnp.where(total > 0, total, 1.0))
+    column = chunk * columns + iota(columns)
+    visible = ((column >= low) & (column < high))[None, :] & (row < group)[:, None]
+    probs = jnp.where(visible, jnp.exp2(jnp.where(visible, scores, NEGATIVE) - lse[:, None]), 0.0)
+    sum_ref[pl.ds(chunk * columns, columns)] = probs.sum(0)
 
-    def body(i, carry):
-        column = i * columns + iota(columns)
-        visible = ((column >= low) & (column < high))[None, :] & (row < group)[:, None]
-        scores = s_ref[head, pl.ds(i * columns, columns)]
-        probs = jnp.where(visible, jnp.exp2(jnp.where(visible, scores, NEGATIVE) - lse[:, None]), 0.0)
-        sum_ref[pl.ds(i * columns, columns)] = probs.sum(0)
-        return carry
 
-    lax.fori_loop(low // columns, pl.cdiv(jnp.maximum(high, low), columns), body, 0)
+def _arrived(count_ref):
+    """How many programs of this pair have come here before; what they wrote can be read afterwards."""
+    if interpreted():  # one program after the other
+        before = count_ref[0]
+        count_ref[0] = before + 1
+        return before
+    pltriton.debug_barrier()  # all threads of this program have written
+    return pltriton.atomic_add(count_ref, 0, jnp.int32(1))
 
 
 def _importance(sum_ref, width: int, low, high, num_cmp: int, config: NSAConfig):
@@ -116,7 +128,7 @@ def _importance(sum_ref, width: int, low, high, num_cmp: int, config: NSAConfig)
 def _write_list(importance, list_ref, first, last, num_blocks: int, config: NSAConfig):
     """Writes the ascending list of one query, whose candidates [first, last] all lie within `importance` [width].
 
-    The n-th largest score is found by bisection on the float32 bits: scores are never negative, so their bits order
+    The n-th largest score is found by narrowing a range of float32 bits: scores are never negative, so their bits order
     like their values.
     """
     n, width = config.num_selected, importance.shape[0]
@@ -128,20 +140,29 @@ def _write_list(importance, list_ref, first, last, num_blocks: int, config: NSAC
     want = taken - jnp.minimum(candidates, config.num_initial + config.num_local)  # how many are chosen by score
     bits = jnp.where(free, lax.bitcast_convert_type(importance, jnp.int32), -1)
 
+    # Several thresholds at a time, their counts in the fields of one integer: a step takes as long as its one sum.
+    field = width.bit_length() - 1  # forced blocks are not counted, so a count is less than `width`
+    ways = min(31 // max(field, 1), 4)
+
     def unresolved(carry):
         low, high, count = carry
         return (count > want) & (high - low > 1)
 
-    def halve(carry):  # keeps at_least(low) >= want > at_least(high)
+    def narrow(carry):  # keeps at_least(low) >= want > at_least(high)
         low, high, count = carry
-        middle = low + (high - low) // 2
-        above = jnp.sum((bits >= middle).astype(jnp.int32))
-        keep = above >= want
-        return jnp.where(keep, middle, low), jnp.where(keep, high, middle), jnp.where(keep, above, count)
+        step = (high - low + ways) // (ways + 1)
+        packed = sum((bits >= low + step * (i + 1)).astype(jnp.int32) << (field * i) for i in range(ways))
+        counts = jnp.sum(packed)
+        reached = jnp.int32(0)
+        for i in range(ways):
+            at_least = (counts >> (field * i)) & (width - 1)
+            reached += (at_least >= want).astype(jnp.int32)
+            count = jnp.where(at_least >= want, at_least, count)
+        return low + step * reached, jnp.minimum(high, low + step * (reached + 1)), count
 
     low = jnp.int32(0)
     high = jnp.where(want > 0, jnp.max(bits) + 1, 0)
-    low, _, _ = lax.while_loop(unresolved, halve, (low, high, jnp.sum((bits >= low).astype(jnp.int32))))
+    low, _, _ = lax.while_loop(unresolved, narrow, (low, high, jnp.sum((bits >= low).astype(jnp.int32))))
     low = jnp.where(want > 0, low, _INF_BITS)
     sure = forced | (bits > low)
     tied = bits == low
@@ -162,51 +183,102 @@ def _widths(num_blocks: int, n: int) -> list[int]:
     return [w for w in (top // 8, top // 4, top // 2) if w >= 128] + [top]
 
 
+def _rank(sum_ref, list_ref, t, start, finished, *, widths, num_cmp, capacity, config: NSAConfig):
+    """Writes a query's list from the probabilities in sum_ref, if `finished`."""
+    low, high = _visible_range(t, start, num_cmp, config)
+    first, last = _candidates(t, start, config)
+    last = jnp.where(finished, last, -2)
+    num_blocks = blocks.num_selection_blocks(capacity, config.select_block)
+    below = -1  # a query without candidates may have last = -1
+    for width in widths:  # short contexts have few candidates: rank no more than the next power of two
+
+        @pl.when((last >= below) & (last < width))
+        def _(width=width):
+            importance = _importance(sum_ref, width, low, high, num_cmp, config)
+            _write_list(importance, list_ref, first, last, num_blocks, config)
+
+        below = width
+
+
+def _window(refs, part, parts, t, start, *, group, rows, keys, scale, config: NSAConfig):
+    """The part-th share of the window; refs: query [G, H], key [W, H], value [W, V], partial output, stats."""
+    q_ref, k_ref, v_ref, acc_ref, stats_ref = refs
+    softmax = SplitSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
+    low = jnp.maximum(start, t - config.window + 1)
+    begin, end = share_of(pl.cdiv(jnp.maximum(t + 1 - low, 0), keys), parts, part)
+
+    def body(i, carry):
+        position = low + i * keys + iota(keys)
+        return softmax.step(carry, k_ref, v_ref, position % k_ref.shape[0], position <= t)[0]
+
+    softmax.store(lax.fori_loop(begin, end, body, softmax.init()), acc_ref, stats_ref)
+
+
 def _rank_kernel(
     *refs, num_starts, num_queries, capacity, group, rows, keys, columns, widths, num_cmp, scale, config: NSAConfig
 ):
-    """The first program: the block list. The others: one share of the window each.
+    """The first programs: one chunk of the scores each, the last one also the list. The others: a share of the window.
 
     refs: lengths [1], segment_start [1] if packed, stats of the compressed shares [parts, 2, G],
-    scores [G, C + padding], query [G, H], window key [W, H] and value [W, V];
-    out: list [n], probabilities [C + padding], partial output [G, V], stats [2, G].
+    scores [G, C + padding], count [1] (aliased), query [G, H], window key [W, H] and value [W, V];
+    out: list [n], probabilities [C + padding], count [1], partial output [G, V], stats [2, G].
     """
-    lengths_ref, start_refs = refs[0], refs[1 : 1 + num_starts]
-    cmp_stats_ref, s_ref, q_ref, k_ref, v_ref, list_ref, sum_ref, acc_ref, stats_ref = refs[1 + num_starts :]
-    t, start = query_position(lengths_ref, start_refs, num_queries, capacity)
+    stats_ref, s_ref, _, *attended = refs[1 + num_starts : -5]
+    list_ref, sum_ref, count_ref, *partial = refs[-5:]
+    t, start = query_position(refs[0], refs[1 : 1 + num_starts], num_queries, capacity)
+    chunks = s_ref.shape[1] // columns
+    chunk, parts = pl.program_id(0), pl.num_programs(0) - chunks
 
-    part, window_parts = pl.program_id(0) - 1, pl.num_programs(0) - 1
+    @pl.when(chunk < chunks)
+    def _list():
+        low, high = _visible_range(t, start, num_cmp, config)
+
+        @pl.when((chunk * columns < high) & (chunk * columns + columns > low))
+        def _chunk():
+            _column_probabilities(stats_ref, s_ref, sum_ref, chunk, low, high, group, columns)
+
+        finished = _arrived(count_ref) == chunks - 1
+        _rank(sum_ref, list_ref, t, start, finished, widths=widths, num_cmp=num_cmp, capacity=capacity, config=config)
+
+    @pl.when(chunk >= chunks)
+    def _share():
+        share = dict(group=group, rows=rows, keys=keys, scale=scale, config=config)
+        _window((*attended, *partial), chunk - chunks, parts, t, start, **share)
+
+
+def _fold_kernel(*refs, num_starts, num_queries, capacity, group, columns, num_cmp, config: NSAConfig):
+    """One chunk of the scores. refs: lengths [1], segment_start [1] if packed, stats of the compressed shares
+    [parts, 2, G], scores [G, C + padding]; out: probabilities [C + padding]."""
+    t, start = query_position(refs[0], refs[1 : 1 + num_starts], num_queries, capacity)
+    stats_ref, s_ref, sum_ref = refs[1 + num_starts :]
+    low, high = _visible_range(t, start, num_cmp, config)
+    chunk = pl.program_id(0)
+
+    @pl.when((chunk * columns < high) & (chunk * columns + columns > low))
+    def _():
+        _column_probabilities(stats_ref, s_ref, sum_ref, chunk, low, high, group, columns)
+
+
+def _rank_folded_kernel(
+    *refs, num_starts, num_queries, capacity, group, rows, keys, widths, num_cmp, scale, config: NSAConfig
+):
+    """The first program: the list. The others: a share of the window each.
+
+    refs: lengths [1], segment_start [1] if packed, probabilities [C + padding], query [G, H], window key [W, H] and
+    value [W, V]; out: list [n], partial output [G, V], stats [2, G].
+    """
+    sum_ref, *attended, list_ref, acc_ref, stats_ref = refs[1 + num_starts :]
+    t, start = query_position(refs[0], refs[1 : 1 + num_starts], num_queries, capacity)
+    part, parts = pl.program_id(0) - 1, pl.num_programs(0) - 1
 
     @pl.when(part < 0)
     def _list():
-        low, high = _visible_range(t, start, num_cmp, config)
-        _column_probabilities(cmp_stats_ref, s_ref, sum_ref, low, high, group, columns)
-        if not interpreted():
-            pltriton.debug_barrier()  # the probabilities were written by other threads of this program
-        first, last = _candidates(t, start, config)
-        num_blocks = blocks.num_selection_blocks(capacity, config.select_block)
-        below = 0
-        for width in widths:  # short contexts have few candidates: rank no more than the next power of two
-
-            @pl.when(((last >= below) | (below == 0)) & (last < width))
-            def _(width=width):
-                importance = _importance(sum_ref, width, low, high, num_cmp, config)
-                _write_list(importance, list_ref, first, last, num_blocks, config)
-
-            below = width
+        _rank(sum_ref, list_ref, t, start, True, widths=widths, num_cmp=num_cmp, capacity=capacity, config=config)
 
     @pl.when(part >= 0)
-    def _window():
-        softmax = SplitSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
-        low = jnp.maximum(start, t - config.window + 1)
-        count = pl.cdiv(jnp.maximum(t + 1 - low, 0), keys)
-        begin, end = share_of(count, window_parts, part)
-
-        def body(i, carry):
-            position = low + i * keys + iota(keys)
-            return softmax.step(carry, k_ref, v_ref, position % k_ref.shape[0], position <= t)[0]
-
-        softmax.store(lax.fori_loop(begin, end, body, softmax.init()), acc_ref, stats_ref)
+    def _share():
+        share = dict(group=group, rows=rows, keys=keys, scale=scale, config=config)
+        _window((*attended, acc_ref, stats_ref), part, parts, t, start, **share)
 
 
 def _selected_kernel(*refs, num_starts, num_queries, capacity, group, rows, keys, scale, config: NSAConfig):
@@ -265,54 +337,61 @@ def decode_attention(
     ]
     where_arrays = (lengths.astype(jnp.int32), *starts)
     rows_query = query.reshape(num_rows, num_kv, group, h_dim)
-    columns = min(tile.columns, next_power_of_2(num_cmp))
+    columns = min(tile.columns, max(next_power_of_2(num_cmp), 16))
     scored = pl.cdiv(num_cmp, max(tile.keys, columns)) * max(tile.keys, columns)
 
     specs, shapes = partials(num_rows, num_kv, tile.compressed_parts, group, v_dim)
-    cmp_acc, cmp_stats, scores = triton_call(
+    cmp_acc, cmp_stats, scores, count = triton_call(
         functools.partial(_compressed_kernel, keys=tile.keys, num_cmp=num_cmp, **common, **attend),
         grid=(tile.compressed_parts, num_kv, num_rows),
         in_specs=[*where, per_pair(group, h_dim), cache(num_cmp, h_dim), cache(num_cmp, v_dim)],
-        out_specs=[*specs, per_pair(group, scored)],
-        out_shape=[*shapes, pair_shape(group, scored)],
+        out_specs=[*specs, per_pair(group, scored), per_pair(1)],
+        out_shape=[*shapes, pair_shape(group, scored), pair_shape(1, dtype=jnp.int32)],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         name="nsa_decode_compressed",
     )(*where_arrays, rows_query, key_cmp[:, :num_cmp], value_cmp[:, :num_cmp])
 
-    # The first program has no share of the window: it writes, like the second one, into the first slot of nothing.
-    (acc_spec, stats_spec), shapes = partials(num_rows, num_kv, tile.window_parts, group, v_dim)
-    specs = [
-        pl.BlockSpec(spec.block_shape, lambda s, k, r, index=spec.index_map: index(jnp.maximum(s - 1, 0), k, r))
-        for spec in (acc_spec, stats_spec)
-    ]
-    lists, _, win_acc, win_stats = triton_call(
-        functools.partial(
-            _rank_kernel,
-            keys=tile.short_keys,
-            columns=columns,
-            widths=_widths(blocks.num_selection_blocks(capacity, config.select_block), n),
-            num_cmp=num_cmp,
-            **common,
-            **attend,
-        ),
-        grid=(1 + tile.window_parts, num_kv, num_rows),
-        in_specs=[
-            *where,
-            per_pair(tile.compressed_parts, 2, group),
-            per_pair(group, scored),
-            per_pair(group, h_dim),
-            cache(num_slots, h_dim),
-            cache(num_slots, v_dim),
-        ],
-        out_specs=[per_pair(n), per_pair(scored), *specs],
-        out_shape=[pair_shape(n, dtype=jnp.int32), pair_shape(scored), *shapes],
-        num_warps=tile.rank_warps,
-        num_stages=tile.num_stages,
-        name="nsa_decode_rank",
-    )(*where_arrays, cmp_stats, scores, rows_query, key_win, value_win)
+    chunks = scored // columns
+    ranking = dict(widths=_widths(blocks.num_selection_blocks(capacity, config.select_block), n), num_cmp=num_cmp)
+    ranking |= dict(keys=tile.window_keys, **common, **attend)
+    windowed = [per_pair(group, h_dim), cache(num_slots, h_dim), cache(num_slots, v_dim)]
+    scores_specs = [per_pair(tile.compressed_parts, 2, group), per_pair(group, scored)]
+    rank_launch: Any = dict(num_warps=tile.rank_warps, num_stages=2, name="nsa_decode_rank")
+    list_shape, sum_shape = pair_shape(n, dtype=jnp.int32), pair_shape(scored)
+    if chunks * num_kv * num_rows > tile.fold_programs:
+        sums = triton_call(
+            functools.partial(_fold_kernel, columns=columns, num_cmp=num_cmp, **common),
+            grid=(chunks, num_kv, num_rows),
+            in_specs=[*where, *scores_specs],
+            out_specs=per_pair(scored),
+            out_shape=sum_shape,
+            num_warps=4,
+            num_stages=1,
+            name="nsa_decode_fold",
+        )(*where_arrays, cmp_stats, scores)
+        specs, shapes = partials(num_rows, num_kv, tile.window_parts, group, v_dim, first=1)
+        lists, win_acc, win_stats = triton_call(
+            functools.partial(_rank_folded_kernel, **ranking),
+            grid=(1 + tile.window_parts, num_kv, num_rows),
+            in_specs=[*where, per_pair(scored), *windowed],
+            out_specs=[per_pair(n), *specs],
+            out_shape=[list_shape, *shapes],
+            **rank_launch,
+        )(*where_arrays, sums, rows_query, key_win, value_win)
+    else:
+        specs, shapes = partials(num_rows, num_kv, tile.window_parts, group, v_dim, first=chunks)
+        lists, _, _, win_acc, win_stats = triton_call(
+            functools.partial(_rank_kernel, columns=columns, **ranking),
+            grid=(chunks + tile.window_parts, num_kv, num_rows),
+            in_specs=[*where, *scores_specs, per_pair(1), *windowed],
+            out_specs=[per_pair(n), per_pair(scored), per_pair(1), *specs],
+            out_shape=[list_shape, sum_shape, pair_shape(1, dtype=jnp.int32), *shapes],
+            input_output_aliases={3 + len(starts): 2},
+            **rank_launch,
+        )(*where_arrays, cmp_stats, scores, count, rows_query, key_win, value_win)
 
-    selected_keys = min(tile.short_keys, max(16, next_power_of_2(config.select_block)))
+    selected_keys = min(tile.keys, max(16, next_power_of_2(config.select_block)))
     specs, shapes = partials(num_rows, num_kv, tile.selected_parts, group, v_dim)
     slc_acc, slc_stats = triton_call(
         functools.partial(_selected_kernel, keys=selected_keys, **common, **attend),

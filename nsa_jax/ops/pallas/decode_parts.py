@@ -20,7 +20,7 @@ def next_power_of_2(x: int) -> int:
     return 1 << max(x - 1, 0).bit_length()
 
 
-def _pieces(dim: int) -> list[tuple[int, int]]:
+def pieces(dim: int) -> list[tuple[int, int]]:
     """Splits a head dim into (offset, size) with power-of-two sizes, which is all that Triton tiles can have."""
     out, offset = [], 0
     while offset < dim:
@@ -64,11 +64,11 @@ class SplitSoftmax:
 
     def __init__(self, q_ref, *, rows: int, group: int, keys: int, v_dim: int, scale: float):
         self.head = jnp.minimum(iota(rows), group - 1)
-        self.q = [q_ref[self.head, pl.ds(at, size)] for at, size in _pieces(q_ref.shape[-1])]
+        self.q = [q_ref[self.head, pl.ds(at, size)] for at, size in pieces(q_ref.shape[-1])]
         self.v_dim, self.rows, self.keys, self.scale = v_dim, rows, keys, scale
 
     def init(self):
-        acc = tuple(jnp.zeros((self.rows, size), jnp.float32) for _, size in _pieces(self.v_dim))
+        acc = tuple(jnp.zeros((self.rows, size), jnp.float32) for _, size in pieces(self.v_dim))
         # One sum per column: adding the columns up would make the warps wait for each other in every step.
         total = jnp.zeros((self.rows, self.keys), jnp.float32)
         return acc, jnp.full((self.rows,), NEGATIVE, jnp.float32), total
@@ -90,14 +90,14 @@ class SplitSoftmax:
         weights = weights.astype(v_ref.dtype)
         acc = tuple(
             a * alpha[:, None] + _dot(weights, v_ref[slots, pl.ds(at, size)], (1, 0))
-            for a, (at, size) in zip(acc, _pieces(self.v_dim), strict=True)
+            for a, (at, size) in zip(acc, pieces(self.v_dim), strict=True)
         )
         return (acc, new_peak, total), scores
 
     def store(self, carry, acc_ref, stats_ref):
         """Into acc_ref [G, V] the unnormalised output, into stats_ref [2, G] peak and sum (padding repeats a row)."""
         acc, peak, total = carry
-        for a, (at, size) in zip(acc, _pieces(self.v_dim), strict=True):
+        for a, (at, size) in zip(acc, pieces(self.v_dim), strict=True):
             acc_ref[self.head, pl.ds(at, size)] = a
         stats_ref[0, self.head] = peak
         stats_ref[1, self.head] = total.sum(1)
@@ -111,7 +111,7 @@ def _combine_kernel(*refs, branches, v_dim):
     """
     gates_ref, groups = (refs[0], refs[1:-1]) if len(branches) > 1 else (None, refs[:-1])
     o_ref = refs[-1]
-    outs = [jnp.zeros((size,), jnp.float32) for _, size in _pieces(v_dim)]
+    outs = [jnp.zeros((size,), jnp.float32) for _, size in pieces(v_dim)]
     for i, (which, begin, end) in enumerate(branches):
         acc_ref, stats_ref = groups[2 * which : 2 * which + 2]
         index = begin + iota(next_power_of_2(end - begin))
@@ -122,9 +122,9 @@ def _combine_kernel(*refs, branches, v_dim):
         total = (weight * stats_ref[index, 1]).sum()
         gate = 1.0 if gates_ref is None else gates_ref[i].astype(jnp.float32)
         weight = weight * (gate / jnp.where(total > 0, total, 1.0))
-        for j, (at, size) in enumerate(_pieces(v_dim)):
+        for j, (at, size) in enumerate(pieces(v_dim)):
             outs[j] += (acc_ref[index, pl.ds(at, size)] * weight[:, None]).sum(0)
-    for out, (at, size) in zip(outs, _pieces(v_dim), strict=True):
+    for out, (at, size) in zip(outs, pieces(v_dim), strict=True):
         o_ref[pl.ds(at, size)] = out.astype(o_ref.dtype)
 
 
@@ -153,11 +153,18 @@ def combine(gates, partials, branches, dtype):
     )(*arrays)
 
 
-def partials(num_rows, num_kv, shares, group, v_dim):
-    """Partial outputs and stats of every share: specs to write one, and shapes."""
+def partials(num_rows, num_kv, shares, group, v_dim, first=0):
+    """Partial outputs and stats of every share: specs to write one, and shapes.
+
+    Programs before `first` have no share; their blocks are the first one's, which they leave alone.
+    """
+
+    def share(s):
+        return jnp.maximum(s - first, 0) if first else s
+
     specs = [
-        pl.BlockSpec((None, None, None, group, v_dim), lambda s, k, r: (r, k, s, 0, 0)),
-        pl.BlockSpec((None, None, None, 2, group), lambda s, k, r: (r, k, s, 0, 0)),
+        pl.BlockSpec((None, None, None, group, v_dim), lambda s, k, r: (r, k, share(s), 0, 0)),
+        pl.BlockSpec((None, None, None, 2, group), lambda s, k, r: (r, k, share(s), 0, 0)),
     ]
     shapes = [
         jax.ShapeDtypeStruct((num_rows, num_kv, shares, group, v_dim), jnp.float32),

@@ -1,0 +1,68 @@
+"""The kernels that write a token into the cache against the plain operations."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nsa_jax
+from nsa_jax import nn
+from nsa_jax.nn import cache as caches
+
+GEOMETRY = nsa_jax.NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12)
+# Positions of the new token: the first; in the middle; ends of the first and a later block; the last; beyond the cache.
+LENGTHS = np.asarray([0, 5, 7, 30, 43, 63, 64, 67], np.int32)
+MODELS = {
+    "mlp_group_6": dict(num_heads=6, num_kv_heads=1, head_dim=32, value_head_dim=16),
+    "mlp_group_1": dict(num_heads=2, num_kv_heads=2, head_dim=16),
+    "mean_group_4": dict(num_heads=8, num_kv_heads=2, head_dim=16, compressor="mean"),
+    "key_dim_192": dict(num_heads=2, num_kv_heads=1, head_dim=192, value_head_dim=128),
+}
+
+
+def build(changes, implementation):
+    config = nn.ModelConfig(
+        dim=24, mlp_dim=8, nsa=GEOMETRY, compute_dtype="float32", init_std=0.3, implementation=implementation, **changes
+    )
+    attention = nn.NSAttention(config, rngs=nnx.Rngs(0))
+    attention.gate_bias[...] = jax.random.normal(jax.random.key(1), attention.gate_bias.shape)
+    if config.compressor == "mlp":
+        for index, phi in enumerate((attention.compress_key, attention.compress_value)):
+            phi.b_1[...] = jax.random.normal(jax.random.key(2 + index), phi.b_1.shape)
+    return attention
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_write_what_the_plain_operations_write(name):
+    """Query, gates and every array of the cache, where blocks end, where they do not, and where the row is full."""
+    attention = build(MODELS[name], "pallas")
+    keys = iter(jax.random.split(jax.random.key(3), 20))
+    shapes = caches._layer_shapes(attention.config, LENGTHS.size, 64)
+    layer = jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape, s.dtype), shapes)
+    h = jax.random.normal(next(keys), (LENGTHS.size, 1, 24), jnp.float32)
+    assert caches._append_by_kernels(attention, layer, LENGTHS.size)
+
+    @jax.jit
+    def both(h, layer, lengths):
+        return [f(attention, h, layer, lengths) for f in (caches._append_nsa_kernels, caches._append_nsa)]
+
+    got, want = both(h, layer, jnp.asarray(LENGTHS))
+    chex.assert_trees_all_close(got, want, atol=2e-5, rtol=2e-5)
+    changed = [np.abs(np.asarray(got[2].key_cmp[b] - layer.key_cmp[b])).sum() > 0 for b in range(LENGTHS.size)]
+    assert changed == [False, False, True, False, True, True, False, False]
+
+
+def test_plain_operations_serve_where_kernels_cannot():
+    layer = caches._layer_shapes(build(MODELS["mlp_group_1"], None).config, 8, 64)
+    assert not caches._append_by_kernels(build(MODELS["mlp_group_1"], None), layer, 8)  # no GPU
+    assert not caches._append_by_kernels(build(MODELS["mlp_group_1"], "xla"), layer, 8)
+    odd = build(dict(num_heads=2, num_kv_heads=2, head_dim=24), "pallas")
+    assert not caches._append_by_kernels(odd, caches._layer_shapes(odd.config, 8, 64), 8)  # head dim 24
+    grid = np.asarray(jax.devices()[:2]).reshape(2, 1)
+    mesh = jax.sharding.Mesh(grid, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        assert not caches._append_by_kernels(build(MODELS["mlp_group_1"], "pallas"), layer, 8)
