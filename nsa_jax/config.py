@@ -161,7 +161,8 @@ def default_config() -> ConfigDict:
     p.selftest = True  # the causality self-test at the start of every run
 
     c.guards = g = ConfigDict()
-    g.floor_ratio = 0.4  # stop if the loss is under this share of the bigram entropy within floor_steps; 0: off
+    # An honest 85M-parameter model of the bytes of source code is at 0.4 of it after 350 steps.
+    g.floor_ratio = 0.15  # stop if the loss is under this share of the bigram entropy within floor_steps; 0: off
     g.floor_steps = 1000  # how long floor_ratio applies
     g.late_floor_ratio = 0.05  # as floor_ratio, at any step
     g.max_gap = 1.5  # stop if validation loss exceeds training loss by this many nats; 0: off

@@ -48,12 +48,19 @@ def test_values_that_are_not_finite_stop(guards, loss, norm):
 
 
 def test_loss_floor_early_and_late(guards):
-    feed(guards, [1.21])  # 0.4 x 3.0 = 1.2
+    feed(guards, [0.46])  # 0.15 x 3.0 = 0.45
     with pytest.raises(TrainingError, match="guard loss_floor.*labels are not shifted"):
-        feed(guards, [1.19], 2)
-    feed(guards, [0.5], 2000)  # a large model after thousands of steps
+        feed(guards, [0.44], 2)
+    feed(guards, [0.4], 2000)  # a large model after thousands of steps
     with pytest.raises(TrainingError, match="guard loss_floor"):
         feed(guards, [0.1], 2001)
+
+
+def test_a_good_model_of_bytes_is_not_taken_for_a_leak(tmp_path):
+    """Losses of an honest run: 85M parameters, source code by bytes, one H200; bigrams have 2.641 nats."""
+    guards = Guards(tiny_config(train__steps=500), tmp_path, bigram_entropy=2.641)
+    for step, loss in ((10, 3.3), (100, 1.75), (200, 1.33), (300, 1.19), (350, 1.05), (500, 0.8)):
+        feed(guards, [loss], step)
 
 
 def test_no_floor_without_an_entropy(tmp_path):
