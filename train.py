@@ -78,8 +78,6 @@ def _tell_others_apart(process: int, count: int) -> None:
 
 def train(config, workdir: Path) -> tuple[int, str]:
     """Trains; returns the exit status and, unless it is 0, what went wrong."""
-    import jax
-
     from nsa_jax.config import ConfigError
     from nsa_jax.data import DataError
     from nsa_jax.train import CheckpointError, TrainingError, distributed, run
@@ -99,12 +97,9 @@ def train(config, workdir: Path) -> tuple[int, str]:
         print(error, file=sys.stderr)
         return EXIT_CONFIG, str(error)
     except TrainingError as error:
-        distributed.wait_if_others_are_gone(error)
         print(f"stopped: {error}", file=sys.stderr)
+        distributed.find_cause(error)
         return EXIT_STOPPED, str(error)
-    except jax.errors.JaxRuntimeError as error:
-        distributed.wait_if_others_are_gone(error)
-        raise
     return 0, ""
 
 
@@ -143,6 +138,7 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         if distributed.peers() is not None:
             traceback.print_exc()
+            distributed.find_cause(error)
             distributed.leave(EXIT_STOPPED, f"{type(error).__name__}: {error}")
         raise
     distributed.leave(status, why)

@@ -37,6 +37,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from nsa_jax.config import ConfigError, Problem
+from nsa_jax.train.guards import TrainingError
 from nsa_jax.train.peers import EXIT_PEER, Peers, reachable
 
 logger = logging.getLogger("nsa_jax")
@@ -403,17 +404,18 @@ def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return found
 
 
-def wait_if_others_are_gone(error: BaseException) -> None:
-    """A collective or a checkpoint fails when a process is gone: waits for the watch to say so and end this process.
+def find_cause(error: BaseException) -> None:
+    """Collectives and checkpoints fail, in many ways, when a process is gone: gives the watch the time to say so.
 
-    Returns at once if the error is of another kind or there are no other processes, and later if they are all there.
+    The watch then ends this process. Returns at once if there are no other processes or the error has another cause for
+    sure, and after the time that a process takes to be missed if nobody is.
     """
-    chain: BaseException | None = error
-    while chain is not None and not isinstance(chain, jax.errors.JaxRuntimeError):
-        chain = chain.__cause__ or chain.__context__
-    if chain is not None and _peers is not None:
-        logger.warning("an operation over all processes failed, looking for the cause: %s", str(chain).split("\n")[0])
-        _peers.wait_for_verdict()
+    if _peers is None or not isinstance(error, Exception):
+        return
+    if isinstance(error, TrainingError) and error.guard != "checkpoint_write":
+        return
+    logger.warning("%s: looking for the cause in the other processes", type(error).__name__)
+    _peers.wait_for_verdict()
 
 
 def check_shared(directory: Path) -> None:

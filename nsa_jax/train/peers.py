@@ -28,6 +28,7 @@ EXIT_PEER = 75  # EX_TEMPFAIL: a supervisor should start the run again
 _PREFIX = "nsa_jax/peer/"
 _TICK = 2.0  # seconds between signs of life
 _GRACE = 5.0  # seconds that a process has to end by itself after another failed: often it meets the same error
+_MARGIN = 8.0  # seconds, for a busy machine
 _PROBE_SECONDS = 3.0
 
 
@@ -88,7 +89,7 @@ class Peers:
         now = time.monotonic()
         self.all = [Peer(index, changed=now) for index in range(count)]
         self.me = Peer(process, socket.gethostname(), os.getpid(), changed=now)
-        self._answered = now  # when the service last answered
+        self._answered = self._asking = now  # when the service last answered, and since when it could have
         self._refusals = 0  # connections to it in a row
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -116,9 +117,9 @@ class Peers:
 
         Returns if nobody is: then the error is this process's own.
         """
-        self._verdict.wait(self._seconds + 3 * self._tick)
+        self._verdict.wait(self._seconds + 2 * self._tick + _MARGIN)
         if self._verdict.is_set():
-            time.sleep(self._seconds)  # the watch is about to end the process
+            time.sleep(600)  # the watch is about to end the process
 
     def leave(self) -> None:
         """This process is done; the others may go on."""
@@ -162,10 +163,8 @@ class Peers:
         last = time.monotonic()
         while not self._stop.wait(min(self._tick, 1.0)):
             now = time.monotonic()
-            if now - last > self._seconds / 2:  # this process stood still itself: what it knows is old
-                for peer in self.all:
-                    peer.changed = now
-                self._answered = now
+            if now - last > self._seconds / 2:  # this process stood still itself: nothing could be answered
+                self._asking = now
             last = now
             # Its end is noticed by a connection that is refused: JAX's own calls may hang, and abort soon after.
             self._refusals = 0 if self.process == 0 or reachable(self._coordinator) else self._refusals + 1
@@ -186,12 +185,15 @@ class Peers:
         if self.process != 0 and host.state != "done":
             if self._refusals >= 2:
                 return f"{host} is gone: nothing answers at {self._coordinator}", [host]
-            if now - self._answered > self._seconds:
-                return f"{host} has not answered for {now - self._answered:.0f} s at {self._coordinator}", [host]
-        silent = [peer for peer in others if peer.state == "alive" and now - peer.changed > self._seconds]
-        if silent and now - self._answered < self._seconds:
+            waited = now - max(self._answered, self._asking)
+            if waited > self._seconds:
+                return f"{host} has not answered for {waited:.0f} s at {self._coordinator}", [host]
+        # Up to the last answer: what came since has not been read.
+        silent = [peer for peer in others if peer.state == "alive" and self._answered - peer.changed > self._seconds]
+        if silent:
             told = (
-                f"{peer} is gone: no sign of life for {now - peer.changed:.0f} s, last after step {peer.step}"
+                f"{peer} is gone: no sign of life for {self._answered - peer.changed:.0f} s, last after step "
+                f"{peer.step}"
                 for peer in silent
             )
             return "; ".join(told), silent

@@ -140,6 +140,7 @@ def test_silent_processes_are_named_with_their_host_and_step(three):
     (first, second, third), store, _ = three
     now = time.monotonic()
     assert first.verdict(now + 7)[0] == second.verdict(now + 7)[0] == ""
+    assert first.verdict(now + 99)[0] == ""  # it was itself suspended: nothing has been read since
     for _ in range(2):
         first._exchange()
         second._exchange()
