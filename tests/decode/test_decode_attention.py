@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import chex
@@ -272,8 +273,8 @@ def test_dense_decoding_kernel_equals_masked_attention():
 
 
 @pytest.mark.gpu
-def test_gpu_long_context():
-    """bfloat16 at a real shape against the float32 reference, and bit-equal when repeated."""
+def test_gpu_long_context(monkeypatch):
+    """bfloat16 at a real shape against the float32 reference; bit-equal when repeated and with the scores read apart."""
     lengths = (32_768, 9_999)
     arrays, _, _ = filled_cache(PAPER, lengths, num_kv=4, group=16, h_dim=128, v_dim=128, dtype=jnp.bfloat16)
     step = jax.jit(lambda *xs: nsa_jax.decode_attention(*xs, config=PAPER, implementation="pallas", return_info=True))
@@ -287,5 +288,12 @@ def test_gpu_long_context():
         assert same >= 14
     error = np.linalg.norm(np.asarray(out, np.float32) - np.asarray(want)) / np.linalg.norm(np.asarray(want))
     assert error < 2e-2
-    again, _ = step(*arrays)
-    np.testing.assert_array_equal(np.asarray(again, np.float32), np.asarray(out, np.float32))
+    chosen = tuning.decode_config
+    for programs in (0, 1 << 20):  # the kernel of their own, always and never
+        monkeypatch.setattr(
+            tuning, "decode_config", lambda *args, n=programs: dataclasses.replace(chosen(*args), fold_programs=n)
+        )
+        jax.clear_caches()
+        again, lists = step(*arrays)
+        np.testing.assert_array_equal(np.asarray(again, np.float32), np.asarray(out, np.float32))
+        np.testing.assert_array_equal(lists.block_indices, info.block_indices)
