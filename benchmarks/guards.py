@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,10 +22,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from nsa_jax.train import memory
-from nsa_jax.train.guards import Guards
-from nsa_jax.train.loop import Run
-from nsa_jax.train.selftest import selftest
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.timing import environment  # noqa: E402
+from nsa_jax.train import memory  # noqa: E402
+from nsa_jax.train.guards import Guards  # noqa: E402
+from nsa_jax.train.loop import Run  # noqa: E402
+from nsa_jax.train.selftest import selftest  # noqa: E402
 
 
 def load_config(path: str, options: argparse.Namespace) -> Any:
@@ -88,7 +92,7 @@ def main() -> None:
     made = memory.for_target(config, "", 0, memory.vocabulary(config))
     planned = memory.compile_run(made, "")
     found: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
+        **environment(),
         "config": config.name,
         "batch": [config.train.batch_size, config.data.seq_len, config.train.grad_accum],
         "selftest_seconds": tested.seconds,

@@ -5,9 +5,10 @@
     python benchmarks/train.py --attention nsa --lengths 2048 --devices 1,2,4 --layouts data,fsdp
 
 times the compiled training step of a config (configs/a100_prod.py) on random tokens of a byte vocabulary: forward,
-backward, optimizer. NSA and dense models have the same width and depth and see the same tokens per step; dense
-attention is cuDNN's, so rows are unpacked. Of several sizes and remat policies the fastest is kept for the table.
-Memory is the compiler's plan for one device: arguments and temporaries. `--profile` lists the kernels that took most.
+backward, optimizer. Models see the same tokens per step and have the same number of parameters: the MLP of those
+without NSA's extra projections is wider (`--same_mlp` leaves it). Dense attention is cuDNN's, so rows are unpacked. Of
+several sizes and remat policies the fastest is kept for the table. Memory is the compiler's plan for one device:
+arguments and temporaries. `--profile` lists the kernels that took most.
 """
 
 from __future__ import annotations
@@ -57,6 +58,20 @@ def make_config(options: argparse.Namespace, case: dict[str, Any]) -> Any:
     return config
 
 
+def widen_mlp(config: Any, devices: list) -> None:
+    """Gives the model the number of parameters that it would have with NSA, to the next 64 hidden features."""
+
+    def count(attention: str, mlp_dim: int) -> int:
+        changed = config.copy_and_resolve_references()
+        changed.model.attention, changed.model.mlp_dim = attention, mlp_dim
+        return setup(changed, VOCAB, devices).num_parameters()
+
+    made = setup(config, VOCAB, devices)
+    hidden = made.model_config.mlp_dim
+    missing = count("nsa", hidden) - made.num_parameters()
+    config.model.mlp_dim = hidden + round(missing / (3 * config.model.dim * config.model.num_layers) / 64) * 64
+
+
 def random_batches(config: Any, sharding: Any, count: int) -> list[dict[str, jax.Array]]:
     """Batches on the device, of fresh random tokens."""
     shape = (config.train.batch_size, config.data.seq_len)
@@ -90,7 +105,10 @@ def kernel_times(directory: str) -> dict[str, float]:
 def run(options: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
     """Times one case; returns the case with its figures."""
     config = make_config(options, case)
-    made = setup(config, VOCAB, jax.devices()[: case["devices"]])
+    devices = jax.devices()[: case["devices"]]
+    if not options.same_mlp:
+        widen_mlp(config, devices)
+    made = setup(config, VOCAB, devices)
     with jax.set_mesh(made.mesh):
         state = made.init()
         batches = random_batches(config, batch_sharding(made.mesh), 3)
@@ -182,6 +200,7 @@ def main() -> None:
     parser.add_argument("--layers", default="scanned", help="scanned (compiled once), unrolled")
     parser.add_argument("--devices", default="1", help="numbers of devices; every device gets --tokens")
     parser.add_argument("--layouts", default="data", help="data, fsdp")
+    parser.add_argument("--same_mlp", action="store_true", help="do not give dense models NSA's number of parameters")
     parser.add_argument("--steps", type=int, default=8, help="of one sample")
     parser.add_argument("--repeats", type=int, default=3, help="samples of which the median is taken")
     parser.add_argument("--profile", type=int, default=0, help="also list this many kernels of one step")
