@@ -40,6 +40,7 @@ _SLOW_FOR = 3.0  # seconds that they must last: a toy's intervals are shorter th
 _SHORT_WAIT = 0.005  # seconds; only toys' steps are so short that waiting this long for a batch matters
 _RECENT = 256  # batches that a new one is compared with
 _MEMORY_POINTS = 12  # reports that a slope needs
+_OWN = ("data_wait", "memory_slope")  # alarms about one process; all others are the same on every process
 
 
 class TrainingError(RuntimeError):
@@ -93,7 +94,8 @@ class Guards:
       workdir: alarms and dumps are written there; None: nothing is written.
       bigram_entropy: nats per token of the training data, from preflight; None turns the loss floor off.
       say: where alarms are told, such as `MetricsWriter.say`.
-      active: False on all processes but the first: stops still happen, nothing is written.
+      active: False on all processes but the first: stops still happen, nothing is written, and only alarms about this
+        process are told.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Guards:
     ):
         self._config, self._guards = config, config.guards
         self._workdir = workdir if active else None
+        self._active = active
         self._floor = bigram_entropy
         self._say = say or (lambda line: logger.warning("%s", line))
         self.alarms: list[Alarm] = []
@@ -261,7 +264,8 @@ class Guards:
         self._told[name] = self._reports
         self.alarms.append(Alarm(name, step, message))
         self._fresh.append(name)
-        self._say(f"ALARM {name} at step {step}: {message}")
+        if self._active or name in _OWN:
+            self._say(f"ALARM {name} at step {step}: {message}")
         if self._workdir is not None:
             with (self._workdir / "alarms.jsonl").open("a") as file:
                 row = {"step": step, "alarm": name, "message": message, "time": round(time.time(), 3)}

@@ -168,6 +168,15 @@ def test_alarms_are_not_repeated_at_every_report(guards):
     assert guards.summary()["data_wait"] == 3  # of 47 reports
 
 
+def test_further_processes_tell_only_what_concerns_them_alone(tmp_path):
+    told = []
+    guards = Guards(tiny_config(), tmp_path, say=told.append, active=False)
+    guards.alarm("spike", 7, "the loss is the same on all processes")
+    guards.alarm("data_wait", 8, "this process waits")
+    assert told == ["ALARM data_wait at step 8: this process waits"]
+    assert guards.summary() == {"spike": 1, "data_wait": 1} and not list(tmp_path.iterdir())
+
+
 def test_another_implementation_than_asked_for_is_an_error():
     check_implementations("auto", {"select_blocks": "xla"})
     check_implementations("pallas", {"select_blocks": "pallas"})
