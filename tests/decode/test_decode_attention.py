@@ -274,7 +274,7 @@ def test_dense_decoding_kernel_equals_masked_attention():
 
 @pytest.mark.gpu
 def test_gpu_long_context(monkeypatch):
-    """bfloat16 at a real shape against the float32 reference; bit-equal when repeated and with the scores read apart."""
+    """bfloat16 at a real shape against the float32 reference; bit-equal with the scores read apart or not."""
     lengths = (32_768, 9_999)
     arrays, _, _ = filled_cache(PAPER, lengths, num_kv=4, group=16, h_dim=128, v_dim=128, dtype=jnp.bfloat16)
     step = jax.jit(lambda *xs: nsa_jax.decode_attention(*xs, config=PAPER, implementation="pallas", return_info=True))
