@@ -8,7 +8,7 @@ def get_config():
     config = tiny_config(
         data__source="text", data__tokenizer="byte", data__val_fraction=0.2, train__steps=20, train__save_every=4,
         train__eval_every=4, train__eval_batches=2, train__sample_tokens=4, model__num_layers=1,
-        model__implementation="xla", optim__schedule="constant", guards__health=True, guards__peer_seconds=4.0,
+        model__implementation="xla", optim__schedule="constant", guards__health=True, guards__peer_seconds=10.0,
         guards__heartbeat_seconds=1.0, guards__max_gap=0.0, preflight__selftest=False, compilation_cache_dir="",
     )  # fmt: skip
     config.train.keep_last = 100

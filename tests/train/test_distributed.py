@@ -115,7 +115,8 @@ def alone(corpus):
 @pytest.fixture(scope="module")
 def first_lost(corpus, alone):
     """A run of two processes whose process 0 is killed after step 8: workdir, and what process 1 said and returned."""
-    with Processes(corpus / "two", "--config.train.steps=4000", *config_flags(corpus)) as run:
+    flags = ["--config.train.steps=4000", "--config.mesh.fsdp=4", *config_flags(corpus)]
+    with Processes(corpus / "two", *flags) as run:
         run.until(run.workdir / "checkpoints" / "8")
         run.all[0].send_signal(signal.SIGKILL)
         start = time.monotonic()
@@ -143,7 +144,7 @@ def test_two_processes_have_the_losses_of_one(first_lost, alone):
         assert len(pairs) >= 3
         np.testing.assert_allclose(*zip(*pairs, strict=True), rtol=1e-5)
     env = json.loads((workdir / "env.json").read_text())
-    assert env["processes"] == 2 and env["devices"]["count"] == 4 and len(env["hosts"]) == 2
+    assert env["processes"] == 2 and env["mesh"]["fsdp"] == 4 and len(env["hosts"]) == 2
 
 
 def test_process_0_writes_and_prepares_the_data_and_each_has_a_heartbeat(first_lost):
@@ -173,14 +174,20 @@ def test_saved_by_two_processes_resumed_by_one(first_lost, alone, corpus):
 
 def test_saved_by_one_resumed_by_two_lost_and_stopped(alone, corpus):
     workdir = corpus / "continued"
-    flags = [f"--resume={corpus / 'alone'}@4", "--config.train.steps=4000", *config_flags(corpus), *QUICK]
+    flags = [
+        f"--resume={corpus / 'alone'}@4",
+        "--config.train.steps=4000",
+        "--config.mesh.fsdp=2",
+        *config_flags(corpus),
+    ]
+    flags += QUICK
     with Processes(workdir, *flags) as run:
         run.until(workdir / "checkpoints" / "12")
         run.all[1].send_signal(signal.SIGKILL)
         status, text = run.wait(0), run.text(0)
     assert status == EXIT_PEER, text
     assert re.search(
-        r"ALARM peer: process 1 \(host \S+, pid \d+\) is gone: no sign of life for \d s, last after", text
+        r"ALARM peer: process 1 \(host \S+, pid \d+\) is gone: no sign of life for \d+ s, last after", text
     ), text
     assert "start the run again" in text
     assert same(losses(workdir), alone)[:8] == list(range(5, 13))
