@@ -103,14 +103,14 @@ def _column_probabilities(stats_ref, s_ref, sum_ref, chunk, low, high, group: in
     sum_ref[pl.ds(chunk * columns, columns)] = probs.sum(0)
 
 
-def _arrived(count_ref):
-    """How many programs of this pair have come here before; what they wrote can be read afterwards."""
+def _last_to_arrive(count_ref, programs: int):
+    """Whether the other programs of this pair have all been here before; what they wrote can then be read."""
     if interpreted():  # one program after the other
         before = count_ref[0]
         count_ref[0] = before + 1
-        return before
+        return before == programs - 1
     pltriton.debug_barrier()  # all threads of this program have written
-    return pltriton.atomic_add(count_ref, 0, jnp.int32(1))
+    return programs == 1 or pltriton.atomic_add(count_ref, 0, jnp.int32(1)) == programs - 1
 
 
 def _importance(sum_ref, width: int, low, high, num_cmp: int, config: NSAConfig):
@@ -237,7 +237,7 @@ def _rank_kernel(
         def _chunk():
             _column_probabilities(stats_ref, s_ref, sum_ref, chunk, low, high, group, columns)
 
-        finished = _arrived(count_ref) == chunks - 1
+        finished = _last_to_arrive(count_ref, chunks)
         _rank(sum_ref, list_ref, t, start, finished, widths=widths, num_cmp=num_cmp, capacity=capacity, config=config)
 
     @pl.when(chunk >= chunks)
