@@ -1,4 +1,4 @@
-"""Writes the measured figures of README.md and docs/performance.md from benchmarks/results: python docs/figures.py
+"""Writes the measured figures of README.md and of pages in docs/ from benchmarks/results: python docs/figures.py
 
 Rows of tables are found by their first cell. Three significant digits, all of those before the point.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "parallel.md")
 
 LENGTHS = (2048, 8192, 32768, 65536, 131072)
 BRANCHES = {
@@ -55,9 +55,45 @@ def attention_rows() -> dict[str, list[str]]:
     return rows
 
 
+def thousands(value: float) -> str:
+    """Tokens per second."""
+    return f"{round(value, -3):,.0f}"
+
+
+def training_rows() -> dict[str, list[str]]:
+    """As `attention_rows`, of whole training steps; of cases that were timed twice, the newest."""
+    measured = json.loads((RESULTS / "train_speed_h200.json").read_text())["rows"]
+
+    def found(attention: str, length: int, remat: str = "block", devices: int = 1, layout: str = "data") -> dict:
+        case = dict(attention=attention, length=length, remat=remat, devices=devices, layout=layout, layers="scanned")
+        return [row for row in measured if case.items() <= row.items() and "error" not in row][-1]
+
+    speeds = [[found(kind, length)["tokens_per_second"] for length in LENGTHS[:4]] for kind in ("nsa", "dense")]
+    remat = [found("nsa", 2048, policy) for policy in ("none", "attention_saved", "block")]
+    four = [found("nsa", 2048, devices=4, layout=layout) for layout in ("data", "fsdp")]
+    context = json.loads((RESULTS / "context_h200.json").read_text())
+    split = [row for row in (*context["same"], *context["long"]) if row["attention"] == "nsa"]
+    return {
+        "model with NSA, tokens/s": [thousands(speed) for speed in speeds[0]],
+        "model with dense attention, tokens/s": [thousands(speed) for speed in speeds[1]],
+        "NSA over dense": [f"{nsa / dense:.1f}x" for nsa, dense in zip(*speeds, strict=True)],
+        "speed, tokens/s": [thousands(row["tokens_per_second"]) for row in remat],
+        "memory, GiB": [digits(row["planned_gib"]) for row in remat],
+        "four GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in four],
+        "share of four times one GPU": [f"{row['scaling']:.1%}".replace("%", " %") for row in four],
+        "row split over GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in split],
+        "row split over GPUs, peak GiB": [digits(row["peak_gib_so_far"]) for row in split],
+    }
+
+
+def all_rows() -> dict[str, list[str]]:
+    """Cells of all rows with figures."""
+    return attention_rows() | training_rows()
+
+
 def page(text: str) -> str:
     """A page's text with the figures of the results."""
-    rows = attention_rows()
+    rows = all_rows()
 
     def fill(match: re.Match[str]) -> str:
         name = match[1].strip()

@@ -194,16 +194,16 @@ def test_config_reference_is_up_to_date():
     assert (ROOT / "docs" / "config.md").read_text() == reference.page(), "run make docs"
 
 
-def test_figures_of_attention_are_those_of_the_results():
+def test_figures_of_tables_are_those_of_the_results():
     figures, rows = script("figures"), set()
     for path in figures.PAGES:
         text = path.read_text()
         assert text == figures.page(text), "run make docs"
-        rows |= {row for row in figures.attention_rows() if f"\n| {row} |" in text}
-    assert rows == set(figures.attention_rows())
+        rows |= {row for row in figures.all_rows() if f"\n| {row} |" in text}
+    assert rows == set(figures.all_rows())
 
 
-def test_figures_of_training_are_those_of_the_results():
+def test_figures_of_the_training_run_are_those_of_its_result():
     rows = json.loads((ROOT / "benchmarks" / "results" / "train_h200.json").read_text())["rows"]
     measured = set()
     for row in rows:
