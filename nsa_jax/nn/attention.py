@@ -41,12 +41,13 @@ _WIDTH_MULTIPLE = 64
 
 
 def _cut(x: jax.Array, widths: Iterable[int]) -> list[jax.Array]:
-    """Pieces of the given widths along the last axis."""
-    pieces, start = [], 0
-    for width in widths:
-        pieces.append(x[..., start : start + width])
-        start += width
-    return pieces
+    """Pieces of the given widths along the last axis; what is beyond them is dropped.
+
+    `lax.split` is differentiated as one concatenation, slices as a sum of padded arrays, which took four times as long.
+    """
+    widths = list(widths)
+    rest = x.shape[-1] - sum(widths)
+    return list(jax.lax.split(x, [*widths, rest] if rest else widths, axis=-1))[: len(widths)]
 
 
 def _project(

@@ -85,7 +85,8 @@ class SwiGLU(nnx.Module):
             hidden = constrain_tokens(jnp.einsum("btd,dcm->btcm", x, halves), None, TENSOR)
             gate, up = hidden[:, :, 0], hidden[:, :, 1]
         else:
-            gate, up = jnp.split(x @ w_in, 2, axis=-1)
+            # Two products: the gradient of one would be put together from its halves, all of it copied.
+            gate, up = (x @ half for half in jnp.split(w_in, 2, axis=-1))
         return (jax.nn.silu(gate) * up) @ self.w_out[...].astype(self.dtype)
 
 
