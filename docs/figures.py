@@ -68,7 +68,9 @@ def training_rows() -> dict[str, list[str]]:
         case = dict(attention=attention, length=length, remat=remat, devices=devices, layout=layout, layers="scanned")
         return [row for row in measured if case.items() <= row.items() and "error" not in row][-1]
 
-    speeds = [[found(kind, length)["tokens_per_second"] for length in LENGTHS[:4]] for kind in ("nsa", "dense")]
+    cases = [[found(kind, length) for length in LENGTHS[:4]] for kind in ("nsa", "dense")]
+    speeds = [[row["tokens_per_second"] for row in rows] for rows in cases]
+    sizes = [[f"{row['parameters'] / 1e6:.0f}M" for row in rows] for rows in cases]
     remat = [found("nsa", 2048, policy) for policy in ("none", "attention_saved", "block")]
     four = [found("nsa", 2048, devices=4, layout=layout) for layout in ("data", "fsdp")]
     context = json.loads((RESULTS / "context_h200.json").read_text())
@@ -77,6 +79,7 @@ def training_rows() -> dict[str, list[str]]:
         "model with NSA, tokens/s": [thousands(speed) for speed in speeds[0]],
         "model with dense attention, tokens/s": [thousands(speed) for speed in speeds[1]],
         "NSA over dense": [f"{nsa / dense:.1f}x" for nsa, dense in zip(*speeds, strict=True)],
+        "parameters, NSA / dense": [" / ".join(pair) for pair in zip(*sizes, strict=True)],
         "speed, tokens/s": [thousands(row["tokens_per_second"]) for row in remat],
         "memory, GiB": [digits(row["planned_gib"]) for row in remat],
         "four GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in four],
