@@ -1,7 +1,8 @@
 """The production run: a 12-layer NSA model on FineWeb-Edu at 2,048 tokens, sized for one or more A100s.
 
 What:    dim 768, 12 layers, 12 query heads in 2 key/value groups of head dim 64, the paper's block geometry (l=32,
-         d=16, l'=64, n=16, w=512), bfloat16 compute with float32 parameters, every block rematerialised.
+         d=16, l'=64, n=16, w=512), bfloat16 compute with float32 parameters; of every block the backward pass
+         keeps the attention outputs and computes the rest again.
 Data:    FineWeb-Edu, sample-10BT, through Hugging Face `datasets` (a download of about 28 GB the first time); a
          byte-pair vocabulary of 32,768 is trained on the corpus and kept in the cache. 50,000 steps of 128 x 2,048
          tokens are 13.1 billion tokens.
@@ -33,7 +34,7 @@ def get_config() -> ConfigDict:
     c.model.nsa.num_selected = 16
     c.model.nsa.window = 512
     c.model.compute_dtype = "bfloat16"
-    c.model.remat = "block"
+    c.model.remat = "attention_saved"
 
     c.data.source = "hf"
     c.data.hf_path = "HuggingFaceFW/fineweb-edu"
