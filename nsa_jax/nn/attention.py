@@ -280,9 +280,10 @@ def _compress(phi: tuple, key_raw: jax.Array, value_raw: jax.Array, first_positi
 
 
 def dense_attention(query, key, value, *, segment_start=None):
-    """Causal softmax attention over the whole document, quadratic in T.
+    """Causal softmax attention over the whole document: time quadratic in T.
 
-    Served by cuDNN on a GPU for bfloat16 rows of one document; otherwise by XLA with a mask.
+    On a GPU, cuDNN serves bfloat16 rows of one document, and the window kernels, with a window as long as the row, all
+    others (cuDNN takes no document boundaries here): memory is linear in T. Elsewhere XLA with a mask: quadratic.
 
     Args:
       query: [B, T, N, H].
@@ -297,6 +298,8 @@ def dense_attention(query, key, value, *, segment_start=None):
     unpacked = segment_start is None and query.dtype == jnp.bfloat16 and head_dim == value_dim
     if current_target().is_gpu and unpacked and head_dim % 8 == 0 and head_dim <= 128:
         return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+    if current_target().is_gpu:
+        return window_attention(query, key, value, window=length, segment_start=segment_start)
     # jax.nn wants H = V: zeros at the end of keys change no score, and at the end of values are cut off again.
     wide = max(head_dim, value_dim)
     query, key, value = (jnp.pad(a, [(0, 0)] * 3 + [(0, wide - a.shape[-1])]) for a in (query, key, value))

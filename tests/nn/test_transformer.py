@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from nsa_jax import NSAConfig
 from nsa_jax.nn import DenseAttention, ModelConfig, NSAttention, Transformer, count_parameters
 from nsa_jax.nn.attention import dense_attention
+from nsa_jax.ops.target import Target, compile_for
 
 NSA = NSAConfig(
     compress_block=8, compress_stride=4, select_block=8, num_selected=4, num_initial=1, num_local=2, window=16
@@ -197,6 +198,23 @@ def test_dense_attention_against_a_loop(packed, value_dim):
         want[b, t, n] = weight @ v[b, seen, n // 2] / weight.sum()
     got = dense_attention(query, key, value, segment_start=start if packed else None)
     chex.assert_trees_all_close(got, want.astype(np.float32), atol=2e-5)
+
+
+@pytest.mark.parametrize(("packed", "value_dim"), [(True, 64), (False, 128)])
+def test_dense_attention_that_cudnn_cannot_serve_takes_the_kernels_on_a_gpu(packed, value_dim):
+    """No scores of a whole row in memory."""
+    length = 320
+    query, key, value = (
+        jax.ShapeDtypeStruct((1, length, heads, dim), jnp.bfloat16) for heads, dim in ((4, 64), (2, 64), (2, value_dim))
+    )
+    start = jax.ShapeDtypeStruct((1, length), jnp.int32) if packed else None
+
+    def loss(query, key, value, start):
+        return dense_attention(query, key, value, segment_start=start).astype(jnp.float32).sum()
+
+    with compile_for(Target("gpu", (9, 0))):
+        text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(query, key, value, start))
+    assert "pallas_call" in text and f"{length},{length}]" not in text
 
 
 def test_logits_are_float32_and_parameters_stay_float32():
