@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import nsa_jax
-from benchmarks import attention
+from benchmarks import attention, curves, train
 
 
 def test_attention_benchmark_writes_rows_and_plot(tmp_path):
@@ -52,3 +52,31 @@ def test_useful_work_of_one_small_case():
     assert attention.visible_pairs("compressed", 5, config) == 2
     lists = np.array([[[[0, 2]], [[0, 2]], [[0, 2]], [[0, 2]], [[0, 1]]]])
     assert attention.visible_pairs("selected", 5, config, lists) == 1 + 2 + 3 + 4 + 5
+
+
+@pytest.mark.parametrize("attention", ["dense", "window"])
+def test_models_that_are_compared_have_equally_many_parameters(attention):
+    options = train.argparse.Namespace(config="configs/a100_prod.py", tiny=False)
+    case = dict(remat="block", length=2048, tokens=4096, devices=1, layout="data", layers="scanned")
+    sizes = []
+    for kind in ("nsa", attention):
+        config = train.make_config(options, case | {"attention": kind})
+        train.widen_mlp(config, jax.devices()[:1])
+        sizes.append(train.setup(config, train.VOCAB, jax.devices()[:1]).num_parameters())
+    assert sizes[0] > 80e6
+    np.testing.assert_allclose(sizes[1], sizes[0], rtol=0.01)
+
+
+def test_curves_count_tokens_and_start_after_the_untrained_model(tmp_path):
+    config = {"train": {"batch_size": 4}, "data": {"seq_len": 100}}
+    (tmp_path / "env.json").write_text(json.dumps({"config": config}))
+    rows = [
+        {"step": 0, "val/bits_per_byte": 8.0},
+        {"step": 5, "train/loss": 3.0},
+        {"step": 10, "val/bits_per_byte": 2.5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = curves.read(tmp_path)
+    assert [point["tokens"] for point in run["validation"]] == [0, 4000]
+    (line,) = curves.draw([run]).axes[0].lines
+    np.testing.assert_allclose(line.get_xydata(), [[0.004, 2.5]])

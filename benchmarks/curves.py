@@ -1,0 +1,78 @@
+"""Validation curves of several runs on the same data, as a plot and as numbers.
+
+    python benchmarks/curves.py runs/nsa_8k runs/dense_8k --json curves.json --plot curves.png
+
+The runs of benchmarks/results/nsa_dense_h200 are started by, with --config.model.attention=nsa and dense:
+
+    python train.py --config=configs/a100_prod.py --workdir=runs/nsa_8k --config.model.attention=nsa \\
+      --config.data.source=text "--config.data.files=('corpus/*',)" --config.data.tokenizer=byte \\
+      --config.data.seq_len=8192 --config.data.packing=False --config.data.val_fraction=0.01 \\
+      --config.train.batch_size=16 --config.train.grad_accum=1 --config.train.steps=1536 \\
+      --config.train.eval_every=128 --config.train.eval_batches=8 --config.optim.warmup_steps=150
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+from matplotlib.figure import Figure
+
+
+def read(workdir: pathlib.Path) -> dict[str, Any]:
+    """What a run was and its validation rows, by step and by tokens seen."""
+    env = json.loads((workdir / "env.json").read_text())
+    config = env["config"]
+    tokens = config["train"]["batch_size"] * config["data"]["seq_len"]
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    points = [
+        {"step": row["step"], "tokens": row["step"] * tokens, "bits_per_byte": row["val/bits_per_byte"]}
+        for row in rows
+        if "val/bits_per_byte" in row
+    ]
+    if not points:
+        raise SystemExit(f"{workdir}: metrics.jsonl has no val/bits_per_byte: train with config.train.eval_every > 0")
+    return {"name": workdir.name, "env": env, "validation": points}
+
+
+def draw(runs: list[dict[str, Any]]) -> Figure:
+    """Bits per byte over tokens seen, without the untrained model's."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for run, marker in zip(runs, "os^Dv" * len(runs), strict=False):
+        points = [point for point in run["validation"] if point["step"] > 0]
+        last = points[-1]["bits_per_byte"]
+        axes.plot(
+            [point["tokens"] / 1e6 for point in points],
+            [point["bits_per_byte"] for point in points],
+            marker=marker,
+            markersize=4,
+            label=f"{run['name']}: {last:.4f} at the end",
+        )
+    axes.set(xlabel="tokens seen, millions", ylabel="validation bits per byte")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def main() -> None:
+    """Reads flags and runs, prints the last points, writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=pathlib.Path)
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--plot", type=pathlib.Path)
+    options = parser.parse_args()
+    runs = [read(workdir) for workdir in options.runs]
+    for run in runs:
+        last = run["validation"][-1]
+        print(f"{run['name']}: step {last['step']}, {last['tokens']:,} tokens, {last['bits_per_byte']:.4f} bits/byte")
+    if options.json:
+        options.json.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+    if options.plot:
+        draw(runs).savefig(options.plot, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
