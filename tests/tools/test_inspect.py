@@ -235,6 +235,7 @@ def test_kinds_and_strings_of_tokens():
 def test_figures_show_what_was_captured_and_leave_pyplot_alone(found, tmp_path):
     import matplotlib.pyplot as plt
 
+    before = plt.get_fignums()  # of other tests in this process
     tokens, start = row()
     reading = inspect.read_weights(model_of(), tokens, [63], start)
     kinds = np.where(tokens < 128, "low", "high")
@@ -247,7 +248,7 @@ def test_figures_show_what_was_captured_and_leave_pyplot_alone(found, tmp_path):
         "statistics": inspect.draw_statistics(found),
         "reading": inspect.draw_reading(reading),
     }
-    assert plt.get_fignums() == []
+    assert plt.get_fignums() == before
     for name, figure in figures.items():
         assert isinstance(figure, matplotlib.figure.Figure)
         figure.savefig(tmp_path / f"{name}.png")
