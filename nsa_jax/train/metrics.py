@@ -116,7 +116,7 @@ class MetricsWriter:
             return
         path = workdir / "metrics.jsonl"
         self._samples = workdir / "samples.jsonl"
-        for kept in (path, self._samples):
+        for kept in (path, self._samples, workdir / "health.jsonl"):
             if kept.exists():
                 _drop_rows_after(kept, start_step)
         self._file = path.open("a")
