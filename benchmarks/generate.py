@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import json
 import pathlib
 import sys
@@ -22,7 +21,7 @@ from flax import nnx
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from benchmarks.timing import environment  # noqa: E402
+from benchmarks.timing import environment, load_config  # noqa: E402
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters  # noqa: E402
 from nsa_jax.nn.cache import memory_report  # noqa: E402
 from nsa_jax.nn.decoder import Decoder  # noqa: E402
@@ -30,11 +29,7 @@ from nsa_jax.nn.decoder import Decoder  # noqa: E402
 
 def model_config(path: str, attention: str) -> ModelConfig:
     """The model of a file in configs/, bfloat16 on a GPU."""
-    spec = importlib.util.spec_from_file_location("benchmarked_config", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config()
+    config = load_config(path)
     config.model.attention = attention
     return ModelConfig.from_config(config, config.data.bpe_vocab_size if config.data.tokenizer == "bpe" else 257)
 

@@ -10,7 +10,6 @@ the fullest moment of device memory beside the plan of the compiler. `--batch_si
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import sys
@@ -24,20 +23,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.timing import environment  # noqa: E402
+from benchmarks.timing import environment, load_config  # noqa: E402
 from nsa_jax.train import memory  # noqa: E402
 from nsa_jax.train.guards import Guards  # noqa: E402
 from nsa_jax.train.loop import Run  # noqa: E402
 from nsa_jax.train.selftest import selftest  # noqa: E402
 
 
-def load_config(path: str, options: argparse.Namespace) -> Any:
+def random_token_config(path: str, options: argparse.Namespace) -> Any:
     """The config of a file, on random tokens of its own vocabulary, without validation and checkpoints."""
-    spec = importlib.util.spec_from_file_location("config", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config()
+    config = load_config(path)
     vocab = memory.vocabulary(config)
     config.data.source, config.data.synthetic, config.data.synthetic_vocab = "synthetic", "random", vocab
     config.train.steps, config.optim.warmup_steps = options.steps, 1
@@ -87,7 +82,7 @@ def main() -> None:
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
-    config = load_config(options.config, options)
+    config = random_token_config(options.config, options)
     tested = selftest(config)
     made = memory.for_target(config, "", 0, memory.vocabulary(config))
     planned = memory.compile_run(made, "")

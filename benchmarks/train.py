@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import importlib.util
 import itertools
 import json
 import pathlib
@@ -30,7 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from benchmarks.timing import environment  # noqa: E402
+from benchmarks.timing import environment, load_config  # noqa: E402
 from nsa_jax.train import flops  # noqa: E402
 from nsa_jax.train.state import batch_sharding, setup  # noqa: E402
 from nsa_jax.train.step import make_train_step  # noqa: E402
@@ -41,11 +40,7 @@ GIB = 2**30
 
 def make_config(options: argparse.Namespace, case: dict[str, Any]) -> Any:
     """The config file's, changed to what is timed."""
-    spec = importlib.util.spec_from_file_location("config", options.config)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config()
+    config = load_config(options.config)
     config.model.attention, config.model.remat = case["attention"], case["remat"]
     config.data.tokenizer, config.data.packing, config.data.seq_len = "byte", False, case["length"]
     config.train.batch_size = case["tokens"] // case["length"] * case["devices"]

@@ -37,7 +37,7 @@ from nsa_jax.ops.nsa import nsa_attention, window_attention
 from nsa_jax.ops.target import current_target
 
 # A matrix product whose width is no multiple of this misses the fast tensor-core kernels.
-_WIDTH_MULTIPLE = 64
+WIDTH_MULTIPLE = 64
 
 
 def _cut(x: jax.Array, widths: Iterable[int]) -> list[jax.Array]:
@@ -56,7 +56,7 @@ def _project(
     """x @ kernel in one product, cut along the last axis into pieces of the given widths."""
     if tensor_size() > 1 and num_kv_heads % tensor_size() == 0:
         return _project_by_group(x, kernel.astype(dtype), widths, num_kv_heads)
-    padding = -kernel.shape[1] % _WIDTH_MULTIPLE
+    padding = -kernel.shape[1] % WIDTH_MULTIPLE
     return _cut(x @ jnp.pad(kernel.astype(dtype), ((0, 0), (0, padding))), widths)
 
 
@@ -69,7 +69,7 @@ def _project_by_group(x: jax.Array, kernel: jax.Array, widths: tuple[int, ...], 
     rows = kernel.shape[0]
     grouped = [piece.reshape(rows, num_kv_heads, -1) for piece in _cut(kernel, widths)]  # [D, K, width / K]
     shares = [piece.shape[-1] for piece in grouped]
-    padding = -sum(shares) % (_WIDTH_MULTIPLE // math.gcd(_WIDTH_MULTIPLE, num_kv_heads // tensor_size()))
+    padding = -sum(shares) % (WIDTH_MULTIPLE // math.gcd(WIDTH_MULTIPLE, num_kv_heads // tensor_size()))
     fused = jnp.pad(jnp.concatenate(grouped, axis=-1), ((0, 0), (0, 0), (0, padding)))
     out = jnp.einsum("btd,dkf->btkf", x, constrain_tensor(fused, 1))
     pieces = _cut(constrain_tokens(out, TENSOR), shares)

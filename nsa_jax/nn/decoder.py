@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nsa_jax.nn.attention import _WIDTH_MULTIPLE
+from nsa_jax.nn.attention import WIDTH_MULTIPLE
 from nsa_jax.nn.cache import Cache, capacity_bucket, init_cache, prefill_attention, step_attention
 from nsa_jax.nn.layers import RMSNorm
 from nsa_jax.nn.transformer import Block, Transformer
@@ -49,7 +49,7 @@ class Decoder:
                 return leaf
             leaf = leaf.astype(config.dtype)
             # The layer pads its projection to a width that suits the matrix product: once, here, instead of each step.
-            padding = -leaf.shape[-1] % _WIDTH_MULTIPLE if "attention" in names and "w_in" in names else 0
+            padding = -leaf.shape[-1] % WIDTH_MULTIPLE if "attention" in names and "w_in" in names else 0
             return jnp.pad(leaf, ((0, 0), (0, padding))) if padding else leaf
 
         def layer(index):

@@ -33,7 +33,6 @@ from nsa_jax.ops.pallas.decode_parts import (
     SplitSoftmax,
     combine,
     iota,
-    next_power_of_2,
     partials,
     query_position,
     share_of,
@@ -86,11 +85,11 @@ def _column_probabilities(stats_ref, s_ref, sum_ref, chunk, low, high, group: in
 
     Blocks outside [low, high) get 0.
     """
-    row = iota(next_power_of_2(group))
+    row = iota(pl.next_power_of_2(group))
     head = jnp.minimum(row, group - 1)
     scores = s_ref[head, pl.ds(chunk * columns, columns)]  # on its way while the statistics are summed up
     parts = stats_ref.shape[0]
-    share = iota(next_power_of_2(parts))[:, None]
+    share = iota(pl.next_power_of_2(parts))[:, None]
     index = jnp.minimum(share, parts - 1)
     peaks = jnp.where(share < parts, stats_ref[index, 0, head[None, :]], NEGATIVE)
     sums = jnp.where(share < parts, stats_ref[index, 1, head[None, :]], 0.0)
@@ -171,7 +170,7 @@ def _write_list(importance, list_ref, first, last, num_blocks: int, config: NSAC
     chosen = sure | (tied & (tied_rank <= ties))
     slot = lax.cumsum(sure.astype(jnp.int32), axis=0) + jnp.minimum(tied_rank, ties) - 1
     pltriton.store(list_ref.at[jnp.where(chosen, slot, n)], j, mask=chosen)
-    column = iota(next_power_of_2(n))
+    column = iota(pl.next_power_of_2(n))
     padding = (column >= taken) & (column < n)
     fill = jnp.full(column.shape, num_blocks, jnp.int32)
     pltriton.store(list_ref.at[jnp.where(padding, column, n)], fill, mask=padding)
@@ -179,7 +178,7 @@ def _write_list(importance, list_ref, first, last, num_blocks: int, config: NSAC
 
 def _widths(num_blocks: int, n: int) -> list[int]:
     """Widths the ranking is specialised for, ascending; the last one covers every block."""
-    top = max(next_power_of_2(num_blocks), next_power_of_2(n), 16)
+    top = max(pl.next_power_of_2(num_blocks), pl.next_power_of_2(n), 16)
     return [w for w in (top // 8, top // 4, top // 2) if w >= 128] + [top]
 
 
@@ -320,7 +319,7 @@ def decode_attention(
     tile = tuning.decode_config(num_rows * num_kv, num_cmp, config, row_bytes)
     starts = [] if segment_start is None else [segment_start.astype(jnp.int32).reshape(num_rows, 1)]
     common = dict(num_starts=len(starts), num_queries=num_queries, capacity=capacity, group=group, config=config)
-    attend = dict(rows=max(16, next_power_of_2(group)), scale=LOG2E * h_dim**-0.5)
+    attend = dict(rows=max(16, pl.next_power_of_2(group)), scale=LOG2E * h_dim**-0.5)
 
     def cache(length, dim):  # one row's and head's slice of a cache array
         return pl.BlockSpec((None, length, None, dim), lambda s, k, r: (r // num_queries, 0, k, 0))
@@ -337,7 +336,7 @@ def decode_attention(
     ]
     where_arrays = (lengths.astype(jnp.int32), *starts)
     rows_query = query.reshape(num_rows, num_kv, group, h_dim)
-    columns = min(tile.columns, max(next_power_of_2(num_cmp), 16))
+    columns = min(tile.columns, max(pl.next_power_of_2(num_cmp), 16))
     scored = pl.cdiv(num_cmp, max(tile.keys, columns)) * max(tile.keys, columns)
 
     specs, shapes = partials(num_rows, num_kv, tile.compressed_parts, group, v_dim)
@@ -391,7 +390,7 @@ def decode_attention(
             **rank_launch,
         )(*where_arrays, cmp_stats, scores, count, rows_query, key_win, value_win)
 
-    selected_keys = min(tile.keys, max(16, next_power_of_2(config.select_block)))
+    selected_keys = min(tile.keys, max(16, pl.next_power_of_2(config.select_block)))
     specs, shapes = partials(num_rows, num_kv, tile.selected_parts, group, v_dim)
     slc_acc, slc_stats = triton_call(
         functools.partial(_selected_kernel, keys=selected_keys, **common, **attend),

@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.ops.pallas.common import triton_call
-from nsa_jax.ops.pallas.decode_parts import iota, next_power_of_2, pieces
+from nsa_jax.ops.pallas.common import pieces, triton_call
+from nsa_jax.ops.pallas.decode_parts import iota
 
 _TILE = 8192  # elements of a weight tile in registers
 
@@ -41,7 +41,7 @@ def _completes(lengths_ref, config: NSAConfig):
 
 def _halves(half: int):
     """Indices of the first and the second half of a head; the tile is a power of two, its padding repeats an index."""
-    index = jnp.minimum(iota(next_power_of_2(half)), half - 1)
+    index = jnp.minimum(iota(pl.next_power_of_2(half)), half - 1)
     return index, half + index
 
 
@@ -94,12 +94,12 @@ def _append_kernel(*refs, h_dim, v_dim, num_kv, offsets, chunks, learned, config
     @pl.when(part < 0)
     def _():
         first, second = _halves(h_dim // 2)
-        head = jnp.minimum(iota(next_power_of_2(group)), group - 1)[:, None]
+        head = jnp.minimum(iota(pl.next_power_of_2(group)), group - 1)[:, None]
         base = at_query + (kv * group + head) * h_dim
         turned = _turned(y_ref[base + first[None, :]], y_ref[base + second[None, :]], turn_ref)
         for half, value in zip((first, second), turned, strict=True):
             q_ref[head, half[None, :]] = value.astype(q_ref.dtype)
-        gate = jnp.minimum(iota(next_power_of_2(3 * group)), 3 * group - 1)
+        gate = jnp.minimum(iota(pl.next_power_of_2(3 * group)), 3 * group - 1)
         logits = y_ref[at_gates + kv * 3 * group + gate].astype(jnp.float32) + bias_ref[gate].astype(jnp.float32)
         gates_ref[gate] = 1.0 / (1.0 + jnp.exp(-logits))
 
@@ -144,7 +144,7 @@ def _append_kernel(*refs, h_dim, v_dim, num_kv, offsets, chunks, learned, config
 def _compressed(features, tail_ref, phi_refs, config: NSAConfig):
     """Features `features` of phi of the tokens in the tail, float32."""
     block = config.compress_block
-    token = iota(next_power_of_2(block))
+    token = iota(pl.next_power_of_2(block))
     x = tail_ref[jnp.minimum(token, block - 1)[:, None], features[None, :]].astype(jnp.float32)
     out = jnp.where(token[:, None] < block, x, 0.0).sum(0) / block
     if not phi_refs:
@@ -152,7 +152,7 @@ def _compressed(features, tail_ref, phi_refs, config: NSAConfig):
     hidden_ref, b_ref, w_ref = phi_refs
     chunks, width = hidden_ref.shape
     step = _divisor(width, _TILE // features.shape[0])
-    share = iota(next_power_of_2(chunks))[:, None]
+    share = iota(pl.next_power_of_2(chunks))[:, None]
 
     def body(i, acc):
         index = i * step + iota(step)

@@ -10,33 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops.pallas.common import interpreted, triton_call
+from nsa_jax.ops.pallas.common import dot, pieces, triton_call
 
 # Stands for minus infinity inside kernels: finite, so that differences of two of them are 0 and never NaN.
 NEGATIVE = -1e30
-
-
-def next_power_of_2(x: int) -> int:
-    return 1 << max(x - 1, 0).bit_length()
-
-
-def pieces(dim: int) -> list[tuple[int, int]]:
-    """Splits a head dim into (offset, size) with power-of-two sizes, which is all that Triton tiles can have."""
-    out, offset = [], 0
-    while offset < dim:
-        size = 1 << ((dim - offset).bit_length() - 1)
-        out.append((offset, size))
-        offset += size
-    return out
-
-
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Matrix product accumulated in float32; float32 operands are not rounded (to within 2^-21)."""
-    precision = None
-    if a.dtype == jnp.float32:
-        precision = lax.Precision.HIGHEST if interpreted() else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def iota(size: int) -> jax.Array:
@@ -79,7 +56,7 @@ class SplitSoftmax:
         scores: Any = None
         at = 0
         for piece in self.q:
-            part = _dot(piece, k_ref[slots, pl.ds(at, piece.shape[1])], (1, 1))
+            part = dot(piece, k_ref[slots, pl.ds(at, piece.shape[1])], (1, 1))
             scores = part if scores is None else scores + part
             at += piece.shape[1]
         scores = jnp.where(visible[None, :], scores * self.scale, NEGATIVE)
@@ -89,7 +66,7 @@ class SplitSoftmax:
         total = total * alpha[:, None] + weights
         weights = weights.astype(v_ref.dtype)
         acc = tuple(
-            a * alpha[:, None] + _dot(weights, v_ref[slots, pl.ds(at, size)], (1, 0))
+            a * alpha[:, None] + dot(weights, v_ref[slots, pl.ds(at, size)], (1, 0))
             for a, (at, size) in zip(acc, pieces(self.v_dim), strict=True)
         )
         return (acc, new_peak, total), scores
@@ -114,7 +91,7 @@ def _combine_kernel(*refs, branches, v_dim):
     outs = [jnp.zeros((size,), jnp.float32) for _, size in pieces(v_dim)]
     for i, (which, begin, end) in enumerate(branches):
         acc_ref, stats_ref = groups[2 * which : 2 * which + 2]
-        index = begin + iota(next_power_of_2(end - begin))
+        index = begin + iota(pl.next_power_of_2(end - begin))
         inside = index < end
         index = jnp.minimum(index, end - 1)
         peaks = jnp.where(inside, stats_ref[index, 0], NEGATIVE)

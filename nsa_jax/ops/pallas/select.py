@@ -26,10 +26,6 @@ from nsa_jax.ops.pallas.common import LOG2E, dot, interpreted, pieces, triton_ca
 from nsa_jax.ops.target import current_target
 
 
-def _next_power_of_2(x: int) -> int:
-    return 1 << max(x - 1, 0).bit_length()
-
-
 def _exp2(x: jax.Array) -> jax.Array:
     """2**x with results below 2^-126 flushed to 0: one instruction where the exact one needs four."""
     if interpreted():
@@ -67,7 +63,7 @@ class _Fold:
     def of(cls, config: NSAConfig) -> _Fold:
         per_block = config.select_block // config.compress_stride
         weights = tuple(int(w) for w in blocks.fold_weights(config))
-        return cls(per_block, len(weights) - per_block, _next_power_of_2(per_block), weights)
+        return cls(per_block, len(weights) - per_block, pl.next_power_of_2(per_block), weights)
 
     @property
     def planes(self) -> int:
@@ -167,7 +163,7 @@ def _select_rows(s_ref, out_ref, first, last, width: int, num_blocks: int, confi
     free = candidates - initial - local
     want = jnp.minimum(free, n - initial - local)  # how many are chosen by score
 
-    groups = _next_power_of_2(n)
+    groups = pl.next_power_of_2(n)
     row = lax.broadcasted_iota(jnp.int32, (rows, groups), 0)
     slot = lax.broadcasted_iota(jnp.int32, (rows, groups), 1)
     behind = slot - (initial + want)[:, None]
@@ -246,7 +242,7 @@ def _top_n_kernel(*refs, rows, widths, config: NSAConfig, length, num_blocks, pa
 
 def _widths(num_blocks: int, n: int) -> list[int]:
     """Row widths the top-n kernel is specialised for, ascending; the last one covers every block."""
-    top = max(_next_power_of_2(num_blocks), _next_power_of_2(n), 16)
+    top = max(pl.next_power_of_2(num_blocks), pl.next_power_of_2(n), 16)
     return [w for w in (top // 8, top // 4, top // 2) if w >= 128] + [top]
 
 
