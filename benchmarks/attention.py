@@ -155,7 +155,8 @@ class Bench:
         return times, temp
 
 
-def run(args) -> list[dict]:
+def run(args, save) -> list[dict]:
+    """All rows; `save(rows)` is called with those so far after each op, so that a run cut short keeps its figures."""
     config = nsa_jax.NSAConfig()
     # Minutes on a CPU, where the benchmark only serves to check itself: use a size that device can do.
     ceiling = matmul_ceiling(8192 if jax.default_backend() == "gpu" else 512)
@@ -193,6 +194,7 @@ def run(args) -> list[dict]:
                             row["temp_gib"] = round(temp, 3)
                         rows.append(row)
                         print_row(row)
+                    save(rows)
     return rows
 
 
@@ -262,10 +264,13 @@ def main() -> None:
     parser.add_argument("--commit", help="commit to record where git is not available")
     args = parser.parse_args()
     args.shape = args.shape or ["64,4,128,128"]
-    rows = run(args)
     env = environment(args.commit)
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
+
+    def save(rows):
+        if args.json:
+            pathlib.Path(args.json).write_text(json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
+
+    rows = run(args, save)
     if args.plot and any(row["op"] == "nsa" for row in rows):
         plot(rows, f"{env['device']}, bf16, jax {env['jax']}", args.plot)
 
