@@ -3,6 +3,8 @@ r"""Times NSA and its branches against dense cuDNN attention, in one process on 
     python benchmarks/attention.py --json benchmarks/results/attention_h200.json \
         --plot benchmarks/results/attention_h200.png
     python benchmarks/attention.py --lengths 2048,8192 --shape 12,2,64,64 --ops nsa,selected --lists random,shared
+    python benchmarks/attention.py --merge more.json --json benchmarks/results/attention_h200.json \
+        --plot benchmarks/results/attention_h200.png     # rows of another run on the same GPU; then make docs
 
 "nsa" is `nsa_attention` with selection, gates and list building, compressed keys given; its gradients are those of all
 eight inputs. "selected" alone reads made-up lists: independent per token ("random") or shared by
@@ -30,6 +32,7 @@ from nsa_jax.ops import blocks  # noqa: E402
 
 OPS = ("nsa", "compressed", "select", "selected", "window")
 PASSES = ("fwd", "bwd", "fwd_bwd")
+CASE = ("op", "pass", "T", "N", "K", "H", "V", "lists")
 
 
 def make_lists(key: jax.Array, length: int, num_kv: int, config: nsa_jax.NSAConfig, shared_by: int) -> jax.Array:
@@ -209,12 +212,43 @@ def print_row(row: dict) -> None:
     )
 
 
+def merge(kept: dict, other: dict) -> dict:
+    """`kept` with the rows of another result, which replace those of the same case.
+
+    A row that comes from `other` holds what differs between the two environments (commit, command, date), so that
+    every row still says where it comes from.
+
+    Raises:
+      ValueError: the two were measured on different GPUs.
+    """
+    mine, theirs = kept["environment"], other["environment"]
+    if mine["device"] != theirs["device"]:
+        raise ValueError(f"rows of {theirs['device']} do not belong into a result of {mine['device']}")
+    differs = {name: value for name, value in theirs.items() if mine.get(name) != value}
+    rows = {tuple(row[name] for name in CASE): row for row in kept["rows"]}
+    rows |= {tuple(row[name] for name in CASE): row | differs | row for row in other["rows"]}
+    return kept | {"rows": list(rows.values())}
+
+
+def origin(environment: dict, rows: list[dict]) -> str:
+    """Title of a plot: GPU, version and commit, and the lengths of NSA that another commit was measured at."""
+    other: dict[str, set[int]] = {}
+    for row in rows:
+        if row["op"] == "nsa" and row.get("commit", environment["commit"]) != environment["commit"]:
+            other.setdefault(row["commit"], set()).add(row["T"])
+    parts = [f"{environment['device']}, bf16, jax {environment['jax']}, commit {environment['commit']}"]
+    for commit, lengths in other.items():
+        parts.append(f"{', '.join(f'{length // 1024}k' for length in sorted(lengths))}: commit {commit}")
+    return "; ".join(parts)
+
+
 def plot(rows: list[dict], title: str, path: str) -> None:
     """Log-log time over T of dense and NSA attention, forward and forward + backward."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib import ticker
 
     first = next(row for row in rows if row["op"] == "nsa")
     shape = {key: first[key] for key in ("N", "K", "H", "V")}
@@ -232,11 +266,12 @@ def plot(rows: list[dict], title: str, path: str) -> None:
     lengths = sorted({row["T"] for row in rows if row["op"] == "nsa"})
     axis.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
     axis.minorticks_off()
+    axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     axis.set_xlabel("sequence length T")
     axis.set_ylabel("milliseconds")
     axis.set_title(title + "\n" + ", ".join(f"{k}={v}" for k, v in shape.items()), fontsize=10)
     axis.grid(True, which="both", alpha=0.3)
-    axis.legend()
+    axis.legend(handlelength=3.5)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 
@@ -261,18 +296,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the rows and the environment here")
     parser.add_argument("--plot", help="write the log-log plot here")
+    parser.add_argument("--merge", help="measure nothing: put the rows of this result into that of --json")
     parser.add_argument("--commit", help="commit to record where git is not available")
     args = parser.parse_args()
+    if args.merge and not args.json:
+        parser.error("--merge needs --json: the result that the rows are put into")
     args.shape = args.shape or ["64,4,128,128"]
-    env = environment(args.commit)
+    result: dict = {} if args.merge else {"environment": environment(args.commit)}
 
     def save(rows):
+        result["rows"] = rows
         if args.json:
-            pathlib.Path(args.json).write_text(json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
+            pathlib.Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 
-    rows = run(args, save)
-    if args.plot and any(row["op"] == "nsa" for row in rows):
-        plot(rows, f"{env['device']}, bf16, jax {env['jax']}", args.plot)
+    if args.merge:
+        result = merge(*(json.loads(pathlib.Path(path).read_text()) for path in (args.json, args.merge)))
+        save(result["rows"])
+    else:
+        run(args, save)
+    if args.plot and any(row["op"] == "nsa" for row in result["rows"]):
+        plot(result["rows"], origin(result["environment"], result["rows"]), args.plot)
 
 
 if __name__ == "__main__":

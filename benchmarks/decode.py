@@ -142,34 +142,37 @@ def shares(row: dict, nsa_bytes: int, dense_bytes: int, peak: float | None, prac
 
 
 def plot(rows: list[dict], title: str, path: str) -> None:
-    """Microseconds per token over the context for every batch size."""
+    """Microseconds per step over the context for every batch size."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib import ticker
 
     batches = sorted({row["B"] for row in rows})
     figure, axes = plt.subplots(1, len(batches), figsize=(5.5 * len(batches), 4.2), squeeze=False)
     labels = {
-        "nsa_us": ("NSA (nsa_jax)", "tab:blue", "-"),
-        "dense_cudnn_us": ("dense (cuDNN)", "tab:grey", "-"),
-        "dense_xla_us": ("dense (XLA)", "tab:grey", "--"),
-        "dense_split_us": ("dense (nsa_jax split)", "tab:grey", ":"),
+        "nsa_us": ("NSA (nsa_jax)", "tab:blue", "o-"),
+        "dense_cudnn_us": ("dense (cuDNN)", "tab:grey", "s-"),
+        "dense_xla_us": ("dense (XLA)", "tab:grey", "^--"),
+        "dense_split_us": ("dense (nsa_jax split)", "black", "x:"),
     }
     for axis, batch in zip(axes[0], batches, strict=True):
         mine = [row for row in rows if row["B"] == batch]
         for field, (label, colour, style) in labels.items():
             points = [(row["context"], row[field]) for row in mine if field in row]
             if points:
-                axis.loglog(*zip(*points, strict=True), style, marker="o", color=colour, label=label)
+                axis.loglog(*zip(*points, strict=True), style, color=colour, label=label)
         contexts = sorted({row["context"] for row in mine})
         axis.set_xticks(contexts, [f"{context // 1024}k" for context in contexts])
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         axis.minorticks_off()
         axis.set_xlabel("tokens in the cache")
-        axis.set_ylabel("microseconds per layer and token")
-        axis.set_title(f"B={batch}")
+        axis.set_ylabel("microseconds per layer and step")
+        axis.set_title(f"B={batch}: one new token in {'each of ' * (batch > 1)}{batch} row{'s' * (batch > 1)}")
         axis.grid(True, which="both", alpha=0.3)
-        axis.legend()
+        axis.legend(handlelength=3.5)
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -195,7 +198,7 @@ def main() -> None:
         pathlib.Path(args.json).write_text(json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
     if args.plot:
         shape = ", ".join(f"{name}={size}" for name, size in zip("NKH", args.shape, strict=True))
-        plot(rows, f"{env['device']}, bf16, {shape}, jax {env['jax']}", args.plot)
+        plot(rows, f"{env['device']}, bf16, {shape}, jax {env['jax']}, commit {env['commit']}", args.plot)
 
 
 if __name__ == "__main__":

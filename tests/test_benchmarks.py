@@ -30,6 +30,28 @@ def test_attention_benchmark_writes_rows_and_plot(tmp_path):
     assert picture.stat().st_size > 10_000
 
 
+def _result(commit, device="NVIDIA H200", **ms):
+    """A result with a row of NSA per length, given as T2048=ms."""
+    case = {"op": "nsa", "pass": "fwd", "N": 64, "K": 4, "H": 128, "V": 128, "lists": "selection"}
+    environment = {"device": device, "jax": "0.11.2", "commit": commit}
+    return {"environment": environment, "rows": [case | {"T": int(T[1:]), "ms": value} for T, value in ms.items()]}
+
+
+def test_merged_rows_replace_those_of_the_same_case_and_say_their_commit():
+    kept = attention.merge(_result("aaa", T2048=1.0, T131072=9.0), _result("bbb", T131072=8.0, T8192=2.0))
+    assert [(row["T"], row["ms"], row.get("commit")) for row in kept["rows"]] == [
+        (2048, 1.0, None),
+        (131072, 8.0, "bbb"),
+        (8192, 2.0, "bbb"),
+    ]
+    assert not any("jax" in row for row in kept["rows"])
+    assert attention.origin(kept["environment"], kept["rows"]).endswith("commit aaa; 8k, 128k: commit bbb")
+    again = attention.merge(kept, _result("aaa", T131072=7.0))["rows"][1]
+    assert again["ms"] == 7.0 and "commit" not in again
+    with pytest.raises(ValueError, match="A100"):
+        attention.merge(kept, _result("bbb", device="NVIDIA A100", T2048=1.0))
+
+
 @pytest.mark.parametrize("shared_by", [1, 64])
 def test_made_up_lists_are_valid(shared_by):
     config = nsa_jax.NSAConfig()
