@@ -1,12 +1,14 @@
 """Writes the measured figures of README.md and of pages in docs/ from benchmarks/results: python docs/figures.py
 
-Rows of tables are found by their first cell. Three significant digits, all of those before the point.
+Rows of tables are found by their first cell, sentences by the comments around them. Three significant digits, all of
+those before the point.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -14,6 +16,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "parallel.md")
 
 LENGTHS = (2048, 8192, 32768, 65536, 131072)
+SHAPE = (64, 4, 128, 128)  # N, K, H, V of the attention tables
+OTHER_SHAPES = {
+    "64 heads in 4 groups of head dim 128": SHAPE,
+    "32 heads in 8 groups of head dim 128": (32, 8, 128, 128),
+    "12 heads in 2 groups of head dim 64": (12, 2, 64, 64),
+}
+DENSE_DECODE = {"cuDNN": "dense_cudnn_us", "XLA": "dense_xla_us", "this library's split kernel": "dense_split_us"}
 BRANCHES = {
     "compressed attention": ("compressed", ""),
     "block selection (scores and top-n)": ("select", ""),
@@ -31,27 +40,73 @@ def digits(value: float | None) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
+def results(name: str) -> dict:
+    """A file of benchmarks/results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def shape(row: dict) -> tuple[int, ...]:
+    """N, K, H and V of a row."""
+    return tuple(row[name] for name in "NKHV")
+
+
 def attention_rows() -> dict[str, list[str]]:
     """Cells of the tables' rows by their first cell."""
-    measured = json.loads((RESULTS / "attention_h200.json").read_text())["rows"]
-    by_case = {(row["op"], row["pass"], row["T"], row["lists"]): row for row in measured}
+    measured = results("attention_h200")["rows"]
+    by_case = {(row["op"], row["pass"], row["T"], row["lists"], shape(row)): row for row in measured}
 
-    def ms(op: str, kind: str, length: int, lists: str = "") -> float | None:
-        return by_case.get((op, kind, length, "selection" if op == "nsa" else lists), {}).get("ms")
+    def cell(op: str, kind: str, length: int, lists: str = "", of: tuple = SHAPE, field: str = "ms") -> float | None:
+        return by_case.get((op, kind, length, "selection" if op == "nsa" else lists, of), {}).get(field)
 
     rows: dict[str, list[str]] = {"speed-up": []}
     for length in LENGTHS:
-        pairs = [(ms("dense", kind, length), ms("nsa", kind, length)) for kind in ("fwd", "fwd_bwd")]
+        pairs = [(cell("dense", kind, length), cell("nsa", kind, length)) for kind in ("fwd", "fwd_bwd")]
         rows["speed-up"].append(" / ".join(f"{dense / nsa:.1f}x" for dense, nsa in pairs if dense and nsa))
     for op, front, guide in (("dense", "dense causal, cuDNN", "dense"), ("nsa", "NSA, this library", "NSA")):
-        both = [[digits(ms(op, kind, length)) for length in LENGTHS] for kind in ("fwd", "fwd_bwd")]
+        both = [[digits(cell(op, kind, length)) for length in LENGTHS] for kind in ("fwd", "fwd_bwd")]
         rows[f"{front}: forward / forward + backward, ms"] = [" / ".join(pair) for pair in zip(*both, strict=True)]
         rows[f"{guide} forward"], rows[f"{guide} forward + backward"] = both
-        lists = "selection" if op == "nsa" else ""
-        temporaries = [by_case[op, "fwd_bwd", length, lists]["temp_gib"] for length in LENGTHS]
-        rows[f"{guide}, GiB"] = [digits(value) for value in temporaries]
+        rows[f"{guide}, GiB"] = [digits(cell(op, "fwd_bwd", length, field="temp_gib")) for length in LENGTHS]
     for name, (op, lists) in BRANCHES.items():
-        rows[name] = [digits(ms(op, kind, 65536, lists)) for kind in ("fwd", "bwd")]
+        rows[name] = [digits(cell(op, kind, 65536, lists)) for kind in ("fwd", "bwd")]
+    for name, of in OTHER_SHAPES.items():
+        rows[name] = [digits(cell("selected", kind, 32768, "random", of)) for kind in ("fwd", "bwd")]
+    return rows
+
+
+def attention_origin() -> str:
+    """Which rows of the attention tables are not of the same commit as the rest."""
+    measured = results("attention_h200")
+    usual, others = measured["environment"]["commit"], {}
+    for row in measured["rows"]:
+        commit = row.get("commit", usual)
+        if row["op"] in ("dense", "nsa") and shape(row) == SHAPE and commit != usual:
+            others.setdefault((commit, row.get("note")), set()).add(row["T"])
+    said = [f"All figures are of commit {usual}" if not others else f"Figures are of commit {usual}"]
+    for (commit, note), lengths in others.items():
+        which = " and ".join(f"{length // 1024}k" for length in sorted(lengths))
+        said.append(f"those at {which} of {commit}" + (f" ({note})" if note else ""))
+    return ", ".join(said) + "."
+
+
+def decoding_rows() -> dict[str, list[str]]:
+    """As `attention_rows`, of one decode step: microseconds with 1 and with 16 rows."""
+    steps = {(row["context"], row["B"]): row for row in results("decode_h200")["rows"]}
+
+    def cells(show: Callable[[dict], str]) -> list[str]:
+        contexts = sorted({context for context, _ in steps})
+        return [" / ".join(show(steps[context, batch]) for batch in (1, 16)) for context in contexts]
+
+    def dense(row: dict) -> float:
+        return min(row[field] for field in DENSE_DECODE.values())
+
+    rows = {
+        "NSA decoding: 1 / 16 rows, µs": cells(lambda row: digits(row["nsa_us"])),
+        "dense decoding, the fastest of three: 1 / 16 rows, µs": cells(lambda row: digits(dense(row))),
+        "speed-up in decoding": cells(lambda row: f"{dense(row) / row['nsa_us']:.1f}x"),
+    }
+    for name, field in DENSE_DECODE.items():
+        rows[f"dense decoding, {name}"] = cells(lambda row, field=field: digits(row[field]))
     return rows
 
 
@@ -62,7 +117,7 @@ def thousands(value: float) -> str:
 
 def training_rows() -> dict[str, list[str]]:
     """As `attention_rows`, of whole training steps; of cases that were timed twice, the newest."""
-    measured = json.loads((RESULTS / "train_speed_h200.json").read_text())["rows"]
+    measured = results("train_speed_h200")["rows"]
 
     def found(attention: str, length: int, remat: str = "block", devices: int = 1, layout: str = "data") -> dict:
         case = dict(attention=attention, length=length, remat=remat, devices=devices, layout=layout, layers="scanned")
@@ -73,7 +128,7 @@ def training_rows() -> dict[str, list[str]]:
     sizes = [[f"{row['parameters'] / 1e6:.0f}M" for row in rows] for rows in cases]
     remat = [found("nsa", 2048, policy) for policy in ("none", "attention_saved", "block")]
     four = [found("nsa", 2048, devices=4, layout=layout) for layout in ("data", "fsdp")]
-    context = json.loads((RESULTS / "context_h200.json").read_text())
+    context = results("context_h200")
     split = [row for row in (*context["same"], *context["long"]) if row["attention"] == "nsa"]
     return {
         "model with NSA, tokens/s": [thousands(speed) for speed in speeds[0]],
@@ -91,7 +146,10 @@ def training_rows() -> dict[str, list[str]]:
 
 def all_rows() -> dict[str, list[str]]:
     """Cells of all rows with figures."""
-    return attention_rows() | training_rows()
+    return attention_rows() | decoding_rows() | training_rows()
+
+
+SENTENCES = {"attention-origin": attention_origin}
 
 
 def page(text: str) -> str:
@@ -102,6 +160,8 @@ def page(text: str) -> str:
         name = match[1].strip()
         return f"| {' | '.join([name, *rows[name]])} |".replace("|  |", "| |") if name in rows else match[0]
 
+    for name, sentence in SENTENCES.items():
+        text = re.sub(rf"(<!-- {name} -->).*?(<!-- end -->)", rf"\g<1>{sentence()}\2", text, flags=re.DOTALL)
     return re.sub(r"^\| ([^|\n]+) \|.*\|$", fill, text, flags=re.MULTILINE)
 
 

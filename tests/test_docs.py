@@ -195,12 +195,32 @@ def test_config_reference_is_up_to_date():
 
 
 def test_figures_of_tables_are_those_of_the_results():
-    figures, rows = script("figures"), set()
+    figures, rows, sentences = script("figures"), set(), set()
     for path in figures.PAGES:
         text = path.read_text()
         assert text == figures.page(text), "run make docs"
         rows |= {row for row in figures.all_rows() if f"\n| {row} |" in text}
+        sentences |= {name for name in figures.SENTENCES if f"<!-- {name} -->" in text}
     assert rows == set(figures.all_rows())
+    assert sentences == set(figures.SENTENCES)
+
+
+def test_rows_of_another_commit_are_named(monkeypatch):
+    figures = script("figures")
+    case = dict(zip("NKHV", figures.SHAPE, strict=True))
+    rows = [case | {"op": op, "T": T} for op in ("dense", "nsa") for T in (2048, 131072)]
+    monkeypatch.setattr(figures, "results", lambda name: {"environment": {"commit": "aaa"}, "rows": rows})
+    assert figures.attention_origin() == "All figures are of commit aaa."
+    for row in rows[1::2]:
+        row |= {"commit": "bbb", "note": "older kernels"}
+    assert figures.attention_origin() == "Figures are of commit aaa, those at 128k of bbb (older kernels)."
+
+
+def test_figures_of_the_recall_task_are_those_of_its_config():
+    readme = (ROOT / "README.md").read_text()
+    quoted = re.findall(r"1 to \d minutes|[\d.]+ %", readme[readme.index("The first line takes") :].split("\n\n")[0])
+    recorded = (ROOT / "configs" / "recall.py").read_text()
+    assert len(quoted) == 4 and all(figure in recorded for figure in quoted)
 
 
 def test_figures_of_the_training_run_are_those_of_its_result():
