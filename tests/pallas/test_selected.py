@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nsa_jax.ops import reference
-from nsa_jax.ops.pallas import selected, selected_split, tuning
+from nsa_jax.ops.pallas import selected, selected_masked, selected_split, tuning
 
 
 def random_lists(rng, batch, length, num_kv, num_keys, block, n, offset=0, shared=1):
@@ -210,6 +210,7 @@ def test_future_keys_never_matter(path):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shared", [1, 32])
 @pytest.mark.parametrize(
     "shape",
@@ -229,9 +230,12 @@ def test_future_keys_never_matter(path):
     ],
     ids=str,
 )
-def test_on_gpu_equals_reference_and_repeats_bit_for_bit(shape, shared):
+def test_on_gpu_equals_reference_and_repeats_bit_for_bit(shape, shared, masked, monkeypatch):
     settings = dict(batch=2, length=1500, h_dim=128, v_dim=128, block=64, n=16, dtype=jnp.bfloat16, shared=shared)
     arrays, keywords = make_inputs(**(settings | shape))
+    monkeypatch.setattr(tuning, "MASKED_BLOCKS_PER_SLOT", 2 if masked else 0)
+    if masked and not selected_masked.serves(arrays[0], arrays[2], arrays[3].shape[-1], keywords["select_block"]):
+        pytest.skip("not served under a mask")
     attend = jax.jit(lambda *a: selected.selected_attention(*a, **keywords))
     got = attend(*arrays)
     chex.assert_trees_all_equal(got, attend(*arrays))

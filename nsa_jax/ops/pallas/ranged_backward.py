@@ -44,7 +44,7 @@ def ranged_backward(query, key, value, low, high, delta, lse, grad_out, span: in
         args = (query, key, value, grad_out, lse, delta, low, high)
         grad_query = ranged_hopper_backward.grad_query(*args, tuning.ranged_hopper_dq_config(h_dim, v_dim, span))
         stages = tuning.ranged_hopper_dkv_stages(h_dim, v_dim, span)
-        splits = _splits(key, value, length * heads // key.shape[2], keys=128, rows=64)
+        splits = splits_for(key, value, length * heads // key.shape[2], keys=128, rows=64)
         return grad_query, *ranged_hopper_backward.grad_key_value(*args, stages, splits)
     rows = (batch, length * heads)
     flat_query, flat_grad = query.reshape(*rows, h_dim), grad_out.reshape(*rows, v_dim)
@@ -56,7 +56,7 @@ def ranged_backward(query, key, value, low, high, delta, lse, grad_out, span: in
     return grad_query.reshape(query.shape), grad_key, grad_value
 
 
-def _splits(key, value, num_rows: int, *, keys: int, rows: int) -> int:
+def splits_for(key, value, num_rows: int, *, keys: int, rows: int) -> int:
     """Programs per block of `keys` keys in the dk, dv kernel, for `num_rows` query rows per key/value head."""
     batch, num_keys, kv_heads, h_dim = key.shape
     share_bytes = batch * num_keys * kv_heads * (h_dim + value.shape[-1]) * 4
@@ -212,7 +212,7 @@ def grad_key_value_kernel(query, key, value, grad_out, lse, delta, low, high, co
     heads = num_rows // length
     group = heads // kv_heads
     num_blocks = pl.cdiv(num_keys, config.keys)
-    splits = config.splits or _splits(key, value, length * group, keys=config.keys, rows=config.rows)
+    splits = config.splits or splits_for(key, value, length * group, keys=config.keys, rows=config.rows)
     kernel = functools.partial(
         _dkv_kernel,
         config=config,

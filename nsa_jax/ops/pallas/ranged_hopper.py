@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops.pallas import tuning
 from nsa_jax.ops.pallas.common import LN2, LOG2E
+from nsa_jax.ops.pallas.ranged_tiles import NO_WEIGHT
 from nsa_jax.ops.target import Target
 
 
@@ -45,8 +46,14 @@ def tile_bounds(low, high, rows: int, keys: int) -> jax.Array:
     return jnp.stack([begin, exact_begin, exact_end, end], -1).astype(jnp.int32)
 
 
-def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConfig):
-    """As `ranged.ranged_forward`."""
+def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConfig, listed=None):
+    """As `ranged.ranged_forward`, of the key blocks in `listed` alone if it is given.
+
+    Args:
+      query, key, value, low, high: see there.
+      config: tiles.
+      listed: int32 [B, T, K, W], bit j % 32 of word j // 32: whether the query sees keys of block j, config.keys each.
+    """
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -61,16 +68,24 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
     bounds = tile_bounds(row_low, row_high, rows.tile, keys)
     query = rows.arrange(query)
     key, value = hopper.whole_tiles(key), hopper.whole_tiles(value)
+    masks = () if listed is None else (rows.words(listed),)
+    num_words = 0 if listed is None else listed.shape[-1]
     scale = LOG2E / math.sqrt(h_dim)
-    shared_out = h_dim == v_dim  # the query's buffer takes the output
+    per_program = tuning.ranged_hopper_tiles_per_program(rows.tiles * kv_heads * batch)
 
-    def kernel(bounds_ref, low_ref, high_ref, query_ref, key_ref, value_ref, out_ref, lse_ref, *scratch):
-        (query_smem2, out_smem2, key_smem, value_smem), vectors, loaded, freed, turn = scratch
+    def kernel(bounds_ref, low_ref, high_ref, query_ref, key_ref, value_ref, *refs):
+        *mask_refs, out_ref, lse_ref, buffers, vectors, words_smem2, loaded, freed, turn = refs
+        query_smem2, out_smem2, key_smem, value_smem = buffers
         query_loaded, key_loaded, value_loaded = loaded
-        key_freed, value_freed = freed
+        query_freed, key_freed, value_freed = freed
         b, kv_head, wg = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("wg")
-        tile = rows.tiles - 1 - lax.axis_index("tile")  # late queries see most: they go first
-        begin, exact_begin, exact_end, end = (bounds_ref[b, tile, i] for i in range(4))
+        # Late queries see most: they go first.
+        last = rows.tiles - 1 - lax.axis_index("program") * per_program
+        num_tiles = jnp.minimum(last + 1, per_program)
+
+        def tile_range(n):
+            tile = last - n
+            return tile, *(bounds_ref[b, tile, i] for i in range(4))
 
         def take_turns():
             plgpu.barrier_arrive(turn)
@@ -79,86 +94,113 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
         @pl.when(wg < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(232, action="increase")
-            query_smem, out_smem = query_smem2.at[wg], (query_smem2 if shared_out else out_smem2).at[wg]
+            query_smem, out_smem = query_smem2.at[wg], out_smem2.at[wg]
             low_smem, high_smem, lse_smem = (x.at[wg] for x in vectors)
-            base = tile * rows.tile + wg * ROWS
-            rows.load(query_ref, query_smem, query_loaded.at[wg], b, kv_head, base)
-            plgpu.copy_gmem_to_smem(low_ref.at[b, pl.ds(base, ROWS)], low_smem, query_loaded.at[wg])
-            plgpu.copy_gmem_to_smem(high_ref.at[b, pl.ds(base, ROWS)], high_smem, query_loaded.at[wg])
-            plgpu.barrier_wait(query_loaded.at[wg])
             layout, shape = plgpu.Layout.WGMMA.reduce(1), (ROWS, keys)
-            pl.when(end > begin)(lambda: plgpu.barrier_wait(key_loaded.at[0]))
-            pl.when(wg == 1)(take_turns)
 
-            def step(exact, i, carry):
-                acc, peak, total = carry
-                slot = lax.rem(i - begin, jnp.int32(stages))
+            def serve_tile(n, before):
+                """One tile; `before` key blocks went through the buffers for earlier ones."""
+                tile, begin, exact_begin, exact_end, end = tile_range(n)
+                base = tile * rows.tile + wg * ROWS
+                slot_of = lambda i: lax.rem(before + i - begin, jnp.int32(stages))  # noqa: E731
+                plgpu.barrier_wait(query_loaded.at[wg])
+                pl.when(end > begin)(lambda: plgpu.barrier_wait(key_loaded.at[slot_of(begin)]))
+                pl.when(wg == 1)(take_turns)
 
-                def multiply(acc_ref):
-                    plgpu.wgmma(acc_ref, query_smem, hopper.transpose(key_smem.at[slot]))
-                    take_turns()
-                    return acc_ref[...]
+                def step(exact, i, carry):
+                    acc, peak, total = carry
+                    slot = slot_of(i)
 
-                scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-                plgpu.barrier_arrive(key_freed.at[slot])
-                if not exact:
-                    position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
-                    visible = position >= lax.broadcast_in_dim(hopper.load(low_smem, layout), shape, [0])
-                    visible &= position < lax.broadcast_in_dim(hopper.load(high_smem, layout), shape, [0])
-                    scores = jnp.where(visible, scores, -jnp.inf)
-                new_peak = jnp.maximum(peak, scores.max(axis=1) * scale)
-                alpha = jnp.exp2(peak - new_peak)
-                weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(new_peak, shape, [0]))
-                acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
-                half = weights.astype(query_ref.dtype)
-                total = total * alpha + weights.sum(axis=1)
-                acc, total, new_peak, half = lax.optimization_barrier((acc, total, new_peak, half))
-                plgpu.barrier_arrive(turn)  # done with the softmax
-                plgpu.barrier_wait(value_loaded.at[slot])
-                plgpu.barrier_wait(turn)  # until the other warpgroup has issued its product
+                    def multiply(acc_ref):
+                        plgpu.wgmma(acc_ref, query_smem, hopper.transpose(key_smem.at[slot]))
+                        take_turns()
+                        return acc_ref[...]
 
-                def accumulate(acc_ref):
-                    plgpu.wgmma(acc_ref, half, value_smem.at[slot])
-                    following = lax.rem(i + 1 - begin, jnp.int32(stages))
-                    pl.when(i + 1 < end)(lambda: plgpu.barrier_wait(key_loaded.at[following]))
+                    scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+                    plgpu.barrier_arrive(key_freed.at[slot])
+                    if not exact:
+                        position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
+                        visible = position >= lax.broadcast_in_dim(hopper.load(low_smem, layout), shape, [0])
+                        visible &= position < lax.broadcast_in_dim(hopper.load(high_smem, layout), shape, [0])
+                        scores = jnp.where(visible, scores, -jnp.inf)
+                    new_peak = subtract = jnp.maximum(peak, scores.max(axis=1) * scale)
+                    if num_words:  # a tile's keys are one block, so that the mask is one bit per row
+                        words = hopper.load(words_smem2.at[wg, lax.div(i, jnp.int32(32))], layout)
+                        seen = hopper.has_bit(words, i)
+                        subtract = jnp.where(seen, new_peak, NO_WEIGHT)
+                        new_peak = jnp.where(seen, new_peak, peak)
+                    alpha = jnp.exp2(peak - new_peak)
+                    weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(subtract, shape, [0]))
+                    acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
+                    half = weights.astype(query_ref.dtype)
+                    total = total * alpha + weights.sum(axis=1)
+                    acc, total, new_peak, half = lax.optimization_barrier((acc, total, new_peak, half))
+                    plgpu.barrier_arrive(turn)  # done with the softmax
+                    plgpu.barrier_wait(value_loaded.at[slot])
+                    plgpu.barrier_wait(turn)  # until the other warpgroup has issued its product
 
-                acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
-                plgpu.barrier_arrive(value_freed.at[slot])
-                return acc, new_peak, total
+                    def accumulate(acc_ref):
+                        plgpu.wgmma(acc_ref, half, value_smem.at[slot])
+                        pl.when(i + 1 < end)(lambda: plgpu.barrier_wait(key_loaded.at[slot_of(i + 1)]))
 
-            # The first peak is finite: a row that has seen nothing yet gets weights exp2(-inf - peak) = 0 and not NaN.
-            carry = (
-                hopper.zeros((ROWS, v_dim)),
-                hopper.zeros((ROWS,), -1e30, layout),
-                hopper.zeros((ROWS,), 0.0, layout),
-            )
-            carry = lax.fori_loop(begin, exact_begin, functools.partial(step, False), carry)
-            carry = lax.fori_loop(exact_begin, exact_end, functools.partial(step, True), carry)
-            acc, peak, total = lax.fori_loop(exact_end, end, functools.partial(step, False), carry)
-            pl.when(wg == 0)(take_turns)
-            seen = total > 0
-            safe = jnp.where(seen, total, 1.0)
-            out_smem[...] = (acc / lax.broadcast_in_dim(safe, acc.shape, [0])).astype(out_ref.dtype)
-            lse_smem[...] = jnp.where(seen, peak * LN2 + jnp.log(safe), -jnp.inf)
-            plgpu.commit_smem()
-            rows.store(out_smem, out_ref, b, kv_head, base)
-            plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, kv_head, pl.ds(base, ROWS)])
+                    acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
+                    plgpu.barrier_arrive(value_freed.at[slot])
+                    return acc, new_peak, total
+
+                # The first peak is finite: a row that has seen nothing yet gets weights exp2(-inf - peak) = 0 and not
+                # NaN.
+                carry = (
+                    hopper.zeros((ROWS, v_dim)),
+                    hopper.zeros((ROWS,), -1e30, layout),
+                    hopper.zeros((ROWS,), 0.0, layout),
+                )
+                carry = lax.fori_loop(begin, exact_begin, functools.partial(step, False), carry)
+                carry = lax.fori_loop(exact_begin, exact_end, functools.partial(step, True), carry)
+                acc, peak, total = lax.fori_loop(exact_end, end, functools.partial(step, False), carry)
+                pl.when(wg == 0)(take_turns)
+                plgpu.barrier_arrive(query_freed)
+                found = total > 0
+                safe = jnp.where(found, total, 1.0)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
+                out_smem[...] = (acc / lax.broadcast_in_dim(safe, acc.shape, [0])).astype(out_ref.dtype)
+                lse_smem[...] = jnp.where(found, peak * LN2 + jnp.log(safe), -jnp.inf)
+                plgpu.commit_smem()
+                rows.store(out_smem, out_ref, b, kv_head, base)
+                plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, kv_head, pl.ds(base, ROWS)])
+                return before + end - begin
+
+            lax.fori_loop(0, num_tiles, serve_tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == WARPGROUPS)
         def _feed():
             plgpu.set_max_registers(40, action="decrease")
 
-            def feed(i, _):
-                count = i - begin
-                slot = lax.rem(count, jnp.int32(stages))
-                index = (b, pl.ds(i * keys, keys), kv_head)
-                pl.when(count >= stages)(lambda: plgpu.barrier_wait(key_freed.at[slot]))
-                plgpu.copy_gmem_to_smem(key_ref.at[index], key_smem.at[slot], key_loaded.at[slot])
-                pl.when(count >= stages)(lambda: plgpu.barrier_wait(value_freed.at[slot]))
-                plgpu.copy_gmem_to_smem(value_ref.at[index], value_smem.at[slot], value_loaded.at[slot])
+            def feed_tile(n, before):
+                tile, begin, _, _, end = tile_range(n)
+                pl.when(n > 0)(lambda: plgpu.barrier_wait(query_freed))
+                for group in range(WARPGROUPS):
+                    base, barrier = tile * rows.tile + group * ROWS, query_loaded.at[group]
+                    rows.load(query_ref, query_smem2.at[group], barrier, b, kv_head, base)
+                    plgpu.copy_gmem_to_smem(low_ref.at[b, pl.ds(base, ROWS)], vectors[0].at[group], barrier)
+                    plgpu.copy_gmem_to_smem(high_ref.at[b, pl.ds(base, ROWS)], vectors[1].at[group], barrier)
+                    for word in range(num_words):
+                        words = mask_refs[0].at[b, kv_head, word, pl.ds(base, ROWS)]
+                        plgpu.copy_gmem_to_smem(words, words_smem2.at[group, word], barrier)
 
-            lax.fori_loop(begin, end, feed, None)
+                def feed(i, _):
+                    count = before + i - begin
+                    slot = lax.rem(count, jnp.int32(stages))
+                    index = (b, pl.ds(i * keys, keys), kv_head)
+                    pl.when(count >= stages)(lambda: plgpu.barrier_wait(key_freed.at[slot]))
+                    plgpu.copy_gmem_to_smem(key_ref.at[index], key_smem.at[slot], key_loaded.at[slot])
+                    pl.when(count >= stages)(lambda: plgpu.barrier_wait(value_freed.at[slot]))
+                    plgpu.copy_gmem_to_smem(value_ref.at[index], value_smem.at[slot], value_loaded.at[slot])
+
+                lax.fori_loop(begin, end, feed, None)
+                return before + end - begin
+
+            lax.fori_loop(0, num_tiles, feed_tile, jnp.int32(0))
 
     def entry(*refs):
         buffer = functools.partial(hopper.tiled, dtype=query.dtype)
@@ -168,25 +210,26 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
             lambda *scoped: kernel(*refs, *scoped),
             (
                 buffer(WARPGROUPS, ROWS, h_dim),
-                None if shared_out else buffer(WARPGROUPS, ROWS, v_dim),
+                buffer(WARPGROUPS, ROWS, v_dim),
                 buffer(stages, keys, h_dim),
                 buffer(stages, keys, v_dim),
             ),
             tuple(plgpu.SMEM((WARPGROUPS, ROWS), dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)),
-            (plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=rows.copies + 2), filled, filled),
-            (freed, freed),
+            plgpu.SMEM((WARPGROUPS, num_words, ROWS), jnp.int32) if num_words else None,
+            (plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=rows.copies + 2 + num_words), filled, filled),
+            (plgpu.Barrier(num_arrivals=WARPGROUPS), freed, freed),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
             collective_axes="wg",
         )
 
     out, lse = hopper.call(
         entry,
-        (rows.tiles, kv_heads, batch),
-        ("tile", "kv_head", "batch"),
+        (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
+        ("program", "kv_head", "batch"),
         [
             jax.ShapeDtypeStruct((*query.shape[:3], v_dim), query.dtype),
             jax.ShapeDtypeStruct((batch, kv_heads, rows.tiles * rows.tile), jnp.float32),
         ],
-        *(bounds, row_low, row_high, query, key, value),
+        *(bounds, row_low, row_high, query, key, value, *masks),
     )
     return rows.restore(out), rows.from_rows(lse)

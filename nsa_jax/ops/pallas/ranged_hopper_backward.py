@@ -19,7 +19,7 @@ from nsa_jax.ops.pallas.ranged_hopper import tile_bounds
 from nsa_jax.ops.pallas.ranged_tiles import NO_WEIGHT, query_tile_ranges
 
 
-def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig):
+def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig, listed=None):
     """dq [B, T, N, H].
 
     Args:
@@ -28,6 +28,7 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
       lse: float32 [B, T, N], base 2, `NO_WEIGHT` where a query sees nothing.
       delta: float32 [B, T, N], the sums over V of out * grad_out.
       config: tiles.
+      listed: as `ranged_hopper.ranged_forward` took it.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -43,13 +44,13 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
     lse, delta = rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)
     key, value = hopper.whole_tiles(key), hopper.whole_tiles(value)
+    masks = () if listed is None else (rows.words(listed),)
+    num_words = 0 if listed is None else listed.shape[-1]
     scale = 1.0 / math.sqrt(h_dim)
 
-    def kernel(*refs):
-        bounds_ref, low_ref, high_ref, lse_ref, delta_ref, query_ref, grad_ref, key_ref, value_ref, dq_ref, *scratch = (
-            refs
-        )
-        (query_smem2, grad_smem2, key_smem, value_smem, vectors), loaded, freed = scratch
+    def kernel(bounds_ref, low_ref, high_ref, lse_ref, delta_ref, query_ref, grad_ref, key_ref, value_ref, *refs):
+        *mask_refs, dq_ref, buffers, words_smem2, loaded, freed = refs
+        query_smem2, grad_smem2, key_smem, value_smem, vectors = buffers
         rows_loaded, key_loaded, value_loaded = loaded
         key_freed, value_freed = freed
         b, kv_head, wg = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("wg")
@@ -68,6 +69,9 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
                 plgpu.copy_gmem_to_smem(ref.at[b, pl.ds(base, ROWS)], smem, barrier)
             for ref, smem in ((lse_ref, lse_smem), (delta_ref, delta_smem)):
                 plgpu.copy_gmem_to_smem(ref.at[b, kv_head, pl.ds(base, ROWS)], smem, barrier)
+            for word in range(num_words):
+                words = mask_refs[0].at[b, kv_head, word, pl.ds(base, ROWS)]
+                plgpu.copy_gmem_to_smem(words, words_smem2.at[wg, word], barrier)
             plgpu.barrier_wait(barrier)
             layout = plgpu.Layout.WGMMA.reduce(1)
             row_lse, row_delta = hopper.load(lse_smem, layout), hopper.load(delta_smem, layout)
@@ -87,7 +91,11 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
                     multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
                 )
                 plgpu.barrier_arrive(value_freed.at[slot])
-                weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_lse, shape, [0]))
+                subtract = row_lse
+                if num_words:
+                    words = hopper.load(words_smem2.at[wg, lax.div(i, jnp.int32(32))], layout)
+                    subtract = jnp.where(hopper.has_bit(words, i), row_lse, NO_WEIGHT)
+                weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(subtract, shape, [0]))
                 if not exact:
                     position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
                     visible = position >= lax.broadcast_in_dim(hopper.load(low_smem, layout), shape, [0])
@@ -141,7 +149,8 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
                 tiled(stages, keys, v_dim),
                 (vector(jnp.int32), vector(jnp.int32), vector(jnp.float32), vector(jnp.float32)),
             ),
-            (plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2 * rows.copies + 4), filled, filled),
+            plgpu.SMEM((WARPGROUPS, num_words, ROWS), jnp.int32) if num_words else None,
+            (plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2 * rows.copies + 4 + num_words), filled, filled),
             (freed, freed),
             collective_axes="wg",
         )
@@ -151,13 +160,16 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
         (rows.tiles, kv_heads, batch),
         ("tile", "kv_head", "batch"),
         jax.ShapeDtypeStruct(query.shape, query.dtype),
-        *(bounds, row_low, row_high, lse, delta, query, grad_out, key, value),
+        *(bounds, row_low, row_high, lse, delta, query, grad_out, key, value, *masks),
     )
     return rows.restore(dq)
 
 
-def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: int, splits: int):
-    """dk [B, S, K, H] and dv [B, S, K, V]; arguments as `grad_query`, splits as in `ranged_backward`."""
+def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: int, splits: int, listed=None):
+    """dk [B, S, K, H] and dv [B, S, K, V]; arguments as `grad_query`, splits as in `ranged_backward`.
+
+    The key blocks of `listed` have 64 keys, one warpgroup's.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
@@ -174,11 +186,13 @@ def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: i
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
     lse, delta = rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)
     key, value = hopper.whole_tiles(key), hopper.whole_tiles(value)
+    masked = listed is not None
+    masks = (rows.words(listed),) if masked else ()
     scale = 1.0 / math.sqrt(h_dim)
 
-    def kernel(*refs):
-        ranges_ref, low_ref, high_ref, lse_ref, delta_ref, query_ref, grad_ref, key_ref, value_ref, *results = refs
-        dk_ref, dv_ref, (key_smem2, value_smem2, query_smem, grad_smem, vectors), loaded, freed = results
+    def kernel(ranges_ref, low_ref, high_ref, lse_ref, delta_ref, query_ref, grad_ref, key_ref, value_ref, *refs):
+        *mask_refs, dk_ref, dv_ref, buffers, words_smem, loaded, freed = refs
+        key_smem2, value_smem2, query_smem, grad_smem, vectors = buffers
         keys_loaded, query_loaded, grad_loaded = loaded
         query_freed, grad_freed = freed
         low_smem, high_smem, lse_smem, delta_smem = vectors
@@ -213,8 +227,11 @@ def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: i
                     return scores_ref[...]
 
                 scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-                row_lse = lax.broadcast_in_dim(hopper.load(lse_smem.at[slot], layout), shape, [1])
-                weights = jnp.exp2(scores * (scale * LOG2E) - row_lse)
+                row_lse = hopper.load(lse_smem.at[slot], layout)
+                if masked:
+                    seen = hopper.has_bit(hopper.load(words_smem.at[slot], layout), block * WARPGROUPS + wg)
+                    row_lse = jnp.where(seen, row_lse, NO_WEIGHT)
+                weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_lse, shape, [1]))
                 if not exact:
                     position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + base
                     visible = position >= lax.broadcast_in_dim(hopper.load(low_smem.at[slot], layout), shape, [1])
@@ -266,6 +283,10 @@ def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: i
                 plgpu.copy_gmem_to_smem(lse_ref.at[b, kv_head, pl.ds(base, ROWS)], lse_smem.at[slot], barrier)
                 plgpu.copy_gmem_to_smem(low_ref.at[b, pl.ds(base, ROWS)], low_smem.at[slot], barrier)
                 plgpu.copy_gmem_to_smem(high_ref.at[b, pl.ds(base, ROWS)], high_smem.at[slot], barrier)
+                if masked:
+                    word = lax.div(block * WARPGROUPS, jnp.int32(32))
+                    words = mask_refs[0].at[b, kv_head, word, pl.ds(base, ROWS)]
+                    plgpu.copy_gmem_to_smem(words, words_smem.at[slot], barrier)
                 pl.when(count >= stages)(lambda: plgpu.barrier_wait(grad_freed.at[slot]))
                 barrier = grad_loaded.at[slot]
                 rows.load(grad_ref, grad_smem.at[slot], barrier, b, kv_head, base)
@@ -286,9 +307,10 @@ def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: i
                 tiled(stages, ROWS, v_dim),
                 (vector(jnp.int32), vector(jnp.int32), vector(jnp.float32), vector(jnp.float32)),
             ),
+            vector(jnp.int32) if masked else None,
             (
                 plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2),
-                barriers(rows.copies + 3),
+                barriers(rows.copies + 3 + masked),
                 barriers(rows.copies + 1),
             ),
             (barriers(WARPGROUPS), barriers(WARPGROUPS)),
@@ -300,7 +322,7 @@ def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: i
         (blocks * splits, kv_heads, batch),
         ("block", "kv_head", "batch"),
         [jax.ShapeDtypeStruct((splits, *x.shape), x.dtype) for x in (key, value)],
-        *(ranges, row_low, row_high, lse, delta, query, grad_out, key, value),
+        *(ranges, row_low, row_high, lse, delta, query, grad_out, key, value, *masks),
     )
 
     def total(x):

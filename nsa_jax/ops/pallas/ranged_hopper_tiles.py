@@ -62,6 +62,11 @@ class RowTiles:
         x = x.reshape(x.shape[0], self.kv_heads, -1)
         return jnp.pad(x, ((0, 0), (0, 0), (0, self.pad)), constant_values=fill)
 
+    def words(self, x: jax.Array) -> jax.Array:
+        """[B, T, K, W] repeated for every head of a group: [B, K, W, rows], with 0 in rows past the end."""
+        x = jnp.repeat(x.transpose(0, 2, 3, 1), self.group, axis=3)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, self.pad)))
+
     def from_rows(self, x: jax.Array) -> jax.Array:
         """The inverse of `per_row`."""
         x = x[..., : self.length * self.group].reshape(x.shape[0], self.kv_heads, self.length, self.group)
@@ -125,6 +130,11 @@ def load(ref, layout):
         return plgpu.load(ref, layout=layout)  # type: ignore[call-arg]
     except TypeError:
         return plgpu.load(ref, (), layout=layout)
+
+
+def has_bit(words, index):
+    """Whether bit `index % 32` is set in each of `words`, a vector in registers."""
+    return (lax.shift_right_logical(words, jnp.broadcast_to(lax.rem(index, jnp.int32(32)), words.shape)) & 1) == 1
 
 
 def transpose(ref):

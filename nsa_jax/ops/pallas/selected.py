@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops.pallas import tuning
+from nsa_jax.ops.pallas import selected_masked, tuning
 from nsa_jax.ops.pallas.common import LOG2E, pieces, row_delta, triton_call
 from nsa_jax.ops.pallas.selected_backward import selected_backward
 from nsa_jax.ops.pallas.selected_common import NEG, attend_block, empty_state, finish, load_once, store_once
@@ -130,6 +130,8 @@ def _tile_kernel(
 
 def selected_forward(query, key, value, block_indices, segment_start, query_offset, select_block: int, packed: bool):
     """Output [B, T, N, V] and natural-log lse float32 [B, T, N]."""
+    if selected_masked.serves(query, value, block_indices.shape[-1], select_block):
+        return selected_masked.forward(query, key, value, block_indices, segment_start, query_offset)
     batch, length, num_heads, h_dim = query.shape
     num_keys, num_kv, v_dim = value.shape[1:]
     group = num_heads // num_kv

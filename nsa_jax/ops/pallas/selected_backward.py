@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import blocks
-from nsa_jax.ops.pallas import lists, selected_hopper_backward, selected_query_major, tuning
+from nsa_jax.ops.pallas import lists, selected_hopper_backward, selected_masked, selected_query_major, tuning
 from nsa_jax.ops.pallas.common import LOG2E, dot, load_rows, pieces, store_rows, triton_call
 from nsa_jax.ops.pallas.tuning import SelectedBackwardConfig
 from nsa_jax.ops.target import current_target
@@ -87,7 +87,9 @@ class Plan:
         """Rows in a [B*S*K, ...] array of a block's tokens from its `skip`-th on; past its end they repeat its last."""
         first = block * self.select_block + skip
         last = jnp.minimum((block + 1) * self.select_block, self.num_keys) - 1
-        position = jnp.minimum(first + lax.iota(jnp.int32, columns), last)
+        position = first + lax.iota(jnp.int32, columns)
+        if self.num_keys % self.select_block or self.columns > self.select_block:
+            position = jnp.minimum(position, last)
         return (batch * self.num_keys + position) * self.num_kv + head, first, last
 
 
@@ -370,6 +372,10 @@ def selected_backward(
     """
     batch, length, num_heads, head_dim = query.shape
     num_kv, value_dim, slots = key.shape[2], value.shape[-1], block_indices.shape[-1]
+    if config is None and selected_masked.serves(query, value, slots, select_block):
+        return selected_masked.backward(
+            query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset
+        )
     if config is None:
         all_blocks = batch * num_kv * blocks.num_selection_blocks(key.shape[1], select_block)
         group = num_heads // num_kv

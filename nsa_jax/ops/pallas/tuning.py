@@ -299,6 +299,15 @@ def ranged_hopper_config(h_dim: int, v_dim: int, span: int | None) -> RangedHopp
     return RangedHopperConfig(128, 2) if span is None or span > 1024 else RangedHopperConfig(64, 3)
 
 
+def ranged_hopper_tiles_per_program(tiles: int) -> int:
+    """Query tiles that one program of the Hopper forward serves, one after the other; `tiles` counts all of them.
+
+    The next tile's queries and keys are on their way while one is finished; there must be programs enough to level out
+    the causal triangle.
+    """
+    return max(1, min(8, tiles // 1056))
+
+
 def ranged_hopper_dq_config(h_dim: int, v_dim: int, span: int | None) -> RangedHopperConfig:
     """Picks the Hopper dq kernel's tiles: 658 TFLOP/s with 128 keys at head dim 128 and 64k, 643 with 64."""
     if max(h_dim, v_dim) <= 64:
@@ -310,6 +319,16 @@ def ranged_hopper_dq_config(h_dim: int, v_dim: int, span: int | None) -> RangedH
 def ranged_hopper_dkv_stages(h_dim: int, v_dim: int, span: int | None) -> int:
     """Query tiles in flight in the Hopper dk, dv kernel, whose tiles are fixed; short loops gain nothing from more."""
     return 4 if max(h_dim, v_dim) <= 128 and (span is None or span > 1024) else 2
+
+
+# Rows of at most this many blocks per list entry are served by causal kernels under a mask of blocks: at 2 a mask hides
+# at most a quarter of the causal scores.
+MASKED_BLOCKS_PER_SLOT = 2
+
+
+def selected_masked_config(h_dim: int, v_dim: int) -> RangedHopperConfig:
+    """Picks the tiles of selected attention under a mask: 64 keys, one block."""
+    return RangedHopperConfig(64, 3 if max(h_dim, v_dim) <= 128 else 2)
 
 
 def ranged_splits(programs: int, query_tiles: int, share_bytes: int) -> int:
