@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from nsa_jax.ops import blocks, reference
-from nsa_jax.ops.pallas import lists, selected_hopper_backward
+from nsa_jax.ops.pallas import lists, selected_hopper_backward, selected_query_major
 from nsa_jax.ops.pallas import selected_backward as selected_backward_module
 from nsa_jax.ops.pallas.common import row_delta
 from nsa_jax.ops.pallas.selected_backward import selected_backward
@@ -123,6 +124,77 @@ def test_ranges_of_queries_change_nothing_but_the_order_of_sums():
             select_block=24, segment_start=start, query_offset=jnp.int32(0), config=config,
         )  # fmt: skip
         assert max(_errors(got, want)) < 1e-5, _errors(got, want)
+
+
+def _shared_lists(rng, batch, length, num_kv, num_blocks, run, common, own) -> np.ndarray:
+    """Lists of `common` blocks that each `run` neighbouring tokens have in common and `own` ones of each token's."""
+    out = np.empty((batch, length, num_kv, common + own), np.int32)
+    for b, head in np.ndindex(batch, num_kv):
+        for t in range(length):
+            if t % run == 0:
+                shared = rng.permutation(num_blocks)[:common]
+            others = np.setdiff1d(np.arange(num_blocks), shared)
+            out[b, t, head] = np.sort(np.concatenate([shared, rng.permutation(others)[:own]]))
+    return out
+
+
+_SHARED_CASES = {
+    "whole_lists": dict(run=16, common=3, own=0),
+    "whole_lists_packed": dict(run=16, common=3, own=0, batch=2, packed=True),
+    "parts_of_lists": dict(run=16, common=2, own=1, packed=True),
+    "runs_that_straddle_tiles": dict(run=5, common=2, own=2, tile=4),
+    "padded_blocks": dict(run=16, common=2, own=1, select_block=24, num_keys=163),
+    "whole_group_in_rows": dict(run=16, common=3, own=0, tile=4, num_heads=8, dtype=jnp.bfloat16),
+    "sixteen_slots": dict(run=16, common=14, own=2, select_block=8, packed=True),
+}
+
+
+@pytest.mark.parametrize("name", _SHARED_CASES)
+def test_gradients_where_tiles_of_neighbours_share_blocks(name):
+    lists_of = dict(tile=8) | _SHARED_CASES[name]
+    tile, run, common, own = (lists_of.pop(k) for k in ("tile", "run", "common", "own"))
+    # Three ranges of 64 queries, the last one short and its last tile too; three heads leave rows of a tile over.
+    case = dict(
+        batch=1, length=157, num_keys=176, num_heads=6, num_kv=2, h_dim=16, v_dim=16, slots=common + own,
+        select_block=16, dtype=jnp.float32, packed=False, offset=6,
+    ) | lists_of  # fmt: skip
+    select_block = case["select_block"]
+    query, key, value, _, d_out, start = _inputs(5, **case)
+    num_blocks = blocks.num_selection_blocks(case["num_keys"], select_block)
+    rng = np.random.default_rng(6)
+    indices = jnp.asarray(_shared_lists(rng, *query.shape[:2], 2, num_blocks, run, common, own))
+    group, columns = case["num_heads"] // 2, max(16, pl.next_power_of_2(select_block))
+    config = SelectedBackwardConfig(
+        16, 8, 4, 1, keep_scores=True, keys=16, tile=tile, share=tile // 2,
+        buffer_bytes=64 * case["slots"] * group * columns * query.dtype.itemsize,
+    )  # fmt: skip
+    plan = selected_backward_module._make_plan(query, key, value, case["slots"], select_block, config)
+    assert plan.ranges == 3
+    split = selected_query_major.split_for(indices, start, jnp.int32(6), plan)
+    sharing = np.asarray(jax.lax.population_count(split.bits))
+    sharing = sharing[np.arange(sharing.shape[-1]) < np.asarray(split.num_shared)[..., :1]]
+    assert (sharing == tile).any() and (sharing >= tile // 2).all()
+    padding = num_blocks * pl.next_power_of_2(case["slots"])
+    left = (np.asarray(split.rest)[..., : case["slots"]] < padding).sum(-1)  # [B, tiles, Q', K]
+    np.testing.assert_array_equal(np.moveaxis(np.asarray(split.num_rest), 1, 3), left)
+
+    out, lse, want = _reference(query, key, value, indices, d_out, start, select_block, 6)
+    got = _backward(
+        query, key, value, indices, row_delta(out, d_out), lse, d_out,
+        select_block=select_block, segment_start=start, query_offset=jnp.int32(6), config=config,
+    )  # fmt: skip
+    tolerance = 1e-5 if case["dtype"] == jnp.float32 else 1e-2
+    assert max(_errors(got, want)) < tolerance, _errors(got, want)
+
+
+@pytest.mark.parametrize(("select_block", "num_keys"), [(16, 176), (16, 163), (24, 168), (8, 40), (64, 128)])
+def test_key_rows_stay_inside_their_block(select_block, num_keys):
+    query, key = (jax.ShapeDtypeStruct((1, n, 1, 16), jnp.float32) for n in (20, num_keys))
+    plan = selected_backward_module._make_plan(query, key, key, 2, select_block, SelectedBackwardConfig(16, 8, 4, 1))
+    for block in range(plan.num_blocks):
+        rows, first, last = plan.key_rows(0, 0, block, 0, plan.columns)
+        assert first == block * select_block and last == min(first + select_block, num_keys) - 1
+        np.testing.assert_array_equal(rows, np.minimum(first + np.arange(plan.columns), last))
 
 
 def test_inverted_lists_hold_every_entry_once_in_bounded_items():

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.ops.pallas.common import dot, load_rows, pieces, store_rows, triton_call
 from nsa_jax.ops.pallas.selected_split import Split, can_have_slots, slot_of, split_lists
@@ -35,8 +36,8 @@ def split_for(block_indices, segment_start, query_offset, plan: Plan) -> Split |
 def _token_kernel(step_ref, *refs, plan: Plan, rows: int, resume: bool):
     """dq [B*T*N, H] of one query and key/value head: its score gradients times the keys of its blocks.
 
-    refs: what tells the list (with `resume` `Split.rest`, else the entries of every range and how many each query has),
-    d_scores [(pairs*E + 1) * G, columns], key [B*S*K, H], dq so far, dq.
+    refs: what tells the list (with `resume` `Split.rest` and `num_rest`, else how many entries each query has and the
+    entries of every range), d_scores [(pairs*E + 1) * G, columns], key [B*S*K, H], dq so far, dq.
     """
     *list_refs, d_scores_ref, key_ref, before_ref, d_query_ref = refs
     local, local_pair = pl.program_id(0), pl.program_id(1)
@@ -49,9 +50,8 @@ def _token_kernel(step_ref, *refs, plan: Plan, rows: int, resume: bool):
         if resume:
             tile, padded = plan.config.tile, pl.next_power_of_2(plan.slots)
             at = batch, token // tile, token % tile, head
-            listed = list_refs[0][(*at, jnp.minimum(lax.iota(jnp.int32, padded), plan.slots))]
-            real = (lax.iota(jnp.int32, padded) < plan.slots) & (listed < plan.num_blocks * padded)
-            count = jnp.sum(real.astype(jnp.int32))
+            # One element for most programs where neighbours share their lists: there is nothing left to do.
+            count = list_refs[1][batch, head, token // tile, token % tile]
         else:
             count = list_refs[0][pair, token]
         member = jnp.minimum(lax.iota(jnp.int32, rows), plan.group - 1)  # surplus rows repeat the last head
@@ -106,7 +106,7 @@ def _tile_kernel(
 
     block_ref, bits_ref, slots_ref [B, K, tiles, U + 1] and count_ref [B, K, tiles, 2] as in `Split`.
     """
-    tile, slots = plan.config.tile, plan.slots
+    tile = plan.config.tile
     local, local_pair = pl.program_id(0) * tile, pl.program_id(1)
     pair = step_ref[0] + local_pair
     batch, head = pair // plan.num_kv, pair % plan.num_kv
@@ -119,19 +119,28 @@ def _tile_kernel(
         row = jnp.minimum(lax.iota(jnp.int32, rows), tile * plan.group - 1)
         last = jnp.minimum(tile, plan.length - first) - 1
         inside, member = jnp.minimum(row // plan.group, last), row % plan.group
+        first_share = (local_pair * plan.entries + (local + inside) * plan.slots) * plan.group + member
+        shape = rows, plan.columns
+        column = lax.broadcasted_iota(jnp.int32, shape, 1)
 
-        def add(u, total):
-            block, bits = block_ref[(*at, u)], bits_ref[(*at, u)]
-            share = local_pair * plan.entries + (local + inside) * slots + slot_of(slots_ref[(*at, u)], inside)
-            mine = ((bits >> inside) & 1) == 1
-            share = jnp.where(mine, share, plan.pairs * plan.entries)
-            d_scores = d_scores_ref[share * plan.group + member, :]
-            d_scores = jnp.where(mine[:, None], d_scores, jnp.zeros_like(d_scores))
+        def entry(u):
+            return block_ref[(*at, u)], bits_ref[(*at, u)], slots_ref[(*at, u)]
+
+        def add(u, carry):
+            total, (block, bits, places) = carry
+            # One step ahead in registers: as loads of this step they would take a stage of the pipeline of the tiles.
+            following = entry(u + 1)
+            share = lax.broadcast_in_dim(first_share + slot_of(places, inside) * plan.group, shape, (0,))
+            mine = lax.broadcast_in_dim(((bits >> inside) & 1) == 1, shape, (0,))
+            # The copy to shared memory fills in the zeros, and the product takes both tiles from there: a `where` after
+            # the load would take this one through registers and back.
+            d_scores = pltriton.load(d_scores_ref.at[share, column], mask=mine, other=0.0)
             key = load_rows(key_ref, plan.key_rows(batch, head, block, 0, plan.columns)[0], plan.head_dim)
-            return [acc + dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)]
+            total = [acc + dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)]
+            return total, following
 
         total = [jnp.zeros((rows, size), jnp.float32) for _, size in pieces(plan.head_dim)]
-        total = lax.fori_loop(0, count_ref[(*at, 0)], add, total)
+        total, _ = lax.fori_loop(0, count_ref[(*at, 0)], add, (total, entry(0)))
         out_row = (batch * plan.length + first + inside) * plan.num_heads + head * plan.group + member
         store_rows(d_query_ref, out_row, [piece * plan.scale for piece in total])
 
@@ -153,7 +162,8 @@ def finish_query(step, split: Split | None, counts, entries, buffer, key, d_quer
     config = plan.config
     lists: tuple[jax.Array, ...] = (counts, entries)
     if split is not None:
-        lists = (split.rest,)
+        assert split.slots is not None and split.num_rest is not None
+        lists = (split.rest, split.num_rest)
         d_query = triton_call(
             functools.partial(_tile_kernel, plan=plan, rows=max(16, pl.next_power_of_2(config.tile * plan.group))),
             grid=(pl.cdiv(plan.range_length, config.tile), plan.pairs),

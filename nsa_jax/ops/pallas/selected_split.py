@@ -31,8 +31,8 @@ def slot_of(word, token):
 
 
 def _split_kernel(
-    offset_ref, list_ref, start_ref, block_ref, bits_ref, count_ref, rest_ref, *slots_refs,
-    length, num_listed, num_keys, select_block, share, packed,
+    offset_ref, list_ref, start_ref, block_ref, bits_ref, count_ref, rest_ref, slots_ref=None, num_rest_ref=None,
+    *, length, num_listed, num_keys, select_block, share, packed,
 ):  # fmt: skip
     """Splits the lists of a tile of tokens: list_ref and rest_ref [Q, n], block_ref and bits_ref [U + 1]."""
     tile = list_ref.shape[0]
@@ -63,7 +63,7 @@ def _split_kernel(
             other = list_ref[u, i]
             here = listed == jnp.where((other >= low) & (other <= high), other, -2)
             same |= here
-            if slots_refs:
+            if slots_ref is not None:
                 place = jnp.where(here, i, place)
         return bits | jnp.where(same, 1 << u, 0), slots | place << _SLOT_BITS * u
 
@@ -91,20 +91,23 @@ def _split_kernel(
     rank = jnp.where(leader, rank, block_ref.shape[0] - 1)  # the last element takes what is not wanted
     block_ref[rank] = listed
     bits_ref[rank] = bits
-    for slots_ref in slots_refs:
+    if slots_ref is not None:
         slots_ref[rank] = slots
     count_ref[0] = num_full + num_other
     count_ref[1] = num_full
 
     keep = (useful & ~shared).astype(jnp.int32)
     drop = ((slot < num_listed) & ~(useful & ~shared)).astype(jnp.int32)
-    kept = jnp.sum(keep, axis=1)[:, None]
+    num_kept = jnp.sum(keep, axis=1)
+    kept = num_kept[:, None]
     place = jnp.where(keep == 1, jnp.cumsum(keep, axis=1) - 1, kept + jnp.cumsum(drop, axis=1) - 1)
     place = jnp.where(slot < num_listed, place, num_listed)  # a column more than the list has takes the padding
     left, padding = listed, pl.cdiv(num_keys, select_block)
-    if slots_refs:
+    if slots_ref is not None:
         left, padding = listed * shape[1] + slot, padding * shape[1]
     rest_ref[token, place] = jnp.where(keep == 1, left, padding)
+    if num_rest_ref is not None:
+        num_rest_ref[...] = num_kept
 
 
 class Split(NamedTuple):
@@ -117,6 +120,7 @@ class Split(NamedTuple):
       rest: int32 [B, tiles * Q', K, n + 1], the other blocks of every token, ascending, padded with J.
       slots: int32 [B, K, tiles, U + 1], the shared block's place in the list of every token that lists it, 4 bits for
         each token of the tile; None if they were not asked for.
+      num_rest: int32 [B, K, tiles, Q'], how many entries of `rest` are blocks; with `slots` alone.
     """
 
     block: jax.Array
@@ -124,6 +128,7 @@ class Split(NamedTuple):
     num_shared: jax.Array
     rest: jax.Array
     slots: jax.Array | None = None
+    num_rest: jax.Array | None = None
 
 
 def split_lists(
@@ -140,8 +145,8 @@ def split_lists(
       select_block: l'.
       num_keys: S.
       packed: whether segment_start matters.
-      with_slots: `slots` is wanted, see `can_have_slots`, and `rest` holds block * n' + slot, where n' is n rounded up
-        to a power of two and the slot is the block's place in its token's list; its padding is J * n'.
+      with_slots: `slots` and `num_rest` are wanted, see `can_have_slots`, and `rest` holds block * n' + slot, where n'
+        is n rounded up to a power of two and the slot is the block's place in its token's list; its padding is J * n'.
     """
     batch, length, num_kv, num_listed = block_indices.shape
     tiles = pl.cdiv(length, tile)
@@ -151,7 +156,8 @@ def split_lists(
     if with_slots and not can_have_slots(tile, num_listed):
         raise ValueError(f"tile={tile}, {num_listed} listed blocks: slots have {_SLOT_BITS} bits of 32")
     tile_spec = pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0))
-    block, bits, count, rest, *slots = triton_call(
+    token_spec = pl.BlockSpec((None, None, None, padded), lambda i, k, b: (b, k, i, 0))
+    split = triton_call(
         functools.partial(
             _split_kernel,
             length=length,
@@ -174,15 +180,15 @@ def split_lists(
             tile_spec,
             pl.BlockSpec((None, None, None, 2), lambda i, k, b: (b, k, i, 0)),
             pl.BlockSpec((None, None, padded, None, num_listed + 1), lambda i, k, b: (b, i, 0, k, 0)),
-            *([tile_spec] if with_slots else ()),
+            *([tile_spec, token_spec] if with_slots else ()),
         ],
         out_shape=[
             tile_shape,
             tile_shape,
             jax.ShapeDtypeStruct((batch, num_kv, tiles, 2), jnp.int32),
             jax.ShapeDtypeStruct((batch, tiles, padded, num_kv, num_listed + 1), jnp.int32),
-            *([tile_shape] if with_slots else ()),
+            *([tile_shape, jax.ShapeDtypeStruct((batch, num_kv, tiles, padded), jnp.int32)] if with_slots else ()),
         ],
         name="nsa_selected_split",
     )(query_offset.reshape(1), block_indices, segment_start)
-    return Split(block, bits, count, rest, *slots)
+    return Split(*split)
