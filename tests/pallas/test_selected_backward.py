@@ -12,7 +12,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import blocks, reference
-from nsa_jax.ops.pallas import lists, selected_hopper_backward, selected_query_major
+from nsa_jax.ops.pallas import lists, selected_hopper_backward, selected_masked, selected_query_major, tuning
 from nsa_jax.ops.pallas import selected_backward as selected_backward_module
 from nsa_jax.ops.pallas.common import row_delta
 from nsa_jax.ops.pallas.selected_backward import selected_backward
@@ -260,21 +260,25 @@ _GPU_CASES = {
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", _GPU_CASES)
-def test_gradients_on_a_gpu_are_close_and_bit_equal_between_runs(name):
+def test_gradients_on_a_gpu_are_close_and_bit_equal_between_runs(name, masked, monkeypatch):
     case = dict(
         batch=1, length=2048, num_keys=2048, slots=16, select_block=64, dtype=jnp.bfloat16, packed=False, offset=0
     ) | _GPU_CASES[name]  # fmt: skip
     query, key, value, indices, d_out, start = _inputs(3, **case)
     select_block, offset = case["select_block"], case["offset"]
+    monkeypatch.setattr(tuning, "MASKED_BLOCKS_PER_SLOT", 2 if masked else 0)
+    if masked and not selected_masked.serves(query, value, indices.shape[-1], select_block):
+        pytest.skip("not served under a mask")
     out, lse, want = _reference(query, key, value, indices, d_out, start, select_block, offset)
 
-    def run():
-        return _backward(
-            query, key, value, indices, row_delta(out, d_out), lse, d_out,
-            select_block=select_block, segment_start=start, query_offset=jnp.int32(offset),
-        )  # fmt: skip
-
+    # A function of its own: jit must not reuse what it traced for the other path.
+    backward = functools.partial(selected_backward, select_block=select_block, query_offset=jnp.int32(offset))
+    run = functools.partial(
+        jax.jit(lambda *args: backward(*args, segment_start=start)),
+        *(query, key, value, indices, row_delta(out, d_out), lse, d_out),
+    )
     got = run()
     tolerance = 1e-2 if case["dtype"] == jnp.bfloat16 else 1e-3
     assert max(_errors(got, want)) < tolerance, _errors(got, want)

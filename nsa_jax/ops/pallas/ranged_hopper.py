@@ -71,7 +71,7 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
     masks = () if listed is None else (rows.words(listed),)
     num_words = 0 if listed is None else listed.shape[-1]
     scale = LOG2E / math.sqrt(h_dim)
-    per_program = tuning.ranged_hopper_tiles_per_program(rows.tiles * kv_heads * batch)
+    per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(rows.tiles * kv_heads * batch)
 
     def kernel(bounds_ref, low_ref, high_ref, query_ref, key_ref, value_ref, *refs):
         *mask_refs, out_ref, lse_ref, buffers, vectors, words_smem2, loaded, freed, turn = refs

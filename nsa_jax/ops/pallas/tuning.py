@@ -282,10 +282,12 @@ class RangedHopperConfig:
     Attributes:
       keys: keys per block.
       stages: blocks of keys and values in flight.
+      tiles: query tiles that one program of the forward serves; 0 picks `ranged_hopper_tiles_per_program`.
     """
 
     keys: int
     stages: int
+    tiles: int = 0
 
 
 def ranged_hopper_config(h_dim: int, v_dim: int, span: int | None) -> RangedHopperConfig:
