@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the rows and the environment here")
     parser.add_argument("--commit", help="commit to record where git is not available")
     args = parser.parse_args()
-    rows = []
+    env, rows = environment(args.commit), []
     for attention in args.attention:
         config = model_config(args.config, attention)
         model = Transformer(config, rngs=nnx.Rngs(0))
@@ -104,10 +104,9 @@ def main() -> None:
                 row["cache_mib"] = round(memory_report(config, batch, context)["total_mib"], 1)
                 rows.append(row)
                 print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
-    if args.json:
-        pathlib.Path(args.json).write_text(
-            json.dumps({"environment": environment(args.commit), "config": args.config, "rows": rows}, indent=1) + "\n"
-        )
+                if args.json:  # after each row: a run cut short keeps its figures
+                    result = {"environment": env, "config": args.config, "rows": rows}
+                    pathlib.Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
