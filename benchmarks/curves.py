@@ -7,8 +7,10 @@ The runs of benchmarks/results/nsa_dense_h200 are started by, with --config.mode
     python train.py --config=configs/a100_prod.py --workdir=runs/nsa_8k --config.model.attention=nsa \\
       --config.data.source=text "--config.data.files=('corpus/*',)" --config.data.tokenizer=byte \\
       --config.data.seq_len=8192 --config.data.packing=False --config.data.val_fraction=0.01 \\
-      --config.train.batch_size=16 --config.train.grad_accum=1 --config.train.steps=1536 \\
+      --config.train.batch_size=16 --config.train.grad_accum=1 --config.train.steps=1280 \\
       --config.train.eval_every=128 --config.train.eval_batches=8 --config.optim.warmup_steps=150
+
+and --config.model.mlp_dim=2496 for dense attention: 85.7 million parameters, as many as with NSA (84.9).
 """
 
 from __future__ import annotations
@@ -37,19 +39,28 @@ def read(workdir: pathlib.Path) -> dict[str, Any]:
     return {"name": workdir.name, "env": env, "validation": points}
 
 
+def last_common(runs: list[dict[str, Any]]) -> int:
+    """The most tokens after which every run was validated."""
+    shared = set.intersection(*({point["tokens"] for point in run["validation"]} for run in runs))
+    if not max(shared, default=0):
+        raise SystemExit("no validation after the same number of tokens: train with the same batches and eval_every")
+    return max(shared)
+
+
 def draw(runs: list[dict[str, Any]]) -> Figure:
-    """Bits per byte over tokens seen, without the untrained model's."""
+    """Bits per byte over tokens seen, without the untrained model's; labels name the last point that all runs have."""
+    common = last_common(runs)
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for run, marker in zip(runs, "os^Dv" * len(runs), strict=False):
         points = [point for point in run["validation"] if point["step"] > 0]
-        last = points[-1]["bits_per_byte"]
+        there = next(point for point in points if point["tokens"] == common)["bits_per_byte"]
         axes.plot(
             [point["tokens"] / 1e6 for point in points],
             [point["bits_per_byte"] for point in points],
             marker=marker,
             markersize=4,
-            label=f"{run['name']}: {last:.4f} at the end",
+            label=f"{run['name']}: {there:.4f} at {common / 1e6:.0f}M tokens",
         )
     axes.set(xlabel="tokens seen, millions", ylabel="validation bits per byte")
     axes.grid(alpha=0.3)

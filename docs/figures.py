@@ -32,6 +32,8 @@ BRANCHES = {
     "dense causal attention, cuDNN": ("dense", ""),
 }
 
+_SHORT = {"select": "block selection", "window": "the window", "compressed": "compressed attention"}
+
 
 def digits(value: float | None) -> str:
     """Three significant digits; nothing for what has no figure."""
@@ -75,17 +77,20 @@ def attention_rows() -> dict[str, list[str]]:
 
 
 def attention_origin() -> str:
-    """Which rows of the attention tables are not of the same commit as the rest."""
+    """Which figures of the attention tables are not of the same commit as the rest."""
     measured = results("attention_h200")
     usual, others = measured["environment"]["commit"], {}
     for row in measured["rows"]:
         commit = row.get("commit", usual)
-        if row["op"] in ("dense", "nsa") and shape(row) == SHAPE and commit != usual:
-            others.setdefault((commit, row.get("note")), set()).add(row["T"])
+        if commit == usual or shape(row) != SHAPE:
+            continue
+        if row["op"] in ("dense", "nsa"):
+            others.setdefault((commit, row.get("note")), {})[f"at {row['T'] // 1024}k"] = None
+        elif row["T"] == 65536:
+            others.setdefault((commit, row.get("note")), {})[f"of {_SHORT.get(row['op'], row['op'])}"] = None
     said = [f"All figures are of commit {usual}" if not others else f"Figures are of commit {usual}"]
-    for (commit, note), lengths in others.items():
-        which = " and ".join(f"{length // 1024}k" for length in sorted(lengths))
-        said.append(f"those at {which} of {commit}" + (f" ({note})" if note else ""))
+    for (commit, note), which in others.items():
+        said.append(f"those {' and '.join(which)} of {commit}" + (f" ({note})" if note else ""))
     return ", ".join(said) + "."
 
 

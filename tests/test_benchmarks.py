@@ -102,3 +102,16 @@ def test_curves_count_tokens_and_start_after_the_untrained_model(tmp_path):
     assert [point["tokens"] for point in run["validation"]] == [0, 4000]
     (line,) = curves.draw([run]).axes[0].lines
     np.testing.assert_allclose(line.get_xydata(), [[0.004, 2.5]])
+
+
+def test_curves_name_the_last_point_that_every_run_has():
+    def run(name, *points):
+        validation = [{"step": step, "tokens": step * 10, "bits_per_byte": value} for step, value in points]
+        return {"name": name, "validation": validation}
+
+    runs = [run("a", (0, 8.0), (5, 2.0), (10, 1.5)), run("b", (0, 8.0), (5, 2.25))]
+    assert curves.last_common(runs) == 50
+    labels = [line.get_label() for line in curves.draw(runs).axes[0].lines]
+    assert [label.split(":")[1].split()[0] for label in labels] == ["2.0000", "2.2500"]
+    with pytest.raises(SystemExit, match="same batches"):
+        curves.last_common([runs[0], run("c", (0, 8.0), (7, 2.0))])
