@@ -84,6 +84,8 @@ function heatMap(name, title, kind) {
           outlinewidth: 0,
           tickfont: { size: 11, color: token("--muted") },
           nticks: 5,
+          // The colours reach as far below a third as above it, shares do not.
+          ...(third && { tickvals: [0, 0.2, 0.4, 0.6, 0.8, 1].filter((share) => share >= low && share <= high) }),
           x: 1.01,
           xpad: 4,
         },
