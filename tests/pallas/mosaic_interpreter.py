@@ -1,0 +1,139 @@
+"""Runs Mosaic GPU (Hopper) kernels on the CPU in JAX's interpreter for them, which lacks a little.
+
+The interpreter simulates warpgroups, shared memory, TMA and barriers and finds data races. What changes in JAX 0.12's:
+
+- It does not know `pl.run_state` on accumulators: a scoped one starts at zero and its initial value is added behind.
+- It does not know products whose left operand is in registers, nor look for races in what products read.
+- It asks for a fence between a warpgroup's read and TMA's writing over it, where a barrier is enough: every read counts
+  as a fence. A missing barrier is still found; a missing fence only where nobody reads between the two accesses.
+- It compiles a kernel anew for every warpgroup of every program: here once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops.target import Target, compile_for
+
+
+def skip_where_missing() -> None:
+    """Skips the test module where JAX cannot interpret the kernels."""
+    if jax.__version_info__ < (0, 12):
+        pytest.skip("needs the Mosaic GPU interpreter of JAX 0.12, which knows plgpu.load", allow_module_level=True)
+    pytest.importorskip("jax.experimental.pallas.mosaic_gpu", exc_type=ImportError)
+
+
+@contextlib.contextmanager
+def interpret(monkeypatch, *, unread_row: int | None = None):
+    """Makes ops traced in this context choose Hopper's kernels and interpret them; a data race raises.
+
+    Args:
+      monkeypatch: pytest's, whose end undoes all changes to JAX.
+      unread_row: a row of an output that several writers may fill at once, since nobody reads it.
+
+    Yields:
+      A list that takes the module names of the Mosaic kernels as they are called.
+    """
+    from jax._src.pallas.mosaic.interpret import thread_map
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, race_detection_state
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    called: list[str] = []
+    # Copies take turns on the simulated threads of TMA; those that share one look as if they were ordered.
+    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
+    kernel = plgpu.kernel
+
+    def recording_kernel(entry, **kwargs):
+        called.append(entry.__module__.rpartition(".")[-1])
+        return kernel(entry, interpret=params, **kwargs)
+
+    def run_state(body):
+        def run(init):
+            leaves, tree = jax.tree.flatten(init)
+
+            def scoped(*refs):
+                body(jax.tree.unflatten(tree, refs))
+                return [ref[...] for ref in refs]
+
+            sums = pl.run_scoped(scoped, *(plgpu.ACC(x.shape, x.dtype) for x in leaves))
+            return jax.tree.unflatten(tree, [x + total for x, total in zip(leaves, sums, strict=True)])
+
+        return run
+
+    races = race_detection_state.GPURaceDetectionState
+    check_write = races.check_write
+
+    def check_write_of_read_rows(self, thread, clock, key, place, *args, **kwargs):
+        if unread_row is None or place.range[:1] != (unread_row,):
+            check_write(self, thread, clock, key, place, *args, **kwargs)
+
+    monkeypatch.setattr(races, "check_write", check_write_of_read_rows)
+    monkeypatch.setattr(plgpu, "kernel", recording_kernel)
+    monkeypatch.setattr(pl, "run_state", run_state)
+    monkeypatch.setattr(plgpu.ACC, "init", staticmethod(lambda x: x))
+    monkeypatch.setattr(gpu_callbacks, "_get", _read_and_fence(gpu_callbacks))
+    monkeypatch.setattr(gpu_callbacks, "wgmma", functools.partial(_multiply, gpu_callbacks))
+    monkeypatch.setattr(thread_map, "_run_jaxpr", _run_compiled(thread_map._run))
+    try:
+        # A CPU with Hopper's compute capability: Triton kernels between the Mosaic ones are interpreted as well.
+        with jax.default_device(jax.devices("cpu")[0]), compile_for(Target("cpu", (9, 0))):
+            yield called
+    finally:
+        gpu_callbacks.reset_gpu_interpret_mode_state()  # a kernel that failed leaves its memory behind
+
+
+def _read_and_fence(callbacks):
+    """As the interpreter's `_get`, followed by the fence of `plgpu.commit_smem`."""
+    read = callbacks._get
+
+    def get(token, mesh_location, thread, *args, **kwargs):
+        result = read(token, mesh_location, thread, *args, **kwargs)
+        if thread is not None:
+            callbacks._get_shared_memory().commit_smem(thread)
+        return result
+
+    return get
+
+
+def _multiply(callbacks, *, token, mesh_location, thread, source_info=None, **operands):
+    """Adds a product to an accumulator; the left operand is a buffer or, from registers, the matrix itself."""
+    memory = callbacks._get_shared_memory()
+    log = callbacks.memory.GPULoggingInfo(mesh_location, thread, source_info)
+
+    def access(name):
+        key = callbacks.HostAllocationKey.from_array(operands[f"{name}_allocation_key_as_array"])
+        transforms = callbacks._remove_noop_transforms(operands[f"{name}_transforms"])
+        return key, memory.access(key, jax.tree.map(int, transforms))
+
+    def read(name):
+        key, place = access(name)
+        content, _, clock = memory.get_buffer_content(key, place, thread, logging_info=log)
+        if memory.detect_races and name != "acc":
+            callbacks.get_races().check_read(thread, clock.async_smem_clock, key, place, source_info=source_info)
+        return np.asarray(content, np.float32)
+
+    left = np.asarray(operands["a_allocation_key_as_array"])
+    left = left.astype(np.float32) if left.ndim == 2 else read("a")
+    total = read("acc") + left @ read("b")
+    memory.store_buffer_content(*access("acc"), total, thread, logging_info=log)
+    return token
+
+
+def _run_compiled(run):
+    """As the interpreter's `_run_jaxpr`, compiling once."""
+    compiled, lock = {}, threading.Lock()
+
+    def run_jaxpr(jaxpr, consts, *args):
+        with lock:
+            if jaxpr not in compiled:
+                compiled[jaxpr] = jax.jit(run, static_argnums=0).trace(jaxpr, consts, *args).lower().compile()
+        compiled[jaxpr](consts, *args)
+
+    return run_jaxpr

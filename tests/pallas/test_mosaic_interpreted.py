@@ -1,0 +1,202 @@
+"""Values of the Hopper kernels without a GPU: each runs in JAX's Mosaic GPU interpreter against the float32 reference.
+
+The interpreter also looks for data races between warpgroups and TMA and for barriers out of step: either fails a test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.ops import blocks, reference
+from nsa_jax.ops.pallas import ranged, select, selected_masked, tuning
+from nsa_jax.ops.pallas.common import row_delta
+from tests.pallas import mosaic_interpreter, test_ranged, test_select
+from tests.pallas import test_selected_backward as selected_cases
+
+mosaic_interpreter.skip_where_missing()
+
+# A kernel that waits for a barrier for ever blocks outside Python, where only the thread method gets through.
+pytestmark = pytest.mark.timeout(240, method="thread")
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Interprets Hopper's kernels during a test; the names of those that were called."""
+    with mosaic_interpreter.interpret(monkeypatch) as names:
+        yield names
+
+
+FORWARD_AND_BACKWARD = ["ranged_hopper", "ranged_hopper_backward", "ranged_hopper_backward"]
+
+COMPRESSED = NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4)
+NARROW = dataclasses.replace(COMPRESSED, window=40)
+WIDE = dataclasses.replace(COMPRESSED, window=1100)
+
+# name: branch, config, query tiles per program of the forward, programs per key block of the dk, dv kernel, shape
+RANGED_CASES = {
+    "compressed_offset_two_key_blocks": (
+        "compressed", COMPRESSED, 2, 3, dict(length=33, offset=621, group=16, h_dim=128, v_dim=128),
+    ),
+    "compressed_group_1_three_part_keys": (
+        "compressed", COMPRESSED, 1, 1, dict(length=150, group=1, h_dim=192, v_dim=128),
+    ),
+    "narrow_window_group_8": ("window", NARROW, 3, 1, dict(length=45, offset=30, group=8, h_dim=64, v_dim=128)),
+    "wide_window_group_6": ("window", WIDE, 2, 2, dict(batch=2, length=45, offset=100, group=6, h_dim=64, v_dim=64)),
+}  # fmt: skip
+
+
+def divide_work(monkeypatch, tiles: int, splits: int):
+    """Sets the query tiles per program of the forward and the programs per key block of the dk, dv kernel."""
+    monkeypatch.setattr(tuning, "ranged_hopper_tiles_per_program", lambda *_: tiles)
+    monkeypatch.setattr(tuning, "ranged_splits", lambda *_: splits)
+
+
+@pytest.mark.parametrize("name", RANGED_CASES)
+def test_compressed_and_window_attention_match_the_reference(name, called, monkeypatch):
+    """Rows are packed and end with two queries that see nothing."""
+    branch, config, tiles, splits, shape = RANGED_CASES[name]
+    divide_work(monkeypatch, tiles, splits)
+    inputs = test_ranged.make_inputs(branch, packed=True, dtype=jnp.bfloat16, config=config, **shape)
+    test_ranged.check_against_reference(branch, *inputs, config, forward=4e-3, gradient=1e-2)
+    assert called == FORWARD_AND_BACKWARD
+
+
+def test_arbitrary_ranges_match_dense_attention(called, monkeypatch):
+    """Ranges that do not grow with the query, a fifth of them empty; key blocks that some queries see whole."""
+    divide_work(monkeypatch, 2, 2)
+    rng = np.random.default_rng(0)
+    length, num_keys = 65, 301
+    low, high = (jnp.asarray(x) for x in test_ranged.random_ranges(rng, 1, length, num_keys))
+    shapes = (length, 4), (num_keys, 1), (num_keys, 1), (length, 4)
+    *inputs, cotangent = (jnp.asarray(rng.normal(size=(1, *shape, 64)), jnp.bfloat16) for shape in shapes)
+    position = jnp.arange(num_keys)
+    mask = ((position >= low[..., None]) & (position < high[..., None]))[:, :, None, :]
+
+    def gradients(attend, inputs, cotangent):
+        out, vjp = jax.vjp(lambda *x: attend(*x)[0], *inputs)
+        return out, *vjp(cotangent)
+
+    got = jax.jit(lambda *a: gradients(lambda *x: ranged.ranged_attention(*x, low, high), *a))(inputs, cotangent)
+    exact = [x.astype(jnp.float32) for x in inputs], cotangent.astype(jnp.float32)
+    want = gradients(lambda *x: reference._attend(*x, mask), *exact)
+    check_errors(got, want)
+    assert called == FORWARD_AND_BACKWARD
+
+
+def check_errors(got, want):
+    """Output, then gradients, within the bounds that bfloat16 has in this project."""
+    errors = [test_ranged.relative_error(g, w) for g, w in zip(got, want, strict=True)]
+    assert errors[0] <= 4e-3 and max(errors[1:]) <= 1e-2, errors
+
+
+def check_forward_and_backward(attend, differentiate, arrays, block_indices, start, offset):
+    """`attend()` -> (out, lse) and `differentiate(delta, lse)` of selected attention against the reference."""
+    query, key, value, d_out = arrays
+    want, want_lse, want_grads = selected_cases._reference(query, key, value, block_indices, d_out, start, 64, offset)
+    out, lse = attend() if attend else (want.astype(query.dtype), want_lse)
+    grads = differentiate(row_delta(out, d_out), lse)
+    check_errors((out, *grads), (want, *want_grads))
+    unseen = np.isneginf(want_lse)
+    assert unseen.any()
+    np.testing.assert_array_equal(np.isneginf(lse), unseen)
+    np.testing.assert_allclose(np.where(unseen, 0, lse), np.where(unseen, 0, want_lse), atol=1e-4)
+    assert not np.asarray(out)[unseen].any() and not np.asarray(grads[0])[unseen].any()
+
+
+SELECTED = dict(batch=1, num_kv=1, h_dim=64, v_dim=64, slots=3, select_block=64, packed=False, offset=0)
+
+# The first two numbers are `divide_work`'s.
+MASKED_CASES = {
+    "group_6": (3, 2, dict(length=151, num_keys=151, num_heads=12, num_kv=2)),
+    "group_16_packed": (2, 1, dict(length=71, num_keys=71, num_heads=16, h_dim=128, v_dim=128, packed=True)),
+    # 35 blocks: two words of 32 bits
+    "group_4_many_blocks": (1, 1, dict(length=15, num_keys=2201, num_heads=4, v_dim=128, slots=20, offset=2186)),
+}
+
+
+@pytest.mark.parametrize("name", MASKED_CASES)
+def test_selected_attention_under_a_mask_matches_the_reference(name, called, monkeypatch):
+    """Lists have random lengths and name blocks of the future; one is empty."""
+    tiles, splits, shape = MASKED_CASES[name]
+    divide_work(monkeypatch, tiles, splits)
+    case = SELECTED | shape
+    *inputs, block_indices, d_out, start = selected_cases._inputs(0, dtype=jnp.bfloat16, **case)
+    block_indices = block_indices.at[:, 7].set(blocks.num_selection_blocks(case["num_keys"], 64))
+    offset = case["offset"]
+
+    def differentiate(delta, lse):
+        return jax.jit(selected_masked.backward)(*inputs, block_indices, delta, lse, d_out, start, offset)
+
+    check_forward_and_backward(
+        lambda: jax.jit(selected_masked.forward)(*inputs, block_indices, start, offset),
+        differentiate, (*inputs, d_out), block_indices, start, offset,
+    )  # fmt: skip
+    assert called == FORWARD_AND_BACKWARD
+
+
+KEY_MAJOR_CASES = {
+    "group_8": dict(length=37, num_keys=210, num_heads=8, v_dim=128, offset=150),
+    "group_16_packed": dict(length=33, num_keys=129, num_heads=32, num_kv=2, h_dim=128, packed=True, offset=90),
+}
+
+
+@pytest.mark.parametrize("name", KEY_MAJOR_CASES)
+def test_selected_backward_by_key_blocks_matches_the_reference(name, monkeypatch):
+    case = SELECTED | KEY_MAJOR_CASES[name]
+    # Entries that fill up a tile leave their score gradients in the row behind those of all list entries.
+    unread_row = case["num_kv"] * case["length"] * case["slots"]
+    *inputs, block_indices, d_out, start = selected_cases._inputs(1, dtype=jnp.bfloat16, **case)
+    # Work items of 24 queries, so that blocks have several; the last tile of an item is not full.
+    config = tuning.SelectedBackwardConfig(64, 24, 4, 2, keep_scores=True, tile=2, share=2)
+
+    def differentiate(delta, lse):
+        return selected_cases._backward(
+            *inputs, block_indices, delta, lse, d_out,
+            select_block=64, segment_start=start, query_offset=jnp.int32(case["offset"]), config=config,
+        )  # fmt: skip
+
+    with mosaic_interpreter.interpret(monkeypatch, unread_row=unread_row) as called:
+        check_forward_and_backward(None, differentiate, (*inputs, d_out), block_indices, start, case["offset"])
+    assert called == ["selected_hopper_backward"]
+
+
+# The first value: whether queries are divided over two buffers of scores.
+SELECT_CASES = {
+    "group_8_documents": (False, dict(group=8, h_dim=64, length=150, documents=True)),
+    "group_6_offset": (True, dict(group=6, num_kv=2, h_dim=128, length=77, offset=301, num_keys=500)),
+    "group_1_paper_blocks": (False, dict(group=1, h_dim=192, length=70, offset=560, config=NSAConfig(num_selected=4))),
+}
+
+
+@pytest.mark.parametrize("name", SELECT_CASES)
+def test_block_selection_equals_the_reference(name, called, monkeypatch):
+    divided, case = SELECT_CASES[name]
+    monkeypatch.setattr(tuning, "select_hopper_config", lambda *_: tuning.SelectHopperConfig(stages=4, query_tiles=2))
+    if divided:
+        choose = tuning.select_config
+        monkeypatch.setattr(tuning, "select_config", lambda *a: dataclasses.replace(choose(*a), chunk_bytes=1))
+    arrays, keywords = test_select.make_inputs(dtype=jnp.bfloat16, **case)
+    got = jax.jit(lambda *a: select.select_blocks(*a, **keywords))(*arrays)
+    want = reference.select_blocks(*arrays, **keywords)
+    num_blocks = blocks.num_selection_blocks(keywords.pop("num_keys"), keywords["config"].select_block)
+    scores = reference.importance(*arrays, num_blocks=num_blocks, **keywords)
+    assert test_select.disagreements(scores, got, want) == 0
+    assert called == ["select_hopper"]
+
+
+def test_a_missing_fence_is_a_race(called, monkeypatch):
+    """TMA must not store what a warpgroup wrote before a fence has made that visible to it."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
+    (*inputs, _), _ = test_ranged.make_inputs("window", length=2, group=1, h_dim=64, v_dim=64, dtype=jnp.bfloat16)
+    low, high = jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), jnp.int32)
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        jax.block_until_ready(ranged.ranged_attention(*inputs, low, high))
+    assert called == ["ranged_hopper"]
