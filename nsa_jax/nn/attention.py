@@ -11,6 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -50,6 +51,34 @@ def _cut(x: jax.Array, widths: Iterable[int]) -> list[jax.Array]:
     return list(jax.lax.split(x, [*widths, rest] if rest else widths, axis=-1))[: len(widths)]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _cut_activations(x: jax.Array, widths: tuple[int, ...], total: int) -> list[jax.Array]:
+    """As `_cut` of x [..., total]; the pieces' gradients are written into one array, each by a loop of its own.
+
+    Left to the compiler, their concatenation is one kernel into which all that makes the pieces is drawn (sums of
+    branches, RoPE backwards), with a choice among them for every element: 0.8 ms where the memory needs 0.3.
+    """
+    return _cut(x, widths)
+
+
+def _cut_fwd(x, widths, total):
+    return _cut(x, widths), None
+
+
+def _cut_bwd(widths, total, _, gradients):
+    first, *others = gradients
+    # The first piece fills the rest with zeros: an empty array to begin with would be as large as all devices' shares.
+    at = first.shape[-1]
+    whole = lax.pad(first, jnp.zeros((), first.dtype), [(0, 0, 0)] * (first.ndim - 1) + [(0, total - at, 0)])
+    for piece in others:
+        whole = lax.dynamic_update_slice_in_dim(whole, piece, at, axis=-1)
+        at += piece.shape[-1]
+    return (whole,)
+
+
+_cut_activations.defvjp(_cut_fwd, _cut_bwd)
+
+
 def _project(
     x: jax.Array, kernel: jax.Array, dtype: jnp.dtype, widths: tuple[int, ...], num_kv_heads: int
 ) -> list[jax.Array]:
@@ -57,7 +86,9 @@ def _project(
     if tensor_size() > 1 and num_kv_heads % tensor_size() == 0:
         return _project_by_group(x, kernel.astype(dtype), widths, num_kv_heads)
     padding = -kernel.shape[1] % WIDTH_MULTIPLE
-    return _cut(x @ jnp.pad(kernel.astype(dtype), ((0, 0), (0, padding))), widths)
+    out = x @ jnp.pad(kernel.astype(dtype), ((0, 0), (0, padding)))
+    # Elsewhere it would gain nothing, and a custom gradient has no forward mode.
+    return _cut_activations(out, tuple(widths), out.shape[-1]) if current_target().is_gpu else _cut(out, widths)
 
 
 def _project_by_group(x: jax.Array, kernel: jax.Array, widths: tuple[int, ...], num_kv_heads: int) -> list[jax.Array]:

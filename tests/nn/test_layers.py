@@ -1,5 +1,8 @@
 """RoPE, RMSNorm, compressor: the parts, each against an independent formulation."""
 
+import functools
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,7 @@ import pytest
 from flax import nnx
 
 from nsa_jax import NSAConfig
-from nsa_jax.nn import ModelConfig, NSAttention
+from nsa_jax.nn import ModelConfig, NSAttention, attention
 from nsa_jax.nn.layers import MLPCompressor, RMSNorm, dropout, rope
 
 NSA = NSAConfig(
@@ -106,3 +109,18 @@ def test_config_mistakes_name_the_field():
         NSAttention(CONFIG, rngs=nnx.Rngs(0))(jnp.ones((2, 16, 31)))
     with pytest.raises(AssertionError):
         NSAttention(CONFIG, rngs=nnx.Rngs(0))(jnp.ones((2, 16, 32), jnp.bfloat16))
+
+
+@pytest.mark.parametrize("widths", [(8, 4, 4, 3), (8, 4, 4, 3, 5), (24,)])
+def test_cut_with_gradients_written_piece_by_piece_is_a_cut(widths):
+    key, x = jax.random.key(0), jax.random.normal(jax.random.key(1), (2, 5, 24))
+    weights = [jax.random.normal(jax.random.fold_in(key, i), (2, 5, width)) for i, width in enumerate(widths)]
+
+    def loss(cut, x):
+        return sum(jnp.sum(jnp.sin(piece) * weight) for piece, weight in zip(cut(x), weights, strict=True))
+
+    ends = [sum(widths[:i]) for i in range(len(widths) + 1)]
+    plain = functools.partial(loss, lambda x: [x[..., a:b] for a, b in itertools.pairwise(ends)])
+    written = functools.partial(loss, lambda x: attention._cut_activations(x, widths, 24))
+    chex.assert_trees_all_equal(jax.value_and_grad(written)(x), jax.value_and_grad(plain)(x))
+    assert float(jnp.abs(jax.grad(plain)(x)).max()) > 0.5

@@ -89,17 +89,17 @@ def _forward(static: _Static, tensors, positions):
     query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = tensors
     config = static.config
     (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, positions)
-    # One branch after the other, and selection's last: some kernels work on rearranged copies as large as the query.
+    # One branch after the other: some kernels work on rearranged copies as large as the query. The barrier is on keys
+    # and not on the query, so that branches that rearrange the query alike share one copy.
     out_win, lse_win = ranged.dispatch_forward(
         query, key_win, value_win, low_win, high_win, config.window, static.cudnn
     )
-    query, out_win = lax.optimization_barrier((query, out_win))
+    key_cmp, out_win = lax.optimization_barrier((key_cmp, out_win))
     if key_cmp.shape[1]:
         out_cmp, lse_cmp = ranged.dispatch_forward(query, key_cmp, value_cmp, low_cmp, high_cmp, None, False)
     else:
         out_cmp = jnp.zeros((*query.shape[:3], value_cmp.shape[-1]), query.dtype)
         lse_cmp = jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
-    query, out_cmp = lax.optimization_barrier((query, out_cmp))
     indices = select_blocks(
         query,
         key_cmp,
