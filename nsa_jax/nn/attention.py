@@ -88,7 +88,7 @@ def _project(
     padding = -kernel.shape[1] % WIDTH_MULTIPLE
     out = x @ jnp.pad(kernel.astype(dtype), ((0, 0), (0, padding)))
     # Elsewhere it would gain nothing, and a custom gradient has no forward mode.
-    return _cut_activations(out, tuple(widths), out.shape[-1]) if current_target().is_gpu else _cut(out, widths)
+    return _cut_activations(out, widths, out.shape[-1]) if current_target().is_gpu else _cut(out, widths)
 
 
 def _project_by_group(x: jax.Array, kernel: jax.Array, widths: tuple[int, ...], num_kv_heads: int) -> list[jax.Array]:

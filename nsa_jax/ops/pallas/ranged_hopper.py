@@ -175,6 +175,7 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
         @pl.when(wg == WARPGROUPS)
         def _feed():
             plgpu.set_max_registers(40, action="decrease")
+            streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
 
             def feed_tile(n, before):
                 tile, begin, _, _, end = tile_range(n)
@@ -188,16 +189,7 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
                         words = mask_refs[0].at[b, kv_head, word, pl.ds(base, ROWS)]
                         plgpu.copy_gmem_to_smem(words, words_smem2.at[group, word], barrier)
 
-                def feed(i, _):
-                    count = before + i - begin
-                    slot = lax.rem(count, jnp.int32(stages))
-                    index = (b, pl.ds(i * keys, keys), kv_head)
-                    pl.when(count >= stages)(lambda: plgpu.barrier_wait(key_freed.at[slot]))
-                    plgpu.copy_gmem_to_smem(key_ref.at[index], key_smem.at[slot], key_loaded.at[slot])
-                    pl.when(count >= stages)(lambda: plgpu.barrier_wait(value_freed.at[slot]))
-                    plgpu.copy_gmem_to_smem(value_ref.at[index], value_smem.at[slot], value_loaded.at[slot])
-
-                lax.fori_loop(begin, end, feed, None)
+                hopper.feed_blocks(begin, end, before, keys, streams, (b, kv_head))
                 return before + end - begin
 
             lax.fori_loop(0, num_tiles, feed_tile, jnp.int32(0))

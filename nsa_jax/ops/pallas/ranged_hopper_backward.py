@@ -123,17 +123,8 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
         @pl.when(wg == WARPGROUPS)
         def _feed():
             plgpu.set_max_registers(40, action="decrease")
-
-            def feed(i, _):
-                count = i - begin
-                slot = lax.rem(count, jnp.int32(stages))
-                index = (b, pl.ds(i * keys, keys), kv_head)
-                pl.when(count >= stages)(lambda: plgpu.barrier_wait(key_freed.at[slot]))
-                plgpu.copy_gmem_to_smem(key_ref.at[index], key_smem.at[slot], key_loaded.at[slot])
-                pl.when(count >= stages)(lambda: plgpu.barrier_wait(value_freed.at[slot]))
-                plgpu.copy_gmem_to_smem(value_ref.at[index], value_smem.at[slot], value_loaded.at[slot])
-
-            lax.fori_loop(begin, end, feed, None)
+            streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
+            hopper.feed_blocks(begin, end, 0, keys, streams, (b, kv_head))
 
     def entry(*refs):
         tiled = functools.partial(hopper.tiled, dtype=query.dtype)

@@ -147,6 +147,30 @@ def zeros(shape, fill: float = 0.0, layout=plgpu.Layout.WGMMA):
     return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
 
 
+def feed_blocks(begin, end, before, size: int, streams, index):
+    """Copies the key blocks [begin, end) through buffers that the computing warpgroups free again.
+
+    Args:
+      begin, end: block numbers.
+      before: how many blocks went through the buffers for earlier tiles.
+      size: keys per block.
+      streams: of keys and of values, (array [B, S, K, D], buffers [stages, size, D], loaded, freed) with one barrier
+        of each kind per buffer.
+      index: batch entry and key/value head.
+    """
+    batch, kv_head = index
+    stages = streams[0][1].shape[0]
+
+    def feed(i, _):
+        count = before + i - begin
+        slot = lax.rem(count, jnp.int32(stages))
+        for ref, smem, loaded, freed in streams:
+            pl.when(count >= stages)(functools.partial(plgpu.barrier_wait, freed.at[slot]))
+            plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(i * size, size), kv_head], smem.at[slot], loaded.at[slot])
+
+    lax.fori_loop(begin, end, feed, None)
+
+
 def call(entry, grid: tuple[int, int, int], names: tuple[str, str, str], out_type, *args):
     """Runs a kernel of two computing warpgroups and one that feeds them."""
     return plgpu.kernel(
