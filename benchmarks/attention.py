@@ -136,7 +136,8 @@ class Bench:
             return selected, (self.query(), *self.key_value(self.length), lists), 3
         gates = jax.nn.sigmoid(self.normal(1, self.length, self.heads, 3))
         arrays = (self.query(), *self.key_value(num_cmp), *self.key_value(self.length), *self.key_value(self.length))
-        return functools.partial(nsa_jax.nsa_attention, config=config), (*arrays, gates), 8
+        nsa = functools.partial(nsa_jax.nsa_attention, config=config, nonnegative_gates=True)
+        return nsa, (*arrays, gates), 8
 
     def run(self, op, passes, lists=None):
         """Milliseconds by pass, and the temporary memory of forward and backward in GiB."""

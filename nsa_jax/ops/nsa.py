@@ -400,6 +400,7 @@ def nsa_attention(
     window_start=None,
     implementation: str | None = None,
     return_block_indices: bool = False,
+    nonnegative_gates: bool = False,
 ):
     """Native Sparse Attention: the gated sum of compressed, selected and window attention (paper eq. 5).
 
@@ -420,6 +421,8 @@ def nsa_attention(
         as key_slc does. Needs a query_offset.
       implementation: see the module's docstring; it applies to all four ops.
       return_block_indices: also return the block lists that the selected branch read.
+      nonnegative_gates: a promise that no gate is negative, as after a sigmoid. The kernels' backward pass is then
+        faster and takes less memory; a row with a negative gate gets NaN for its gradients.
 
     Returns:
       [B, T, N, V] in query's dtype; with `return_block_indices`, a pair with int32 [B, T, K, n].
@@ -476,6 +479,7 @@ def nsa_attention(
             segment_start=segment_start,
             query_offset=_offset(query_offset),
             window_start=window_start,
+            nonnegative_gates=nonnegative_gates,
         )
     else:
         common = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)

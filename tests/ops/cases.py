@@ -116,6 +116,7 @@ class Tested:
       values: bar for float32 values; `gradients`, `values_bf16` and `gradients_bf16` likewise.
       cases: cases to run.
       patches: attributes to set while it runs, "module:attribute" -> value.
+      options: more arguments of `nsa_attention`.
     """
 
     __test__ = False  # not a test class, whatever its name
@@ -128,6 +129,7 @@ class Tested:
     gradients_bf16: float = 1e-2
     cases: tuple[Case, ...] = CASES
     patches: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         return self.label or self.implementation
@@ -163,6 +165,24 @@ TESTED = (
         # Interpreted kernels are slow; tests/pallas has many more cases of each.
         cases=CASES if ON_GPU else tuple(BY_NAME[name] for name in INTERPRETED),
     ),
+    Tested(
+        "pallas",
+        label="pallas_nonnegative_gates",
+        values=1e-3 if ON_GPU else 1e-5,
+        gradients=1e-3 if ON_GPU else 1e-4,
+        cases=CASES if ON_GPU else (BY_NAME["bfloat16_packed"],),
+        options=(("nonnegative_gates", True),),
+    ),
+    # What groups of any size but multiples of 8 get on Hopper.
+    Tested(
+        "pallas",
+        label="pallas_heads_to_batch",
+        values=1e-3 if ON_GPU else 1e-5,
+        gradients=1e-3 if ON_GPU else 1e-4,
+        cases=tuple(BY_NAME[name] for name in ("group_3_wide_values", "blind_rows")),
+        patches=(("nsa_jax.ops.pallas.ranged_hopper.rearranges", lambda *args: True),),
+        options=(("nonnegative_gates", True),),
+    ),
 )
 
 
@@ -173,8 +193,8 @@ def relative_error(actual, expected, floor: float = 1e-2) -> float:
     return float(np.linalg.norm(actual - expected) / max(float(np.linalg.norm(expected)), floor))
 
 
-def run(case: Case, implementation: str, arrays: dict[str, jax.Array] | None = None):
-    """Branch outputs, lists, the gated output and its gradients, by name."""
+def run(case: Case, implementation: str, arrays: dict[str, jax.Array] | None = None, **options: Any):
+    """Branch outputs, lists, the gated output and its gradients, by name; `options` are `nsa_attention`'s."""
     arrays = case.inputs() if arrays is None else arrays
     common = dict(segment_start=case.segment_start(), query_offset=case.offset or None, implementation=implementation)
     weight = jnp.asarray(case.cotangent())
@@ -182,7 +202,9 @@ def run(case: Case, implementation: str, arrays: dict[str, jax.Array] | None = N
     @jax.jit
     def everything(arrays):
         def loss(arrays):
-            out, lists = nsa_jax.nsa_attention(**arrays, **common, config=case.config, return_block_indices=True)
+            out, lists = nsa_jax.nsa_attention(
+                **arrays, **common, **options, config=case.config, return_block_indices=True
+            )
             return (out.astype(jnp.float32) * weight).sum(), (out, lists)
 
         (_, (out, lists)), gradients = jax.value_and_grad(loss, has_aux=True)(arrays)

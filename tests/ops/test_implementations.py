@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.ops import oracle
-from tests.ops.cases import ARGUMENTS, BY_NAME, CASES, TESTED, reference, relative_error, run
+from tests.ops.cases import ARGUMENTS, BY_NAME, CASES, ON_GPU, TESTED, reference, relative_error, run
 
 ORACLE_CASES = [BY_NAME[name] for name in (
     "one_token",
@@ -61,7 +63,7 @@ def test_reference_gradients_agree_with_finite_differences(case):
 def test_implementation_agrees_with_reference(tested, case, monkeypatch):
     for name, value in tested.patches:
         monkeypatch.setattr(name, value)
-    values, lists, gradients = run(case, tested.implementation)
+    values, lists, gradients = run(case, tested.implementation, **dict(tested.options))
     expected, expected_lists, expected_gradients = reference(case)
     wide = case.dtype == jnp.float32
     value_bar, gradient_bar = (tested.values, tested.gradients) if wide else (tested.values_bf16, tested.gradients_bf16)
@@ -88,6 +90,21 @@ def test_rows_that_see_nothing_are_exactly_zero(implementation):
         assert (values[name][blind] == 0).all(), name
     assert (lists[blind] == -(-case.S // case.config.select_block)).all()
     assert (gradients["query"][blind] == 0).all() and (gradients["query"][~blind] != 0).any()
+
+
+def test_gates_of_any_sign_and_of_zero():
+    """Negative gates are right without the promise of none, and loud with it; a gate of 0 is right either way."""
+    case = dataclasses.replace(BY_NAME["blind_rows"], T=20, B=1)
+    arrays = case.inputs()
+    arrays["gates"] = arrays["gates"].at[:, :, 0, 1].set(0.0)
+    token = int(np.flatnonzero(np.asarray(case.segment_start()) <= np.arange(case.T))[-1])
+    signed = {**arrays, "gates": arrays["gates"].at[:, token, 1, 2].set(-0.3)}
+    for inputs, options in ((arrays, dict(nonnegative_gates=True)), (signed, {})):
+        gradients, expected = run(case, "pallas", inputs, **options)[2], run(case, "reference", inputs)[2]
+        for name in ARGUMENTS:
+            assert relative_error(gradients[name], expected[name]) <= (1e-3 if ON_GPU else 1e-4), name
+    gradient = run(case, "pallas", signed, nonnegative_gates=True)[2]["query"]
+    assert np.isnan(gradient[:, token, 1]).all() and np.isfinite(np.delete(gradient, token, axis=1)).all()
 
 
 def test_every_group_size_and_edge_is_covered():

@@ -17,11 +17,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.ops.pallas import gate_kernels, ranged, ranged_cudnn
+from nsa_jax.ops.pallas import gate_kernels, ranged, ranged_cudnn, ranged_hopper
 from nsa_jax.ops.pallas.ranged_backward import ranged_backward
 from nsa_jax.ops.pallas.select import select_blocks
 from nsa_jax.ops.pallas.selected import selected_forward
 from nsa_jax.ops.pallas.selected_backward import selected_backward
+from nsa_jax.ops.target import current_target
 
 # Under these names remat policies keep what the backward pass needs.
 _RESIDUALS = "nsa_attention_residuals"
@@ -35,6 +36,8 @@ class _Static:
     config: NSAConfig
     packed: bool  # rows hold several documents
     cudnn: bool  # cuDNN serves the window's forward pass
+    fold_gates: bool  # no gate is negative: the backward pass takes them into the log-sum-exp
+    kv_heads: int  # how many key/value heads of a batch entry have become batch entries; 1 if they have not
     offset: int | None  # query_offset, where it is a Python int
 
 
@@ -52,21 +55,39 @@ def nsa_attention(
     segment_start=None,
     query_offset=0,
     window_start=None,
+    nonnegative_gates: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `nsa_jax.nsa_attention`; returns the output and the block lists."""
     packed = segment_start is not None
     cudnn = not packed and window_start is None and ranged_cudnn.serves_window(query, key_win, value_win, query_offset)
     if segment_start is None:
         segment_start = jnp.zeros(query.shape[:2], jnp.int32)
-    tensors = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
+    tensors: tuple[jax.Array, ...] = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
+    kv_heads = key_slc.shape[2] if ranged_hopper.rearranges(query, value_slc, current_target()) else 1
+    if kv_heads > 1:
+        # Hopper's kernels want the heads of a group beside each other. Rearranged here, all branches share one copy,
+        # forward and backward; as batch entries the key/value heads need no kernels of their own.
+        tensors = tuple(_heads_to_batch(x, kv_heads) for x in tensors)
+        segment_start = jnp.repeat(segment_start, kv_heads, axis=0)
     offset = jnp.asarray(query_offset, jnp.int32)
-    static = _Static(config, packed, cudnn, query_offset if isinstance(query_offset, int) else None)
+    static_offset = query_offset if isinstance(query_offset, int) else None
+    static = _Static(config, packed, cudnn, nonnegative_gates, kv_heads, static_offset)
     positions = (
         segment_start.astype(jnp.int32),
         offset,
         jnp.asarray(0 if window_start is None else window_start, jnp.int32),
     )
-    return _nsa(static, tensors, positions)
+    out, indices = _nsa(static, tensors, positions)
+    if kv_heads > 1:
+        indices = indices.reshape(-1, kv_heads, *indices.shape[1:2], indices.shape[-1]).swapaxes(1, 2)
+    return out, indices
+
+
+def _heads_to_batch(x: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, T, K * G, D] as [B * K, T, G, D]."""
+    batch, length, heads, dim = x.shape
+    x = x.reshape(batch, length, kv_heads, heads // kv_heads, dim).swapaxes(1, 2)
+    return x.reshape(batch * kv_heads, length, heads // kv_heads, dim)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -114,7 +135,7 @@ def _forward(static: _Static, tensors, positions):
         query, key_slc, value_slc, indices, segment_start, offset, config.select_block, static.packed
     )
     outs, lses = checkpoint_name(((out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)), _RESIDUALS)
-    return (gate_kernels.gated_sum(gates, outs), indices), (tensors, positions, indices, outs, lses)
+    return (gate_kernels.gated_sum(gates, outs, static.kv_heads), indices), (tensors, positions, indices, outs, lses)
 
 
 def _nsa_fwd(static: _Static, tensors, positions):
@@ -127,38 +148,49 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
     query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = tensors
     d_out, _ = cotangents
     gate = gates.astype(jnp.float32)
-    d_gates = gate_kernels.gate_gradients(outs, d_out)
+    d_gates, d_out = gate_kernels.gate_gradients(outs, d_out, static.kv_heads)
     # From here on the outputs are not needed.
     d_out, d_gates = lax.optimization_barrier((d_out, d_gates))
-    deltas = gate * d_gates
     (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, positions)
 
-    def cotangent(branch: int):
-        return (gate[..., branch, None] * d_out.astype(jnp.float32)).astype(query.dtype)
+    def branch(i: int):
+        """(delta, lse, cotangent) of a branch's backward pass."""
+        if static.fold_gates:
+            # A smaller log-sum-exp makes the recomputed weights come out times the gate. That is all the gate does: to
+            # dv = weights^T d_out, and to the scores' gradients weights * (d_out v^T - sum(out * d_out)). No cotangent
+            # of the branch's own is written, and branches that rearrange d_out share one copy.
+            lse = lses[i] - jnp.log(gate[..., i])
+            return d_gates[..., i], jnp.where(lses[i] == -jnp.inf, -jnp.inf, lse), d_out
+        cotangent = gate[..., i, None] * d_out.astype(jnp.float32)
+        return gate[..., i] * d_gates[..., i], lses[i], cotangent.astype(query.dtype)
+
+    def after(d_query, key):
+        """Lets the next branch wait for this one: through its key, or its cotangent would be written early."""
+        nonlocal d_out
+        if static.fold_gates:
+            return lax.optimization_barrier((d_query, key))
+        d_query, key, d_out = lax.optimization_barrier((d_query, key, d_out))
+        return d_query, key
 
     d_query, d_key_slc, d_value_slc = selected_backward(
         query,
         key_slc,
         value_slc,
         indices,
-        deltas[..., 1],
-        lses[1],
-        cotangent(1),
+        *branch(1),
         select_block=static.config.select_block,
         segment_start=segment_start,
         query_offset=offset,
     )
-    d_out, d_query = lax.optimization_barrier((d_out, d_query))
     if key_cmp.shape[1]:
-        more, d_key_cmp, d_value_cmp = ranged_backward(
-            query, key_cmp, value_cmp, low_cmp, high_cmp, deltas[..., 0], lses[0], cotangent(0)
-        )
+        d_query, key_cmp = after(d_query, key_cmp)
+        more, d_key_cmp, d_value_cmp = ranged_backward(query, key_cmp, value_cmp, low_cmp, high_cmp, *branch(0))
         d_query = _add(d_query, more)
-        d_out, d_query = lax.optimization_barrier((d_out, d_query))
     else:
         d_key_cmp, d_value_cmp = jnp.zeros_like(key_cmp), jnp.zeros_like(value_cmp)
+    d_query, key_win = after(d_query, key_win)
     more, d_key_win, d_value_win = ranged_backward(
-        query, key_win, value_win, low_win, high_win, deltas[..., 2], lses[2], cotangent(2), static.config.window
+        query, key_win, value_win, low_win, high_win, *branch(2), span=static.config.window
     )
     gradients = (
         _add(d_query, more),

@@ -51,7 +51,7 @@ def ranged_backward(query, key, value, low, high, delta, lse, grad_out, span: in
     vectors = lse.reshape(rows), delta.reshape(rows), low, high
     config = tuning.ranged_dq_config(h_dim, v_dim, query.dtype, target, span)
     grad_query = grad_query_kernel(flat_query, key, value, flat_grad, *vectors, config)
-    config = tuning.ranged_dkv_config(h_dim, v_dim, query.dtype, target)
+    config = tuning.ranged_dkv_config(h_dim, v_dim, query.dtype, target, span)
     grad_key, grad_value = grad_key_value_kernel(flat_query, key, value, flat_grad, *vectors, config)
     return grad_query.reshape(query.shape), grad_key, grad_value
 

@@ -1,0 +1,51 @@
+"""All of NSA on a GPU, at shapes whose query heads are rearranged for Hopper's kernels, against the reference."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nsa_jax
+from nsa_jax import NSAConfig
+from nsa_jax.ops import blocks
+from tests.ops.cases import ARGUMENTS, relative_error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nonnegative_gates", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("num_selected", [16, 3])  # under a mask, and by lists (of forced blocks: no ties)
+def test_groups_of_six_equal_the_reference(num_selected, packed, nonnegative_gates):
+    config = NSAConfig(num_selected=num_selected)
+    batch, length, heads, kv_heads, dim = 2, 650, 12, 2, 64
+    rng = np.random.default_rng(num_selected)
+    num_cmp = blocks.num_compressed(length, config)
+    shapes = [(length, heads), *[(num_cmp, kv_heads)] * 2, *[(length, kv_heads)] * 4]
+    arrays = [jnp.asarray(rng.normal(size=(batch, *shape, dim)), jnp.bfloat16) for shape in shapes]
+    arrays.append(jnp.asarray(rng.uniform(0.05, 1, (batch, length, heads, 3)), jnp.float32))
+    start = jnp.asarray(np.where(np.arange(length) < 301, 0, 301)[None].repeat(batch, 0), jnp.int32) if packed else None
+    weight = jnp.asarray(rng.normal(size=(batch, length, heads, dim)), jnp.float32)
+
+    def run(implementation, *arrays, **options):
+        def loss(*arrays):
+            out, lists = nsa_jax.nsa_attention(
+                *arrays,
+                config=config,
+                segment_start=start,
+                implementation=implementation,
+                return_block_indices=True,
+                **options,
+            )
+            return (out.astype(jnp.float32) * weight).sum(), (out, lists)
+
+        return jax.jit(jax.value_and_grad(loss, argnums=tuple(range(8)), has_aux=True))(*arrays)
+
+    (_, (out, lists)), gradients = run("pallas", *arrays, nonnegative_gates=nonnegative_gates)
+    (_, (expected, expected_lists)), expected_gradients = run("reference", *(x.astype(jnp.float32) for x in arrays))
+    np.testing.assert_array_equal(lists, expected_lists)
+    assert out.shape == expected.shape and out.dtype == jnp.bfloat16
+    assert relative_error(out.astype(jnp.float32), expected) <= 4e-3
+    for name, gradient, reference in zip(ARGUMENTS, gradients, expected_gradients, strict=True):
+        assert relative_error(gradient.astype(jnp.float32), reference) <= 1e-2, name
