@@ -153,7 +153,7 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
     d_out, d_gates = lax.optimization_barrier((d_out, d_gates))
     (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, positions)
 
-    def branch(i: int):
+    def branch(i: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(delta, lse, cotangent) of a branch's backward pass."""
         if static.fold_gates:
             # A smaller log-sum-exp makes the recomputed weights come out times the gate. That is all the gate does: to
@@ -190,7 +190,7 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
         d_key_cmp, d_value_cmp = jnp.zeros_like(key_cmp), jnp.zeros_like(value_cmp)
     d_query, key_win = after(d_query, key_win)
     more, d_key_win, d_value_win = ranged_backward(
-        query, key_win, value_win, low_win, high_win, *branch(2), span=static.config.window
+        query, key_win, value_win, low_win, high_win, *branch(2), static.config.window
     )
     gradients = (
         _add(d_query, more),
