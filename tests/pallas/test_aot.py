@@ -1,5 +1,7 @@
 """Every kernel, forward and backward, compiles for A100 and H100 at the real shapes, on a machine without a GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,7 @@ from nsa_jax import aot
 from nsa_jax.ops import blocks
 
 CONFIG = nsa_jax.NSAConfig()
+RESIDUALS = ("nsa_attention_residuals", "nsa_block_indices")
 
 # 4 GiB is the bar, on the versions that GPU work is verified on. JAX 0.12 keeps one more copy: 4.35 GiB.
 MAX_TEMP_GIB = 4.0 if jax.__version_info__ < (0, 12) else 4.5
@@ -76,3 +79,22 @@ def test_too_much_shared_memory_is_refused():
 def test_unknown_gpu_names_the_known_ones():
     with pytest.raises(ValueError, match="a100-80gb"):
         aot.devices("v100")
+
+
+# Three branches with three kernels each and the scores; groups of 6 have windows and scores in Triton kernels.
+@pytest.mark.parametrize("heads,kernels", [(16, 10), (12, 6)])
+def test_kernels_of_layers_in_a_scan_run_once(heads, kernels):
+    """XLA would let a kernel write into the scan's residuals, and run it a second time for its other readers."""
+    query, *rest = _inputs((2, 1024, heads, 2, 64, 64))
+
+    def loss(query, keys_values, gates):
+        @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*RESIDUALS))
+        def layer(query, _):
+            out = nsa_jax.nsa_attention(query, *keys_values, gates, config=CONFIG, implementation="pallas")
+            return out, None
+
+        return jax.lax.scan(layer, query, None, length=3)[0].astype(jnp.float32).sum()
+
+    gradient = jax.grad(loss, argnums=(0, 1, 2))
+    compiled = aot.compile_for_gpu(gradient, query, tuple(rest[:6]), rest[6], gpu="h100")
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == kernels

@@ -48,6 +48,18 @@ def _first_at_least(ascending: jax.Array, bounds: jax.Array) -> jax.Array:
     return search(ascending, bounds).astype(jnp.int32)
 
 
+def _sort_rows(keys: jax.Array, bound: int) -> jax.Array:
+    """Sorts every row of uint32 keys [rows, E], all below `bound`.
+
+    As one row where its keys fit 32 bits: rows of their own are sorted by one thread block each.
+    """
+    rows, count = keys.shape
+    if rows == 1 or rows * bound > 2**32:
+        return jax.lax.sort(keys, dimension=1, is_stable=False)
+    first = jnp.arange(rows, dtype=jnp.uint32)[:, None] * jnp.uint32(bound)
+    return jax.lax.sort((keys + first).reshape(-1), is_stable=False).reshape(rows, count) - first
+
+
 def invert(entries: jax.Array, num_blocks: int, chunk: int) -> InvertedLists:
     """Groups list entries by the block that they name.
 
@@ -59,7 +71,7 @@ def invert(entries: jax.Array, num_blocks: int, chunk: int) -> InvertedLists:
     rows, count = entries.shape
     # One operand sorts faster than key and payload; the position inside the key makes the order unique.
     packed = jnp.minimum(entries, num_blocks).astype(jnp.uint32) * count + jnp.arange(count, dtype=jnp.uint32)
-    packed = jax.lax.sort(packed, dimension=1, is_stable=False)
+    packed = _sort_rows(packed, (num_blocks + 1) * count)
     bounds = jnp.arange(num_blocks + 1, dtype=jnp.uint32) * count
     starts = _first_at_least(packed, jnp.broadcast_to(bounds, (rows, num_blocks + 1)))  # [rows, J + 1]
     order = (packed % jnp.uint32(count)).astype(jnp.int32)
