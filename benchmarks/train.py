@@ -1,6 +1,6 @@
 """Training speed: tokens per second, MFU and memory of NSA and dense models, by row length and by number of GPUs.
 
-    python benchmarks/train.py --json benchmarks/results/train_h200.json
+    python benchmarks/train.py --remat attention_saved --json out.json
     python benchmarks/train.py --lengths 2048 --tokens 131072,262144 --remat none,attention_saved,block
     python benchmarks/train.py --attention nsa --lengths 2048 --devices 1,2,4 --layouts data,fsdp
 

@@ -124,21 +124,21 @@ def training_rows() -> dict[str, list[str]]:
     """As `attention_rows`, of whole training steps; of cases that were timed twice, the newest."""
     measured = results("train_speed_h200")["rows"]
 
-    def found(attention: str, length: int, remat: str = "block", devices: int = 1, layout: str = "data") -> dict:
-        case = dict(attention=attention, length=length, remat=remat, devices=devices, layout=layout, layers="scanned")
+    def found(attention: str, length: int, remat: str = "attention_saved", **which) -> dict:
+        case = dict(attention=attention, length=length, remat=remat, devices=1, layout="data", layers="scanned") | which
         return [row for row in measured if case.items() <= row.items() and "error" not in row][-1]
 
     cases = [[found(kind, length) for length in LENGTHS[:4]] for kind in ("nsa", "dense")]
     speeds = [[row["tokens_per_second"] for row in rows] for rows in cases]
     sizes = [[f"{row['parameters'] / 1e6:.0f}M" for row in rows] for rows in cases]
     remat = [found("nsa", 2048, policy) for policy in ("none", "attention_saved", "block")]
-    four = [found("nsa", 2048, devices=4, layout=layout) for layout in ("data", "fsdp")]
+    four = [found("nsa", 2048, "block", devices=4, layout=layout) for layout in ("data", "fsdp")]
     context = results("context_h200")
     split = [row for row in (*context["same"], *context["long"]) if row["attention"] == "nsa"]
     return {
         "model with NSA, tokens/s": [thousands(speed) for speed in speeds[0]],
         "model with dense attention, tokens/s": [thousands(speed) for speed in speeds[1]],
-        "NSA over dense": [f"{nsa / dense:.1f}x" for nsa, dense in zip(*speeds, strict=True)],
+        "NSA over dense": [f"{nsa / dense:.2f}x" for nsa, dense in zip(*speeds, strict=True)],
         "parameters, NSA / dense": [" / ".join(pair) for pair in zip(*sizes, strict=True)],
         "speed, tokens/s": [thousands(row["tokens_per_second"]) for row in remat],
         "memory, GiB": [digits(row["planned_gib"]) for row in remat],
@@ -149,9 +149,29 @@ def training_rows() -> dict[str, list[str]]:
     }
 
 
+def generation_rows() -> dict[str, list[str]]:
+    """As `attention_rows`, of a whole model's decode step: milliseconds with 1, 16 and 64 rows."""
+    steps = {(row["attention"], row["context"], row["B"]): row for row in results("generate_h200")["rows"]}
+    contexts = sorted({context for _, context, _ in steps})
+
+    def cells(attention: str) -> list[str]:
+        return [" / ".join(digits(steps[attention, c, b]["ms_per_step"]) for b in (1, 16, 64)) for c in contexts]
+
+    most = [steps["nsa", c, 64]["tokens_per_s"] / steps["dense", c, 64]["tokens_per_s"] for c in contexts]
+    return {
+        "a step of the model with NSA: 1 / 16 / 64 rows, ms": cells("nsa"),
+        "a step of the model with dense attention: 1 / 16 / 64 rows, ms": cells("dense"),
+        "tokens/s with 64 rows, NSA / dense": [
+            " / ".join(f"{steps[attention, c, 64]['tokens_per_s']:,.0f}" for attention in ("nsa", "dense"))
+            for c in contexts
+        ],
+        "speed-up with 64 rows": [f"{gain:.1f}x" for gain in most],
+    }
+
+
 def all_rows() -> dict[str, list[str]]:
     """Cells of all rows with figures."""
-    return attention_rows() | decoding_rows() | training_rows()
+    return attention_rows() | decoding_rows() | generation_rows() | training_rows()
 
 
 SENTENCES = {"attention-origin": attention_origin}

@@ -285,8 +285,8 @@ def test_gradients_on_a_gpu_are_close_and_bit_equal_between_runs(name, masked, m
     chex.assert_trees_all_equal(got, run())
 
 
-def test_rows_are_sorted_as_one_where_their_keys_fit_32_bits():
-    keys = np.random.default_rng(0).integers(0, 1000, (3, 50), dtype=np.uint32)
-    for bound in (1000, 2**32 // 3, 2**32 - 1):  # the last one does not fit three times
+def test_as_many_rows_are_sorted_as_one_as_fit_32_bits():
+    for rows, bound in ((3, 1000), (3, 2**32 // 3), (3, 2**31), (3, 2**32 - 1), (9, 2**32 - 1)):
+        keys = np.random.default_rng(0).integers(0, 1000, (rows, 50), dtype=np.uint32)
         sorted_rows = lists._sort_rows(jnp.asarray(keys + np.uint32(bound - 1000)), bound)
         np.testing.assert_array_equal(sorted_rows, np.sort(keys, axis=1) + np.uint32(bound - 1000))
