@@ -12,6 +12,7 @@ import nsa_jax
 from benchmarks import attention, curves, train
 
 
+@pytest.mark.slow
 def test_attention_benchmark_writes_rows_and_plot(tmp_path):
     results, picture = tmp_path / "out.json", tmp_path / "out.png"
     command = [sys.executable, "benchmarks/attention.py", "--lengths", "128", "--shape", "4,2,16,16", "--no-dense"]

@@ -55,6 +55,7 @@ def world(tmp_path, monkeypatch, tiny_run):
     jax.config.update("jax_disable_most_optimizations", usual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_block_is_true(page, world):
     check(blocks(page.read_text(), str(page.relative_to(ROOT))), world)

@@ -174,6 +174,7 @@ def test_the_slurm_script_asks_for_one_process_per_host_and_a_signal():
     assert asked["signal"] == "TERM@300" and "requeue" in asked and re.fullmatch(r"\d+:\d\d:\d\d", asked["time"])
 
 
+@pytest.mark.slow
 def test_one_run_over_two_hosts_is_stopped_by_a_signal(tmp_path):
     """The script for ssh with the real train.py; ssh is replaced by a shell on this machine."""
     fake(tmp_path, "ssh", 'shift; exec bash -c "$1"')

@@ -56,6 +56,7 @@ def with_batches(made, change):
     return made
 
 
+@pytest.mark.slow
 def test_healthy_500_steps_raise_no_alarm(tmp_path):
     config = tiny_config(train__steps=500, train__log_every=10, train__eval_every=100, train__eval_batches=2)
     config.train.save_every = 250

@@ -47,6 +47,7 @@ def seconds_per_step(implementation, repeats=6, steps=2):
     return times[1:].min(0)  # the first compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_time_doubles_with_the_length(implementation):
     short, long = seconds_per_step(implementation)

@@ -134,8 +134,8 @@ def _forward(static: _Static, tensors, positions):
     out_slc, lse_slc = selected_forward(
         query, key_slc, value_slc, indices, segment_start, offset, config.select_block, static.packed
     )
-    # The barrier hides the kernels from XLA's dynamic-slice fusion. In a scan over layers that keeps their results, that
-    # of JAX 0.11 lets a kernel write into the array of all layers, and runs it again for whoever else reads them.
+    # The barrier hides the kernels from XLA's dynamic-slice fusion. In a scan over layers that keeps their results, JAX
+    # 0.11's lets a kernel write into the array of all layers, and runs it again for whoever else reads them.
     branches = lax.optimization_barrier(((out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)))
     outs, lses = checkpoint_name(branches, _RESIDUALS)
     return (gate_kernels.gated_sum(gates, outs, static.kv_heads), indices), (tensors, positions, indices, outs, lses)
