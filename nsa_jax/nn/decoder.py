@@ -42,6 +42,8 @@ class Decoder:
         self.chunk = max(chunk // block, 1) * block
         self._block, stacked = nnx.split(model.blocks)
         self._norm, norm = nnx.split(model.norm)
+        self._layer_tree = jax.tree.structure(stacked)
+        self._norm_tree = jax.tree.structure(norm)
 
         def ready(path, leaf):
             names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
@@ -53,12 +55,15 @@ class Decoder:
             return jnp.pad(leaf, ((0, 0), (0, padding))) if padding else leaf
 
         def layer(index):
-            return jax.tree_util.tree_map_with_path(lambda path, leaf: ready(path, leaf[index]), stacked)
+            cut = jax.tree_util.tree_map_with_path(lambda path, leaf: ready(path, leaf[index]), stacked)
+            return tuple(jax.tree.leaves(cut))
 
+        # Tuples of arrays: every step looks through them, which took 0.34 ms for 12 layers as Flax's states and takes
+        # 0.02 so, and a step of a small model takes the GPU half a millisecond.
         self.params: dict[str, Any] = {
             "embedding": model.embedding[...].astype(config.dtype),
             "layers": tuple(layer(index) for index in range(config.num_layers)),
-            "norm": norm,
+            "norm": tuple(jax.tree.leaves(norm)),
         }
         if not config.tie_embeddings:
             self.params["head"] = model.head[...].astype(config.dtype)
@@ -67,12 +72,12 @@ class Decoder:
         self._pick = jax.jit(self._last_logits)
 
     def _blocks(self, params):
-        for state in params["layers"]:
-            block: Block = nnx.merge(self._block, state)
+        for leaves in params["layers"]:
+            block: Block = nnx.merge(self._block, jax.tree.unflatten(self._layer_tree, leaves))
             yield block
 
     def _normed(self, params, x: jax.Array) -> jax.Array:
-        norm: RMSNorm = nnx.merge(self._norm, params["norm"])
+        norm: RMSNorm = nnx.merge(self._norm, jax.tree.unflatten(self._norm_tree, params["norm"]))
         return norm(x)
 
     def logits(self, params, hidden: jax.Array) -> jax.Array:

@@ -160,6 +160,22 @@ def test_one_compiled_step_serves_a_capacity_bucket():
     assert decoder.compilations() == {"prefill": 1, "step": 1}
 
 
+def test_a_step_looks_through_tuples_of_arrays_alone():
+    """Flax's states among its arguments would be flattened in Python for every token."""
+    decoder = Decoder(make_model())
+    arguments = (decoder.params, decoder.init_cache(1, 50))
+
+    def check(node):
+        if isinstance(node, (dict, tuple)):
+            for child in node.values() if isinstance(node, dict) else node:
+                check(child)
+        else:
+            assert isinstance(node, jax.Array), type(node)
+
+    check(arguments)
+    assert len(jax.tree.leaves(arguments)) > 2 * 15
+
+
 def test_bfloat16_decode_is_near_the_forward():
     model = make_model(compute_dtype="bfloat16", init_std=0.05)
     row = random_tokens(1, 60)[0]
