@@ -20,7 +20,7 @@ from nsa_jax.ops.pallas.ranged_tiles import NO_WEIGHT
 from nsa_jax.ops.target import Target
 
 # Query heads per key/value head that TMA fetches from [B, T, N, H] as they lie; see `ranged_hopper_tiles`.
-_DIRECT_GROUPS = (8, 16, 32, 64)
+DIRECT_GROUPS = (8, 16, 32, 64)
 
 
 def serves(query, value, target: Target, span: int | None) -> bool:
@@ -31,12 +31,12 @@ def serves(query, value, target: Target, span: int | None) -> bool:
     dims, group = (query.shape[-1], value.shape[-1]), query.shape[2] // value.shape[2]
     if not target.is_hopper or query.dtype != jnp.bfloat16 or any(d not in (64, 128, 192) for d in dims):
         return False
-    return span is None or span > 1024 or group in _DIRECT_GROUPS
+    return span is None or span > 1024 or group in DIRECT_GROUPS
 
 
 def rearranges(query, value, target: Target) -> bool:
     """Whether the Hopper kernels work on copies of these inputs with each group's heads beside each other."""
-    return serves(query, value, target, None) and query.shape[2] // value.shape[2] not in _DIRECT_GROUPS
+    return serves(query, value, target, None) and query.shape[2] // value.shape[2] not in DIRECT_GROUPS
 
 
 def tile_bounds(low, high, rows: int, keys: int) -> jax.Array:

@@ -17,6 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from nsa_jax.ops.pallas.ranged_hopper import DIRECT_GROUPS
+
 # A warpgroup's matrix products have 64 rows.
 ROWS = 64
 WARPGROUPS = 2
@@ -33,7 +35,7 @@ class RowTiles:
 
     @property
     def direct(self) -> bool:
-        return self.group % 8 == 0 and ROWS % self.group == 0
+        return self.group in DIRECT_GROUPS
 
     @property
     def copies(self) -> int:
