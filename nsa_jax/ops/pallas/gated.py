@@ -136,8 +136,8 @@ def _forward(static: _Static, tensors, positions):
     )
     # The barrier hides the kernels from XLA's dynamic-slice fusion. In a scan over layers that keeps their results, JAX
     # 0.11's lets a kernel write into the array of all layers, and runs it again for whoever else reads them.
-    branches = lax.optimization_barrier(((out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)))
-    outs, lses = checkpoint_name(branches, _RESIDUALS)
+    branches = (lax.optimization_barrier(x) for x in ((out_cmp, lse_cmp), (out_slc, lse_slc), (out_win, lse_win)))
+    outs, lses = checkpoint_name(tuple(zip(*branches, strict=True)), _RESIDUALS)
     return (gate_kernels.gated_sum(gates, outs, static.kv_heads), indices), (tensors, positions, indices, outs, lses)
 
 
