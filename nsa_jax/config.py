@@ -94,7 +94,7 @@ def default_config() -> ConfigDict:
     m.compute_dtype = "bfloat16"  # of activations and matrix products; statistics stay float32
     m.param_dtype = "float32"  # of parameters and optimizer state
     m.scan_layers = True  # one traced layer scanned num_layers times: compiles faster, same numbers
-    m.remat = "block"  # none | block | attention_saved | full: what the backward pass recomputes
+    m.remat = "block"  # none | block | attention_saved | dots_saved | full: what the backward pass recomputes
 
     m.nsa = ConfigDict(dataclasses.asdict(NSAConfig()))  # see NSAConfig
 
@@ -235,7 +235,7 @@ _CHOICES = {
     "model.implementation": ("auto", "reference", "xla", "pallas"),
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
-    "model.remat": ("none", "block", "attention_saved", "full"),
+    "model.remat": ("none", "block", "attention_saved", "dots_saved", "full"),
     "data.source": ("stdlib", "text", "hf", "synthetic"),
     "data.synthetic": ("random", "copy", "recall"),
     "data.tokenizer": ("byte", "bpe", "hf"),

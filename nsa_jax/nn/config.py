@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import NSAConfig, nsa_config
 from nsa_jax.ops.nsa import IMPLEMENTATIONS
 
-REMAT_POLICIES = ("none", "block", "attention_saved", "full")
+REMAT_POLICIES = ("none", "block", "attention_saved", "dots_saved", "full")
 
 
 def _default_mlp_dim(dim: int) -> int:

@@ -29,6 +29,15 @@ def _attention_saveable(prim, *args, **params) -> bool:
     return prim.name in _KERNELS or bool(names(prim, *args, **params))
 
 
+def _dots_saveable(prim, *args, **params) -> bool:
+    """Saves results of products with parameters too; those of attention have batch dimensions."""
+    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return _attention_saveable(prim, *args, **params) or bool(dots(prim, *args, **params))
+
+
+_SAVEABLE = {"attention_saved": _attention_saveable, "dots_saved": _dots_saveable}
+
+
 def remat(fn: Callable, policy: str, *, scanned: bool) -> Callable:
     """`fn` with what its backward pass recomputes decided by a policy's name; see `Transformer`.
 
@@ -37,8 +46,7 @@ def remat(fn: Callable, policy: str, *, scanned: bool) -> Callable:
     """
     if policy == "none":
         return fn
-    indices_saveable = jax.checkpoint_policies.save_only_these_names(_INDICES)
-    saveable = _attention_saveable if policy == "attention_saved" else indices_saveable
+    saveable = _SAVEABLE.get(policy, jax.checkpoint_policies.save_only_these_names(_INDICES))
     return jax.checkpoint(fn, policy=saveable, prevent_cse=not scanned)
 
 
@@ -95,6 +103,7 @@ class Transformer(nnx.Module):
     fits both ways of running them. `config.remat` decides what the backward pass recomputes; block indices are always
     kept:
       none: nothing; every activation is kept.
+      dots_saved: keeps what attention_saved does and every matrix product's result; recomputes what is elementwise.
       attention_saved: keeps each layer's input and what attention's backward pass needs; recomputes the rest.
       block: keeps each layer's input only.
       full: keeps the input of every sqrt(num_layers)-th layer only; runs the layers between twice more.

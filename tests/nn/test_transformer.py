@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from nsa_jax import NSAConfig
 from nsa_jax.nn import DenseAttention, ModelConfig, NSAttention, Transformer, count_parameters
 from nsa_jax.nn.attention import dense_attention
+from nsa_jax.nn.config import REMAT_POLICIES
 from nsa_jax.ops.target import Target, compile_for
 
 NSA = NSAConfig(
@@ -50,7 +51,7 @@ def baseline():
     return jax.jit(jax.value_and_grad(functools.partial(loss_of, graphdef)))(params, tokens_of(49), jax.random.key(7))
 
 
-RUNS = [(remat, True) for remat in ("none", "block", "attention_saved", "full")] + [("none", False), ("block", False)]
+RUNS = [(remat, True) for remat in REMAT_POLICIES] + [("none", False), ("block", False)]
 
 
 @pytest.mark.parametrize(("remat", "scan_layers"), RUNS, ids=[f"{r}-{'un' * (not s)}scanned" for r, s in RUNS])
@@ -58,6 +59,23 @@ def test_scan_and_remat_do_not_change_loss_or_gradients(remat, scan_layers):
     graphdef, params = build(scan_layers=scan_layers, remat=remat, dropout=0.2, implementation="reference")
     got = jax.jit(jax.value_and_grad(functools.partial(loss_of, graphdef)))(params, tokens_of(49), jax.random.key(7))
     chex.assert_trees_all_close(got, baseline(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("attention", "remat"), [("nsa", "attention_saved"), ("dense", "none")])
+def test_the_gradients_written_for_gpus_are_those_of_the_formulas(attention, remat):
+    """Projections and SwiGLU have their own backward pass on GPUs, here without the kernels."""
+    graphdef, params = build(attention=attention, remat=remat, implementation="reference")
+
+    def traced():
+        return jax.jit(lambda params: jax.value_and_grad(functools.partial(loss_of, graphdef))(params, tokens_of(49)))
+
+    plain = traced().trace(params)
+    with compile_for(Target("gpu", (9, 0))):
+        own = traced().trace(params)
+    barriers = [_count(run.jaxpr.jaxpr, "optimization_barrier") for run in (plain, own)]
+    assert barriers[1] - barriers[0] == 3  # around SwiGLU's kernel, and before the pieces are put together
+    want, got = (run.lower().compile()(params) for run in (plain, own))
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-7)
 
 
 def _count(jaxpr, name):
@@ -72,7 +90,7 @@ def _count(jaxpr, name):
     return found
 
 
-@pytest.mark.parametrize("remat", ["none", "block", "attention_saved", "full"])
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
 def test_blocks_are_selected_once_under_every_remat_policy(remat):
     graphdef, params = build(remat=remat, implementation="reference")
     grad = jax.make_jaxpr(jax.grad(functools.partial(loss_of, graphdef)))(params, tokens_of(49))
@@ -85,8 +103,8 @@ def test_attention_saved_does_not_run_the_forward_kernels_again():
         grad = jax.make_jaxpr(jax.grad(functools.partial(loss_of, graphdef)))(params, tokens_of(49))
         return _count(grad.jaxpr, "pallas_call")
 
-    none, saved, block = map(kernels, ("none", "attention_saved", "block"))
-    assert none == saved
+    none, saved, dots, block = map(kernels, ("none", "attention_saved", "dots_saved", "block"))
+    assert none == saved == dots
     assert block >= none + 3  # the forward pass of each branch, once more
 
 
@@ -98,9 +116,22 @@ def test_remat_policies_keep_fewer_activations_in_the_stated_order():
         saved = jax.eval_shape(lambda p: jax.vjp(lambda p: loss_of(graphdef, p, tokens), p)[1], params)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))
 
-    none, attention_saved, block, full = map(kept, ("none", "attention_saved", "block", "full"))
-    assert none > 1.5 * attention_saved
+    none, dots_saved, attention_saved, block, full = map(
+        kept, ("none", "dots_saved", "attention_saved", "block", "full")
+    )
+    assert none > 1.2 * dots_saved and dots_saved > 1.2 * attention_saved
     assert attention_saved > block > full
+
+
+def test_dots_saved_computes_no_product_with_parameters_again():
+    def dots(remat):
+        graphdef, params = build(remat=remat, implementation="pallas", head_dim=16, value_head_dim=16)
+        grad = jax.make_jaxpr(jax.grad(functools.partial(loss_of, graphdef)))(params, tokens_of(49))
+        return _count(grad.jaxpr, "dot_general")
+
+    none, dots_saved, attention_saved = map(dots, ("none", "dots_saved", "attention_saved"))
+    assert none == dots_saved
+    assert attention_saved >= none + 4  # projections in and out, the MLP's two products in
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

@@ -35,17 +35,20 @@ QUICK += ["--config.train.eval_every=0"]
 
 
 class Processes:
-    """Processes of one run, and what they print."""
+    """Processes of one run, and what they print; on the CPU, or with a GPU each."""
 
-    def __init__(self, workdir: Path, *flags: str, count: int = 2, own: dict[int, str] | None = None):
+    def __init__(
+        self, workdir: Path, *flags: str, count: int = 2, own: dict[int, str] | None = None, gpus: bool = False
+    ):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         env = {
             **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cuda,cpu" if gpus else "cpu",
+            "XLA_FLAGS": "" if gpus else "--xla_force_host_platform_device_count=2",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the tests' own process holds memory of the same GPUs
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
@@ -56,8 +59,9 @@ class Processes:
             command = [sys.executable, "train.py", "--config=tests/train/distributed_config.py", f"--workdir={workdir}"]
             command += [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={index}", *flags]
             command += [own[index]] if own and index in own else []
+            mine = env | {"CUDA_VISIBLE_DEVICES": str(index)} if gpus else env
             with output.open("w") as file:
-                self.all.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT))
+                self.all.append(subprocess.Popen(command, cwd=ROOT, env=mine, stdout=file, stderr=subprocess.STDOUT))
 
     def __enter__(self):
         return self
@@ -124,10 +128,10 @@ def first_lost(corpus, alone):
         return run.workdir, run.text(0), run.text(1), status, time.monotonic() - start
 
 
-def same(got: dict[int, float], want: dict[int, float]) -> list[int]:
-    """Checks that the losses of the steps in both are equal within 1e-5; returns these steps."""
+def same(got: dict[int, float], want: dict[int, float], atol: float = 1e-5) -> list[int]:
+    """Checks that the losses of the steps in both are equal within `atol`; returns these steps."""
     steps = sorted(got.keys() & want.keys())
-    np.testing.assert_allclose([got[step] for step in steps], [want[step] for step in steps], rtol=0, atol=1e-5)
+    np.testing.assert_allclose([got[step] for step in steps], [want[step] for step in steps], rtol=0, atol=atol)
     return steps
 
 
@@ -213,3 +217,37 @@ def test_processes_started_differently_refuse_to_run(corpus):
         assert "R050 error: the run of process 1" in run.text(1) and "config.seed: 3 here, 0 there" in run.text(1)
         assert re.search(r"process 1 \(host \S+, pid \d+\) failed: .*config.seed: 3 here", run.text(0), re.DOTALL)
     assert not (corpus / "different" / "metrics.jsonl").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs")
+def test_two_gpus_over_nccl_lost_resumed_and_stopped(corpus):
+    """The kernels, parameters split over two processes: a killed one ends the other, which waits in a collective."""
+    flags = ["--config.train.steps=4000", "--config.model.implementation=pallas", "--config.model.head_dim=16"]
+    flags += [*config_flags(corpus), *QUICK]
+    with Processes(corpus / "one_gpu", *flags, "--config.mesh.fsdp=1", count=1, gpus=True) as run:
+        run.until(run.workdir / "checkpoints" / "16")
+        run.all[0].send_signal(signal.SIGTERM)
+        assert run.wait(0) == 0, run.text(0)
+    alone = losses(corpus / "one_gpu")
+
+    workdir = corpus / "two_gpus"
+    with Processes(workdir, *flags, "--config.mesh.fsdp=2", gpus=True) as run:
+        run.until(workdir / "checkpoints" / "8")
+        run.all[1].send_signal(signal.SIGKILL)
+        start = time.monotonic()
+        status, text = run.wait(0), run.text(0)
+    assert status == EXIT_PEER and time.monotonic() - start < 60, text
+    assert re.search(r"ALARM peer: process 1 \(host \S+, pid \d+\) is gone", text), text
+    assert same(losses(workdir), alone, 1e-4)[:8] == list(range(1, 9))
+    env = json.loads((workdir / "env.json").read_text())
+    assert env["processes"] == 2 and env["mesh"]["fsdp"] == 2
+
+    saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+    with Processes(workdir, *flags, "--config.mesh.fsdp=2", gpus=True) as run:
+        run.until(workdir / "checkpoints" / str(saved + 4))
+        run.all[1].send_signal(signal.SIGTERM)
+        assert (run.wait(0), run.wait(1)) == (0, 0), run.text(0) + run.text(1)
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["stopped_by"] == "process 1" and summary["start_step"] == saved
+    assert (workdir / "checkpoints" / str(summary["step"])).is_dir()
