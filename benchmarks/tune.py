@@ -35,10 +35,10 @@ from nsa_jax.ops import blocks  # noqa: E402
 from nsa_jax.ops.pallas import tuning  # noqa: E402
 from nsa_jax.ops.target import Target, compile_for, current_target  # noqa: E402
 
-# Function of tuning.py -> values to try for each field of the dataclass that it returns (None: it returns a number).
-_Space = dict[str | None, tuple]
+# Function of tuning.py -> values to try for each field of the dataclass that it returns.
+_Space = dict[str, tuple]
 _RANGED: _Space = {"rows": (32, 64, 128), "keys": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4)}
-_RANGED_HOPPER: _Space = {"keys": (64, 128), "stages": (2, 3, 4)}
+_RANGED_HOPPER: _Space = {"keys": (64, 128), "stages": (2, 3, 4), "warpgroups": (2, 3)}
 SPACES: dict[str, _Space] = {
     "selected_config": {
         "tile": (1, 4, 8, 16),
@@ -71,12 +71,12 @@ SPACES: dict[str, _Space] = {
     "ranged_dkv_config": _RANGED | {"splits": (0, 2, 4, 8)},
     "ranged_hopper_config": _RANGED_HOPPER,
     "ranged_hopper_dq_config": _RANGED_HOPPER,
-    "ranged_hopper_dkv_stages": {None: (2, 3, 4)},
+    "ranged_hopper_dkv_config": {"stages": (2, 3, 4), "warpgroups": (2, 3), "splits": (0, 1, 2, 4, 8)},
 }
 _RANGED_KERNELS = {"fwd": ("ranged_forward_config",), "bwd": ("ranged_dq_config", "ranged_dkv_config")}
 _RANGED_HOPPER_KERNELS = {
     "fwd": ("ranged_hopper_config",),
-    "bwd": ("ranged_hopper_dq_config", "ranged_hopper_dkv_stages"),
+    "bwd": ("ranged_hopper_dq_config", "ranged_hopper_dkv_config"),
 }
 
 
@@ -89,24 +89,17 @@ def kernels(op: str, which: str, target: Target) -> tuple[str, ...]:
     return (_RANGED_HOPPER_KERNELS if target.is_hopper else _RANGED_KERNELS)[which]
 
 
-def with_value(config: Any, field: str | None, value: Any) -> Any:
-    """`config` with one field changed; a number is changed as a whole."""
-    return value if field is None else dataclasses.replace(config, **{field: value})
-
-
-def neighbours(config: Any, space: _Space) -> Iterator[tuple[str | None, Any]]:
+def neighbours(config: Any, space: _Space) -> Iterator[tuple[str, Any]]:
     """(field, configuration) for everything that differs from `config` in one field."""
     for field, values in space.items():
         for value in values:
-            candidate = with_value(config, field, value)
+            candidate = dataclasses.replace(config, **{field: value})
             if candidate != config:
                 yield field, candidate
 
 
 def differences(config: Any, base: Any) -> dict[str, Any]:
     """The fields in which `config` differs from `base`."""
-    if not dataclasses.is_dataclass(config):
-        return {} if config == base else {"value": config}
     pairs = ((f.name, getattr(config, f.name), getattr(base, f.name)) for f in dataclasses.fields(config))
     return {name: value for name, value, was in pairs if value != was}
 
@@ -156,7 +149,7 @@ def search(function: Callable, arguments: tuple, name: str, base: Any, timer: Ca
     for field, values in SPACES[name].items():
         start = best
         for value in values:
-            candidate = with_value(start, field, value)
+            candidate = dataclasses.replace(start, **{field: value})
             if candidate == start:
                 continue
             row: dict[str, Any] = {"kernel": name, "changed": differences(candidate, base), "ms": None, "error": None}

@@ -115,8 +115,9 @@ SELECTED = dict(batch=1, num_kv=1, h_dim=64, v_dim=64, slots=3, select_block=64,
 MASKED_CASES = {
     "group_6": (3, 2, dict(length=151, num_keys=151, num_heads=12, num_kv=2)),
     "group_16_packed": (2, 1, dict(length=71, num_keys=71, num_heads=16, h_dim=128, v_dim=128, packed=True)),
-    # 35 blocks: two words of 32 bits
+    # 35 blocks: two words of 32 bits. Of three warpgroups one has block 32, the first of the second word.
     "group_4_many_blocks": (1, 1, dict(length=15, num_keys=2201, num_heads=4, v_dim=128, slots=20, offset=2186)),
+    "group_6_many_blocks": (1, 1, dict(length=15, num_keys=2201, num_heads=6, slots=20, offset=2186)),
 }
 
 

@@ -102,7 +102,7 @@ def dispatch_forward(query, key, value, low, high, span, cudnn):
     if cudnn:
         return ranged_cudnn.window_forward(query, key, value, span)
     if ranged_hopper.serves(query, value, current_target(), span):
-        config = tuning.ranged_hopper_config(query.shape[-1], value.shape[-1], span)
+        config = tuning.ranged_hopper_config(query.shape[-1], value.shape[-1], span, key.shape[1])
         return ranged_hopper.ranged_forward(query, key, value, low, high, config)
     return ranged_forward(query, key, value, low, high)
 

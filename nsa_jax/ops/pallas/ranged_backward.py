@@ -23,6 +23,7 @@ from nsa_jax.ops.pallas.ranged_tiles import (
     query_tile_ranges,
     row_products,
     rows_spec,
+    splits_for,
 )
 from nsa_jax.ops.target import current_target
 
@@ -43,9 +44,8 @@ def ranged_backward(query, key, value, low, high, delta, lse, grad_out, span: in
     if ranged_hopper.serves(query, value, target, span):
         args = (query, key, value, grad_out, lse, delta, low, high)
         grad_query = ranged_hopper_backward.grad_query(*args, tuning.ranged_hopper_dq_config(h_dim, v_dim, span))
-        stages = tuning.ranged_hopper_dkv_stages(h_dim, v_dim, span)
-        splits = splits_for(key, value, length * heads // key.shape[2], keys=128, rows=64)
-        return grad_query, *ranged_hopper_backward.grad_key_value(*args, stages, splits)
+        keys_config = tuning.ranged_hopper_dkv_config(h_dim, v_dim, span)
+        return grad_query, *ranged_hopper_backward.grad_key_value(*args, keys_config)
     rows = (batch, length * heads)
     flat_query, flat_grad = query.reshape(*rows, h_dim), grad_out.reshape(*rows, v_dim)
     vectors = lse.reshape(rows), delta.reshape(rows), low, high
@@ -54,13 +54,6 @@ def ranged_backward(query, key, value, low, high, delta, lse, grad_out, span: in
     config = tuning.ranged_dkv_config(h_dim, v_dim, query.dtype, target, span)
     grad_key, grad_value = grad_key_value_kernel(flat_query, key, value, flat_grad, *vectors, config)
     return grad_query.reshape(query.shape), grad_key, grad_value
-
-
-def splits_for(key, value, num_rows: int, *, keys: int, rows: int) -> int:
-    """Programs per block of `keys` keys in the dk, dv kernel, for `num_rows` query rows per key/value head."""
-    batch, num_keys, kv_heads, h_dim = key.shape
-    share_bytes = batch * num_keys * kv_heads * (h_dim + value.shape[-1]) * 4
-    return tuning.ranged_splits(pl.cdiv(num_keys, keys) * kv_heads * batch, pl.cdiv(num_rows, rows), share_bytes)
 
 
 def _dq_kernel(

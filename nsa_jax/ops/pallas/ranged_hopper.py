@@ -1,7 +1,8 @@
-"""Forward of ranged attention for Hopper: two warpgroups compute, a third feeds them keys and values through TMA.
+"""Forward of ranged attention for Hopper: warpgroups compute, one more feeds them keys and values through TMA.
 
 The Triton kernel leaves the matrix units idle while it takes exponentials. Here two warpgroups of 64 query rows take
-turns: one multiplies while the other does its softmax, so that both units stay busy.
+turns: one multiplies while the other does its softmax, so that both units stay busy. Narrow heads leave registers for a
+third warpgroup; three keep them busy without turns.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
-    from nsa_jax.ops.pallas.ranged_hopper_tiles import ROWS, WARPGROUPS
+    from nsa_jax.ops.pallas.ranged_hopper_tiles import ROWS
 
-    keys, stages = config.keys, config.stages
+    keys, stages, warpgroups = config.keys, config.stages, config.warpgroups
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
-    rows = hopper.RowTiles(length, heads // kv_heads, kv_heads)
+    rows = hopper.RowTiles(length, heads // kv_heads, kv_heads, warpgroups)
     row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
     bounds = tile_bounds(row_low, row_high, rows.tile, keys)
     query = rows.arrange(query)
@@ -95,13 +96,21 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
             tile = last - n
             return tile, *(bounds_ref[b, tile, i] for i in range(4))
 
-        def take_turns():
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
+        def arrive():
+            if warpgroups == 2:
+                plgpu.barrier_arrive(turn)
 
-        @pl.when(wg < WARPGROUPS)
+        def wait():
+            if warpgroups == 2:
+                plgpu.barrier_wait(turn)
+
+        def take_turns():
+            arrive()
+            wait()
+
+        @pl.when(wg < warpgroups)
         def _compute():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(hopper.registers(warpgroups)[0], action="increase")
             query_smem, out_smem = query_smem2.at[wg], out_smem2.at[wg]
             low_smem, high_smem, lse_smem = (x.at[wg] for x in vectors)
             layout, shape = plgpu.Layout.WGMMA.reduce(1), (ROWS, keys)
@@ -143,9 +152,9 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
                     half = weights.astype(query_ref.dtype)
                     total = total * alpha + weights.sum(axis=1)
                     acc, total, new_peak, half = lax.optimization_barrier((acc, total, new_peak, half))
-                    plgpu.barrier_arrive(turn)  # done with the softmax
+                    arrive()  # done with the softmax
                     plgpu.barrier_wait(value_loaded.at[slot])
-                    plgpu.barrier_wait(turn)  # until the other warpgroup has issued its product
+                    wait()  # until the other warpgroup has issued its product
 
                     def accumulate(acc_ref):
                         plgpu.wgmma(acc_ref, half, value_smem.at[slot])
@@ -180,15 +189,15 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
             lax.fori_loop(0, num_tiles, serve_tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(wg == WARPGROUPS)
+        @pl.when(wg == warpgroups)
         def _feed():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(hopper.registers(warpgroups)[1], action="decrease")
             streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
 
             def feed_tile(n, before):
                 tile, begin, _, _, end = tile_range(n)
                 pl.when(n > 0)(lambda: plgpu.barrier_wait(query_freed))
-                for group in range(WARPGROUPS):
+                for group in range(warpgroups):
                     base, barrier = tile * rows.tile + group * ROWS, query_loaded.at[group]
                     rows.load(query_ref, query_smem2.at[group], barrier, b, kv_head, base)
                     plgpu.copy_gmem_to_smem(low_ref.at[b, pl.ds(base, ROWS)], vectors[0].at[group], barrier)
@@ -205,20 +214,20 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
     def entry(*refs):
         buffer = functools.partial(hopper.tiled, dtype=query.dtype)
         filled = plgpu.Barrier(num_barriers=stages)
-        freed = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
+        freed = plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups)
         pl.run_scoped(
             lambda *scoped: kernel(*refs, *scoped),
             (
-                buffer(WARPGROUPS, ROWS, h_dim),
-                buffer(WARPGROUPS, ROWS, v_dim),
+                buffer(warpgroups, ROWS, h_dim),
+                buffer(warpgroups, ROWS, v_dim),
                 buffer(stages, keys, h_dim),
                 buffer(stages, keys, v_dim),
             ),
-            tuple(plgpu.SMEM((WARPGROUPS, ROWS), dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)),
-            plgpu.SMEM((WARPGROUPS, num_words, ROWS), jnp.int32) if num_words else None,
-            (plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=rows.copies + 2 + num_words), filled, filled),
-            (plgpu.Barrier(num_arrivals=WARPGROUPS), freed, freed),
-            plgpu.Barrier(num_arrivals=WARPGROUPS),
+            tuple(plgpu.SMEM((warpgroups, ROWS), dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)),
+            plgpu.SMEM((warpgroups, num_words, ROWS), jnp.int32) if num_words else None,
+            (plgpu.Barrier(num_barriers=warpgroups, num_arrivals=rows.copies + 2 + num_words), filled, filled),
+            (plgpu.Barrier(num_arrivals=warpgroups), freed, freed),
+            plgpu.Barrier(num_arrivals=warpgroups),
             collective_axes="wg",
         )
 
@@ -231,5 +240,6 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
             jax.ShapeDtypeStruct((batch, kv_heads, rows.tiles * rows.tile), jnp.float32),
         ],
         *(bounds, row_low, row_high, query, key, value, *masks),
+        warpgroups=warpgroups,
     )
     return rows.restore(out), rows.from_rows(lse)

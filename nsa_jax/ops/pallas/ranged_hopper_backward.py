@@ -1,4 +1,4 @@
-"""Backward of ranged attention for Hopper: two warpgroups compute, a third feeds them through TMA.
+"""Backward of ranged attention for Hopper: warpgroups compute, one more feeds them through TMA.
 
 The counterparts of the two Triton kernels in `ranged_backward`, with the same arguments and results.
 """
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from nsa_jax.ops.pallas import tuning
 from nsa_jax.ops.pallas.common import LOG2E
 from nsa_jax.ops.pallas.ranged_hopper import tile_bounds
-from nsa_jax.ops.pallas.ranged_tiles import NO_WEIGHT, query_tile_ranges
+from nsa_jax.ops.pallas.ranged_tiles import NO_WEIGHT, query_tile_ranges, splits_for
 
 
 def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig, listed=None):
@@ -33,12 +33,12 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
-    from nsa_jax.ops.pallas.ranged_hopper_tiles import ROWS, WARPGROUPS
+    from nsa_jax.ops.pallas.ranged_hopper_tiles import ROWS
 
-    keys, stages = config.keys, config.stages
+    keys, stages, warpgroups = config.keys, config.stages, config.warpgroups
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
-    rows = hopper.RowTiles(length, heads // kv_heads, kv_heads)
+    rows = hopper.RowTiles(length, heads // kv_heads, kv_heads, warpgroups)
     row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
     bounds = tile_bounds(row_low, row_high, rows.tile, keys)
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
@@ -57,9 +57,9 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
         tile = rows.tiles - 1 - lax.axis_index("tile")
         begin, exact_begin, exact_end, end = (bounds_ref[b, tile, i] for i in range(4))
 
-        @pl.when(wg < WARPGROUPS)
+        @pl.when(wg < warpgroups)
         def _compute():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(hopper.registers(warpgroups)[0], action="increase")
             query_smem, grad_smem = query_smem2.at[wg], grad_smem2.at[wg]
             low_smem, high_smem, lse_smem, delta_smem = (x.at[wg] for x in vectors)
             base, barrier = tile * rows.tile + wg * ROWS, rows_loaded.at[wg]
@@ -120,28 +120,28 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
             rows.store(query_smem, dq_ref, b, kv_head, base)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(wg == WARPGROUPS)
+        @pl.when(wg == warpgroups)
         def _feed():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(hopper.registers(warpgroups)[1], action="decrease")
             streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
             hopper.feed_blocks(begin, end, 0, keys, streams, (b, kv_head))
 
     def entry(*refs):
         tiled = functools.partial(hopper.tiled, dtype=query.dtype)
-        vector = lambda dtype: plgpu.SMEM((WARPGROUPS, ROWS), dtype)  # noqa: E731
+        vector = lambda dtype: plgpu.SMEM((warpgroups, ROWS), dtype)  # noqa: E731
         filled = plgpu.Barrier(num_barriers=stages)
-        freed = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
+        freed = plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups)
         pl.run_scoped(
             lambda *scoped: kernel(*refs, *scoped),
             (
-                tiled(WARPGROUPS, ROWS, h_dim),
-                tiled(WARPGROUPS, ROWS, v_dim),
+                tiled(warpgroups, ROWS, h_dim),
+                tiled(warpgroups, ROWS, v_dim),
                 tiled(stages, keys, h_dim),
                 tiled(stages, keys, v_dim),
                 (vector(jnp.int32), vector(jnp.int32), vector(jnp.float32), vector(jnp.float32)),
             ),
-            plgpu.SMEM((WARPGROUPS, num_words, ROWS), jnp.int32) if num_words else None,
-            (plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2 * rows.copies + 4 + num_words), filled, filled),
+            plgpu.SMEM((warpgroups, num_words, ROWS), jnp.int32) if num_words else None,
+            (plgpu.Barrier(num_barriers=warpgroups, num_arrivals=2 * rows.copies + 4 + num_words), filled, filled),
             (freed, freed),
             collective_axes="wg",
         )
@@ -152,26 +152,31 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
         ("tile", "kv_head", "batch"),
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         *(bounds, row_low, row_high, lse, delta, query, grad_out, key, value, *masks),
+        warpgroups=warpgroups,
     )
     return rows.restore(dq)
 
 
-def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: int, splits: int, listed=None):
-    """dk [B, S, K, H] and dv [B, S, K, V]; arguments as `grad_query`, splits as in `ranged_backward`.
+def grad_key_value(
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperKeysConfig, listed=None
+):  # fmt: skip
+    """dk [B, S, K, H] and dv [B, S, K, V]; arguments as `grad_query`.
 
     The key blocks of `listed` have 64 keys, one warpgroup's.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
-    from nsa_jax.ops.pallas.ranged_hopper_tiles import ROWS, WARPGROUPS
+    from nsa_jax.ops.pallas.ranged_hopper_tiles import ROWS
 
+    stages, warpgroups = config.stages, config.warpgroups
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
     group = heads // kv_heads
     rows = hopper.RowTiles(length, group, kv_heads, warpgroups=1)
-    keys = WARPGROUPS * ROWS  # 64 keys per warpgroup
+    keys = warpgroups * ROWS  # 64 keys per warpgroup
     blocks = pl.cdiv(num_keys, keys)
+    splits = config.splits or splits_for(key, value, length * group, keys=keys, rows=ROWS)
     ranges = query_tile_ranges(low, high, group, ROWS, keys, num_keys)
     row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
@@ -179,6 +184,9 @@ def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: i
     key, value = hopper.whole_tiles(key), hopper.whole_tiles(value)
     masked = listed is not None
     masks = (rows.words(listed),) if masked else ()
+    # Blocks of one program lie in one word of bits, or in two where warpgroups are no power of two.
+    mask_words = listed.shape[-1] if masked else 0
+    num_words = min(mask_words, 1 if 32 % warpgroups == 0 else 2)
     scale = 1.0 / math.sqrt(h_dim)
 
     def kernel(ranges_ref, low_ref, high_ref, lse_ref, delta_ref, query_ref, grad_ref, key_ref, value_ref, *refs):
@@ -196,10 +204,12 @@ def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: i
         end = jnp.minimum(begin + share, last)
         whole_begin = jnp.clip(whole_begin, begin, end)
         whole_end = jnp.clip(whole_end, whole_begin, end)
+        own_block = block * warpgroups + wg
+        first_word = jnp.minimum(lax.div(block * warpgroups, jnp.int32(32)), mask_words - num_words)
 
-        @pl.when(wg < WARPGROUPS)
+        @pl.when(wg < warpgroups)
         def _compute():
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(hopper.registers(warpgroups)[0], action="increase")
             key_smem, value_smem = key_smem2.at[wg], value_smem2.at[wg]
             base = block * keys + wg * ROWS
             index = (b, pl.ds(base, ROWS), kv_head)
@@ -220,7 +230,8 @@ def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: i
                 scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
                 row_lse = hopper.load(lse_smem.at[slot], layout)
                 if masked:
-                    seen = hopper.has_bit(hopper.load(words_smem.at[slot], layout), block * WARPGROUPS + wg)
+                    word = jnp.clip(lax.div(own_block, jnp.int32(32)) - first_word, 0, num_words - 1)
+                    seen = hopper.has_bit(hopper.load(words_smem.at[slot, word], layout), own_block)
                     row_lse = jnp.where(seen, row_lse, NO_WEIGHT)
                 weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_lse, shape, [1]))
                 if not exact:
@@ -260,9 +271,9 @@ def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: i
             plgpu.copy_smem_to_gmem(value_smem, dv_ref.at[(split, *index)])
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(wg == WARPGROUPS)
+        @pl.when(wg == warpgroups)
         def _feed():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(hopper.registers(warpgroups)[1], action="decrease")
 
             def feed(tile, _):
                 count = tile - begin
@@ -274,10 +285,9 @@ def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: i
                 plgpu.copy_gmem_to_smem(lse_ref.at[b, kv_head, pl.ds(base, ROWS)], lse_smem.at[slot], barrier)
                 plgpu.copy_gmem_to_smem(low_ref.at[b, pl.ds(base, ROWS)], low_smem.at[slot], barrier)
                 plgpu.copy_gmem_to_smem(high_ref.at[b, pl.ds(base, ROWS)], high_smem.at[slot], barrier)
-                if masked:
-                    word = lax.div(block * WARPGROUPS, jnp.int32(32))
-                    words = mask_refs[0].at[b, kv_head, word, pl.ds(base, ROWS)]
-                    plgpu.copy_gmem_to_smem(words, words_smem.at[slot], barrier)
+                for word in range(num_words):
+                    words = mask_refs[0].at[b, kv_head, first_word + word, pl.ds(base, ROWS)]
+                    plgpu.copy_gmem_to_smem(words, words_smem.at[slot, word], barrier)
                 pl.when(count >= stages)(lambda: plgpu.barrier_wait(grad_freed.at[slot]))
                 barrier = grad_loaded.at[slot]
                 rows.load(grad_ref, grad_smem.at[slot], barrier, b, kv_head, base)
@@ -292,19 +302,19 @@ def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: i
         pl.run_scoped(
             lambda *scoped: kernel(*refs, *scoped),
             (
-                tiled(WARPGROUPS, ROWS, h_dim),
-                tiled(WARPGROUPS, ROWS, v_dim),
+                tiled(warpgroups, ROWS, h_dim),
+                tiled(warpgroups, ROWS, v_dim),
                 tiled(stages, ROWS, h_dim),
                 tiled(stages, ROWS, v_dim),
                 (vector(jnp.int32), vector(jnp.int32), vector(jnp.float32), vector(jnp.float32)),
             ),
-            vector(jnp.int32) if masked else None,
+            plgpu.SMEM((stages, num_words, ROWS), jnp.int32) if masked else None,
             (
-                plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2),
-                barriers(rows.copies + 3 + masked),
+                plgpu.Barrier(num_barriers=warpgroups, num_arrivals=2),
+                barriers(rows.copies + 3 + num_words),
                 barriers(rows.copies + 1),
             ),
-            (barriers(WARPGROUPS), barriers(WARPGROUPS)),
+            (barriers(warpgroups), barriers(warpgroups)),
             collective_axes="wg",
         )
 
@@ -314,6 +324,7 @@ def grad_key_value(query, key, value, grad_out, lse, delta, low, high, stages: i
         ("block", "kv_head", "batch"),
         [jax.ShapeDtypeStruct((splits, *x.shape), x.dtype) for x in (key, value)],
         *(ranges, row_low, row_high, lse, delta, query, grad_out, key, value, *masks),
+        warpgroups=warpgroups,
     )
 
     def total(x):

@@ -173,14 +173,19 @@ def feed_blocks(begin, end, before, size: int, streams, index):
     lax.fori_loop(begin, end, feed, None)
 
 
-def call(entry, grid: tuple[int, int, int], names: tuple[str, str, str], out_type, *args):
-    """Runs a kernel of two computing warpgroups and one that feeds them."""
+def registers(warpgroups: int) -> tuple[int, int]:
+    """Registers per thread of the warpgroups that compute and of the one that feeds them; there are 512 to divide."""
+    return (240, 24) if warpgroups == 2 else (160, 32)
+
+
+def call(entry, grid: tuple[int, int, int], names: tuple[str, str, str], out_type, *args, warpgroups=WARPGROUPS):
+    """Runs a kernel of `warpgroups` that compute and one that feeds them."""
     return plgpu.kernel(
         entry,
         out_type=out_type,
         grid=grid,
         grid_names=names,
-        num_threads=WARPGROUPS + 1,
+        num_threads=warpgroups + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*args)

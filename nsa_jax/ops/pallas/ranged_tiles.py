@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from nsa_jax.ops.pallas import tuning
 from nsa_jax.ops.pallas.common import dot
 
 # Stands for the log-sum-exp of a row that must get no weight: exp2(score - this) is exactly 0.
@@ -108,3 +109,10 @@ def query_tile_ranges(low, high, group: int, rows: int, keys: int, num_keys: int
     after = inside & ~whole & (tile >= whole_begin[:, None])
     whole_end = jnp.min(jnp.where(after, tile, last[:, None]), axis=1)
     return jnp.stack([first, whole_begin, whole_end, last], axis=1)
+
+
+def splits_for(key, value, num_rows: int, *, keys: int, rows: int) -> int:
+    """Programs per block of `keys` keys in the dk, dv kernel, for `num_rows` query rows per key/value head."""
+    batch, num_keys, kv_heads, h_dim = key.shape
+    share_bytes = batch * num_keys * kv_heads * (h_dim + value.shape[-1]) * 4
+    return tuning.ranged_splits(pl.cdiv(num_keys, keys) * kv_heads * batch, pl.cdiv(num_rows, rows), share_bytes)

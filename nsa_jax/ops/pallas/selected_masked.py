@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from nsa_jax.ops import blocks
 from nsa_jax.ops.pallas import ranged, ranged_hopper, ranged_hopper_backward, tuning
 from nsa_jax.ops.pallas.common import LOG2E
-from nsa_jax.ops.pallas.ranged_backward import splits_for
 from nsa_jax.ops.pallas.ranged_tiles import NO_WEIGHT
 from nsa_jax.ops.target import current_target
 
@@ -65,6 +64,5 @@ def backward(query, key, value, block_indices, delta, lse, d_out, segment_start,
     lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
     args = (query, key, value, d_out.astype(query.dtype), lse, delta, low, high)
     d_query = ranged_hopper_backward.grad_query(*args, tuning.selected_masked_config(h_dim, v_dim), listed)
-    stages = tuning.ranged_hopper_dkv_stages(h_dim, v_dim, None)
-    splits = splits_for(key, value, query.shape[1] * query.shape[2] // key.shape[2], keys=2 * BLOCK, rows=BLOCK)
-    return d_query, *ranged_hopper_backward.grad_key_value(*args, stages, splits, listed)
+    config = tuning.ranged_hopper_dkv_config(h_dim, v_dim, None)
+    return d_query, *ranged_hopper_backward.grad_key_value(*args, config, listed)

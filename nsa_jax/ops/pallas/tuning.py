@@ -281,28 +281,36 @@ def ranged_dkv_config(h_dim: int, v_dim: int, dtype, target: Target, span: int |
 
 @dataclasses.dataclass(frozen=True)
 class RangedHopperConfig:
-    """Tiles of the Hopper forward of ranged attention; a tile's 128 rows are fixed.
+    """Tiles of the Hopper forward and dq of ranged attention.
 
     Attributes:
       keys: keys per block.
       stages: blocks of keys and values in flight.
       tiles: query tiles that one program of the forward serves; 0 picks `ranged_hopper_tiles_per_program`.
+      warpgroups: 2 or 3 that compute, for 64 rows of a query tile each; 3 leave 160 registers to a thread.
     """
 
     keys: int
     stages: int
     tiles: int = 0
+    warpgroups: int = 2
 
 
-def ranged_hopper_config(h_dim: int, v_dim: int, span: int | None) -> RangedHopperConfig:
+def ranged_hopper_config(h_dim: int, v_dim: int, span: int | None, num_keys: int) -> RangedHopperConfig:
     """Picks the Hopper forward's tiles.
 
     128 keys per block reached 526 TFLOP/s at head dim 128 and 64k, 64 keys 450; short ranges (a window of 512) have
-    more masked blocks and won with 64. Wider heads leave shared memory for 64 keys.
+    more masked blocks and won with 64. Wider heads leave shared memory for 64 keys, narrow ones registers for a third
+    warpgroup: 1.80 against 2.01 ms for the compressed branch of 4 rows of 65,536, N=6, K=1, H=64. There 64 keys won up
+    to 8,192 tokens (0.237 and 0.247 ms for 16 rows; 0.252 and 0.301 for 128 rows of 2,048).
     """
+    short = span is not None and span <= 1024
     if max(h_dim, v_dim) > 128:
         return RangedHopperConfig(64, 2)
-    return RangedHopperConfig(128, 2) if span is None or span > 1024 else RangedHopperConfig(64, 3)
+    if max(h_dim, v_dim) > 64:
+        return RangedHopperConfig(64, 3) if short else RangedHopperConfig(128, 2)
+    keys, stages = (64, 3) if short or num_keys <= 512 else (128, 2)
+    return RangedHopperConfig(keys, stages, warpgroups=3)
 
 
 def ranged_hopper_tiles_per_program(tiles: int) -> int:
@@ -315,16 +323,37 @@ def ranged_hopper_tiles_per_program(tiles: int) -> int:
 
 
 def ranged_hopper_dq_config(h_dim: int, v_dim: int, span: int | None) -> RangedHopperConfig:
-    """Picks the Hopper dq kernel's tiles: 658 TFLOP/s with 128 keys at head dim 128 and 64k, 643 with 64."""
+    """Picks the Hopper dq kernel's tiles.
+
+    658 TFLOP/s with 128 keys at head dim 128 and 64k, 643 with 64. Three warpgroups took 2.38 ms where two took 2.54
+    (the shape of `ranged_hopper_config`), 0.340 for 0.408 at 2,048.
+    """
     if max(h_dim, v_dim) <= 64:
-        return RangedHopperConfig(64, 3)
+        return RangedHopperConfig(64, 3, warpgroups=3)
     long = span is None or span > 1024
     return RangedHopperConfig(128 if long and max(h_dim, v_dim) <= 128 else 64, 2)
 
 
-def ranged_hopper_dkv_stages(h_dim: int, v_dim: int, span: int | None) -> int:
-    """Query tiles in flight in the Hopper dk, dv kernel, whose tiles are fixed; short loops gain nothing from more."""
-    return 4 if max(h_dim, v_dim) <= 128 and (span is None or span > 1024) else 2
+@dataclasses.dataclass(frozen=True)
+class RangedHopperKeysConfig:
+    """Tiles of the Hopper dk, dv kernel of ranged attention: 64 query rows against 64 keys of each warpgroup.
+
+    Attributes:
+      stages: query tiles in flight.
+      warpgroups: 2 or 3 that compute; see `RangedHopperConfig`.
+      splits: programs that share the queries of one key block; 0 picks `ranged_splits`.
+    """
+
+    stages: int
+    warpgroups: int = 2
+    splits: int = 0
+
+
+def ranged_hopper_dkv_config(h_dim: int, v_dim: int, span: int | None) -> RangedHopperKeysConfig:
+    """Picks the Hopper dk, dv kernel's tiles; short loops gain nothing from more stages."""
+    if max(h_dim, v_dim) <= 64:
+        return RangedHopperKeysConfig(3, 3)
+    return RangedHopperKeysConfig(4 if max(h_dim, v_dim) <= 128 and (span is None or span > 1024) else 2)
 
 
 # Rows of at most this many blocks per list entry are served by causal kernels under a mask of blocks: at 2 a mask hides
@@ -333,7 +362,13 @@ MASKED_BLOCKS_PER_SLOT = 2
 
 
 def selected_masked_config(h_dim: int, v_dim: int) -> RangedHopperConfig:
-    """Picks the tiles of selected attention under a mask: 64 keys, one block."""
+    """Picks the tiles of selected attention under a mask: 64 keys, one block.
+
+    Three warpgroups took 1.24 and 1.39 ms forward and for dq where two took 1.35 and 1.61 (128 rows of 2,048, N=6,
+    K=1, H=64).
+    """
+    if max(h_dim, v_dim) <= 64:
+        return RangedHopperConfig(64, 3, warpgroups=3)
     return RangedHopperConfig(64, 3 if max(h_dim, v_dim) <= 128 else 2)
 
 
