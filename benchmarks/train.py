@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--devices", default="1", help="numbers of devices; every device gets --tokens")
     parser.add_argument("--layouts", default="data", help="data, fsdp")
     parser.add_argument("--same_mlp", action="store_true", help="do not give dense models NSA's number of parameters")
-    parser.add_argument("--steps", type=int, default=8, help="of one sample")
+    parser.add_argument("--steps", type=int, default=16, help="of one sample; starting the first takes up to 26 ms")
     parser.add_argument("--repeats", type=int, default=3, help="samples of which the median is taken")
     parser.add_argument("--profile", type=int, default=0, help="also list this many kernels of one step")
     parser.add_argument("--json", default="")

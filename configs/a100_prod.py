@@ -1,8 +1,9 @@
 """The production run: a 12-layer NSA model on FineWeb-Edu at 2,048 tokens, sized for one or more A100s.
 
 What:    dim 768, 12 layers, 12 query heads in 2 key/value groups of head dim 64, the paper's block geometry (l=32,
-         d=16, l'=64, n=16, w=512), bfloat16 compute with float32 parameters; of every block the backward pass
-         keeps the attention outputs and computes the rest again.
+         d=16, l'=64, n=16, w=512), bfloat16 compute with float32 parameters. The backward pass keeps results of
+         attention and of matrix products, and layers are compiled one by one: 36 s instead of 18 on an H200's host
+         for a sixth more tokens per second.
 Data:    FineWeb-Edu, sample-10BT, through Hugging Face `datasets` (a download of about 28 GB the first time); a
          byte-pair vocabulary of 32,768 is trained on the corpus and kept in the cache. 50,000 steps of 128 x 2,048
          tokens are 13.1 billion tokens.
@@ -34,7 +35,8 @@ def get_config() -> ConfigDict:
     c.model.nsa.num_selected = 16
     c.model.nsa.window = 512
     c.model.compute_dtype = "bfloat16"
-    c.model.remat = "attention_saved"
+    c.model.remat = "dots_saved"
+    c.model.scan_layers = False
 
     c.data.source = "hf"
     c.data.hf_path = "HuggingFaceFW/fineweb-edu"
@@ -46,7 +48,7 @@ def get_config() -> ConfigDict:
 
     c.train.steps = 50_000
     c.train.batch_size = 128
-    c.train.grad_accum = 4
+    c.train.grad_accum = 2  # fits one A100-80GB; with 4 or more, 1 fits
     c.train.log_every = 20
     c.train.eval_every = 1000
     c.train.eval_batches = 32

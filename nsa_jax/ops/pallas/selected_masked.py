@@ -64,5 +64,5 @@ def backward(query, key, value, block_indices, delta, lse, d_out, segment_start,
     lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
     args = (query, key, value, d_out.astype(query.dtype), lse, delta, low, high)
     d_query = ranged_hopper_backward.grad_query(*args, tuning.selected_masked_config(h_dim, v_dim), listed)
-    config = tuning.ranged_hopper_dkv_config(h_dim, v_dim, None)
+    config = tuning.ranged_hopper_dkv_config(h_dim, v_dim, None, key.shape[1])
     return d_query, *ranged_hopper_backward.grad_key_value(*args, config, listed)
