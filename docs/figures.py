@@ -124,14 +124,15 @@ def training_rows() -> dict[str, list[str]]:
     """As `attention_rows`, of whole training steps; of cases that were timed twice, the newest."""
     measured = results("train_speed_h200")["rows"]
 
-    def found(attention: str, length: int, remat: str = "attention_saved", **which) -> dict:
-        case = dict(attention=attention, length=length, remat=remat, devices=1, layout="data", layers="scanned") | which
+    def found(attention: str, length: int, remat: str, layers: str = "scanned", **which) -> dict:
+        case = dict(attention=attention, length=length, remat=remat, devices=1, layout="data", layers=layers) | which
         return [row for row in measured if case.items() <= row.items() and "error" not in row][-1]
 
-    cases = [[found(kind, length) for length in LENGTHS[:4]] for kind in ("nsa", "dense")]
+    cases = [[found(kind, length, "dots_saved", "unrolled") for length in LENGTHS[:4]] for kind in ("nsa", "dense")]
     speeds = [[row["tokens_per_second"] for row in rows] for rows in cases]
     sizes = [[f"{row['parameters'] / 1e6:.0f}M" for row in rows] for rows in cases]
-    remat = [found("nsa", 2048, policy) for policy in ("none", "attention_saved", "block")]
+    unrolled = [found("nsa", 2048, policy, "unrolled") for policy in ("none", "dots_saved")]
+    remat = [*unrolled, *(found("nsa", 2048, policy) for policy in ("attention_saved", "block"))]
     four = [found("nsa", 2048, "block", devices=4, layout=layout) for layout in ("data", "fsdp")]
     context = results("context_h200")
     split = [row for row in (*context["same"], *context["long"]) if row["attention"] == "nsa"]
@@ -142,6 +143,7 @@ def training_rows() -> dict[str, list[str]]:
         "parameters, NSA / dense": [" / ".join(pair) for pair in zip(*sizes, strict=True)],
         "speed, tokens/s": [thousands(row["tokens_per_second"]) for row in remat],
         "memory, GiB": [digits(row["planned_gib"]) for row in remat],
+        "compiling, s": [f"{row['compile_seconds']:.0f}" for row in remat],
         "four GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in four],
         "share of four times one GPU": [f"{row['scaling']:.1%}".replace("%", " %") for row in four],
         "row split over GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in split],

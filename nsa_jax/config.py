@@ -93,7 +93,7 @@ def default_config() -> ConfigDict:
     m.implementation = "auto"  # auto | reference | xla | pallas: which implementation serves the NSA ops
     m.compute_dtype = "bfloat16"  # of activations and matrix products; statistics stay float32
     m.param_dtype = "float32"  # of parameters and optimizer state
-    m.scan_layers = True  # one traced layer scanned num_layers times: compiles faster, same numbers
+    m.scan_layers = True  # one traced layer scanned num_layers times: compiles faster, same numbers, slower steps
     m.remat = "block"  # none | block | attention_saved | dots_saved | full: what the backward pass recomputes
 
     m.nsa = ConfigDict(dataclasses.asdict(NSAConfig()))  # see NSAConfig

@@ -307,6 +307,7 @@ def test_gpu_hopper_kernels_equal_the_triton_ones(group):
         args = (query, key, value, grad_out, weight, delta, low, high)
         got = jax.jit(functools.partial(ranged_hopper_backward.grad_query, config=config))(*args)
         assert relative_error(got.reshape(grad_query.shape), grad_query) <= 2e-3
-        backward = functools.partial(ranged_hopper_backward.grad_key_value, stages=stages, splits=splits)
+        keys_config = tuning.RangedHopperKeysConfig(stages, splits=splits)
+        backward = functools.partial(ranged_hopper_backward.grad_key_value, config=keys_config)
         for got, want in zip(jax.jit(backward)(*args), grads, strict=True):
             assert relative_error(got, want) <= 5e-3
