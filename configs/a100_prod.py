@@ -48,7 +48,7 @@ def get_config() -> ConfigDict:
 
     c.train.steps = 50_000
     c.train.batch_size = 128
-    c.train.grad_accum = 2  # fits one A100-80GB; with 4 or more, 1 fits
+    c.train.grad_accum = 2  # fits one A100-80GB; on two or more, 1 fits
     c.train.log_every = 20
     c.train.eval_every = 1000
     c.train.eval_batches = 32
