@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
+
 from benchmarks import decode
 
 
+@pytest.mark.slow
 def test_writes_rows_and_plot(tmp_path, monkeypatch):
     results, picture = tmp_path / "out.json", tmp_path / "out.png"
     monkeypatch.setattr(decode, "_MOST_ROTATED", 2)

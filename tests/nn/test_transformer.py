@@ -108,6 +108,7 @@ def test_attention_saved_does_not_run_the_forward_kernels_again():
     assert block >= none + 3  # the forward pass of each branch, once more
 
 
+@pytest.mark.slow
 def test_remat_policies_keep_fewer_activations_in_the_stated_order():
     def kept(remat):
         """Bytes that the forward pass leaves for the backward pass."""

@@ -176,6 +176,7 @@ def test_saved_by_two_processes_resumed_by_one(first_lost, alone, corpus):
     assert same(losses(workdir), alone) == list(range(5, 13))
 
 
+@pytest.mark.slow
 def test_saved_by_one_resumed_by_two_lost_and_stopped(alone, corpus):
     workdir = corpus / "continued"
     flags = [
@@ -211,6 +212,7 @@ def test_saved_by_one_resumed_by_two_lost_and_stopped(alone, corpus):
     assert len(same(losses(workdir), alone)) >= 12
 
 
+@pytest.mark.slow
 def test_processes_started_differently_refuse_to_run(corpus):
     with Processes(corpus / "different", *config_flags(corpus), own={1: "--config.seed=3"}) as run:
         assert run.wait(1) == 2 and run.wait(0) in (2, EXIT_PEER)
