@@ -70,8 +70,12 @@ class RMSNorm(nnx.Module):
         return (wide * self.scale[...].astype(jnp.float32)).astype(self.dtype)
 
 
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
 def _gated_product_plain(gate: jax.Array, up: jax.Array, w_out: jax.Array) -> jax.Array:
-    return (jax.nn.silu(gate) * up) @ w_out
+    return _gated(gate, up) @ w_out
 
 
 # Keeps gate and up only, and makes all that the backward pass needs of them in one kernel. Left to the compiler, or
@@ -87,7 +91,7 @@ def _gated_product_bwd(residuals, d_out):
     gate, up, w_out = residuals
     d_hidden = d_out @ w_out.T
     gate, up, d_hidden = jax.lax.optimization_barrier((gate, up, d_hidden))
-    hidden, pull = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
+    hidden, pull = jax.vjp(_gated, gate, up)
     hidden, d_gate, d_up = jax.lax.optimization_barrier((hidden, *pull(d_hidden)))
     return d_gate, d_up, jnp.einsum("...m,...d->md", hidden, d_out)
 

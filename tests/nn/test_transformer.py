@@ -120,6 +120,7 @@ def test_remat_policies_keep_fewer_activations_in_the_stated_order():
     none, dots_saved, attention_saved, block, full = map(
         kept, ("none", "dots_saved", "attention_saved", "block", "full")
     )
+    assert none > 1.5 * attention_saved
     assert none > 1.2 * dots_saved and dots_saved > 1.2 * attention_saved
     assert attention_saved > block > full
 

@@ -176,6 +176,23 @@ def test_saved_by_two_processes_resumed_by_one(first_lost, alone, corpus):
     assert same(losses(workdir), alone) == list(range(5, 13))
 
 
+def last_saved(workdir: Path) -> int:
+    return max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def check_resumes_and_stops(workdir: Path, flags: list[str], gpus: bool = False) -> None:
+    """Two processes go on where the run was saved, until process 1 is asked to stop: both do, in good order."""
+    saved = last_saved(workdir)
+    with Processes(workdir, *flags, gpus=gpus) as run:
+        run.until(workdir / "checkpoints" / str(saved + 4))
+        run.all[1].send_signal(signal.SIGTERM)
+        assert (run.wait(0), run.wait(1)) == (0, 0), run.text(0) + run.text(1)
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["stopped_by"] == "process 1" and summary["start_step"] == saved
+    assert (workdir / "checkpoints" / str(summary["step"])).is_dir()
+    assert max(losses(workdir)) == summary["step"]
+
+
 @pytest.mark.slow
 def test_saved_by_one_resumed_by_two_lost_and_stopped(alone, corpus):
     workdir = corpus / "continued"
@@ -196,19 +213,11 @@ def test_saved_by_one_resumed_by_two_lost_and_stopped(alone, corpus):
     ), text
     assert "start the run again" in text
     assert same(losses(workdir), alone)[:8] == list(range(5, 13))
-    saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+    saved = last_saved(workdir)
     assert saved >= 12
 
     shutil.rmtree(workdir / "checkpoints" / str(saved)) if saved > 12 else None
-    saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
-    with Processes(workdir, *flags) as run:
-        run.until(workdir / "checkpoints" / str(saved + 4))
-        run.all[1].send_signal(signal.SIGTERM)
-        assert (run.wait(0), run.wait(1)) == (0, 0), run.text(0) + run.text(1)
-    summary = json.loads((workdir / "summary.json").read_text())
-    assert summary["stopped_by"] == "process 1" and summary["start_step"] == saved
-    assert (workdir / "checkpoints" / str(summary["step"])).is_dir()
-    assert max(losses(workdir)) == summary["step"]
+    check_resumes_and_stops(workdir, flags)
     assert len(same(losses(workdir), alone)) >= 12
 
 
@@ -234,7 +243,8 @@ def test_two_gpus_over_nccl_lost_resumed_and_stopped(corpus):
     alone = losses(corpus / "one_gpu")
 
     workdir = corpus / "two_gpus"
-    with Processes(workdir, *flags, "--config.mesh.fsdp=2", gpus=True) as run:
+    flags.append("--config.mesh.fsdp=2")
+    with Processes(workdir, *flags, gpus=True) as run:
         run.until(workdir / "checkpoints" / "8")
         run.all[1].send_signal(signal.SIGKILL)
         start = time.monotonic()
@@ -244,12 +254,4 @@ def test_two_gpus_over_nccl_lost_resumed_and_stopped(corpus):
     assert same(losses(workdir), alone, 1e-4)[:8] == list(range(1, 9))
     env = json.loads((workdir / "env.json").read_text())
     assert env["processes"] == 2 and env["mesh"]["fsdp"] == 2
-
-    saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
-    with Processes(workdir, *flags, "--config.mesh.fsdp=2", gpus=True) as run:
-        run.until(workdir / "checkpoints" / str(saved + 4))
-        run.all[1].send_signal(signal.SIGTERM)
-        assert (run.wait(0), run.wait(1)) == (0, 0), run.text(0) + run.text(1)
-    summary = json.loads((workdir / "summary.json").read_text())
-    assert summary["stopped_by"] == "process 1" and summary["start_step"] == saved
-    assert (workdir / "checkpoints" / str(summary["step"])).is_dir()
+    check_resumes_and_stops(workdir, flags, gpus=True)
