@@ -125,10 +125,10 @@ def defaults() -> dict[str, object]:
 
 
 def _allowed(name: str, comment: str) -> str:
-    if name in config_lib._CHOICES:
-        if all(choice in comment for choice in config_lib._CHOICES[name]):
+    if name in config_lib.CHOICES:
+        if all(choice in comment for choice in config_lib.CHOICES[name]):
             return ""  # the comment says what each is
-        return ", ".join(f"`{choice!r}`" for choice in config_lib._CHOICES[name])
+        return ", ".join(f"`{choice!r}`" for choice in config_lib.CHOICES[name])
     for lowest, names in config_lib._AT_LEAST.items():
         if name in names.split():
             return f"≥ {lowest}"

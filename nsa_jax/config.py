@@ -229,7 +229,7 @@ class _Findings:
         self.problems.append(Problem(rule, "warning", message, fix))
 
 
-_CHOICES = {
+CHOICES = {
     "model.attention": ("nsa", "dense", "window"),
     "model.compressor": ("mlp", "mean"),
     "model.implementation": ("auto", "reference", "xla", "pallas"),
@@ -287,7 +287,7 @@ def _field(config: ConfigDict, name: str) -> Any:
 
 
 def _check_values(config: ConfigDict, found: _Findings) -> None:
-    for name, allowed in _CHOICES.items():
+    for name, allowed in CHOICES.items():
         value = _field(config, name)
         if value not in allowed:
             found.error("R001", f"config.{name}={value!r}: no such choice", f"use one of {', '.join(allowed)}")

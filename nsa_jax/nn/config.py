@@ -7,10 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from nsa_jax.config import NSAConfig, nsa_config
+from nsa_jax.config import CHOICES, NSAConfig, nsa_config
 from nsa_jax.ops.nsa import IMPLEMENTATIONS
-
-REMAT_POLICIES = ("none", "block", "attention_saved", "dots_saved", "full")
 
 
 def _default_mlp_dim(dim: int) -> int:
@@ -85,14 +83,9 @@ class ModelConfig:
             raise ValueError(f"ModelConfig.head_dim={self.head_dim}: must be even, since RoPE turns pairs")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"ModelConfig.dropout={self.dropout}: must be in [0, 1)")
-        choices: dict[str, tuple] = {
-            "attention": ("nsa", "dense", "window"),
-            "compressor": ("mlp", "mean"),
-            "implementation": (None, *sorted(IMPLEMENTATIONS)),
-            "compute_dtype": ("float32", "bfloat16"),
-            "param_dtype": ("float32", "bfloat16"),
-            "remat": REMAT_POLICIES,
-        }
+        same = "attention", "compressor", "compute_dtype", "param_dtype", "remat"
+        choices: dict[str, tuple] = {name: CHOICES[f"model.{name}"] for name in same}
+        choices["implementation"] = (None, *sorted(IMPLEMENTATIONS))
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"ModelConfig.{name}={getattr(self, name)!r}: must be one of {allowed}")

@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nsa_jax import NSAConfig
+from nsa_jax.config import CHOICES
 from nsa_jax.nn import DenseAttention, ModelConfig, NSAttention, Transformer, count_parameters
 from nsa_jax.nn.attention import dense_attention
-from nsa_jax.nn.config import REMAT_POLICIES
 from nsa_jax.ops.target import Target, compile_for
 
 NSA = NSAConfig(
@@ -51,7 +51,7 @@ def baseline():
     return jax.jit(jax.value_and_grad(functools.partial(loss_of, graphdef)))(params, tokens_of(49), jax.random.key(7))
 
 
-RUNS = [(remat, True) for remat in REMAT_POLICIES] + [("none", False), ("block", False)]
+RUNS = [(remat, True) for remat in CHOICES["model.remat"]] + [("none", False), ("block", False)]
 
 
 @pytest.mark.parametrize(("remat", "scan_layers"), RUNS, ids=[f"{r}-{'un' * (not s)}scanned" for r, s in RUNS])
@@ -90,7 +90,7 @@ def _count(jaxpr, name):
     return found
 
 
-@pytest.mark.parametrize("remat", REMAT_POLICIES)
+@pytest.mark.parametrize("remat", CHOICES["model.remat"])
 def test_blocks_are_selected_once_under_every_remat_policy(remat):
     graphdef, params = build(remat=remat, implementation="reference")
     grad = jax.make_jaxpr(jax.grad(functools.partial(loss_of, graphdef)))(params, tokens_of(49))
