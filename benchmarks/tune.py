@@ -38,7 +38,13 @@ from nsa_jax.ops.target import Target, compile_for, current_target  # noqa: E402
 # Function of tuning.py -> values to try for each field of the dataclass that it returns.
 _Space = dict[str, tuple]
 _RANGED: _Space = {"rows": (32, 64, 128), "keys": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4)}
-_RANGED_HOPPER: _Space = {"keys": (64, 128), "stages": (2, 3, 4), "warpgroups": (2, 3)}
+_RANGED_HOPPER: _Space = {
+    "keys": (64, 128),
+    "stages": (2, 3, 4),
+    "warpgroups": (2, 3),
+    "query_buffers": (1, 2),
+    "tiles": (0, 1, 4, 16),
+}
 SPACES: dict[str, _Space] = {
     "selected_config": {
         "tile": (1, 4, 8, 16),
@@ -48,6 +54,7 @@ SPACES: dict[str, _Space] = {
         "plain_warps": (1, 2, 4),
         "plain_stages": (2, 3, 4),
         "keys": (32, 64),
+        "plain_keys": (16, 32, 64),
         "key_major": (False, True),
         "gather_rows": (64, 128),
         "gather_stages": (2, 3),

@@ -88,8 +88,8 @@ def test_unknown_gpu_names_the_known_ones():
         aot.devices("v100")
 
 
-# Three branches with three kernels each and the scores; groups of 6 have windows and scores in Triton kernels.
-@pytest.mark.parametrize("heads,kernels", [(16, 10), (12, 6)])
+# Three branches with three kernels each and the scores; groups of 6 have scores in a Triton kernel.
+@pytest.mark.parametrize("heads,kernels", [(16, 10), (12, 9)])
 def test_kernels_of_layers_in_a_scan_run_once(heads, kernels):
     """XLA would let a kernel write into the scan's residuals, and run it a second time for its other readers."""
     query, *rest = _inputs((2, 1024, heads, 2, 64, 64))

@@ -14,7 +14,7 @@ import pytest
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks, reference
-from nsa_jax.ops.pallas import ranged, select, selected_masked, tuning
+from nsa_jax.ops.pallas import ranged, select, selected, selected_masked, tuning
 from nsa_jax.ops.pallas.common import row_delta
 from tests.pallas import mosaic_interpreter, test_ranged, test_select
 from tests.pallas import test_selected_backward as selected_cases
@@ -47,6 +47,7 @@ RANGED_CASES = {
         "compressed", COMPRESSED, 1, 1, dict(length=150, group=1, h_dim=192, v_dim=128),
     ),
     "narrow_window_group_8": ("window", NARROW, 3, 1, dict(length=45, offset=30, group=8, h_dim=64, v_dim=128)),
+    "narrow_window_group_6": ("window", NARROW, 2, 1, dict(length=45, group=6, h_dim=64, v_dim=64)),
     "wide_window_group_6": ("window", WIDE, 2, 2, dict(batch=2, length=45, offset=100, group=6, h_dim=64, v_dim=64)),
 }  # fmt: skip
 
@@ -139,6 +140,37 @@ def test_selected_attention_under_a_mask_matches_the_reference(name, called, mon
         differentiate, (*inputs, d_out), block_indices, start, offset,
     )  # fmt: skip
     assert called == FORWARD_AND_BACKWARD
+
+
+# The first number: query tiles per program. Lists have 5 blocks, of which as many tokens as the second share 3.
+TILE_CASES = {
+    "group_16": (3, 12, dict(length=43, num_keys=700, num_heads=32, num_kv=2, h_dim=128, v_dim=128, offset=657)),
+    "group_64_packed": (1, 3, dict(length=7, num_keys=690, num_heads=64, offset=680, packed=True)),
+}
+
+
+@pytest.mark.parametrize("name", TILE_CASES)
+def test_blocks_that_a_tile_shares_match_the_reference(name, called, monkeypatch):
+    """Blocks that all queries of a tile see whole, that some do, and that lie in their future; one list is empty."""
+    tiles, shared_by, shape = TILE_CASES[name]
+    divide_work(monkeypatch, tiles, 1)
+    case = SELECTED | dict(dtype=jnp.bfloat16) | shape
+    query, key, value, _, d_out, start = selected_cases._inputs(0, **case)
+    num_blocks = blocks.num_selection_blocks(case["num_keys"], 64)
+    rng = np.random.default_rng(2)
+    lists = selected_cases._shared_lists(rng, 1, case["length"], case["num_kv"], num_blocks, shared_by, 3, 2)
+    lists[:, 5] = num_blocks
+    lists, offset = jnp.asarray(lists), case["offset"]
+    want, want_lse, _ = selected_cases._reference(query, key, value, lists, d_out, start, 64, offset)
+    got, lse = jax.jit(selected.selected_forward, static_argnums=(6, 7))(
+        query, key, value, lists, start, jnp.int32(offset), 64, case["packed"]
+    )
+    assert called == ["ranged_hopper"]
+    assert test_ranged.relative_error(got, want) <= 4e-3
+    unseen = np.isneginf(want_lse)
+    assert unseen.any() and not np.asarray(got)[unseen].any()
+    np.testing.assert_array_equal(np.isneginf(lse), unseen)
+    np.testing.assert_allclose(np.where(unseen, 0, lse), np.where(unseen, 0, want_lse), atol=1e-3)
 
 
 KEY_MAJOR_CASES = {

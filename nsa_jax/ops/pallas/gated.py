@@ -35,7 +35,7 @@ class _Static:
 
     config: NSAConfig
     packed: bool  # rows hold several documents
-    cudnn: bool  # cuDNN serves the window's forward pass
+    cudnn: bool  # cuDNN can serve the window's forward pass
     fold_gates: bool  # no gate is negative: the backward pass takes them into the log-sum-exp
     kv_heads: int  # how many key/value heads of a batch entry have become batch entries; 1 if they have not
     offset: int | None  # query_offset, where it is a Python int

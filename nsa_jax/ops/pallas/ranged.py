@@ -5,8 +5,8 @@ there is to know about causality, blocks, packing and `query_offset`. A query ti
 of its queries sees and is free of masks where all of them see a whole key block.
 
 The forward here is a Triton kernel; on Hopper Mosaic GPU kernels replace it and the backward's (`ranged_hopper`), and
-cuDNN serves the forward of unpacked windows (`ranged_cudnn`). The backward is always ours (`ranged_backward`): cuDNN's
-adds dq atomically, so two runs differ.
+elsewhere cuDNN serves the forward of unpacked windows (`ranged_cudnn`). The backward is always ours
+(`ranged_backward`): cuDNN's adds dq atomically, so two runs differ.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def ranged_attention(
       low: int32 [B, T]; the query at t sees keys low[t] <= p < high[t] with 0 <= p < S, none where high <= low.
       high: int32 [B, T].
       span: the most keys a query sees, where that is known: tiles are chosen for it.
-      cudnn: the ranges are a causal window of `span` keys and cuDNN serves the forward.
+      cudnn: the ranges are a causal window of `span` keys and cuDNN can serve the forward.
 
     Returns:
       The output [B, T, N, V], exactly 0 for a query that sees nothing, and the natural-log log-sum-exp of the scaled
@@ -99,11 +99,12 @@ def _positions(query, segment_start, query_offset) -> tuple[jax.Array, jax.Array
 
 def dispatch_forward(query, key, value, low, high, span, cudnn):
     """The forward pass by the best kernel for these inputs; arguments as `ranged_forward`, returns (out, lse)."""
-    if cudnn:
-        return ranged_cudnn.window_forward(query, key, value, span)
     if ranged_hopper.serves(query, value, current_target(), span):
         config = tuning.ranged_hopper_config(query.shape[-1], value.shape[-1], span, key.shape[1])
         return ranged_hopper.ranged_forward(query, key, value, low, high, config)
+    # On an H200, a window of 512 took cuDNN 0.72 ms and the Hopper kernel 0.62 (128 rows of 2,048, N=6, K=1, H=64).
+    if cudnn:
+        return ranged_cudnn.window_forward(query, key, value, span)
     return ranged_forward(query, key, value, low, high)
 
 

@@ -43,8 +43,9 @@ def ranged_backward(query, key, value, low, high, delta, lse, grad_out, span: in
     target, h_dim = current_target(), query.shape[-1]
     if ranged_hopper.serves(query, value, target, span):
         args = (query, key, value, grad_out, lse, delta, low, high)
-        grad_query = ranged_hopper_backward.grad_query(*args, tuning.ranged_hopper_dq_config(h_dim, v_dim, span))
-        keys_config = tuning.ranged_hopper_dkv_config(h_dim, v_dim, span, key.shape[1])
+        dims = h_dim, v_dim, span, key.shape[1]
+        grad_query = ranged_hopper_backward.grad_query(*args, tuning.ranged_hopper_dq_config(*dims))
+        keys_config = tuning.ranged_hopper_dkv_config(*dims)
         return grad_query, *ranged_hopper_backward.grad_key_value(*args, keys_config)
     rows = (batch, length * heads)
     flat_query, flat_grad = query.reshape(*rows, h_dim), grad_out.reshape(*rows, v_dim)

@@ -27,12 +27,13 @@ DIRECT_GROUPS = (8, 16, 32, 64)
 def serves(query, value, target: Target, span: int | None) -> bool:
     """Whether the Hopper kernels should serve these inputs on `target`; `span` as in `ranged.ranged_attention`.
 
-    Groups that are no multiple of 8 need rearranged copies, which short ranges do not earn back.
+    Groups that are no multiple of 8 need rearranged copies, unless all heads are one group; short ranges do not earn
+    them back.
     """
-    dims, group = (query.shape[-1], value.shape[-1]), query.shape[2] // value.shape[2]
+    dims, kv_heads = (query.shape[-1], value.shape[-1]), value.shape[2]
     if not target.is_hopper or query.dtype != jnp.bfloat16 or any(d not in (64, 128, 192) for d in dims):
         return False
-    return span is None or span > 1024 or group in DIRECT_GROUPS
+    return span is None or span > 1024 or kv_heads == 1 or query.shape[2] // kv_heads in DIRECT_GROUPS
 
 
 def rearranges(query, value, target: Target) -> bool:
@@ -55,13 +56,15 @@ def tile_bounds(low, high, rows: int, keys: int) -> jax.Array:
     return jnp.stack([begin, exact_begin, exact_end, end], -1).astype(jnp.int32)
 
 
-def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConfig, listed=None):
-    """As `ranged.ranged_forward`, of the key blocks in `listed` alone if it is given.
+def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConfig, listed=None, walks=None):
+    """As `ranged.ranged_forward`, of some key blocks alone if `listed` or `walks` is given.
 
     Args:
       query, key, value, low, high: see there.
       config: tiles.
       listed: int32 [B, T, K, W], bit j % 32 of word j // 32: whether the query sees keys of block j, config.keys each.
+      walks: the blocks that each query tile walks and which of its tokens see them, as (block, bits, num_shared) of a
+        `selected_split.Split` by tiles of as many tokens.
     """
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -69,21 +72,24 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
     from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
     from nsa_jax.ops.pallas.ranged_hopper_tiles import ROWS
 
-    keys, stages, warpgroups = config.keys, config.stages, config.warpgroups
+    keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
     rows = hopper.RowTiles(length, heads // kv_heads, kv_heads, warpgroups)
     row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
-    bounds = tile_bounds(row_low, row_high, rows.tile, keys)
     query = rows.arrange(query)
     key, value = hopper.whole_tiles(key), hopper.whole_tiles(value)
-    masks = () if listed is None else (rows.words(listed),)
+    if walks is None:
+        bounds, masks = tile_bounds(row_low, row_high, rows.tile, keys), () if listed is None else (rows.words(listed),)
+    else:
+        *masks, bounds = walks
     num_words = 0 if listed is None else listed.shape[-1]
     scale = LOG2E / math.sqrt(h_dim)
     per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(rows.tiles * kv_heads * batch)
 
     def kernel(bounds_ref, low_ref, high_ref, query_ref, key_ref, value_ref, *refs):
         *mask_refs, out_ref, lse_ref, buffers, vectors, words_smem2, loaded, freed, turn = refs
+        low_smem2, high_smem2, lse_smem2 = vectors
         query_smem2, out_smem2, key_smem, value_smem = buffers
         query_loaded, key_loaded, value_loaded = loaded
         query_freed, key_freed, value_freed = freed
@@ -94,7 +100,14 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
 
         def tile_range(n):
             tile = last - n
+            if walks is not None:
+                count, whole = (bounds_ref[b, kv_head, tile, i] for i in range(2))
+                return tile, jnp.int32(0), jnp.int32(0), whole, count
             return tile, *(bounds_ref[b, tile, i] for i in range(4))
+
+        def look_up(tile, i):
+            """Of step i of a tile's walk: the block, and the tokens that see it."""
+            return mask_refs[0][b, kv_head, tile, i], mask_refs[1][b, kv_head, tile, i]
 
         def arrive():
             if warpgroups == 2:
@@ -111,21 +124,24 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
         @pl.when(wg < warpgroups)
         def _compute():
             plgpu.set_max_registers(hopper.registers(warpgroups)[0], action="increase")
-            query_smem, out_smem = query_smem2.at[wg], out_smem2.at[wg]
-            low_smem, high_smem, lse_smem = (x.at[wg] for x in vectors)
+            out_smem, lse_smem = out_smem2.at[wg], lse_smem2.at[wg]
             layout, shape = plgpu.Layout.WGMMA.reduce(1), (ROWS, keys)
 
-            def serve_tile(n, before):
-                """One tile; `before` key blocks went through the buffers for earlier ones."""
-                tile, begin, exact_begin, exact_end, end = tile_range(n)
+            def serve_tile(n, before, tile, begin, exact_begin, exact_end, end):
+                first_masked = () if walks is None else look_up(tile, exact_end)
+                buffer = lax.rem(n, jnp.int32(query_buffers))
+                at = buffer * warpgroups + wg
+                query_smem, low_smem, high_smem = (x.at[at] for x in (query_smem2, low_smem2, high_smem2))
                 base = tile * rows.tile + wg * ROWS
                 slot_of = lambda i: lax.rem(before + i - begin, jnp.int32(stages))  # noqa: E731
-                plgpu.barrier_wait(query_loaded.at[wg])
+                plgpu.barrier_wait(query_loaded.at[at])
                 pl.when(end > begin)(lambda: plgpu.barrier_wait(key_loaded.at[slot_of(begin)]))
                 pl.when(wg == 1)(take_turns)
 
                 def step(exact, i, carry):
-                    acc, peak, total = carry
+                    acc, peak, total, *seen_at = carry
+                    block, bits = seen_at or (i, 0)
+                    following = look_up(tile, jnp.minimum(i + 1, end - 1)) if seen_at else ()
                     slot = slot_of(i)
 
                     def multiply(acc_ref):
@@ -136,16 +152,22 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
                     scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
                     plgpu.barrier_arrive(key_freed.at[slot])
                     if not exact:
-                        position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
+                        position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + block * keys
                         visible = position >= lax.broadcast_in_dim(hopper.load(low_smem, layout), shape, [0])
                         visible &= position < lax.broadcast_in_dim(hopper.load(high_smem, layout), shape, [0])
                         scores = jnp.where(visible, scores, -jnp.inf)
                     new_peak = subtract = jnp.maximum(peak, scores.max(axis=1) * scale)
+                    seen = None
                     if num_words:  # a tile's keys are one block, so that the mask is one bit per row
-                        words = hopper.load(words_smem2.at[wg, lax.div(i, jnp.int32(32))], layout)
+                        words = hopper.load(words_smem2.at[at, lax.div(i, jnp.int32(32))], layout)
                         seen = hopper.has_bit(words, i)
+                    elif seen_at:
+                        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout) + wg * ROWS
+                        seen = hopper.has_bit(jnp.broadcast_to(bits, row.shape), lax.div(row, jnp.int32(rows.group)))
+                    if seen is not None:
                         subtract = jnp.where(seen, new_peak, NO_WEIGHT)
                         new_peak = jnp.where(seen, new_peak, peak)
+                    pl.when(i + 1 == end)(lambda: plgpu.barrier_arrive(query_freed.at[buffer]))
                     alpha = jnp.exp2(peak - new_peak)
                     weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(subtract, shape, [0]))
                     acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
@@ -162,7 +184,7 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
 
                     acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
                     plgpu.barrier_arrive(value_freed.at[slot])
-                    return acc, new_peak, total
+                    return acc, new_peak, total, *following
 
                 # The first peak is finite: a row that has seen nothing yet gets weights exp2(-inf - peak) = 0 and not
                 # NaN.
@@ -171,11 +193,13 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
                     hopper.zeros((ROWS,), -1e30, layout),
                     hopper.zeros((ROWS,), 0.0, layout),
                 )
-                carry = lax.fori_loop(begin, exact_begin, functools.partial(step, False), carry)
+                if walks is None:
+                    carry = lax.fori_loop(begin, exact_begin, functools.partial(step, False), carry)
                 carry = lax.fori_loop(exact_begin, exact_end, functools.partial(step, True), carry)
-                acc, peak, total = lax.fori_loop(exact_end, end, functools.partial(step, False), carry)
+                carry = (*carry, *first_masked)
+                acc, peak, total, *_ = lax.fori_loop(exact_end, end, functools.partial(step, False), carry)
                 pl.when(wg == 0)(take_turns)
-                plgpu.barrier_arrive(query_freed)
+                pl.when(end == begin)(lambda: plgpu.barrier_arrive(query_freed.at[buffer]))
                 found = total > 0
                 safe = jnp.where(found, total, 1.0)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
@@ -184,9 +208,8 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
                 plgpu.commit_smem()
                 rows.store(out_smem, out_ref, b, kv_head, base)
                 plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, kv_head, pl.ds(base, ROWS)])
-                return before + end - begin
 
-            lax.fori_loop(0, num_tiles, serve_tile, jnp.int32(0))
+            hopper.serve_tiles(num_tiles, tile_range, serve_tile)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == warpgroups)
@@ -194,39 +217,42 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
             plgpu.set_max_registers(hopper.registers(warpgroups)[1], action="decrease")
             streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
 
-            def feed_tile(n, before):
-                tile, begin, _, _, end = tile_range(n)
-                pl.when(n > 0)(lambda: plgpu.barrier_wait(query_freed))
+            def feed_tile(n, before, tile, begin, exact_begin, exact_end, end):
+                block_of = (lambda i: i) if walks is None else (lambda i: mask_refs[0][b, kv_head, tile, i])
+                buffer = lax.rem(n, jnp.int32(query_buffers))
+                pl.when(n >= query_buffers)(lambda: plgpu.barrier_wait(query_freed.at[buffer]))
                 for group in range(warpgroups):
-                    base, barrier = tile * rows.tile + group * ROWS, query_loaded.at[group]
-                    rows.load(query_ref, query_smem2.at[group], barrier, b, kv_head, base)
-                    plgpu.copy_gmem_to_smem(low_ref.at[b, pl.ds(base, ROWS)], vectors[0].at[group], barrier)
-                    plgpu.copy_gmem_to_smem(high_ref.at[b, pl.ds(base, ROWS)], vectors[1].at[group], barrier)
-                    for word in range(num_words):
-                        words = mask_refs[0].at[b, kv_head, word, pl.ds(base, ROWS)]
-                        plgpu.copy_gmem_to_smem(words, words_smem2.at[group, word], barrier)
+                    at = buffer * warpgroups + group
+                    rows.load_tile(
+                        query_loaded.at[at], b, kv_head, tile * rows.tile + group * ROWS,
+                        tiles=[(query_ref, query_smem2.at[at])],
+                        per_token=[(low_ref, low_smem2.at[at]), (high_ref, high_smem2.at[at])],
+                        words=[(mask_refs[0], words_smem2.at[at])] if num_words else (),
+                    )  # fmt: skip
+                hopper.feed_blocks(begin, end, before, keys, streams, (b, kv_head), block_of)
 
-                hopper.feed_blocks(begin, end, before, keys, streams, (b, kv_head))
-                return before + end - begin
-
-            lax.fori_loop(0, num_tiles, feed_tile, jnp.int32(0))
+            hopper.serve_tiles(num_tiles, tile_range, feed_tile)
 
     def entry(*refs):
         buffer = functools.partial(hopper.tiled, dtype=query.dtype)
         filled = plgpu.Barrier(num_barriers=stages)
         freed = plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups)
+        vector = plgpu.SMEM((query_buffers * warpgroups, ROWS), jnp.int32)
+        query_filled = plgpu.Barrier(
+            num_barriers=query_buffers * warpgroups, num_arrivals=rows.arrivals(1, 2 + num_words)
+        )
         pl.run_scoped(
             lambda *scoped: kernel(*refs, *scoped),
             (
-                buffer(warpgroups, ROWS, h_dim),
+                buffer(query_buffers * warpgroups, ROWS, h_dim),
                 buffer(warpgroups, ROWS, v_dim),
                 buffer(stages, keys, h_dim),
                 buffer(stages, keys, v_dim),
             ),
-            tuple(plgpu.SMEM((warpgroups, ROWS), dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)),
-            plgpu.SMEM((warpgroups, num_words, ROWS), jnp.int32) if num_words else None,
-            (plgpu.Barrier(num_barriers=warpgroups, num_arrivals=rows.copies + 2 + num_words), filled, filled),
-            (plgpu.Barrier(num_arrivals=warpgroups), freed, freed),
+            (vector, vector, plgpu.SMEM((warpgroups, ROWS), jnp.float32)),
+            plgpu.SMEM((query_buffers * warpgroups, num_words, ROWS), jnp.int32) if num_words else None,
+            (query_filled, filled, filled),
+            (plgpu.Barrier(num_barriers=query_buffers, num_arrivals=warpgroups), freed, freed),
             plgpu.Barrier(num_arrivals=warpgroups),
             collective_axes="wg",
         )

@@ -35,7 +35,7 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
     from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
     from nsa_jax.ops.pallas.ranged_hopper_tiles import ROWS
 
-    keys, stages, warpgroups = config.keys, config.stages, config.warpgroups
+    keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
     rows = hopper.RowTiles(length, heads // kv_heads, kv_heads, warpgroups)
@@ -47,109 +47,135 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
     masks = () if listed is None else (rows.words(listed),)
     num_words = 0 if listed is None else listed.shape[-1]
     scale = 1.0 / math.sqrt(h_dim)
+    per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(rows.tiles * kv_heads * batch)
 
     def kernel(bounds_ref, low_ref, high_ref, lse_ref, delta_ref, query_ref, grad_ref, key_ref, value_ref, *refs):
-        *mask_refs, dq_ref, buffers, words_smem2, loaded, freed = refs
-        query_smem2, grad_smem2, key_smem, value_smem, vectors = buffers
+        *mask_refs, dq_ref, buffers, vectors, words_smem2, loaded, freed = refs
+        query_smem2, grad_smem2, out_smem2, key_smem, value_smem = buffers
+        low_smem2, high_smem2, lse_smem2, delta_smem2 = (ref.at[i] for ref in vectors for i in range(2))
         rows_loaded, key_loaded, value_loaded = loaded
-        key_freed, value_freed = freed
+        rows_freed, key_freed, value_freed = freed
         b, kv_head, wg = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("wg")
-        tile = rows.tiles - 1 - lax.axis_index("tile")
-        begin, exact_begin, exact_end, end = (bounds_ref[b, tile, i] for i in range(4))
+        # Late queries see most: they go first.
+        last = rows.tiles - 1 - lax.axis_index("program") * per_program
+        num_tiles = jnp.minimum(last + 1, per_program)
+
+        def tile_range(n):
+            tile = last - n
+            return tile, *(bounds_ref[b, tile, i] for i in range(4))
 
         @pl.when(wg < warpgroups)
         def _compute():
             plgpu.set_max_registers(hopper.registers(warpgroups)[0], action="increase")
-            query_smem, grad_smem = query_smem2.at[wg], grad_smem2.at[wg]
-            low_smem, high_smem, lse_smem, delta_smem = (x.at[wg] for x in vectors)
-            base, barrier = tile * rows.tile + wg * ROWS, rows_loaded.at[wg]
-            rows.load(query_ref, query_smem, barrier, b, kv_head, base)
-            rows.load(grad_ref, grad_smem, barrier, b, kv_head, base)
-            for ref, smem in ((low_ref, low_smem), (high_ref, high_smem)):
-                plgpu.copy_gmem_to_smem(ref.at[b, pl.ds(base, ROWS)], smem, barrier)
-            for ref, smem in ((lse_ref, lse_smem), (delta_ref, delta_smem)):
-                plgpu.copy_gmem_to_smem(ref.at[b, kv_head, pl.ds(base, ROWS)], smem, barrier)
-            for word in range(num_words):
-                words = mask_refs[0].at[b, kv_head, word, pl.ds(base, ROWS)]
-                plgpu.copy_gmem_to_smem(words, words_smem2.at[wg, word], barrier)
-            plgpu.barrier_wait(barrier)
+            out_smem = out_smem2.at[wg]
             layout = plgpu.Layout.WGMMA.reduce(1)
-            row_lse, row_delta = hopper.load(lse_smem, layout), hopper.load(delta_smem, layout)
 
-            def step(exact, i, dq):
-                slot = lax.rem(i - begin, jnp.int32(stages))
-
-                def multiply(scores_ref, d_weights_ref):
-                    plgpu.barrier_wait(key_loaded.at[slot])
-                    plgpu.wgmma(scores_ref, query_smem, hopper.transpose(key_smem.at[slot]))
-                    plgpu.barrier_wait(value_loaded.at[slot])
-                    plgpu.wgmma(d_weights_ref, grad_smem, hopper.transpose(value_smem.at[slot]))
-                    return scores_ref[...], d_weights_ref[...]
-
-                shape = (ROWS, keys)
-                scores, d_weights = pl.run_scoped(
-                    multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
+            def serve_tile(n, before, tile, begin, exact_begin, exact_end, end):
+                buffer = lax.rem(n, jnp.int32(query_buffers))
+                at = buffer * warpgroups + wg
+                query_smem, grad_smem, low_smem, high_smem = (
+                    x.at[at] for x in (query_smem2, grad_smem2, low_smem2, high_smem2)
                 )
-                plgpu.barrier_arrive(value_freed.at[slot])
-                subtract = row_lse
-                if num_words:
-                    words = hopper.load(words_smem2.at[wg, lax.div(i, jnp.int32(32))], layout)
-                    subtract = jnp.where(hopper.has_bit(words, i), row_lse, NO_WEIGHT)
-                weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(subtract, shape, [0]))
-                if not exact:
-                    position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
-                    visible = position >= lax.broadcast_in_dim(hopper.load(low_smem, layout), shape, [0])
-                    visible &= position < lax.broadcast_in_dim(hopper.load(high_smem, layout), shape, [0])
-                    weights = jnp.where(visible, weights, 0.0)
-                d_scores = weights * (d_weights - lax.broadcast_in_dim(row_delta, shape, [0]))
-                d_scores = d_scores.astype(query_ref.dtype)
+                plgpu.barrier_wait(rows_loaded.at[at])
+                row_lse, row_delta = (hopper.load(x.at[at], layout) for x in (lse_smem2, delta_smem2))
 
-                def accumulate(dq_acc):
-                    plgpu.wgmma(dq_acc, d_scores, key_smem.at[slot])
+                def step(exact, i, dq):
+                    slot = lax.rem(before + i - begin, jnp.int32(stages))
 
-                dq = pl.run_state(accumulate)(plgpu.ACC.init(dq))
-                plgpu.barrier_arrive(key_freed.at[slot])
-                return dq
+                    def multiply(scores_ref, d_weights_ref):
+                        plgpu.barrier_wait(key_loaded.at[slot])
+                        plgpu.wgmma(scores_ref, query_smem, hopper.transpose(key_smem.at[slot]))
+                        plgpu.barrier_wait(value_loaded.at[slot])
+                        plgpu.wgmma(d_weights_ref, grad_smem, hopper.transpose(value_smem.at[slot]))
+                        return scores_ref[...], d_weights_ref[...]
 
-            dq = hopper.zeros((ROWS, h_dim))
-            dq = lax.fori_loop(begin, exact_begin, functools.partial(step, False), dq)
-            dq = lax.fori_loop(exact_begin, exact_end, functools.partial(step, True), dq)
-            dq = lax.fori_loop(exact_end, end, functools.partial(step, False), dq)
-            query_smem[...] = (dq * scale).astype(dq_ref.dtype)
-            plgpu.commit_smem()
-            rows.store(query_smem, dq_ref, b, kv_head, base)
+                    shape = (ROWS, keys)
+                    scores, d_weights = pl.run_scoped(
+                        multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
+                    )
+                    plgpu.barrier_arrive(value_freed.at[slot])
+                    subtract = row_lse
+                    if num_words:
+                        words = hopper.load(words_smem2.at[at, lax.div(i, jnp.int32(32))], layout)
+                        subtract = jnp.where(hopper.has_bit(words, i), row_lse, NO_WEIGHT)
+                    weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(subtract, shape, [0]))
+                    if not exact:
+                        position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
+                        visible = position >= lax.broadcast_in_dim(hopper.load(low_smem, layout), shape, [0])
+                        visible &= position < lax.broadcast_in_dim(hopper.load(high_smem, layout), shape, [0])
+                        weights = jnp.where(visible, weights, 0.0)
+                    pl.when(i + 1 == end)(lambda: plgpu.barrier_arrive(rows_freed.at[buffer]))
+                    d_scores = weights * (d_weights - lax.broadcast_in_dim(row_delta, shape, [0]))
+                    d_scores = d_scores.astype(query_ref.dtype)
+
+                    def accumulate(dq_acc):
+                        plgpu.wgmma(dq_acc, d_scores, key_smem.at[slot])
+
+                    dq = pl.run_state(accumulate)(plgpu.ACC.init(dq))
+                    plgpu.barrier_arrive(key_freed.at[slot])
+                    return dq
+
+                dq = hopper.zeros((ROWS, h_dim))
+                dq = lax.fori_loop(begin, exact_begin, functools.partial(step, False), dq)
+                dq = lax.fori_loop(exact_begin, exact_end, functools.partial(step, True), dq)
+                dq = lax.fori_loop(exact_end, end, functools.partial(step, False), dq)
+                pl.when(end == begin)(lambda: plgpu.barrier_arrive(rows_freed.at[buffer]))
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
+                out_smem[...] = (dq * scale).astype(dq_ref.dtype)
+                plgpu.commit_smem()
+                rows.store(out_smem, dq_ref, b, kv_head, tile * rows.tile + wg * ROWS)
+
+            hopper.serve_tiles(num_tiles, tile_range, serve_tile)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == warpgroups)
         def _feed():
             plgpu.set_max_registers(hopper.registers(warpgroups)[1], action="decrease")
             streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
-            hopper.feed_blocks(begin, end, 0, keys, streams, (b, kv_head))
+
+            def feed_tile(n, before, tile, begin, exact_begin, exact_end, end):
+                buffer = lax.rem(n, jnp.int32(query_buffers))
+                pl.when(n >= query_buffers)(lambda: plgpu.barrier_wait(rows_freed.at[buffer]))
+                for group in range(warpgroups):
+                    at = buffer * warpgroups + group
+                    rows.load_tile(
+                        rows_loaded.at[at], b, kv_head, tile * rows.tile + group * ROWS,
+                        tiles=[(query_ref, query_smem2.at[at]), (grad_ref, grad_smem2.at[at])],
+                        per_token=[(low_ref, low_smem2.at[at]), (high_ref, high_smem2.at[at])],
+                        per_row=[(lse_ref, lse_smem2.at[at]), (delta_ref, delta_smem2.at[at])],
+                        words=[(mask_refs[0], words_smem2.at[at])] if num_words else (),
+                    )  # fmt: skip
+                hopper.feed_blocks(begin, end, before, keys, streams, (b, kv_head))
+
+            hopper.serve_tiles(num_tiles, tile_range, feed_tile)
 
     def entry(*refs):
         tiled = functools.partial(hopper.tiled, dtype=query.dtype)
-        vector = lambda dtype: plgpu.SMEM((warpgroups, ROWS), dtype)  # noqa: E731
+        in_flight = query_buffers * warpgroups
         filled = plgpu.Barrier(num_barriers=stages)
         freed = plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups)
+        rows_filled = plgpu.Barrier(num_barriers=in_flight, num_arrivals=rows.arrivals(2, 4 + num_words))
         pl.run_scoped(
             lambda *scoped: kernel(*refs, *scoped),
             (
+                tiled(in_flight, ROWS, h_dim),
+                tiled(in_flight, ROWS, v_dim),
                 tiled(warpgroups, ROWS, h_dim),
-                tiled(warpgroups, ROWS, v_dim),
                 tiled(stages, keys, h_dim),
                 tiled(stages, keys, v_dim),
-                (vector(jnp.int32), vector(jnp.int32), vector(jnp.float32), vector(jnp.float32)),
             ),
-            plgpu.SMEM((warpgroups, num_words, ROWS), jnp.int32) if num_words else None,
-            (plgpu.Barrier(num_barriers=warpgroups, num_arrivals=2 * rows.copies + 4 + num_words), filled, filled),
-            (freed, freed),
+            # Two vectors each: every buffer takes a multiple of 1 KiB, and there is none to spare.
+            tuple(plgpu.SMEM((2, in_flight, ROWS), dtype) for dtype in (jnp.int32, jnp.float32)),
+            plgpu.SMEM((in_flight, num_words, ROWS), jnp.int32) if num_words else None,
+            (rows_filled, filled, filled),
+            (plgpu.Barrier(num_barriers=query_buffers, num_arrivals=warpgroups), freed, freed),
             collective_axes="wg",
         )
 
     dq = hopper.call(
         entry,
-        (rows.tiles, kv_heads, batch),
-        ("tile", "kv_head", "batch"),
+        (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
+        ("program", "kv_head", "batch"),
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         *(bounds, row_low, row_high, lse, delta, query, grad_out, key, value, *masks),
         warpgroups=warpgroups,
@@ -182,10 +208,9 @@ def grad_key_value(
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
     lse, delta = rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)
     key, value = hopper.whole_tiles(key), hopper.whole_tiles(value)
-    masked = listed is not None
-    masks = (rows.words(listed),) if masked else ()
+    masks = () if listed is None else (rows.words(listed),)
+    mask_words = 0 if listed is None else listed.shape[-1]
     # Blocks of one program lie in one word of bits, or in two where warpgroups are no power of two.
-    mask_words = listed.shape[-1] if masked else 0
     num_words = min(mask_words, 1 if 32 % warpgroups == 0 else 2)
     scale = 1.0 / math.sqrt(h_dim)
 
@@ -229,7 +254,7 @@ def grad_key_value(
 
                 scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
                 row_lse = hopper.load(lse_smem.at[slot], layout)
-                if masked:
+                if num_words:
                     word = jnp.clip(lax.div(own_block, jnp.int32(32)) - first_word, 0, num_words - 1)
                     seen = hopper.has_bit(hopper.load(words_smem.at[slot, word], layout), own_block)
                     row_lse = jnp.where(seen, row_lse, NO_WEIGHT)
@@ -308,7 +333,7 @@ def grad_key_value(
                 tiled(stages, ROWS, v_dim),
                 (vector(jnp.int32), vector(jnp.int32), vector(jnp.float32), vector(jnp.float32)),
             ),
-            plgpu.SMEM((stages, num_words, ROWS), jnp.int32) if masked else None,
+            plgpu.SMEM((stages, num_words, ROWS), jnp.int32) if num_words else None,
             (
                 plgpu.Barrier(num_barriers=warpgroups, num_arrivals=2),
                 barriers(rows.copies + 3 + num_words),

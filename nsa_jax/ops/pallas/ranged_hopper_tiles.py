@@ -21,7 +21,6 @@ from nsa_jax.ops.pallas.ranged_hopper import DIRECT_GROUPS
 
 # A warpgroup's matrix products have 64 rows.
 ROWS = 64
-WARPGROUPS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +30,7 @@ class RowTiles:
     length: int
     group: int
     kv_heads: int
-    warpgroups: int = WARPGROUPS
+    warpgroups: int
 
     @property
     def direct(self) -> bool:
@@ -114,6 +113,52 @@ class RowTiles:
             else:
                 pl.when(token < self.length)(copy)
 
+    def load_tile(self, barrier, batch, kv_head, base, tiles, per_token, per_row=(), words=()) -> None:
+        """Copies all that 64 rows from row `base` need to shared memory; `arrivals` counts the copies.
+
+        Args:
+          barrier: where the copies arrive.
+          batch, kv_head, base: which rows.
+          tiles: (array, buffer) of `arrange`'s results.
+          per_token: (array, buffer) of `per_token`'s results.
+          per_row: (array, buffer) of `per_row`'s results.
+          words: (array, buffer) of `words`' results.
+        """
+        here = pl.ds(base, ROWS)
+        for ref, smem in tiles:
+            self.load(ref, smem, barrier, batch, kv_head, base)
+        for ref, smem in per_token:
+            plgpu.copy_gmem_to_smem(ref.at[batch, here], smem, barrier)
+        for ref, smem in per_row:
+            plgpu.copy_gmem_to_smem(ref.at[batch, kv_head, here], smem, barrier)
+        for ref, smem in words:
+            for word in range(smem.shape[0]):
+                plgpu.copy_gmem_to_smem(ref.at[batch, kv_head, word, here], smem.at[word], barrier)
+
+    def arrivals(self, tiles: int, vectors: int) -> int:
+        """Copies of a `load_tile` with as many tiles and vectors, each word one."""
+        return tiles * self.copies + vectors
+
+
+def serve_tiles(count, tile_range, serve) -> None:
+    """Calls `serve(n, before, *tile_range(n))` for n < count.
+
+    Each range is looked up one tile ahead: what comes from global memory one number at a time takes long.
+
+    Args:
+      count: how many tiles.
+      tile_range: n -> (tile, begin, ..., end), the key blocks [begin, end) that a tile walks.
+      serve: its `before` counts the key blocks of all earlier tiles.
+    """
+
+    def body(n, carry):
+        before, here = carry
+        following = tile_range(jnp.minimum(n + 1, count - 1))
+        serve(n, before, *here)
+        return before + here[-1] - here[1], following
+
+    lax.fori_loop(0, count, body, (jnp.int32(0), tile_range(0)))
+
 
 def whole_tiles(x: jax.Array) -> jax.Array:
     """Pads keys or values [B, S, K, D] to a multiple of 8, which TMA's swizzled tiles need."""
@@ -135,7 +180,7 @@ def load(ref, layout):
 
 
 def has_bit(words, index):
-    """Whether bit `index % 32` is set in each of `words`, a vector in registers."""
+    """Whether bit `index % 32`, a number or one for each word, is set in each of `words`, a vector in registers."""
     return (lax.shift_right_logical(words, jnp.broadcast_to(lax.rem(index, jnp.int32(32)), words.shape)) & 1) == 1
 
 
@@ -149,28 +194,31 @@ def zeros(shape, fill: float = 0.0, layout=plgpu.Layout.WGMMA):
     return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
 
 
-def feed_blocks(begin, end, before, size: int, streams, index):
-    """Copies the key blocks [begin, end) through buffers that the computing warpgroups free again.
+def feed_blocks(begin, end, before, size: int, streams, index, block_of=lambda i: i):
+    """Copies the key blocks of steps [begin, end) through buffers that the computing warpgroups free again.
 
     Args:
-      begin, end: block numbers.
+      begin, end: steps.
       before: how many blocks went through the buffers for earlier tiles.
       size: keys per block.
       streams: of keys and of values, (array [B, S, K, D], buffers [stages, size, D], loaded, freed) with one barrier
         of each kind per buffer.
       index: batch entry and key/value head.
+      block_of: the block number of a step.
     """
     batch, kv_head = index
     stages = streams[0][1].shape[0]
 
-    def feed(i, _):
+    def feed(i, block):
+        following = block_of(jnp.minimum(i + 1, end - 1))  # on its way while this one waits for its buffer
         count = before + i - begin
         slot = lax.rem(count, jnp.int32(stages))
         for ref, smem, loaded, freed in streams:
             pl.when(count >= stages)(functools.partial(plgpu.barrier_wait, freed.at[slot]))
-            plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(i * size, size), kv_head], smem.at[slot], loaded.at[slot])
+            plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(block * size, size), kv_head], smem.at[slot], loaded.at[slot])
+        return following
 
-    lax.fori_loop(begin, end, feed, None)
+    lax.fori_loop(begin, end, feed, block_of(begin))
 
 
 def registers(warpgroups: int) -> tuple[int, int]:
@@ -178,7 +226,7 @@ def registers(warpgroups: int) -> tuple[int, int]:
     return (240, 24) if warpgroups == 2 else (160, 32)
 
 
-def call(entry, grid: tuple[int, int, int], names: tuple[str, str, str], out_type, *args, warpgroups=WARPGROUPS):
+def call(entry, grid: tuple[int, int, int], names: tuple[str, str, str], out_type, *args, warpgroups: int):
     """Runs a kernel of `warpgroups` that compute and one that feeds them."""
     return plgpu.kernel(
         entry,

@@ -4,9 +4,10 @@ The plain loop runs one program per (query token, key/value head): the G query h
 matrix products and the program walks its list with a running softmax. Every step brings K and V of one block from L2
 to a multiprocessor for G rows only, and that traffic is its limit.
 
-So lists are split first. A tile of neighbouring tokens shares blocks: always the forced ones, often more. What at
-least `share` tokens of a tile list is read once for the whole tile (`_tile_kernel`, with one bit per token and block);
-the plain loop then continues from that result over what is left of each token's list.
+So lists are split first. A tile of neighbouring tokens shares blocks: always the forced ones, often more. What at least
+`share` tokens of a tile list is read once for the whole tile (`_tile_kernel`, with one bit per token and block, or
+Hopper's kernel of ranged attention); the plain loop then continues from that result over what is left of each token's
+list.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops.pallas import selected_masked, tuning
+from nsa_jax.ops.pallas import ranged_hopper, selected_masked, tuning
 from nsa_jax.ops.pallas.common import LOG2E, pieces, row_delta, triton_call
 from nsa_jax.ops.pallas.selected_backward import selected_backward
 from nsa_jax.ops.pallas.selected_common import NEG, attend_block, empty_state, finish, load_once, store_once
 from nsa_jax.ops.pallas.selected_key_major import continue_by_key_block
 from nsa_jax.ops.pallas.selected_split import split_lists
+from nsa_jax.ops.target import current_target
 
 
 def _plain_kernel(
@@ -128,6 +130,17 @@ def _tile_kernel(
     lse_ref[token, head] = lse
 
 
+def _hopper_serves_tiles(query, value, select_block: int, config: tuning.SelectedConfig) -> bool:
+    """Whether Hopper's kernel serves the blocks that tiles share: its tiles have 128 rows, whole tokens of them."""
+    group = query.shape[2] // value.shape[2]
+    return (
+        select_block == selected_masked.BLOCK
+        and config.tile * group == 2 * selected_masked.BLOCK
+        and group in ranged_hopper.DIRECT_GROUPS
+        and ranged_hopper.serves(query, value, current_target(), None)
+    )
+
+
 def selected_forward(query, key, value, block_indices, segment_start, query_offset, select_block: int, packed: bool):
     """Output [B, T, N, V] and natural-log lse float32 [B, T, N]."""
     if selected_masked.serves(query, value, block_indices.shape[-1], select_block):
@@ -148,13 +161,16 @@ def _forward_with(query, key, value, block_indices, segment_start, query_offset,
     static = dict(
         group=group,
         select_block=select_block,
-        size=config.keys,
         scale=LOG2E / math.sqrt(h_dim),
         num_keys=num_keys,
         packed=packed,
-        exact=num_keys % select_block == 0 and select_block % config.keys == 0,
     )
-    query = query.reshape(batch, length, num_kv, group, h_dim)
+    whole_blocks = num_keys % select_block == 0
+
+    def steps_of(size: int) -> dict:
+        return dict(size=size, exact=whole_blocks and select_block % size == 0)
+
+    grouped = query.reshape(batch, length, num_kv, group, h_dim)
     query_offset = query_offset.reshape(1)
     # Tokens run fastest: the programs in flight share one head's keys and values, which then stay in the L2 cache.
     key_specs = [
@@ -176,32 +192,45 @@ def _forward_with(query, key, value, block_indices, segment_start, query_offset,
             block_indices, segment_start, query_offset,
             tile=tile, share=config.share, select_block=select_block, num_keys=num_keys, packed=packed,
         )  # fmt: skip
-        width = split.block.shape[-1]
-        state = triton_call(
-            functools.partial(_tile_kernel, rows=max(16, pl.next_power_of_2(tile * group)), length=length, **static),
-            num_warps=config.tile_warps,
-            num_stages=config.tile_stages,
-            grid=(pl.cdiv(length, tile), num_kv, batch),
-            in_specs=[
-                scalar_spec,
-                pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0)),
-                pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0)),
-                pl.BlockSpec((None, None, None, 2), lambda i, k, b: (b, k, i, 0)),
-                pl.BlockSpec((None, tile), lambda i, k, b: (b, i)),
-                pl.BlockSpec((None, tile, None, group, h_dim), lambda i, k, b: (b, i, k, 0, 0)),
-                *key_specs,
-            ],
-            out_specs=[
-                pl.BlockSpec((None, tile, None, group, v_dim), lambda i, k, b: (b, i, k, 0, 0)),
-                pl.BlockSpec((None, tile, None, group), lambda i, k, b: (b, i, k, 0)),
-            ],
-            out_shape=out_shape,
-            name="nsa_selected_forward_tiles",
-        )(query_offset, split.block, split.bits, split.num_shared, segment_start, query, key, value)
+        walks = split.block, split.bits, split.num_shared
+        if _hopper_serves_tiles(query, value, select_block, config):
+            low, high = selected_masked.visible_ranges(query, key, segment_start, query_offset)
+            hopper_config = tuning.selected_hopper_config(h_dim, v_dim)
+            state = ranged_hopper.ranged_forward(query, key, value, low, high, hopper_config, walks=walks)
+            state = tuple(x.reshape(like.shape) for x, like in zip(state, out_shape, strict=True))
+        else:
+            width = split.block.shape[-1]
+            state = triton_call(
+                functools.partial(
+                    _tile_kernel,
+                    rows=max(16, pl.next_power_of_2(tile * group)),
+                    length=length,
+                    **static,
+                    **steps_of(config.keys),
+                ),
+                num_warps=config.tile_warps,
+                num_stages=config.tile_stages,
+                grid=(pl.cdiv(length, tile), num_kv, batch),
+                in_specs=[
+                    scalar_spec,
+                    pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0)),
+                    pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0)),
+                    pl.BlockSpec((None, None, None, 2), lambda i, k, b: (b, k, i, 0)),
+                    pl.BlockSpec((None, tile), lambda i, k, b: (b, i)),
+                    pl.BlockSpec((None, tile, None, group, h_dim), lambda i, k, b: (b, i, k, 0, 0)),
+                    *key_specs,
+                ],
+                out_specs=[
+                    pl.BlockSpec((None, tile, None, group, v_dim), lambda i, k, b: (b, i, k, 0, 0)),
+                    pl.BlockSpec((None, tile, None, group), lambda i, k, b: (b, i, k, 0)),
+                ],
+                out_shape=out_shape,
+                name="nsa_selected_forward_tiles",
+            )(query_offset, *walks, segment_start, grouped, key, value)
         if config.key_major:
             rest = split.rest[:, :, :tile, :, :num_listed].reshape(batch, -1, num_kv, num_listed)[:, :length]
             out, lse = continue_by_key_block(
-                query, key, value, rest, segment_start, query_offset, *state,
+                grouped, key, value, rest, segment_start, query_offset, *state,
                 select_block=select_block, packed=packed, config=config,
             )  # fmt: skip
             return out.reshape(batch, length, num_heads, v_dim), lse.reshape(batch, length, num_heads)
@@ -219,6 +248,7 @@ def _forward_with(query, key, value, block_indices, segment_start, query_offset,
             num_listed=num_listed,
             resume=resume,
             **static,
+            **steps_of(config.plain_keys),
         ),
         num_warps=config.plain_warps,
         num_stages=config.plain_stages,
@@ -235,7 +265,7 @@ def _forward_with(query, key, value, block_indices, segment_start, query_offset,
         out_shape=out_shape,
         input_output_aliases={6: 0, 7: 1} if resume else {},
         name="nsa_selected_forward",
-    )(query_offset, block_indices, segment_start, query, key, value, *state)
+    )(query_offset, block_indices, segment_start, grouped, key, value, *state)
     return out.reshape(batch, length, num_heads, v_dim), lse.reshape(batch, length, num_heads)
 
 

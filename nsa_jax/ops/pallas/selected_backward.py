@@ -172,26 +172,32 @@ def _key_major_kernel(
         key = load_rows(key_ref, key_row, plan.head_dim)
         value = load_rows(value_ref, key_row, plan.value_dim)
 
-        def tile(i, carry):
+        def entries_at(index):
+            """Of list entries from `begin` on: (place in the lists, query token), past the end those of the last."""
+            flat = order_ref[row, jnp.minimum(begin + index, end - 1)]
+            return flat, first_query + lax.div(flat, plan.slots)
+
+        def tile(i, carry, masked):
             d_key, d_value = carry
             # Rows are the item's (entry, head of the group) pairs; a tile may begin and end inside a group.
             pair_row = i * rows + lax.iota(jnp.int32, rows)
-            entry, member = begin + lax.div(pair_row, group), lax.rem(pair_row, group)
-            valid = entry < end
-            flat = order_ref[row, jnp.minimum(entry, end - 1)]
-            token = first_query + lax.div(flat, plan.slots)
+            entry, member = lax.div(pair_row, group), lax.rem(pair_row, group)
+            valid = begin + entry < end
+            flat, token = entries_at(entry)
             query_row = (batch * plan.length + token) * plan.num_heads + head * group + member
             query = load_rows(query_ref, query_row, plan.head_dim)
             d_out = load_rows(d_out_ref, query_row, plan.value_dim)
-            lse, delta = lse_ref[query_row], delta_ref[query_row]
-            low = start_ref[batch * plan.length + token]
-            # A row that must not count has an empty range of positions.
-            high = jnp.where(valid, jnp.minimum(token + step_ref[2], last_key), -1)
-            position = first_key + lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
-            visible = (position <= high[:, None]) & (position >= low[:, None])
+            # A row that must not count has no probability anywhere.
+            lse, delta = jnp.where(valid, lse_ref[query_row], jnp.inf), delta_ref[query_row]
 
             scores = _sum_of_products(query, key, (1, 1)) * (plan.scale * LOG2E)  # [rows, columns]
-            probs = jnp.where(visible, jnp.exp2(scores - lse[:, None]), 0.0).astype(dtype)
+            probs = jnp.exp2(scores - lse[:, None])
+            if masked:
+                low = start_ref[batch * plan.length + token]
+                high = jnp.minimum(token + step_ref[2], last_key)
+                position = first_key + lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
+                probs = jnp.where((position <= high[:, None]) & (position >= low[:, None]), probs, 0.0)
+            probs = probs.astype(dtype)
             d_value = [acc + dot(piece, probs, (0, 0)) for acc, piece in zip(d_value, d_out, strict=True)]
             d_probs = _sum_of_products(d_out, value, (1, 1))
             # From the rounded probabilities: the gradient is rounded too, and float32 ones would cost registers.
@@ -208,8 +214,18 @@ def _key_major_kernel(
         # Transposed sums, [dim, columns]: both operands of their products then come from shared memory as they lie
         # there, which leaves registers free; with [columns, dim] Hopper's products were serialised for want of them.
         zeros = lambda dim: [jnp.zeros((size, columns), jnp.float32) for _, size in pieces(dim)]  # noqa: E731
-        count = ((end - begin) * group + rows - 1) // rows
-        d_key, d_value = lax.fori_loop(0, count, tile, (zeros(plan.head_dim), zeros(plan.value_dim)))
+        sums = zeros(plan.head_dim), zeros(plan.value_dim)
+        # Queries ascend, so those that see a part of the block only come first, unless rows are packed: the masks of
+        # the tiles after them would cost a fifth of the time.
+        index = lax.iota(jnp.int32, pl.next_power_of_2(config.chunk))
+        _, token = entries_at(index)
+        whole = (token + step_ref[2] >= first_key + columns - 1) & (start_ref[batch * plan.length + token] <= first_key)
+        whole &= last_key == first_key + columns - 1
+        partial = jnp.max(jnp.where(whole | (begin + index >= end), 0, index + 1))
+        tiles_of = lambda entries: (entries * group + rows - 1) // rows  # noqa: E731
+        sums = lax.fori_loop(0, tiles_of(partial), functools.partial(tile, masked=True), sums)
+        sums = lax.fori_loop(tiles_of(partial), tiles_of(end - begin), functools.partial(tile, masked=False), sums)
+        d_key, d_value = sums
         out_row = (local_pair * plan.items + item) * plan.columns + skip + lax.iota(jnp.int32, columns)
         store_rows(d_key_ref, out_row, [piece.T * plan.scale for piece in d_key])
         store_rows(d_value_ref, out_row, [piece.T for piece in d_value])

@@ -26,9 +26,9 @@ _SHARES_AT_ONCE = 4
 
 def _share_kernel(
     offset_ref, row_ref, order_ref, block_ref, begin_ref, end_ref, start_ref, q_ref, k_ref, v_ref, share_ref, lse_ref,
-    *, rows, group, chunk_tokens, num_chunks, num_listed, select_block, size, scale, num_keys, packed, exact,
+    *, rows, group, chunk_tokens, num_chunks, num_listed, longest, select_block, size, scale, num_keys, packed, exact,
 ):  # fmt: skip
-    """One work item: a key block and up to `chunk` of the list entries that name it.
+    """One work item: a key block and up to `longest` of the list entries that name it.
 
     order_ref [rows, E]; block_ref, begin_ref, end_ref [rows, W]; start_ref [B, T]; q_ref [B, T, K, G, H];
     k_ref [B, S, K, H]; v_ref [B, S, K, V]; share_ref [R, E, G, V] and lse_ref [R, E, G] for the R rows of this call.
@@ -54,10 +54,14 @@ def _share_kernel(
         ]
         values = [key_rows(v_ref, at, start, size, num_keys, offset, width, exact) for offset, width in pieces(v_dim)]
 
-        def body(i, carry):
+        def entries_at(index):
+            """Of list entries from `begin` on: (place in the lists, token), past the end those of the last."""
+            entry = order_ref[line, jnp.minimum(begin + index, end - 1)]
+            return entry, chunk * chunk_tokens + entry // num_listed
+
+        def body(i, carry, masked):
             # Rows past the item's end repeat its last entry and write the same values to the same place.
-            entry = order_ref[line, jnp.minimum(begin + i * step + row // group, end - 1)]
-            token = chunk * chunk_tokens + entry // num_listed
+            entry, token = entries_at(i * step + row // group)
             scores = functools.reduce(
                 operator.add,
                 (
@@ -65,11 +69,12 @@ def _share_kernel(
                     for key, (offset, width) in zip(keys, pieces(q_ref.shape[-1]), strict=True)
                 ),
             )
-            column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-            visible = column <= jnp.minimum(token + offset_ref[0] - start, last)[:, None]
-            if packed:
-                visible &= column >= (start_ref[batch, token] - start)[:, None]
-            scores = jnp.where(visible, scores, NEG)
+            if masked:
+                column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+                visible = column <= jnp.minimum(token + offset_ref[0] - start, last)[:, None]
+                if packed:
+                    visible &= column >= (start_ref[batch, token] - start)[:, None]
+                scores = jnp.where(visible, scores, NEG)
             peak = jnp.max(scores, axis=1) * scale
             weights = jnp.exp2(scores * scale - peak[:, None])
             total = jnp.sum(weights, axis=1)
@@ -81,7 +86,15 @@ def _share_kernel(
             lse_ref[here, entry, head] = peak + jnp.log2(total)
             return carry
 
-        lax.fori_loop(0, pl.cdiv(end - begin, step), body, 0)
+        # Queries ascend, so those that see a part of the block only come first, unless rows are packed.
+        index = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(longest),), 0)
+        _, token = entries_at(index)
+        whole = (token + offset_ref[0] - start >= size - 1) & (last == size - 1)
+        if packed:
+            whole &= start_ref[batch, token] <= start
+        partial = jnp.max(jnp.where(whole | (begin + index >= end), 0, index + 1))
+        lax.fori_loop(0, pl.cdiv(partial, step), functools.partial(body, masked=True), 0)
+        lax.fori_loop(pl.cdiv(partial, step), pl.cdiv(end - begin, step), functools.partial(body, masked=False), 0)
 
 
 def _sum_kernel(
@@ -207,6 +220,7 @@ def continue_by_key_block(
             _share_kernel,
             rows=max(config.gather_rows, pl.next_power_of_2(group)),
             num_listed=num_listed,
+            longest=config.chunk,
             select_block=select_block,
             size=size,
             scale=LOG2E / math.sqrt(h_dim),

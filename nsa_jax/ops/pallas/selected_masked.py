@@ -42,7 +42,7 @@ def list_words(block_indices: jax.Array, num_blocks: int) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.int32)
 
 
-def _ranges(query, key, segment_start, query_offset) -> tuple[jax.Array, jax.Array]:
+def visible_ranges(query, key, segment_start, query_offset) -> tuple[jax.Array, jax.Array]:
     """(low, high), int32 [B, T]: the keys that each query may see at all."""
     low, high = ranged.window_ranges(query, segment_start, query_offset, 1 << 30)
     return ranged.clip_ranges(low, high, key.shape[1])
@@ -52,7 +52,7 @@ def forward(query, key, value, block_indices, segment_start, query_offset) -> tu
     """Output [B, T, N, V] and natural-log lse, float32 [B, T, N]; arguments as `selected.selected_forward`."""
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], BLOCK))
     config = tuning.selected_masked_config(query.shape[-1], value.shape[-1])
-    low, high = _ranges(query, key, segment_start, query_offset)
+    low, high = visible_ranges(query, key, segment_start, query_offset)
     return ranged_hopper.ranged_forward(query, key, value, low, high, config, listed)
 
 
@@ -60,9 +60,10 @@ def backward(query, key, value, block_indices, delta, lse, d_out, segment_start,
     """Gradients of query, key and value; arguments as `selected_backward.selected_backward`."""
     h_dim, v_dim = query.shape[-1], value.shape[-1]
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], BLOCK))
-    low, high = _ranges(query, key, segment_start, query_offset)
+    low, high = visible_ranges(query, key, segment_start, query_offset)
     lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
     args = (query, key, value, d_out.astype(query.dtype), lse, delta, low, high)
-    d_query = ranged_hopper_backward.grad_query(*args, tuning.selected_masked_config(h_dim, v_dim), listed)
+    dq_config = tuning.ranged_hopper_dq_config(h_dim, v_dim, BLOCK, key.shape[1])
+    d_query = ranged_hopper_backward.grad_query(*args, dq_config, listed)
     config = tuning.ranged_hopper_dkv_config(h_dim, v_dim, None, key.shape[1])
     return d_query, *ranged_hopper_backward.grad_key_value(*args, config, listed)

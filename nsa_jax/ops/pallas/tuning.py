@@ -18,7 +18,8 @@ class SelectedConfig:
     """Tiles of the selected branch's forward kernels.
 
     Attributes:
-      keys: keys per step of every loop; a selection block is walked in steps of this size.
+      keys: keys per step of all loops but the plain one; a selection block is walked in steps of this size.
+      plain_keys: keys per step of the plain loop.
       plain_warps: warps of one program of the plain loop (one query token and key/value head).
       plain_stages: software pipeline depth of the plain loop.
       tile: neighbouring tokens whose shared blocks are read once, at most 32; 1 means the plain loop alone.
@@ -35,6 +36,7 @@ class SelectedConfig:
     """
 
     keys: int
+    plain_keys: int
     plain_warps: int
     plain_stages: int
     tile: int
@@ -53,21 +55,25 @@ class SelectedConfig:
 def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype) -> SelectedConfig:
     """Picks the selected forward's tiles.
 
-    Measured on an H200 in bfloat16, lists random. One warp per program of the plain loop was as fast as 2 and deeper
-    pipelines were slower. A tile of 128 rows (64 where the key-major kernels follow, or where heads are wide) keeps its
-    state in the registers of 4 warps; at G = 16 a `share` of 3 or 4 of 8 tokens took the same time. Key-major won at
-    G = 4 (N=32, K=8, H=128, 32k: 5.1 against 11.9 ms) and G = 6 (N=12, K=2, H=64, 32k: 1.3 against 1.8) and lost at
-    G = 16 (64k: 16.8 against 14.1); the switch at 8 lies between, unmeasured. float32 takes the plain loop alone: its
-    tiles would not fit an A100's shared memory.
+    Measured on an H200 in bfloat16, lists random. In the plain loop one warp per program was as fast as 2, and 32 keys
+    in 3 stages took 11.2 ms where 64 in 2 took 11.7 (N=64, K=4, H=128, 64k). A tile of 128 rows (64 where the
+    key-major kernels follow, or where heads are wide) keeps its state in the registers of 4 warps; at G = 16 a
+    `share` of 3 or 4 of 8 tokens took the same time. Key-major won at G = 4 (N=32, K=8, H=128, 32k: 5.1 against
+    11.9 ms) and G = 6 (N=12, K=2, H=64, 32k: 1.3 against 1.8) and lost at G = 16 (64k: 16.8 against 14.1); the
+    switch at 8 lies between, unmeasured. float32 takes the plain loop alone: its tiles would not fit an A100's
+    shared memory.
     """
     narrow = h_dim + v_dim <= 256 and jnp.dtype(dtype).itemsize == 2
     key_major = group <= 8 and select_block <= 64 and jnp.dtype(dtype).itemsize == 2
     tile = (128 if narrow and not key_major else 64) // group if jnp.dtype(dtype).itemsize == 2 else 1
     tile = max(1, min(32, tile))
+    keys = max(16, min(1 << (select_block - 1).bit_length(), 64))
+    single = narrow and group <= 16
     return SelectedConfig(
-        keys=max(16, min(1 << (select_block - 1).bit_length(), 64)),
-        plain_warps=1 if narrow and group <= 16 else 4,
-        plain_stages=2,
+        keys=keys,
+        plain_keys=min(keys, 32) if single else keys,
+        plain_warps=1 if single else 4,
+        plain_stages=3 if single else 2,
         tile=tile,
         share=max(min(2, tile), tile // 2),
         tile_warps=4 if narrow else 8,
@@ -75,6 +81,15 @@ def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype
         key_major=key_major and tile > 1,
         gather_stages=3 if narrow else 2,
     )
+
+
+def selected_hopper_config(h_dim: int, v_dim: int) -> RangedHopperConfig:
+    """Picks the Hopper kernel's tiles for the blocks that a tile of queries shares: one block at a time.
+
+    At N=64, K=4, H=128 and 64k, lists random, a second buffer for queries took 1.49 ms where one took 1.51, and the
+    Triton kernel 1.78; with lists that 64 tokens share, 4.6 to 4.7 and 5.1.
+    """
+    return RangedHopperConfig(64, 3, query_buffers=2) if max(h_dim, v_dim) <= 128 else RangedHopperConfig(64, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +128,13 @@ def selected_backward_config(
 ) -> SelectedBackwardConfig:
     """Picks the selected backward's tiles; `blocks` is the number of key blocks over batch and key/value heads, B*K*J.
 
-    Measured on an H200. 64 rows, 4 warps and 2 stages leave room for two programs per multiprocessor; head dim 192 has
-    shared memory for one stage. With 8 heads or more per group, keeping the score gradients costs less than keeping
-    shares of dq. Long work items save partial sums of dk and dv; short sequences need more and shorter ones to fill
-    the GPU. Each pass over the buffer ends with multiprocessors that wait for the last work items: 1 GiB instead of 512
-    MiB, half as many passes, took 19.6 instead of 20.9 ms at 64k. Tiles for dq took 18.0 instead of 20.0 ms in all with
-    lists shared by 64 tokens and 21.4 instead of 21.0 with random ones.
+    Measured on an H200. 64 rows, 4 warps and 2 stages leave room for two programs per multiprocessor, at head dim 64
+    128 rows do (2.70 for 2.95 ms, N=12, K=2, 64k); head dim 192 has shared memory for one stage. With 8 heads or
+    more per group, keeping the score gradients costs less than keeping shares of dq. Long work items save partial
+    sums of dk and dv; short sequences need more and shorter ones to fill the GPU. Each pass over the buffer ends
+    with multiprocessors that wait for the last work items: 1 GiB instead of 512 MiB, half as many passes, took 19.6
+    instead of 20.9 ms at 64k. Tiles for dq took 18.0 instead of 20.0 ms in all with lists shared by 64 tokens and
+    21.4 instead of 21.0 with random ones.
     """
     wide, exact = max(h_dim, v_dim), jnp.dtype(dtype).itemsize > 2
     chunk = 1 << max(blocks // 2, 1).bit_length() - 1
@@ -126,8 +142,8 @@ def selected_backward_config(
     divided = exact and wide > 64 or select_block > 64
     tile = 1 if exact or select_block > 64 else 1 << (min(128 // group, 8).bit_length() - 1)
     return SelectedBackwardConfig(
-        rows=32 if exact and wide > 64 else 64,
-        chunk=min(max(chunk, 64), max(8192 >> (group - 1).bit_length(), 64), 1024),
+        rows=32 if exact and wide > 64 else 128 if wide <= 64 and group < 8 and not exact else 64,
+        chunk=min(max(chunk, 64), max(8192 >> (group - 1).bit_length(), 64), 2048),
         num_warps=8 if exact else 4,
         num_stages=1 if exact or wide > 128 else 2,
         keep_scores=divided or (group >= 8 and h_dim >= select_block),
@@ -288,29 +304,33 @@ class RangedHopperConfig:
       stages: blocks of keys and values in flight.
       tiles: query tiles that one program of the forward serves; 0 picks `ranged_hopper_tiles_per_program`.
       warpgroups: 2 or 3 that compute, for 64 rows of a query tile each; 3 leave 160 registers to a thread.
+      query_buffers: 1, or 2 for a forward whose next query tile arrives while it computes one.
     """
 
     keys: int
     stages: int
     tiles: int = 0
     warpgroups: int = 2
+    query_buffers: int = 1
 
 
 def ranged_hopper_config(h_dim: int, v_dim: int, span: int | None, num_keys: int) -> RangedHopperConfig:
     """Picks the Hopper forward's tiles.
 
     128 keys per block reached 526 TFLOP/s at head dim 128 and 64k, 64 keys 450; short ranges (a window of 512) have
-    more masked blocks and won with 64. Wider heads leave shared memory for 64 keys, narrow ones registers for a third
-    warpgroup: 1.80 against 2.01 ms for the compressed branch of 4 rows of 65,536, N=6, K=1, H=64. There 64 keys won up
-    to 8,192 tokens (0.237 and 0.247 ms for 16 rows; 0.252 and 0.301 for 128 rows of 2,048).
+    more masked blocks and won with 64, as did the compressed branch of 8,192 tokens (1.61 against 1.66 ms for 32 rows,
+    N=16, K=1). Wider heads leave shared memory for 64 keys, narrow ones registers for a third warpgroup: 1.80 against
+    2.01 ms for the compressed branch of 4 rows of 65,536, N=6, K=1, H=64. There 64 keys won up to 8,192 tokens (0.237
+    and 0.247 ms for 16 rows; 0.252 and 0.301 for 128 rows of 2,048). A second buffer for queries, where shared memory
+    has room, then took 1.80 to 1.76, 0.230 to 0.221 and 0.228 to 0.217 ms.
     """
-    short = span is not None and span <= 1024
-    if max(h_dim, v_dim) > 128:
+    wide, few = max(h_dim, v_dim), span is not None and span <= 1024 or num_keys <= 512
+    if wide > 128:
         return RangedHopperConfig(64, 2)
-    if max(h_dim, v_dim) > 64:
-        return RangedHopperConfig(64, 3) if short else RangedHopperConfig(128, 2)
-    keys, stages = (64, 3) if short or num_keys <= 512 else (128, 2)
-    return RangedHopperConfig(keys, stages, warpgroups=3)
+    if wide > 64:
+        return RangedHopperConfig(64, 3, query_buffers=2) if few else RangedHopperConfig(128, 2)
+    keys, stages = (64, 3) if few else (128, 2)
+    return RangedHopperConfig(keys, stages, warpgroups=3, query_buffers=2)
 
 
 def ranged_hopper_tiles_per_program(tiles: int) -> int:
@@ -322,16 +342,22 @@ def ranged_hopper_tiles_per_program(tiles: int) -> int:
     return max(1, min(8, tiles // 1056))
 
 
-def ranged_hopper_dq_config(h_dim: int, v_dim: int, span: int | None) -> RangedHopperConfig:
-    """Picks the Hopper dq kernel's tiles.
+def ranged_hopper_dq_config(h_dim: int, v_dim: int, span: int | None, num_keys: int) -> RangedHopperConfig:
+    """Picks the Hopper dq kernel's tiles; under a mask of blocks `span` is a block, 64.
 
-    658 TFLOP/s with 128 keys at head dim 128 and 64k, 643 with 64. Three warpgroups took 2.38 ms where two took 2.54
-    (the shape of `ranged_hopper_config`), 0.340 for 0.408 at 2,048.
+    At head dim 128 and 64k, 128 keys took 10.3 ms and 64 keys 10.6; 2.21 and 2.00 for the compressed branch of 32 rows
+    of 8,192, N=16, K=1. At head dim 64 three warpgroups took 2.38 ms where two took 2.54 (the shape of
+    `ranged_hopper_config`), 0.340 for 0.408 at 2,048. Several query tiles per program, with a second buffer for queries
+    where shared memory has room, then took 2.31 to 2.17 and 0.346 to 0.218, and 1.39 to 1.29 under a mask.
     """
-    if max(h_dim, v_dim) <= 64:
-        return RangedHopperConfig(64, 3, warpgroups=3)
-    long = span is None or span > 1024
-    return RangedHopperConfig(128 if long and max(h_dim, v_dim) <= 128 else 64, 2)
+    wide = max(h_dim, v_dim)
+    if wide <= 64:
+        return RangedHopperConfig(64, 3, warpgroups=3, query_buffers=2)
+    if wide > 128:
+        return RangedHopperConfig(64, 2 if v_dim <= 128 else 1)
+    if span is not None and span <= 1024:
+        return RangedHopperConfig(64, 2)
+    return RangedHopperConfig(64, 3) if num_keys <= 1024 else RangedHopperConfig(128, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,11 +396,11 @@ def selected_masked_config(h_dim: int, v_dim: int) -> RangedHopperConfig:
     """Picks the tiles of selected attention under a mask: 64 keys, one block.
 
     Three warpgroups took 1.24 and 1.39 ms forward and for dq where two took 1.35 and 1.61 (128 rows of 2,048, N=6,
-    K=1, H=64).
+    K=1, H=64); a second buffer for the forward's queries 1.16 where one took 1.17.
     """
     if max(h_dim, v_dim) <= 64:
-        return RangedHopperConfig(64, 3, warpgroups=3)
-    return RangedHopperConfig(64, 3 if max(h_dim, v_dim) <= 128 else 2)
+        return RangedHopperConfig(64, 3, warpgroups=3, query_buffers=2)
+    return selected_hopper_config(h_dim, v_dim)
 
 
 def ranged_splits(programs: int, query_tiles: int, share_bytes: int) -> int:
