@@ -133,7 +133,7 @@ def training_rows() -> dict[str, list[str]]:
     sizes = [[f"{row['parameters'] / 1e6:.0f}M" for row in rows] for rows in cases]
     unrolled = [found("nsa", 2048, policy, "unrolled") for policy in ("none", "dots_saved")]
     remat = [*unrolled, *(found("nsa", 2048, policy) for policy in ("attention_saved", "block"))]
-    four = [found("nsa", 2048, "block", devices=4, layout=layout) for layout in ("data", "fsdp")]
+    four = [found("nsa", 2048, "dots_saved", "unrolled", devices=4, layout=layout) for layout in ("data", "fsdp")]
     context = results("context_h200")
     split = [row for row in (*context["same"], *context["long"]) if row["attention"] == "nsa"]
     return {
