@@ -219,16 +219,12 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
 
             def feed_tile(n, before, tile, begin, exact_begin, exact_end, end):
                 block_of = (lambda i: i) if walks is None else (lambda i: mask_refs[0][b, kv_head, tile, i])
-                buffer = lax.rem(n, jnp.int32(query_buffers))
-                pl.when(n >= query_buffers)(lambda: plgpu.barrier_wait(query_freed.at[buffer]))
-                for group in range(warpgroups):
-                    at = buffer * warpgroups + group
-                    rows.load_tile(
-                        query_loaded.at[at], b, kv_head, tile * rows.tile + group * ROWS,
-                        tiles=[(query_ref, query_smem2.at[at])],
-                        per_token=[(low_ref, low_smem2.at[at]), (high_ref, high_smem2.at[at])],
-                        words=[(mask_refs[0], words_smem2.at[at])] if num_words else (),
-                    )  # fmt: skip
+                rows.load_tile(
+                    n, tile, b, kv_head, query_loaded, query_freed,
+                    tiles=[(query_ref, query_smem2)],
+                    per_token=[(low_ref, low_smem2), (high_ref, high_smem2)],
+                    words=[(mask_refs[0], words_smem2)] if num_words else (),
+                )  # fmt: skip
                 hopper.feed_blocks(begin, end, before, keys, streams, (b, kv_head), block_of)
 
             hopper.serve_tiles(num_tiles, tile_range, feed_tile)

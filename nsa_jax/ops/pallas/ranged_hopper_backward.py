@@ -134,17 +134,13 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
             streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
 
             def feed_tile(n, before, tile, begin, exact_begin, exact_end, end):
-                buffer = lax.rem(n, jnp.int32(query_buffers))
-                pl.when(n >= query_buffers)(lambda: plgpu.barrier_wait(rows_freed.at[buffer]))
-                for group in range(warpgroups):
-                    at = buffer * warpgroups + group
-                    rows.load_tile(
-                        rows_loaded.at[at], b, kv_head, tile * rows.tile + group * ROWS,
-                        tiles=[(query_ref, query_smem2.at[at]), (grad_ref, grad_smem2.at[at])],
-                        per_token=[(low_ref, low_smem2.at[at]), (high_ref, high_smem2.at[at])],
-                        per_row=[(lse_ref, lse_smem2.at[at]), (delta_ref, delta_smem2.at[at])],
-                        words=[(mask_refs[0], words_smem2.at[at])] if num_words else (),
-                    )  # fmt: skip
+                rows.load_tile(
+                    n, tile, b, kv_head, rows_loaded, rows_freed,
+                    tiles=[(query_ref, query_smem2), (grad_ref, grad_smem2)],
+                    per_token=[(low_ref, low_smem2), (high_ref, high_smem2)],
+                    per_row=[(lse_ref, lse_smem2), (delta_ref, delta_smem2)],
+                    words=[(mask_refs[0], words_smem2)] if num_words else (),
+                )  # fmt: skip
                 hopper.feed_blocks(begin, end, before, keys, streams, (b, kv_head))
 
             hopper.serve_tiles(num_tiles, tile_range, feed_tile)

@@ -113,30 +113,37 @@ class RowTiles:
             else:
                 pl.when(token < self.length)(copy)
 
-    def load_tile(self, barrier, batch, kv_head, base, tiles, per_token, per_row=(), words=()) -> None:
-        """Copies all that 64 rows from row `base` need to shared memory; `arrivals` counts the copies.
+    def load_tile(self, n, tile, batch, kv_head, loaded, freed, tiles, per_token, per_row=(), words=()) -> None:
+        """Copies all that a tile needs to buffers that the computing warpgroups free again.
 
         Args:
-          barrier: where the copies arrive.
-          batch, kv_head, base: which rows.
-          tiles: (array, buffer) of `arrange`'s results.
-          per_token: (array, buffer) of `per_token`'s results.
-          per_row: (array, buffer) of `per_row`'s results.
-          words: (array, buffer) of `words`' results.
+          n: how many tiles the program loaded before.
+          tile, batch, kv_head: which one.
+          loaded: for each buffer of each warpgroup, the barrier where `arrivals` copies arrive.
+          freed: one barrier for each buffer.
+          tiles: (array, buffers [in flight, 64, D]) of `arrange`'s results, for as many tiles times warpgroups.
+          per_token: (array, buffers [in flight, 64]) of `per_token`'s results.
+          per_row: the same of `per_row`'s results.
+          words: (array, buffers [in flight, W, 64]) of `words`' results.
         """
-        here = pl.ds(base, ROWS)
-        for ref, smem in tiles:
-            self.load(ref, smem, barrier, batch, kv_head, base)
-        for ref, smem in per_token:
-            plgpu.copy_gmem_to_smem(ref.at[batch, here], smem, barrier)
-        for ref, smem in per_row:
-            plgpu.copy_gmem_to_smem(ref.at[batch, kv_head, here], smem, barrier)
-        for ref, smem in words:
-            for word in range(smem.shape[0]):
-                plgpu.copy_gmem_to_smem(ref.at[batch, kv_head, word, here], smem.at[word], barrier)
+        buffers = tiles[0][1].shape[0] // self.warpgroups
+        buffer = lax.rem(n, jnp.int32(buffers))
+        pl.when(n >= buffers)(lambda: plgpu.barrier_wait(freed.at[buffer]))
+        for wg in range(self.warpgroups):
+            at, base = buffer * self.warpgroups + wg, tile * self.tile + wg * ROWS
+            barrier, here = loaded.at[at], pl.ds(base, ROWS)
+            for ref, smem in tiles:
+                self.load(ref, smem.at[at], barrier, batch, kv_head, base)
+            for ref, smem in per_token:
+                plgpu.copy_gmem_to_smem(ref.at[batch, here], smem.at[at], barrier)
+            for ref, smem in per_row:
+                plgpu.copy_gmem_to_smem(ref.at[batch, kv_head, here], smem.at[at], barrier)
+            for ref, smem in words:
+                for word in range(smem.shape[1]):
+                    plgpu.copy_gmem_to_smem(ref.at[batch, kv_head, word, here], smem.at[at, word], barrier)
 
     def arrivals(self, tiles: int, vectors: int) -> int:
-        """Copies of a `load_tile` with as many tiles and vectors, each word one."""
+        """Copies that `load_tile` makes for a warpgroup of as many tiles and vectors, each word one."""
         return tiles * self.copies + vectors
 
 
