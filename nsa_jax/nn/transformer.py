@@ -19,6 +19,8 @@ from nsa_jax.nn.sharding import constrain_tokens
 _INDICES = "nsa_block_indices"
 # What attention's backward pass needs from its forward pass; kernels give these names to their residuals.
 _ATTENTION = ("attention_out", "nsa_attention_residuals")
+# The query as attention's kernels take it, rotated and rearranged.
+_QUERY = "nsa_query"
 # Primitives of attention's forward pass: Pallas kernels, cuDNN, and an op whose forward rule calls the op itself.
 _KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper", "custom_vjp_call")
 
@@ -30,9 +32,12 @@ def _attention_saveable(prim, *args, **params) -> bool:
 
 
 def _dots_saveable(prim, *args, **params) -> bool:
-    """Saves results of products with parameters too; those of attention have batch dimensions."""
-    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return _attention_saveable(prim, *args, **params) or bool(dots(prim, *args, **params))
+    """Saves the query and results of products with parameters too; those of attention have batch dimensions."""
+    policies = jax.checkpoint_policies
+    more = policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(_QUERY)
+    )
+    return _attention_saveable(prim, *args, **params) or bool(more(prim, *args, **params))
 
 
 _SAVEABLE = {"attention_saved": _attention_saveable, "dots_saved": _dots_saveable}
@@ -103,7 +108,8 @@ class Transformer(nnx.Module):
     fits both ways of running them. `config.remat` decides what the backward pass recomputes; block indices are always
     kept:
       none: nothing; every activation is kept.
-      dots_saved: keeps what attention_saved does and every matrix product's result; recomputes what is elementwise.
+      dots_saved: keeps what attention_saved does, every matrix product's result and NSA's rotated query; recomputes
+        what else is elementwise.
       attention_saved: keeps each layer's input and what attention's backward pass needs; recomputes the rest.
       block: keeps each layer's input only.
       full: keeps the input of every sqrt(num_layers)-th layer only; runs the layers between twice more.

@@ -136,6 +136,16 @@ def test_dots_saved_computes_no_product_with_parameters_again():
     assert attention_saved >= none + 4  # projections in and out, the MLP's two products in
 
 
+def test_dots_saved_does_not_rotate_the_query_again():
+    def named(remat):
+        graphdef, params = build(remat=remat, implementation="pallas", head_dim=16, value_head_dim=16)
+        grad = jax.make_jaxpr(jax.grad(functools.partial(loss_of, graphdef)))(params, tokens_of(49))
+        return str(grad).count("name=nsa_query")
+
+    assert named("attention_saved") == 2  # forward and backward
+    assert named("dots_saved") == 1
+
+
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "separate"])
 def test_every_parameter_gets_a_finite_nonzero_gradient(attention, tie):

@@ -27,6 +27,7 @@ from nsa_jax.ops.target import current_target
 # Under these names remat policies keep what the backward pass needs.
 _RESIDUALS = "nsa_attention_residuals"
 _INDICES = "nsa_block_indices"
+_QUERY = "nsa_query"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,7 @@ def nsa_attention(
         # forward and backward; as batch entries the key/value heads need no kernels of their own.
         tensors = tuple(_heads_to_batch(x, kv_heads) for x in tensors)
         segment_start = jnp.repeat(segment_start, kv_heads, axis=0)
+    tensors = (checkpoint_name(tensors[0], _QUERY), *tensors[1:])
     offset = jnp.asarray(query_offset, jnp.int32)
     static_offset = query_offset if isinstance(query_offset, int) else None
     static = _Static(config, packed, cudnn, nonnegative_gates, kv_heads, static_offset)
