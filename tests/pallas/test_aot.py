@@ -88,10 +88,12 @@ def test_unknown_gpu_names_the_known_ones():
         aot.devices("v100")
 
 
-# Three branches with three kernels each and the scores; groups of 6 have scores in a Triton kernel.
-@pytest.mark.parametrize("heads,kernels", [(16, 10), (12, 9)])
-def test_kernels_of_layers_in_a_scan_run_once(heads, kernels):
-    """XLA would let a kernel write into the scan's residuals, and run it a second time for its other readers."""
+@pytest.mark.parametrize("heads", [16, 12])
+def test_kernels_of_layers_in_a_scan_run_once(heads):
+    """XLA would let a kernel write into the scan's residuals, and run it a second time for its other readers.
+
+    Three branches have three Hopper kernels each; in rows this short the scores have a Triton kernel.
+    """
     query, *rest = _inputs((2, 1024, heads, 2, 64, 64))
 
     def loss(query, keys_values, gates):
@@ -104,4 +106,4 @@ def test_kernels_of_layers_in_a_scan_run_once(heads, kernels):
 
     gradient = jax.grad(loss, argnums=(0, 1, 2))
     compiled = aot.compile_for_gpu(gradient, query, tuple(rest[:6]), rest[6], gpu="h100")
-    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == kernels
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 9

@@ -210,10 +210,13 @@ def test_selected_backward_by_key_blocks_matches_the_reference(name, monkeypatch
 
 # The first value: whether queries are divided over two buffers of scores.
 SELECT_CASES = {
-    "group_8_documents": (False, dict(group=8, h_dim=64, length=150, documents=True)),
+    # The document begins in the last quarter of a block: the first key of the next block lies before it.
+    "group_8_documents": (False, dict(group=8, h_dim=64, length=150, offset=3100, documents=True, seed=18)),
+    # Three warpgroups, of which the last has no part in the first tiles of queries.
+    "group_6_many_blocks": (False, dict(group=6, h_dim=64, length=200, offset=1900, num_keys=3200)),
     "group_6_offset": (True, dict(group=6, num_kv=2, h_dim=128, length=77, offset=301, num_keys=500)),
     "group_1_paper_blocks": (False, dict(group=1, h_dim=192, length=70, offset=560, config=NSAConfig(num_selected=4))),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SELECT_CASES)

@@ -173,8 +173,10 @@ def whole_tiles(x: jax.Array) -> jax.Array:
 
 
 def tiled(*shape: int, dtype):
-    """A shared memory buffer for operands of matrix products."""
-    transforms: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+    """A shared memory buffer for operands of matrix products and for what TMA takes out of registers."""
+    width = min(128, shape[-1] * jnp.dtype(dtype).itemsize)
+    tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
+    transforms: Any = (tiling, plgpu.SwizzleTransform(width))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 

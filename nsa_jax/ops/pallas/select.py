@@ -348,11 +348,12 @@ def select_blocks(query, key_cmp, lse, *, config: NSAConfig, num_keys: int, segm
     num_blocks = blocks.num_selection_blocks(num_keys, config.select_block)
     fold = _Fold.of(config)
     tile = tuning.select_config(length, fold.padded, query.dtype)
-    hopper = num_cmp > 0 and select_hopper.serves(query, num_kv, fold, current_target())
-    per_tile = select_hopper.blocks_per_tile(fold) if hopper else tile.keys // fold.padded
+    hopper = num_cmp > 0 and select_hopper.serves(query, key_cmp, fold, current_target())
+    per_tile = select_hopper.blocks_per_tile(fold, head_dim) if hopper else tile.keys // fold.padded
     tile_queries = select_hopper.QUERIES if hopper else tile.queries
-    # The top-n kernel reads one block past a row's width from the second plane.
-    width = max(pl.cdiv(num_blocks, per_tile) * per_tile, _widths(num_blocks, config.num_selected)[-1] + 8)
+    # The top-n kernel reads one block past a row's width from the second plane; TMA writes tiles of 32 columns.
+    width = _widths(num_blocks, config.num_selected)[-1] + (32 if hopper else 8)
+    width = max(pl.cdiv(num_blocks, per_tile) * per_tile, width)
 
     # Rows of one buffer: a multiple of both kernels' tiles (the scores tile is at least as tall).
     most = max(tile.chunk_bytes // (batch * num_kv * fold.planes * width * 4) // tile_queries, 1)

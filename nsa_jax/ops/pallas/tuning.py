@@ -164,14 +164,16 @@ class SelectConfig:
       queries: query tokens of one scores program.
       num_warps: warps of a scores program.
       num_stages: software pipeline depth of its loop over heads.
-      chunk_bytes: bound on the buffer of scores; query ranges are processed one after the other to stay within it.
+      chunk_bytes: bound on the buffer of scores; query ranges are processed one after the other to stay within it. As
+        large as the one of the selected branch's backward: 2.23 ms with 1 GiB, 2.44 with 256 MiB (2 rows of 65,536,
+        N=12, K=2, H=64).
     """
 
     keys: int
     queries: int
     num_warps: int
     num_stages: int
-    chunk_bytes: int = 256 * 2**20
+    chunk_bytes: int = 1024 * 2**20
 
 
 def select_config(num_queries: int, group: int, dtype) -> SelectConfig:
