@@ -6,6 +6,8 @@ The interpreter simulates warpgroups, shared memory, TMA and barriers and finds 
 - It does not know products whose left operand is in registers, nor look for races in what products read.
 - It asks for a fence between a warpgroup's read and TMA's writing over it, where a barrier is enough: every read counts
   as a fence. A missing barrier is still found; a missing fence only where nobody reads between the two accesses.
+- What a warpgroup writes, fences and multiplies would be a race: a fence takes time of its own here.
+- It keeps a buffer for each view of `gathered_tiles`: here the two views of a tile are one.
 - It compiles a kernel anew for every warpgroup of every program: here once.
 """
 
@@ -45,6 +47,8 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, race_detection_state
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
+
     called: list[str] = []
     # Copies take turns on the simulated threads of TMA; those that share one look as if they were ordered.
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
@@ -74,12 +78,31 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
         if unread_row is None or place.range[:1] != (unread_row,):
             check_write(self, thread, clock, key, place, *args, **kwargs)
 
+    def gathered_tiles(slots, *others, rows, width, dtype, **_):
+        return [plgpu.SMEM((slots, rows, width), dtype), None, *others]
+
+    def rows_of_part(tiles, slot, part, parts):
+        size = tiles[0].shape[1] // parts
+        return tiles[0].at[slot, pl.ds(part * size, size)]
+
+    memory = gpu_callbacks.memory.GPUSharedMemory
+    commit = memory.commit_smem
+
+    def commit_later(self, thread):
+        self.incr_clock(thread)
+        commit(self, thread)
+
+    monkeypatch.setattr(memory, "commit_smem", commit_later)
     monkeypatch.setattr(races, "check_write", check_write_of_read_rows)
     monkeypatch.setattr(plgpu, "kernel", recording_kernel)
+    monkeypatch.setattr(hopper, "gathered_tiles", gathered_tiles)
+    monkeypatch.setattr(hopper, "product_rows", rows_of_part)
+    monkeypatch.setattr(hopper, "token_rows", rows_of_part)
     monkeypatch.setattr(pl, "run_state", run_state)
     monkeypatch.setattr(plgpu.ACC, "init", staticmethod(lambda x: x))
     monkeypatch.setattr(gpu_callbacks, "_get", _read_and_fence(gpu_callbacks))
-    monkeypatch.setattr(gpu_callbacks, "wgmma", functools.partial(_multiply, gpu_callbacks))
+    multiply = gpu_callbacks.fail_on_exception(_multiply)
+    monkeypatch.setattr(gpu_callbacks, "wgmma", functools.partial(multiply, gpu_callbacks))
     monkeypatch.setattr(thread_map, "_run_jaxpr", _run_compiled(thread_map._run))
     try:
         # A CPU with Hopper's compute capability: Triton kernels between the Mosaic ones are interpreted as well.

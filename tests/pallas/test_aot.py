@@ -107,3 +107,20 @@ def test_kernels_of_layers_in_a_scan_run_once(heads):
     gradient = jax.grad(loss, argnums=(0, 1, 2))
     compiled = aot.compile_for_gpu(gradient, query, tuple(rest[:6]), rest[6], gpu="h100")
     assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 9
+
+
+def test_long_rows_of_six_heads_per_group_get_hoppers_kernel_for_shares_of_dq():
+    query = jax.ShapeDtypeStruct((4, 32768, 6, 64), jnp.bfloat16)
+    key = value = jax.ShapeDtypeStruct((4, 32768, 1, 64), jnp.bfloat16)
+    indices = jax.ShapeDtypeStruct((4, 32768, 1, 16), jnp.int32)
+
+    def gradients(query, key, value, indices):
+        def loss(*tensors):
+            attend = functools.partial(nsa_jax.selected_attention, select_block=64, implementation="pallas")
+            return attend(*tensors, indices).astype(jnp.float32).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
+
+    compiled = aot.compile_for_gpu(gradients, query, key, value, indices, gpu="h100")
+    assert "selected_backward_key_major" not in compiled.as_text()
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 1

@@ -15,7 +15,7 @@ import pytest
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks, reference
-from nsa_jax.ops.pallas import ranged, select, selected, selected_masked, tuning
+from nsa_jax.ops.pallas import ranged, select, selected, selected_hopper_shares, selected_masked, tuning
 from nsa_jax.ops.pallas.common import row_delta
 from tests.pallas import mosaic_interpreter, test_ranged, test_select
 from tests.pallas import test_selected_backward as selected_cases
@@ -182,20 +182,32 @@ def test_blocks_that_a_tile_shares_match_the_reference(name, called, monkeypatch
     check_unseen(got, lse, want_lse)
 
 
+# The first two values: the most queries of a work item, so that blocks have several, and the kernel.
 KEY_MAJOR_CASES = {
-    "group_8": dict(length=37, num_keys=210, num_heads=8, v_dim=128, offset=150),
-    "group_16_packed": dict(length=33, num_keys=129, num_heads=32, num_kv=2, h_dim=128, packed=True, offset=90),
-}
+    "group_8": (24, "selected_hopper_backward", dict(length=37, num_keys=210, num_heads=8, v_dim=128, offset=150)),
+    "group_16_packed": (
+        24, "selected_hopper_backward",
+        dict(length=33, num_keys=129, num_heads=32, num_kv=2, h_dim=128, packed=True, offset=90),
+    ),
+    "group_6": (150, "selected_hopper_shares", dict(length=280, num_keys=310, num_heads=6, slots=5, offset=30)),
+    "group_6_packed": (
+        40, "selected_hopper_shares",
+        dict(batch=2, length=57, num_keys=129, num_heads=12, num_kv=2, packed=True, offset=70),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KEY_MAJOR_CASES)
 def test_selected_backward_by_key_blocks_matches_the_reference(name, monkeypatch):
-    case = SELECTED | KEY_MAJOR_CASES[name]
+    """The last tile of a work item is not full."""
+    chunk, kernel, case = KEY_MAJOR_CASES[name]
+    case = SELECTED | case
     # Entries that fill up a tile leave their score gradients in the row behind those of all list entries.
-    unread_row = case["num_kv"] * case["length"] * case["slots"]
+    unread_row = case["batch"] * case["num_kv"] * case["length"] * case["slots"]
     *inputs, block_indices, d_out, start = selected_cases._inputs(1, dtype=jnp.bfloat16, **case)
-    # Work items of 24 queries, so that blocks have several; the last tile of an item is not full.
-    config = tuning.SelectedBackwardConfig(64, 24, 4, 2, keep_scores=True, tile=2, share=2)
+    monkeypatch.setattr(selected_hopper_shares, "_LEAST_CHUNK", 0)
+    keep_scores = kernel == "selected_hopper_backward"
+    config = tuning.SelectedBackwardConfig(64, chunk, 4, 2, keep_scores=keep_scores, tile=2, share=2)
 
     def differentiate(delta, lse):
         return selected_cases._backward(
@@ -205,7 +217,7 @@ def test_selected_backward_by_key_blocks_matches_the_reference(name, monkeypatch
 
     with mosaic_interpreter.interpret(monkeypatch, unread_row=unread_row) as called:
         check_forward_and_backward(None, differentiate, (*inputs, d_out), block_indices, start, case["offset"])
-    assert called == ["selected_hopper_backward"]
+    assert called == [kernel]
 
 
 # The first value: whether queries are divided over two buffers of scores.

@@ -12,11 +12,19 @@ import pytest
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import blocks, reference
-from nsa_jax.ops.pallas import lists, selected_hopper_backward, selected_masked, selected_query_major, tuning
+from nsa_jax.ops.pallas import (
+    lists,
+    selected_hopper_backward,
+    selected_hopper_shares,
+    selected_masked,
+    selected_query_major,
+    tuning,
+)
 from nsa_jax.ops.pallas import selected_backward as selected_backward_module
 from nsa_jax.ops.pallas.common import row_delta
 from nsa_jax.ops.pallas.selected_backward import selected_backward
 from nsa_jax.ops.pallas.tuning import SelectedBackwardConfig
+from nsa_jax.ops.target import current_target
 
 
 def _random_lists(rng, batch, length, num_kv, slots, num_blocks) -> np.ndarray:
@@ -260,17 +268,22 @@ _GPU_CASES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("path", ["lists", "masked", "hopper_shares"])
 @pytest.mark.parametrize("name", _GPU_CASES)
-def test_gradients_on_a_gpu_are_close_and_bit_equal_between_runs(name, masked, monkeypatch):
+def test_gradients_on_a_gpu_are_close_and_bit_equal_between_runs(name, path, monkeypatch):
     case = dict(
         batch=1, length=2048, num_keys=2048, slots=16, select_block=64, dtype=jnp.bfloat16, packed=False, offset=0
     ) | _GPU_CASES[name]  # fmt: skip
     query, key, value, indices, d_out, start = _inputs(3, **case)
     select_block, offset = case["select_block"], case["offset"]
-    monkeypatch.setattr(tuning, "MASKED_BLOCKS_PER_SLOT", 2 if masked else 0)
-    if masked and not selected_masked.serves(query, value, indices.shape[-1], select_block):
+    monkeypatch.setattr(tuning, "MASKED_BLOCKS_PER_SLOT", 2 if path == "masked" else 0)
+    if path == "masked" and not selected_masked.serves(query, value, indices.shape[-1], select_block):
         pytest.skip("not served under a mask")
+    if path == "hopper_shares":
+        monkeypatch.setattr(selected_hopper_shares, "_LEAST_CHUNK", 0)
+        group = case["num_heads"] // case["num_kv"]
+        if not selected_hopper_shares.serves(query, value, group, select_block, 64, current_target()):
+            pytest.skip("not served by Hopper's kernel for shares of dq")
     out, lse, want = _reference(query, key, value, indices, d_out, start, select_block, offset)
 
     # A function of its own: jit must not reuse what it traced for the other path.
@@ -285,8 +298,9 @@ def test_gradients_on_a_gpu_are_close_and_bit_equal_between_runs(name, masked, m
     chex.assert_trees_all_equal(got, run())
 
 
-def test_as_many_rows_are_sorted_as_one_as_fit_32_bits():
-    for rows, bound in ((3, 1000), (3, 2**32 // 3), (3, 2**31), (3, 2**32 - 1), (9, 2**32 - 1)):
-        keys = np.random.default_rng(0).integers(0, 1000, (rows, 50), dtype=np.uint32)
-        sorted_rows = lists._sort_rows(jnp.asarray(keys + np.uint32(bound - 1000)), bound)
-        np.testing.assert_array_equal(sorted_rows, np.sort(keys, axis=1) + np.uint32(bound - 1000))
+def test_as_many_rows_are_sorted_as_one_as_fit_16_bits():
+    for rows, bound in ((3, 1000), (3, 2**16 // 3), (3, 2**15), (3, 2**16), (3, 2**16 + 1), (9, 2**16)):
+        entries = np.random.default_rng(0).integers(bound - 20, bound, (rows, 50), dtype=np.int32)
+        ordered, places = lists._sort_entries(jnp.asarray(entries), bound)
+        np.testing.assert_array_equal(ordered, np.sort(entries, axis=1))
+        np.testing.assert_array_equal(places, np.argsort(entries, axis=1, kind="stable"))

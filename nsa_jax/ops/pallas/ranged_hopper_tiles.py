@@ -180,12 +180,36 @@ def tiled(*shape: int, dtype):
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def load(ref, layout):
-    """A vector from shared memory in a register layout; JAX before 0.11 also takes an index."""
+def gathered_tiles(slots: int, *others, rows: int, group: int, width: int, dtype):
+    """Tiles of `rows` rows whose tokens TMA copies one by one, `group` rows each, in memory shared with `others`.
+
+    The two views of them are for `product_rows` and `token_rows`. Swizzling depends on addresses alone, so that a
+    token's rows need not begin at a multiple of 8.
+    """
+    by_token = plgpu.SMEM(
+        (slots * (rows // group), group, width),
+        dtype,
+        transforms=(plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize),),  # type: ignore[abstract]
+    )
+    return plgpu.RefUnion(tiled(slots * (rows // ROWS), ROWS, width, dtype=dtype), by_token, *others)
+
+
+def product_rows(tiles, slot, part, parts: int):
+    """One of the `parts` runs of 64 rows that tile `slot` of `gathered_tiles` has, for matrix products."""
+    return tiles[0].at[slot * parts + part]
+
+
+def token_rows(tiles, slot, token, per_tile: int):
+    """The rows of one of `per_tile` tokens of tile `slot` of `gathered_tiles`, for TMA."""
+    return tiles[1].at[slot * per_tile + token]
+
+
+def load(ref, layout, **options):
+    """A part of an array in a register layout; JAX before 0.11 also takes an index."""
     try:
-        return plgpu.load(ref, layout=layout)  # type: ignore[call-arg]
+        return plgpu.load(ref, layout=layout, **options)  # type: ignore[call-arg]
     except TypeError:
-        return plgpu.load(ref, (), layout=layout)
+        return plgpu.load(ref, (), layout=layout, **options)
 
 
 def has_bit(words, index):

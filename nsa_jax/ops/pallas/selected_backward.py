@@ -9,6 +9,8 @@ buffer indexed by (query, list slot), in one of two forms:
 - scores: it stores the gradient of the scores, [G, select_block] per entry; a query-major kernel multiplies them by the
   keys of the listed blocks. Half the traffic at H = 128 and registers left for dk and dv: better from G = 8.
 
+Hopper has a kernel of its own for either form, `selected_hopper_shares` and `selected_hopper_backward`.
+
 Every sum has a fixed order and no atomics are used, so results are bit-reproducible. The buffer is bounded: the pass
 runs over (batch, key/value head) pairs and ranges of queries one after the other, see
 `SelectedBackwardConfig.buffer_bytes`.
@@ -25,7 +27,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import blocks
-from nsa_jax.ops.pallas import lists, selected_hopper_backward, selected_masked, selected_query_major, tuning
+from nsa_jax.ops.pallas import (
+    lists,
+    selected_hopper_backward,
+    selected_hopper_shares,
+    selected_masked,
+    selected_query_major,
+    tuning,
+)
 from nsa_jax.ops.pallas.common import LOG2E, dot, load_rows, pieces, store_rows, triton_call
 from nsa_jax.ops.pallas.tuning import SelectedBackwardConfig
 from nsa_jax.ops.target import current_target
@@ -103,7 +112,7 @@ def _make_plan(query, key, value, slots: int, select_block: int, config: Selecte
     num_blocks = blocks.num_selection_blocks(key.shape[1], select_block)
     width = _columns(select_block) if config.keep_scores else head_dim
     bytes_per_query = slots * (num_heads // num_kv) * width * query.dtype.itemsize
-    fits = min(config.buffer_bytes // bytes_per_query, lists.max_entries(num_blocks) // slots)
+    fits = config.buffer_bytes // bytes_per_query
     range_length, ranges = length, 1
     if fits < length:
         unit = 64
@@ -112,6 +121,11 @@ def _make_plan(query, key, value, slots: int, select_block: int, config: Selecte
     all_pairs = batch * num_kv
     wanted = max(config.buffer_bytes // (bytes_per_query * range_length), 1) if ranges == 1 else 1
     pairs = max(p for p in range(1, all_pairs + 1) if all_pairs % p == 0 and p <= wanted)
+    group, target = num_heads // num_kv, current_target()
+    if config.keep_scores:
+        hopper = selected_hopper_backward.serves(query, value, group, select_block, target)
+    else:
+        hopper = selected_hopper_shares.serves(query, value, group, select_block, config.chunk, target)
     return Plan(
         batch=batch,
         length=length,
@@ -128,8 +142,7 @@ def _make_plan(query, key, value, slots: int, select_block: int, config: Selecte
         pairs=pairs,
         items=lists.num_work_items(range_length * slots, num_blocks, config.chunk),
         config=config,
-        hopper=config.keep_scores
-        and selected_hopper_backward.serves(query, value, num_heads // num_kv, select_block, current_target()),
+        hopper=hopper,
     )
 
 
@@ -312,7 +325,8 @@ def _sum_shares(step, counts, buffer, d_query, plan: Plan):
 def _key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
     """(buffer, dk and dv of every work item) of one step."""
     if plan.hopper:
-        return selected_hopper_backward.key_major(step, order, inverted, tensors, plan)
+        hopper = selected_hopper_backward if plan.config.keep_scores else selected_hopper_shares
+        return hopper.key_major(step, order, inverted, tensors, plan)
     items = plan.pairs * plan.items * plan.columns
     dtype = tensors[0].dtype
     return triton_call(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROWS = 64
 _WARPGROUPS = 2
 # In `entry_order`: the entry's query does not see all of its block.
-_MASKED = 1 << 30
+MASKED = 1 << 30
 
 
 def serves(query, value, group: int, select_block: int, target: Target) -> bool:
@@ -56,7 +56,7 @@ def entry_order(inverted: lists.InvertedLists, segment_start, query_offset, plan
     start = segment_start[row // plan.ranges // plan.num_kv, token]
     first = inverted.entry_block * ROWS
     whole = (token + query_offset >= first + ROWS - 1) & (start <= first)
-    return jnp.where(whole, inverted.order, inverted.order | _MASKED)
+    return jnp.where(whole, inverted.order, inverted.order | MASKED)
 
 
 def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
@@ -88,7 +88,7 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
 
     # Rows that a tile gathers lie apart; their statistics are gathered here, for TMA takes no rows of 4 * G bytes.
     pair = step[0] + jnp.arange(plan.pairs, dtype=jnp.int32)[:, None]
-    here = order[pair[:, 0] * plan.ranges + step[1]] & (_MASKED - 1)
+    here = order[pair[:, 0] * plan.ranges + step[1]] & (MASKED - 1)
     token = jnp.minimum(step[1] * plan.range_length + here // plan.slots, plan.length - 1)
     by_head = (plan.batch, plan.length, num_kv, group)
     statistics = [
@@ -120,7 +120,7 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
             return tuple(order_ref[row, jnp.minimum(begin + tile * per_tile + i, end - 1)] for i in range(per_tile))
 
         def token_of(entry):
-            return first_query + lax.div(entry & (_MASKED - 1), jnp.int32(plan.slots))
+            return first_query + lax.div(entry & (MASKED - 1), jnp.int32(plan.slots))
 
         @pl.when((wg < _WARPGROUPS) & (tiles > 0))
         def _compute():
@@ -198,7 +198,7 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
 
             def load(tile, slot, entries):
                 count = end - begin - tile * per_tile
-                partial = (functools.reduce(jnp.bitwise_or, entries) >= _MASKED) | (count < per_tile)
+                partial = (functools.reduce(jnp.bitwise_or, entries) >= MASKED) | (count < per_tile)
                 partial_smem[slot] = partial.astype(jnp.int32)
                 plgpu.barrier_arrive(query_loaded.at[slot])
                 rows = pl.ds((begin + tile * per_tile) * group, ROWS)
@@ -216,7 +216,7 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
             def store(tile):
                 count = end - begin - tile * per_tile
                 for i, entry in enumerate(entries_of(tile)):
-                    place = local_pair * plan.entries + (entry & (_MASKED - 1))
+                    place = local_pair * plan.entries + (entry & (MASKED - 1))
                     # What repeats the last entry must not be written over it.
                     place = jnp.where(i < count, place, plan.pairs * plan.entries)
                     part = out_smem.at[mine, pl.ds(i * group, group)]

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops.pallas.common import LN2, LOG2E, dot, pieces, triton_call
-from nsa_jax.ops.pallas.lists import InvertedLists, invert, max_entries
+from nsa_jax.ops.pallas.lists import InvertedLists, invert
 from nsa_jax.ops.pallas.selected_common import NEG, key_rows, load_once, store_once
 
 _SHARES_AT_ONCE = 4
@@ -193,7 +193,7 @@ def continue_by_key_block(
 
     # A row is one (batch row, kv head, range of tokens): what shares a buffer of shares and is sorted together.
     per_token = num_listed * group * (v_dim * query.dtype.itemsize + 4)
-    most_tokens = min(config.row_tokens, config.buffer_bytes // per_token, max_entries(num_blocks) // num_listed)
+    most_tokens = min(config.row_tokens, config.buffer_bytes // per_token)
     num_chunks = pl.cdiv(length, max(1, most_tokens))
     chunk_tokens = pl.cdiv(length, num_chunks)
     num_rows = batch * num_kv * num_chunks

@@ -144,7 +144,7 @@ def selected_backward_config(
     tile = 1 if exact or select_block > 64 else 1 << (min(128 // group, 8).bit_length() - 1)
     return SelectedBackwardConfig(
         rows=32 if exact and wide > 64 else 128 if wide <= 64 and group < 8 and not exact else 64,
-        chunk=min(max(chunk, 64), max(8192 >> (group - 1).bit_length(), 64), 2048),
+        chunk=min(max(chunk, 64), max(16384 >> group.bit_length(), 64), 2048),
         num_warps=8 if exact else 4,
         num_stages=1 if exact or wide > 128 else 2,
         keep_scores=divided or (group >= 8 and h_dim >= select_block),
