@@ -133,7 +133,7 @@ def training_rows() -> dict[str, list[str]]:
     sizes = [[f"{row['parameters'] / 1e6:.0f}M" for row in rows] for rows in cases]
     unrolled = [found("nsa", 2048, policy, "unrolled") for policy in ("none", "dots_saved")]
     remat = [*unrolled, *(found("nsa", 2048, policy) for policy in ("attention_saved", "block"))]
-    four = [found("nsa", 2048, "dots_saved", "unrolled", devices=4, layout=layout) for layout in ("data", "fsdp")]
+    eight = [found("nsa", 2048, "dots_saved", "unrolled", devices=8, layout=layout) for layout in ("data", "fsdp")]
     context = results("context_h200")
     split = [row for row in (*context["same"], *context["long"]) if row["attention"] == "nsa"]
     return {
@@ -144,8 +144,8 @@ def training_rows() -> dict[str, list[str]]:
         "speed, tokens/s": [thousands(row["tokens_per_second"]) for row in remat],
         "memory, GiB": [digits(row["planned_gib"]) for row in remat],
         "compiling, s": [f"{row['compile_seconds']:.0f}" for row in remat],
-        "four GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in four],
-        "share of four times one GPU": [f"{row['scaling']:.1%}".replace("%", " %") for row in four],
+        "eight GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in eight],
+        "share of eight times one GPU": [f"{row['scaling']:.1%}".replace("%", " %") for row in eight],
         "row split over GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in split],
         "row split over GPUs, peak GiB": [digits(row["peak_gib_so_far"]) for row in split],
     }
