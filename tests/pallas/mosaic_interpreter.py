@@ -7,6 +7,7 @@ The interpreter simulates warpgroups, shared memory, TMA and barriers and finds 
 - It asks for a fence between a warpgroup's read and TMA's writing over it, where a barrier is enough: every read counts
   as a fence. A missing barrier is still found; a missing fence only where nobody reads between the two accesses.
 - What a warpgroup writes, fences and multiplies would be a race: a fence takes time of its own here.
+- It lets TMA read from any address: here only from multiples of 16 bytes, as the hardware does.
 - It keeps a buffer for each view of `gathered_tiles`: here the two views of a tile are one.
 - It compiles a kernel anew for every warpgroup of every program: here once.
 """
@@ -93,6 +94,7 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
         commit(self, thread)
 
     monkeypatch.setattr(memory, "commit_smem", commit_later)
+    monkeypatch.setattr(gpu_callbacks, "AsyncCopyGmemToSmemTask", _aligned_copy(gpu_callbacks))
     monkeypatch.setattr(races, "check_write", check_write_of_read_rows)
     monkeypatch.setattr(plgpu, "kernel", recording_kernel)
     monkeypatch.setattr(hopper, "gathered_tiles", gathered_tiles)
@@ -110,6 +112,23 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
             yield called
     finally:
         gpu_callbacks.reset_gpu_interpret_mode_state()  # a kernel that failed leaves its memory behind
+
+
+def _aligned_copy(callbacks):
+    """As the interpreter's copy to shared memory; one from an address that TMA cannot take raises."""
+    copy = callbacks.AsyncCopyGmemToSmemTask
+
+    def aligned(*, src_allocation_key, src_access, **kwargs):
+        array = callbacks._get_shared_memory().buffer_shape_and_dtype(src_allocation_key)
+        first = [part.start or 0 if isinstance(part, slice) else part for part in src_access.range]
+        first += [0] * (len(array.shape) - len(first))
+        strides = np.cumprod((1, *array.shape[:0:-1]))[::-1]
+        at = int(np.dot(first, strides)) * np.dtype(array.dtype).itemsize
+        if at % 16:
+            raise ValueError(f"TMA reads from byte {at} of {array}: no multiple of 16")
+        return copy(src_allocation_key=src_allocation_key, src_access=src_access, **kwargs)
+
+    return aligned
 
 
 def _read_and_fence(callbacks):

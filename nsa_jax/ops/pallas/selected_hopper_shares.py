@@ -30,8 +30,7 @@ _STAGES = 3
 _OUT_BUFFERS = 2  # for a tile's score gradients, then for its shares of dq
 _WARPS = 4  # of the serving warpgroup
 _LEAST_CHUNK = 1024
-# In `_seen_keys`: an entry that sees all keys from the first on has `ROWS * _HIGH`.
-_HIGH = 128
+_HIGH_BIT = 7  # in `_seen_keys`: where the second number begins
 
 
 def serves(query, value, group: int, select_block: int, chunk: int, target: Target) -> bool:
@@ -50,11 +49,11 @@ def serves(query, value, group: int, select_block: int, chunk: int, target: Targ
 
 
 def _seen_keys(block, start, position, num_keys: int) -> jax.Array:
-    """The keys [low, high) of its block that each list entry's query sees, as low + high * `_HIGH`."""
+    """The keys [low, high) of its block that each list entry's query sees, as low + (high << `_HIGH_BIT`)."""
     first = block * ROWS
     low = jnp.clip(start - first, 0, ROWS)
     high = jnp.clip(jnp.minimum(position + 1, num_keys) - first, 0, ROWS)
-    return low + high * _HIGH
+    return low + (high << _HIGH_BIT)
 
 
 def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
@@ -82,7 +81,7 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
     per_tile = _TILE // group
     per_warp = per_tile // _WARPS
     scale = plan.scale
-    # TMA reads from addresses that are multiples of 16 bytes only: statistics of entries that are multiples of this.
+    # TMA reads from multiples of 16 bytes only, so a tile's statistics begin at an entry that is a multiple of this.
     whole_entries = 4 // math.gcd(4, group)
 
     # Rows that a tile gathers lie apart; what it needs of each is gathered here, for TMA takes no rows of 4 * G bytes.
@@ -135,7 +134,8 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
                 seen = hopper.load(seen_ref.at[local_pair, pl.ds(first, ROWS)], layout, optimized=False)
                 seen = lax.broadcast_in_dim(seen, shape, [1])
                 position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-                visible = (position >= (seen & (_HIGH - 1))) & (position < lax.shift_right_logical(seen, 7))
+                visible = position >= (seen & ((1 << _HIGH_BIT) - 1))
+                visible &= position < lax.shift_right_logical(seen, _HIGH_BIT)
                 column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
                 visible &= (column + first >= begin * group) & (column + first < end * group)
                 return jnp.where(visible, weights, 0.0)
