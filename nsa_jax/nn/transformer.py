@@ -33,11 +33,9 @@ def _attention_saveable(prim, *args, **params) -> bool:
 
 def _dots_saveable(prim, *args, **params) -> bool:
     """Saves the query and results of products with parameters too; those of attention have batch dimensions."""
-    policies = jax.checkpoint_policies
-    more = policies.save_from_both_policies(
-        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(_QUERY)
-    )
-    return _attention_saveable(prim, *args, **params) or bool(more(prim, *args, **params))
+    query = jax.checkpoint_policies.save_only_these_names(_QUERY)
+    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return any(bool(saves(prim, *args, **params)) for saves in (_attention_saveable, query, dots))
 
 
 _SAVEABLE = {"attention_saved": _attention_saveable, "dots_saved": _dots_saveable}

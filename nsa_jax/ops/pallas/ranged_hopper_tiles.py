@@ -212,6 +212,14 @@ def load(ref, layout, **options):
         return plgpu.load(ref, (), layout=layout, **options)
 
 
+def store(ref, value):
+    """Stores registers in pieces narrower than a cache line, which JAX 0.12 wants to be told is meant."""
+    if jax.__version_info__ >= (0, 12):
+        plgpu.store(ref, value, optimized=False)  # type: ignore[attr-defined]
+    else:
+        ref[...] = value
+
+
 def has_bit(words, index):
     """Whether bit `index % 32`, a number or one for each word, is set in each of `words`, a vector in registers."""
     return (lax.shift_right_logical(words, jnp.broadcast_to(lax.rem(index, jnp.int32(32)), words.shape)) & 1) == 1

@@ -167,7 +167,7 @@ def scores(
                         return acc_ref[...]
 
                     products = pl.run_scoped(multiply, plgpu.ACC((QUERIES, _KEYS), jnp.float32))
-                    row_lse = _load(lse_smem.at[slot], row_layout)
+                    row_lse = hopper.load(lse_smem.at[slot], row_layout, optimized=False)
                     plgpu.barrier_arrive(query_freed.at[slot])
                     total += jnp.exp2(products * scale - lax.broadcast_in_dim(row_lse, products.shape, [0]))
                     total = lax.optimization_barrier(total)
@@ -179,8 +179,8 @@ def scores(
 
                 def mask(total):
                     rows_index = (batch_index, pl.ds(first_row + tile * QUERIES, QUERIES))
-                    row_low = _load(low_ref.at[rows_index], row_layout)
-                    row_high = _load(high_ref.at[rows_index], row_layout)
+                    row_low = hopper.load(low_ref.at[rows_index], row_layout, optimized=False)
+                    row_high = hopper.load(high_ref.at[rows_index], row_layout, optimized=False)
                     column = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=plgpu.Layout.WGMMA)
                     position = key + lax.rem(column, jnp.int32(slice_width)) * fold.per_block
                     position += lax.div(column, jnp.int32(slice_width))
@@ -238,12 +238,6 @@ def scores(
 
             # One more than there is work for, because each step ends by waiting for the next.
             load(lax.fori_loop(begin, end, query_tile, jnp.int32(0)), begin, 0)
-
-    def _load(ref, layout):
-        try:
-            return plgpu.load(ref, layout=layout, optimized=False)  # type: ignore[call-arg]
-        except TypeError:  # JAX before 0.11 takes an index
-            return plgpu.load(ref, (), layout=layout, optimized=False)
 
     def entry(*refs):
         tiled = functools.partial(hopper.tiled, dtype=query.dtype)

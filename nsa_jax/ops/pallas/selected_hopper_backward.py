@@ -59,6 +59,39 @@ def entry_order(inverted: lists.InvertedLists, segment_start, query_offset, plan
     return jnp.where(whole, inverted.order, inverted.order | MASKED)
 
 
+def operands(tensors, plan: Plan):
+    """Of `key_major`'s tensors query and d_out as [B, T, N, D], key and value as [B, S, K, D], S a multiple of 8."""
+    from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
+
+    query, key, value, d_out = tensors[:4]
+    by_query, by_key = (plan.batch, plan.length, plan.num_heads, -1), (plan.batch, plan.num_keys, plan.num_kv, -1)
+    return (
+        *(x.reshape(by_query) for x in (query, d_out)),
+        *(hopper.whole_tiles(x.reshape(by_key)) for x in (key, value)),
+    )
+
+
+def entry_rows(step, plan: Plan):
+    """(pair, list row): int32 [pairs, 1] and [pairs], of one step."""
+    pair = step[0] + jnp.arange(plan.pairs, dtype=jnp.int32)[:, None]
+    return pair, pair[:, 0] * plan.ranges + step[1]
+
+
+def entry_tokens(step, order, plan: Plan) -> jax.Array:
+    """Query tokens of marked list entries."""
+    token = step[1] * plan.range_length + (order & (MASKED - 1)) // plan.slots
+    return jnp.minimum(token, plan.length - 1)
+
+
+def entry_statistics(x, pair, token, plan: Plan) -> jax.Array:
+    """A number per query and head, [B*T*N], for every list entry: [pairs, E*G].
+
+    Rows that a tile gathers lie apart; their statistics are gathered here, for TMA takes no rows of 4 * G bytes.
+    """
+    by_head = x.reshape(plan.batch, plan.length, plan.num_kv, plan.group)
+    return by_head[pair // plan.num_kv, token, pair % plan.num_kv].reshape(plan.pairs, -1)
+
+
 def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
     """One step of the pass: (buffer, dk and dv of every work item), as the Triton kernel writes them.
 
@@ -76,24 +109,16 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
 
     from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
 
-    query, key, value, d_out, lse, delta, start = tensors
+    query, d_out, key, value = operands(tensors, plan)
+    lse, delta, start = tensors[4:]
     group, num_kv, items = plan.group, plan.num_kv, plan.items
-    rows_of = (plan.batch, plan.length, plan.num_heads)
-    query, d_out = query.reshape(*rows_of, -1), d_out.reshape(*rows_of, -1)
-    key, value = (hopper.whole_tiles(x.reshape(plan.batch, plan.num_keys, num_kv, -1)) for x in (key, value))
     start = start.reshape(plan.batch, plan.length)
     per_tile = ROWS // group
     stages = 2 if plan.head_dim + plan.value_dim > 128 else 3
     scale = plan.scale
-
-    # Rows that a tile gathers lie apart; their statistics are gathered here, for TMA takes no rows of 4 * G bytes.
-    pair = step[0] + jnp.arange(plan.pairs, dtype=jnp.int32)[:, None]
-    here = order[pair[:, 0] * plan.ranges + step[1]] & (MASKED - 1)
-    token = jnp.minimum(step[1] * plan.range_length + here // plan.slots, plan.length - 1)
-    by_head = (plan.batch, plan.length, num_kv, group)
-    statistics = [
-        x.reshape(by_head)[pair // num_kv, token, pair % num_kv].reshape(plan.pairs, -1) for x in (lse, delta)
-    ]
+    pair, list_row = entry_rows(step, plan)
+    token = entry_tokens(step, order[list_row], plan)
+    statistics = [entry_statistics(x, pair, token, plan) for x in (lse, delta)]
 
     def kernel(*refs, buffers, barriers):
         step_ref, order_ref, block_ref, begin_ref, end_ref, start_ref, lse_ref, delta_ref, *arrays = refs
@@ -189,8 +214,8 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
 
             carry = hopper.zeros((ROWS, plan.head_dim)), hopper.zeros((ROWS, plan.value_dim))
             dk, dv = lax.fori_loop(0, tiles, body, carry)
-            _store(dk_ref.at[local_pair, item], dk * scale)
-            _store(dv_ref.at[local_pair, item], dv)
+            hopper.store(dk_ref.at[local_pair, item], dk * scale)
+            hopper.store(dv_ref.at[local_pair, item], dv)
 
         @pl.when((wg >= _WARPGROUPS) & (tiles > 0))
         def _serve():
@@ -234,13 +259,6 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
 
             lax.fori_loop(0, tiles + stages, serve, entries_of(0))
             plgpu.wait_smem_to_gmem(0)
-
-    def _store(ref, value):
-        # Stores are narrower than a cache line, which JAX 0.12 wants to be told is meant.
-        if jax.__version_info__ >= (0, 12):
-            plgpu.store(ref, value, optimized=False)  # type: ignore[attr-defined]
-        else:
-            ref[...] = value
 
     def entry(*refs):
         tiled = functools.partial(hopper.tiled, dtype=query.dtype)

@@ -18,7 +18,14 @@ from jax import lax
 
 from nsa_jax.ops.pallas import lists
 from nsa_jax.ops.pallas.common import LOG2E
-from nsa_jax.ops.pallas.selected_hopper_backward import MASKED, ROWS
+from nsa_jax.ops.pallas.selected_hopper_backward import (
+    MASKED,
+    ROWS,
+    entry_rows,
+    entry_statistics,
+    entry_tokens,
+    operands,
+)
 from nsa_jax.ops.target import Target
 
 if TYPE_CHECKING:
@@ -57,47 +64,30 @@ def _seen_keys(block, start, position, num_keys: int) -> jax.Array:
 
 
 def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
-    """One step of the pass: (buffer, dk and dv of every work item), as the Triton kernel writes them.
-
-    Args:
-      step: int32 [3], first pair, range index, query_offset.
-      order: `selected_hopper_backward.entry_order`'s result.
-      inverted: inverted lists.
-      tensors: query [B*T*N, H], key [B*S*K, H], value [B*S*K, V], d_out [B*T*N, V], base-2 lse and delta float32
-        [B*T*N], segment_start int32 [B*T].
-      plan: static sizes.
-    """
+    """One step of the pass; arguments and results as `selected_hopper_backward.key_major`."""
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
 
-    query, key, value, d_out, lse, delta, start = tensors
+    query, d_out, key, value = operands(tensors, plan)
+    lse, delta, start = tensors[4:]
     group, num_kv, items = plan.group, plan.num_kv, plan.items
-    rows_of = (plan.batch, plan.length, plan.num_heads)
-    query, d_out = query.reshape(*rows_of, -1), d_out.reshape(*rows_of, -1)
-    key, value = (hopper.whole_tiles(x.reshape(plan.batch, plan.num_keys, num_kv, -1)) for x in (key, value))
     per_tile = _TILE // group
     per_warp = per_tile // _WARPS
     scale = plan.scale
     # TMA reads from multiples of 16 bytes only, so a tile's statistics begin at an entry that is a multiple of this.
     whole_entries = 4 // math.gcd(4, group)
 
-    # Rows that a tile gathers lie apart; what it needs of each is gathered here, for TMA takes no rows of 4 * G bytes.
+    pair, list_row = entry_rows(step, plan)
     # The last tile may reach past the last entry, and TMA wants pairs 16 bytes apart or a multiple of that.
-    pair = step[0] + jnp.arange(plan.pairs, dtype=jnp.int32)[:, None]
-    list_row = pair[:, 0] * plan.ranges + step[1]
     pad = ((0, 0), (0, per_tile + -plan.entries % 4))
     here, block = (jnp.pad(x[list_row], pad) for x in (order, inverted.entry_block))
-    token = step[1] * plan.range_length + (here & (MASKED - 1)) // plan.slots
-    token = jnp.minimum(token, plan.length - 1)
+    token = entry_tokens(step, here, plan)
     low = start.reshape(plan.batch, plan.length)[pair // num_kv, token]
     seen = jnp.repeat(_seen_keys(block, low, token + step[2], plan.num_keys), group, axis=1)
-    by_head = (plan.batch, plan.length, num_kv, group)
-    lse, delta = (
-        x.reshape(by_head)[pair // num_kv, token, pair % num_kv].reshape(plan.pairs, -1) for x in (lse, delta)
-    )
+    lse, delta = (entry_statistics(x, pair, token, plan) for x in (lse, delta))
 
     def kernel(*refs, buffers, barriers):
         step_ref, order_ref, block_ref, begin_ref, end_ref, seen_ref, lse_ref, delta_ref, *arrays = refs
@@ -279,25 +269,17 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
 
         @pl.when(wg == 0)
         def _store_dk():
-            _store(outputs[0], dk + taken(0) + taken(1))
+            hopper.store(outputs[0], dk + taken(0) + taken(1))
 
         @pl.when(wg == 1)
         def _store_dv():
-            _store(outputs[1], dv + taken(2) + taken(3))
-
-    def _store(ref, value):
-        # Stores are narrower than a cache line, which JAX 0.12 wants to be told is meant.
-        if jax.__version_info__ >= (0, 12):
-            plgpu.store(ref, value, optimized=False)  # type: ignore[attr-defined]
-        else:
-            ref[...] = value
+            hopper.store(outputs[1], dv + taken(2) + taken(3))
 
     def entry(*refs):
         tiled = functools.partial(hopper.tiled, dtype=query.dtype)
         gathered = functools.partial(hopper.gathered_tiles, rows=_TILE, group=group, width=ROWS, dtype=query.dtype)
         vector = plgpu.SMEM((_STAGES, _TILE), jnp.float32)
-        swizzled = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-        sums = plgpu.SMEM((4, ROWS, ROWS), jnp.float32, transforms=swizzled)
+        sums = hopper.tiled(4, ROWS, ROWS, dtype=jnp.float32)
         barriers = functools.partial(plgpu.Barrier, num_barriers=_STAGES)
         pl.run_scoped(
             lambda buffers, barriers: kernel(*refs, buffers=buffers, barriers=barriers),
