@@ -8,7 +8,8 @@ The interpreter simulates warpgroups, shared memory, TMA and barriers and finds 
   as a fence. A missing barrier is still found; a missing fence only where nobody reads between the two accesses.
 - What a warpgroup writes, fences and multiplies would be a race: a fence takes time of its own here.
 - It lets TMA read from any address: here only from multiples of 16 bytes, as the hardware does.
-- It keeps a buffer for each view of `gathered_tiles`: here the two views of a tile are one.
+- It keeps a buffer for each view of `gathered_tiles` and `boxed_tiles`: here the two views of a tile are one.
+- It cannot reshape what TMA copies: here that takes the shape of the place it is copied to.
 - It compiles a kernel anew for every warpgroup of every program: here once.
 """
 
@@ -46,6 +47,7 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
     """
     from jax._src.pallas.mosaic.interpret import thread_map
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, race_detection_state
+    from jax._src.state.types import ReshapeTransform
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
@@ -82,12 +84,18 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
     def gathered_tiles(slots, *others, rows, width, dtype, **_):
         return [plgpu.SMEM((slots, rows, width), dtype), None, *others]
 
+    def boxed_tiles(slots, width, dtype):
+        return gathered_tiles(slots, rows=hopper.ROWS, width=width, dtype=dtype)
+
+    def box_rows(tiles, slot, tokens, group):
+        return tiles[0].at[slot, pl.ds(0, tokens * group)].reshape(tokens, group, tiles[0].shape[-1])
+
     def rows_of_part(tiles, slot, part, parts):
         size = tiles[0].shape[1] // parts
         return tiles[0].at[slot, pl.ds(part * size, size)]
 
     memory = gpu_callbacks.memory.GPUSharedMemory
-    commit = memory.commit_smem
+    commit, store = memory.commit_smem, memory.store_buffer_content
 
     def commit_later(self, thread):
         self.incr_clock(thread)
@@ -97,6 +105,22 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
     monkeypatch.setattr(gpu_callbacks, "AsyncCopyGmemToSmemTask", _aligned_copy(gpu_callbacks))
     monkeypatch.setattr(races, "check_write", check_write_of_read_rows)
     monkeypatch.setattr(plgpu, "kernel", recording_kernel)
+
+    def store_reshaped(self, key, place, value, *args, **kwargs):
+        return store(self, key, place, value.reshape(place.shape), *args, **kwargs)
+
+    clip, remove_noops = gpu_callbacks._clip_store_to_shape, gpu_callbacks._remove_noop_transforms
+
+    def remove_reshapes(transforms):
+        return tuple(x for x in remove_noops(transforms) if not isinstance(x, ReshapeTransform))
+
+    monkeypatch.setattr(gpu_callbacks, "_remove_noop_transforms", remove_reshapes)
+    monkeypatch.setattr(
+        gpu_callbacks, "_clip_store_to_shape", lambda at, value, shape: clip(at, value.reshape(at.shape), shape)
+    )
+    monkeypatch.setattr(memory, "store_buffer_content", store_reshaped)
+    monkeypatch.setattr(hopper, "boxed_tiles", boxed_tiles)
+    monkeypatch.setattr(hopper, "box_rows", box_rows)
     monkeypatch.setattr(hopper, "gathered_tiles", gathered_tiles)
     monkeypatch.setattr(hopper, "product_rows", rows_of_part)
     monkeypatch.setattr(hopper, "token_rows", rows_of_part)

@@ -154,30 +154,48 @@ def test_selected_attention_under_a_mask_matches_the_reference(name, called, mon
     assert called == FORWARD_AND_BACKWARD
 
 
-# The first number: query tiles per program. Lists have 5 blocks, of which as many tokens as the second share 3.
+# The kernel, its query tiles per program or, of selected_hopper_tiles, its programs. Lists have 5 blocks, of which as
+# many tokens as the next number share 3.
 TILE_CASES = {
-    "group_16": (3, 12, dict(length=43, num_keys=700, num_heads=32, num_kv=2, h_dim=128, v_dim=128, offset=657)),
-    "group_64_packed": (1, 3, dict(length=7, num_keys=690, num_heads=64, offset=680, packed=True)),
-}
+    "group_16": (
+        "ranged_hopper", 3, 12,
+        dict(length=43, num_keys=700, num_heads=32, num_kv=2, h_dim=128, v_dim=128, offset=657),
+    ),
+    "group_64_packed": ("ranged_hopper", 1, 3, dict(length=7, num_keys=690, num_heads=64, offset=680, packed=True)),
+    # One program: its first warpgroup has two tiles, the second of them with 5 tokens. The last queries lie behind the
+    # last key, which does not end its block.
+    "group_6": ("selected_hopper_tiles", 1, 30, dict(length=35, num_keys=715, num_heads=6, offset=688)),
+    "group_6_two_heads_packed": (
+        "selected_hopper_tiles", 2, 20,
+        dict(batch=2, length=44, num_keys=700, num_heads=12, num_kv=2, offset=656, packed=True),
+    ),
+    "group_5": ("selected_hopper_tiles", 3, 24, dict(length=29, num_keys=644, num_heads=5, offset=615)),
+    # Nearly nothing is shared: some tiles have no blocks.
+    "group_7_few_shared": ("selected_hopper_tiles", 1, 1, dict(length=20, num_keys=2040, num_heads=7, offset=2020)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TILE_CASES)
 def test_blocks_that_a_tile_shares_match_the_reference(name, called, monkeypatch):
     """Blocks that all queries of a tile see whole, that some do, and that lie in their future; one list is empty."""
-    tiles, shared_by, shape = TILE_CASES[name]
-    divide_work(monkeypatch, tiles, 1)
+    kernel, division, shared_by, shape = TILE_CASES[name]
+    divide_work(monkeypatch, division, 1)
+    config = tuning.SelectedHopperTilesConfig(stages=2, programs=division)
+    monkeypatch.setattr(tuning, "selected_hopper_tiles_config", lambda _: config)
     case = SELECTED | dict(dtype=jnp.bfloat16) | shape
     query, key, value, _, d_out, start = selected_cases._inputs(0, **case)
     num_blocks = blocks.num_selection_blocks(case["num_keys"], 64)
     rng = np.random.default_rng(2)
-    lists = selected_cases._shared_lists(rng, 1, case["length"], case["num_kv"], num_blocks, shared_by, 3, 2)
+    lists = selected_cases._shared_lists(
+        rng, case["batch"], case["length"], case["num_kv"], num_blocks, shared_by, 3, 2
+    )
     lists[:, 5] = num_blocks
     lists, offset = jnp.asarray(lists), case["offset"]
     want, want_lse, _ = selected_cases._reference(query, key, value, lists, d_out, start, 64, offset)
     got, lse = jax.jit(selected.selected_forward, static_argnums=(6, 7))(
         query, key, value, lists, start, jnp.int32(offset), 64, case["packed"]
     )
-    assert called == ["ranged_hopper"]
+    assert called == [kernel]
     assert test_ranged.relative_error(got, want) <= 4e-3
     check_unseen(got, lse, want_lse)
 

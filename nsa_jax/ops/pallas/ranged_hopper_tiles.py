@@ -204,6 +204,21 @@ def token_rows(tiles, slot, token, per_tile: int):
     return tiles[1].at[slot * per_tile + token]
 
 
+def boxed_tiles(slots: int, width: int, dtype):
+    """Tiles of 64 rows that TMA copies as one box of tokens, which may fill fewer rows; see `gathered_tiles`.
+
+    The two views of them are for `product_rows` and `box_rows`.
+    """
+    swizzle = plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
+    by_row = plgpu.SMEM((slots, ROWS, width), dtype, transforms=(swizzle,))  # type: ignore[abstract]
+    return plgpu.RefUnion(tiled(slots, ROWS, width, dtype=dtype), by_row)
+
+
+def box_rows(tiles, slot, tokens: int, group: int):
+    """The first rows of tile `slot` of `boxed_tiles` as [tokens, group, width], for TMA."""
+    return tiles[1].at[slot, pl.ds(0, tokens * group)].reshape(tokens, group, tiles[1].shape[-1])
+
+
 def load(ref, layout, **options):
     """A part of an array in a register layout; JAX before 0.11 also takes an index."""
     try:

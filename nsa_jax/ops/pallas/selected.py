@@ -5,9 +5,9 @@ matrix products and the program walks its list with a running softmax. Every ste
 to a multiprocessor for G rows only, and that traffic is its limit.
 
 So lists are split first. A tile of neighbouring tokens shares blocks: always the forced ones, often more. What at least
-`share` tokens of a tile list is read once for the whole tile (`_tile_kernel`, with one bit per token and block, or
-Hopper's kernel of ranged attention); the plain loop then continues from that result over what is left of each token's
-list.
+`share` tokens of a tile list is read once for the whole tile (`_tile_kernel`, with one bit per token and block, or on
+Hopper the kernel of ranged attention or `selected_hopper_tiles`); the plain loop then continues from that result over
+what is left of each token's list.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops.pallas import ranged_hopper, selected_masked, tuning
+from nsa_jax.ops.pallas import ranged_hopper, selected_hopper_tiles, selected_masked, tuning
 from nsa_jax.ops.pallas.common import LOG2E, pieces, row_delta, triton_call
 from nsa_jax.ops.pallas.selected_backward import selected_backward
 from nsa_jax.ops.pallas.selected_common import NEG, attend_block, empty_state, finish, load_once, store_once
@@ -198,6 +198,12 @@ def _forward_with(query, key, value, block_indices, segment_start, query_offset,
             hopper_config = tuning.selected_hopper_config(h_dim, v_dim)
             state = ranged_hopper.ranged_forward(query, key, value, low, high, hopper_config, walks=walks)
             state = tuple(x.reshape(like.shape) for x, like in zip(state, out_shape, strict=True))
+        elif config.key_major and selected_hopper_tiles.serves(
+            query, value, group, select_block, tile, current_target()
+        ):
+            state = selected_hopper_tiles.forward(
+                query, key, value, walks, segment_start, query_offset, tile=tile, packed=packed
+            )
         else:
             width = split.block.shape[-1]
             state = triton_call(

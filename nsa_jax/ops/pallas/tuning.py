@@ -93,6 +93,28 @@ def selected_hopper_config(h_dim: int, v_dim: int) -> RangedHopperConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SelectedHopperTilesConfig:
+    """Tiles of the Hopper kernel for the blocks that a tile of tokens shares, one warpgroup per tile.
+
+    Attributes:
+      stages: blocks of keys and values in flight for each of three warpgroups.
+      programs: programs that divide all tiles, strided, so that those in flight walk keys that are in the L2 cache.
+    """
+
+    stages: int
+    programs: int
+
+
+def selected_hopper_tiles_config(tiles: int) -> SelectedHopperTilesConfig:
+    """Picks how that kernel divides `tiles` tiles, those of all rows and key/value heads.
+
+    A few programs per multiprocessor of 132 level out walks of different lengths; longer ones hide their beginnings.
+    TODO: figures measured on an H200.
+    """
+    return SelectedHopperTilesConfig(stages=3, programs=132 * max(1, min(4, tiles // (3 * 132 * 8))))
+
+
+@dataclasses.dataclass(frozen=True)
 class SelectedBackwardConfig:
     """Tiles of the selected branch's backward.
 
