@@ -10,6 +10,8 @@ The interpreter simulates warpgroups, shared memory, TMA and barriers and finds 
 - It lets TMA read from any address: here only from multiples of 16 bytes, as the hardware does.
 - It keeps a buffer for each view of `gathered_tiles` and `boxed_tiles`: here the two views of a tile are one.
 - It cannot reshape what TMA copies: here that takes the shape of the place it is copied to.
+- It knows nothing of `hopper_rows`, which is written in MLIR: here the same is done row by row, with columns in the
+  order that products have them in, so that they do not fit those of a matrix that came otherwise.
 - It compiles a kernel anew for every warpgroup of every program: here once.
 """
 
@@ -20,6 +22,7 @@ import functools
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
@@ -50,6 +53,7 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
     from jax._src.state.types import ReshapeTransform
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    from nsa_jax.ops.pallas import hopper_rows
     from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
 
     called: list[str] = []
@@ -101,6 +105,8 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
         self.incr_clock(thread)
         commit(self, thread)
 
+    for replacement in (_load_rows, _store_rows, _load_numbers, _store_numbers, _zeros, _any_in_warp):
+        monkeypatch.setattr(hopper_rows, replacement.__name__[1:], replacement)
     monkeypatch.setattr(memory, "commit_smem", commit_later)
     monkeypatch.setattr(gpu_callbacks, "AsyncCopyGmemToSmemTask", _aligned_copy(gpu_callbacks))
     monkeypatch.setattr(races, "check_write", check_write_of_read_rows)
@@ -136,6 +142,44 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
             yield called
     finally:
         gpu_callbacks.reset_gpu_interpret_mode_state()  # a kernel that failed leaves its memory behind
+
+
+def _reorder(rows):
+    """Swaps the columns that threads hold 8 of with those that products want 2 of; its own inverse."""
+    parts = rows.reshape(rows.shape[0], -1, 4, 4, 2)
+    return parts.swapaxes(2, 3).reshape(rows.shape)
+
+
+def _load_rows(ref, rows):
+    return _reorder(ref[...][rows])
+
+
+def _store_rows(ref, rows, values):
+    values = _reorder(values)
+
+    def store(i, _):
+        ref[rows[i]] = values[i]
+
+    jax.lax.fori_loop(0, rows.shape[0], store, None)
+
+
+def _load_numbers(ref, index):
+    return ref[...][index]
+
+
+def _store_numbers(ref, index, values):
+    def store(i, _):
+        ref[index[i]] = values[i]
+
+    jax.lax.fori_loop(0, index.shape[0], store, None)
+
+
+def _zeros(columns):
+    return jnp.zeros((64, columns), jnp.float32)
+
+
+def _any_in_warp(numbers):
+    return (numbers != 0).any()
 
 
 def _aligned_copy(callbacks):

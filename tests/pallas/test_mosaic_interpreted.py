@@ -238,6 +238,33 @@ def test_selected_backward_by_key_blocks_matches_the_reference(name, monkeypatch
     assert called == [kernel]
 
 
+# The first values: the most list entries of a work item and tokens of a row, so that blocks have several items of
+# several tiles each, and the tiles of queries on their way.
+GATHER_CASES = {
+    # The last queries lie behind the last key.
+    "two_heads_offset": (8, 1000, 2, dict(length=90, num_keys=120, num_heads=12, num_kv=2, slots=2, offset=58)),
+    "packed": (40, 50, 1, dict(batch=2, length=77, num_keys=161, num_heads=6, packed=True, slots=4, offset=84)),
+}
+
+
+@pytest.mark.parametrize("name", GATHER_CASES)
+def test_selected_attention_by_key_blocks_matches_the_reference(name, called, monkeypatch):
+    """Rows of an item do not fill its last tile; queries see nothing, a part or all of a block."""
+    chunk, row_tokens, ahead, shape = GATHER_CASES[name]
+    case = SELECTED | dict(dtype=jnp.bfloat16) | shape
+    query, key, value, lists, d_out, start = selected_cases._inputs(3, **case)
+    limits = tuning.SelectedGatherConfig(chunk=chunk, row_tokens=row_tokens, warpgroups=2, ahead=ahead)
+    monkeypatch.setattr(tuning, "selected_gather_config", lambda: limits)
+    config = dataclasses.replace(tuning.selected_config(6, 64, 64, 64, jnp.bfloat16), tile=4, share=4)
+    offset = case["offset"]
+    want, want_lse, _ = selected_cases._reference(query, key, value, lists, d_out, start, 64, offset)
+    attend = jax.jit(selected._forward_with, static_argnums=(6, 7, 8))
+    got, lse = attend(query, key, value, lists, start, jnp.int32(offset), 64, case["packed"], config)
+    assert called == ["selected_hopper_gather"]
+    assert test_ranged.relative_error(got, want) <= 4e-3
+    check_unseen(got, lse, want_lse)
+
+
 # The first value: whether queries are divided over two buffers of scores.
 SELECT_CASES = {
     # The document begins in the last quarter of a block: the first key of the next block lies before it.

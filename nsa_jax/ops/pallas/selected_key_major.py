@@ -4,6 +4,8 @@ For few query heads per key/value head (small G) the per-token loop reads 64 key
 holds one key block and walks the queries that listed it, many of them in one matrix product: the traffic per list entry
 falls from K and V of a block to one query and one share of the output. The shares pass through memory, one per list
 entry, in a buffer of bounded size; a second kernel adds them up in list order, so results are bit-reproducible.
+
+On Hopper `selected_hopper_gather` computes the shares of groups of 6 heads.
 """
 
 from __future__ import annotations
@@ -11,15 +13,18 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from nsa_jax.ops.pallas import selected_hopper_gather, tuning
 from nsa_jax.ops.pallas.common import LN2, LOG2E, dot, pieces, triton_call
 from nsa_jax.ops.pallas.lists import InvertedLists, invert
 from nsa_jax.ops.pallas.selected_common import NEG, key_rows, load_once, store_once
+from nsa_jax.ops.target import current_target
 
 _SHARES_AT_ONCE = 4
 
@@ -165,6 +170,46 @@ def _full(array) -> pl.BlockSpec:
     return pl.BlockSpec(array.shape, lambda *_: (0,) * len(array.shape))
 
 
+def _shares(
+    query_offset, first_row, inverted: InvertedLists, segment_start, query, key, value,
+    *, select_block: int, at_once: int, chunk_tokens: int, num_listed: int, packed: bool, config,
+):  # fmt: skip
+    """`_share_kernel` over `at_once` rows of the inverted lists; see `selected_hopper_gather.shares`."""
+    batch, _, num_kv, group, h_dim = query.shape
+    num_keys, v_dim = value.shape[1], value.shape[-1]
+    entries, size = chunk_tokens * num_listed, config.keys
+    args = (inverted.order, inverted.block, inverted.begin, inverted.end, segment_start, query, key, value)
+    scalar = pl.BlockSpec((1,), lambda *_: (0,))
+    out_shape = [
+        jax.ShapeDtypeStruct((at_once, entries, group, v_dim), query.dtype),
+        jax.ShapeDtypeStruct((at_once, entries, group), jnp.float32),
+    ]
+    return triton_call(
+        functools.partial(
+            _share_kernel,
+            rows=max(config.gather_rows, pl.next_power_of_2(group)),
+            group=group,
+            chunk_tokens=chunk_tokens,
+            num_chunks=inverted.block.shape[0] // (batch * num_kv),
+            num_listed=num_listed,
+            longest=config.chunk,
+            select_block=select_block,
+            size=size,
+            scale=LOG2E / math.sqrt(h_dim),
+            num_keys=num_keys,
+            packed=packed,
+            exact=num_keys % size == 0 and select_block == size,
+        ),
+        num_warps=config.gather_warps,
+        num_stages=config.gather_stages,
+        grid=(inverted.block.shape[1], at_once),
+        in_specs=[scalar, scalar, *(_full(x) for x in args)],
+        out_specs=[_full(x) for x in out_shape],
+        out_shape=out_shape,
+        name="nsa_selected_forward_shares",
+    )(query_offset, first_row, *args)
+
+
 def continue_by_key_block(
     query, key, value, lists, segment_start, query_offset, out, lse, *, select_block, packed, config
 ):
@@ -190,61 +235,54 @@ def continue_by_key_block(
     num_keys, v_dim = value.shape[1], value.shape[-1]
     num_listed = lists.shape[-1]
     num_blocks = pl.cdiv(num_keys, select_block)
+    hopper = selected_hopper_gather.serves(query, value, select_block, current_target())
+    limits: Any = tuning.selected_gather_config() if hopper else config
 
     # A row is one (batch row, kv head, range of tokens): what shares a buffer of shares and is sorted together.
     per_token = num_listed * group * (v_dim * query.dtype.itemsize + 4)
-    most_tokens = min(config.row_tokens, config.buffer_bytes // per_token)
+    most_tokens = min(limits.row_tokens, limits.buffer_bytes // per_token)
     num_chunks = pl.cdiv(length, max(1, most_tokens))
     chunk_tokens = pl.cdiv(length, num_chunks)
     num_rows = batch * num_kv * num_chunks
     pad = ((0, 0), (0, num_chunks * chunk_tokens - length), (0, 0), (0, 0))
     lists = jnp.pad(lists, pad, constant_values=num_blocks).swapaxes(1, 2).reshape(num_rows, chunk_tokens, num_listed)
-    inverted: InvertedLists = invert(lists.reshape(num_rows, chunk_tokens * num_listed), num_blocks, config.chunk)
+    inverted: InvertedLists = invert(lists.reshape(num_rows, chunk_tokens * num_listed), num_blocks, limits.chunk)
 
     at_once = max(
         n
         for n in range(1, num_rows + 1)
-        if num_rows % n == 0 and (n == 1 or n * chunk_tokens * per_token <= config.buffer_bytes)
+        if num_rows % n == 0 and (n == 1 or n * chunk_tokens * per_token <= limits.buffer_bytes)
     )
     entries = chunk_tokens * num_listed
-    shape = dict(group=group, chunk_tokens=chunk_tokens, num_chunks=num_chunks)
     share_shape = [
         jax.ShapeDtypeStruct((at_once, entries, group, v_dim), query.dtype),
         jax.ShapeDtypeStruct((at_once, entries, group), jnp.float32),
     ]
-    size = config.keys
-    share_args = (inverted.order, inverted.block, inverted.begin, inverted.end, segment_start, query, key, value)
-    scalar = pl.BlockSpec((1,), lambda *_: (0,))
-    shares = triton_call(
-        functools.partial(
-            _share_kernel,
-            rows=max(config.gather_rows, pl.next_power_of_2(group)),
-            num_listed=num_listed,
-            longest=config.chunk,
-            select_block=select_block,
-            size=size,
-            scale=LOG2E / math.sqrt(h_dim),
-            num_keys=num_keys,
-            packed=packed,
-            exact=num_keys % size == 0 and select_block == size,
-            **shape,
-        ),
-        num_warps=config.gather_warps,
-        num_stages=config.gather_stages,
-        grid=(inverted.block.shape[1], at_once),
-        in_specs=[scalar, scalar, *(_full(x) for x in share_args)],
-        out_specs=[_full(x) for x in share_shape],
-        out_shape=share_shape,
-        name="nsa_selected_forward_shares",
+    serve_entries = selected_hopper_gather.shares if hopper else functools.partial(_shares, select_block=select_block)
+    shares = functools.partial(
+        serve_entries,
+        at_once=at_once,
+        chunk_tokens=chunk_tokens,
+        num_listed=num_listed,
+        packed=packed,
+        config=limits,
     )
     rows = max(32, pl.next_power_of_2(group))
     count = (lists < num_blocks).sum(-1, dtype=jnp.int32)
     add_up = triton_call(
-        functools.partial(_sum_kernel, rows=rows, length=length, num_listed=num_listed, **shape),
+        functools.partial(
+            _sum_kernel,
+            rows=rows,
+            group=group,
+            length=length,
+            chunk_tokens=chunk_tokens,
+            num_chunks=num_chunks,
+            num_listed=num_listed,
+        ),
         num_warps=max(1, min(8, rows * v_dim // 512)),
         num_stages=2,
         grid=(pl.cdiv(chunk_tokens, rows // group), at_once),
-        in_specs=[scalar, _full(count), *(_full(x) for x in (*share_shape, out, lse))],
+        in_specs=[pl.BlockSpec((1,), lambda *_: (0,)), _full(count), *(_full(x) for x in (*share_shape, out, lse))],
         out_specs=[_full(out), _full(lse)],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)],
         input_output_aliases={4: 0, 5: 1},
@@ -253,7 +291,8 @@ def continue_by_key_block(
 
     def serve(i, state):
         row = (i * at_once).astype(jnp.int32).reshape(1)
-        return tuple(add_up(row, count, *shares(query_offset, row, *share_args), *state))
+        args = query_offset, row, inverted, segment_start, query, key, value
+        return tuple(add_up(row, count, *shares(*args), *state))
 
     if num_rows == at_once:
         return serve(jnp.zeros((), jnp.int32), (out, lse))

@@ -83,6 +83,28 @@ def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class SelectedGatherConfig:
+    """Tiles of the Hopper kernel that serves lists by key block, at 6 heads per group.
+
+    Attributes:
+      chunk, row_tokens, buffer_bytes: see `SelectedConfig`.
+      warpgroups: work items of a program, with a warpgroup each; 4 leave 128 registers to a thread.
+      ahead: tiles of queries on their way while one is served, 1 or 2.
+    """
+
+    chunk: int = 512
+    row_tokens: int = 16384
+    buffer_bytes: int = 1024 * 2**20
+    warpgroups: int = 4
+    ahead: int = 1
+
+
+def selected_gather_config() -> SelectedGatherConfig:
+    """Picks those tiles: a row's queries, 12 MiB, should stay in the L2 cache."""
+    return SelectedGatherConfig()
+
+
 def selected_hopper_config(h_dim: int, v_dim: int) -> RangedHopperConfig:
     """Picks the Hopper kernel's tiles for the blocks that a tile of queries shares: one block at a time.
 
