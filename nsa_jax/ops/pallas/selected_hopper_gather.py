@@ -28,7 +28,9 @@ _NEG = -1e30
 def serves(query, value, select_block: int, target: Target) -> bool:
     """Whether this kernel serves query [B, T, K, G, H] and value [B, S, K, V] on `target`.
 
-    Other groups of heads would do as well; they have not been measured.
+    On an H200 1.26 ms where the Triton kernel took 1.74 (4 rows of 65,536, N=6, K=1, H=64, lists random), and 0.79 for
+    0.97 with lists from a model in training (8 rows of 32,768). Other groups of heads would do as well; they have not
+    been measured.
     """
     return (
         target.is_hopper
