@@ -8,7 +8,7 @@ The interpreter simulates warpgroups, shared memory, TMA and barriers and finds 
   as a fence. A missing barrier is still found; a missing fence only where nobody reads between the two accesses.
 - What a warpgroup writes, fences and multiplies would be a race: a fence takes time of its own here.
 - It lets TMA read from any address: here only from multiples of 16 bytes, as the hardware does.
-- It keeps a buffer for each view of `gathered_tiles` and `boxed_tiles`: here the two views of a tile are one.
+- It keeps a buffer for each view of `boxed_tiles`: here the two views of a tile are one.
 - It cannot reshape what TMA copies: here that takes the shape of the place it is copied to.
 - It knows nothing of `hopper_rows`, which is written in MLIR: here the same is done row by row, with columns in the
   order that products have them in, so that they do not fit those of a matrix that came otherwise.
@@ -85,18 +85,11 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
         if unread_row is None or place.range[:1] != (unread_row,):
             check_write(self, thread, clock, key, place, *args, **kwargs)
 
-    def gathered_tiles(slots, *others, rows, width, dtype, **_):
-        return [plgpu.SMEM((slots, rows, width), dtype), None, *others]
-
     def boxed_tiles(slots, width, dtype):
-        return gathered_tiles(slots, rows=hopper.ROWS, width=width, dtype=dtype)
+        return [plgpu.SMEM((slots, hopper.ROWS, width), dtype), None]
 
     def box_rows(tiles, slot, tokens, group):
         return tiles[0].at[slot, pl.ds(0, tokens * group)].reshape(tokens, group, tiles[0].shape[-1])
-
-    def rows_of_part(tiles, slot, part, parts):
-        size = tiles[0].shape[1] // parts
-        return tiles[0].at[slot, pl.ds(part * size, size)]
 
     memory = gpu_callbacks.memory.GPUSharedMemory
     commit, store = memory.commit_smem, memory.store_buffer_content
@@ -105,7 +98,7 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
         self.incr_clock(thread)
         commit(self, thread)
 
-    for replacement in (_load_rows, _store_rows, _load_numbers, _store_numbers, _zeros, _any_in_warp):
+    for replacement in _ROWS:
         monkeypatch.setattr(hopper_rows, replacement.__name__[1:], replacement)
     monkeypatch.setattr(memory, "commit_smem", commit_later)
     monkeypatch.setattr(gpu_callbacks, "AsyncCopyGmemToSmemTask", _aligned_copy(gpu_callbacks))
@@ -127,9 +120,6 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
     monkeypatch.setattr(memory, "store_buffer_content", store_reshaped)
     monkeypatch.setattr(hopper, "boxed_tiles", boxed_tiles)
     monkeypatch.setattr(hopper, "box_rows", box_rows)
-    monkeypatch.setattr(hopper, "gathered_tiles", gathered_tiles)
-    monkeypatch.setattr(hopper, "product_rows", rows_of_part)
-    monkeypatch.setattr(hopper, "token_rows", rows_of_part)
     monkeypatch.setattr(pl, "run_state", run_state)
     monkeypatch.setattr(plgpu.ACC, "init", staticmethod(lambda x: x))
     monkeypatch.setattr(gpu_callbacks, "_get", _read_and_fence(gpu_callbacks))
@@ -163,6 +153,14 @@ def _store_rows(ref, rows, values):
     jax.lax.fori_loop(0, rows.shape[0], store, None)
 
 
+def _copy_rows(ref, rows, tile):
+    tile[...] = ref[...][rows]
+
+
+def _wait_copies():
+    """A copy here is one at once."""
+
+
 def _load_numbers(ref, index):
     return ref[...][index]
 
@@ -180,6 +178,16 @@ def _zeros(columns):
 
 def _any_in_warp(numbers):
     return (numbers != 0).any()
+
+
+def _computed_here(number):
+    return number
+
+
+_ROWS = (
+    _load_rows, _store_rows, _copy_rows, _wait_copies, _load_numbers, _store_numbers, _zeros, _any_in_warp,
+    _computed_here,
+)  # fmt: skip
 
 
 def _aligned_copy(callbacks):

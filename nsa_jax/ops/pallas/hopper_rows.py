@@ -4,6 +4,9 @@ A tile of 64 gathered rows that passes through shared memory costs a copy of TMA
 barriers. But a product takes its left operand from registers, where 4 threads hold a row, so that each of them can
 fetch its part of it: no shared memory, and nobody to wait for.
 
+Rows that other products need as well, or as their right operand, `copy_rows` takes to shared memory, each thread its
+part.
+
 Threads fetch 16 bytes at a time, 8 neighbouring columns, where a product gives them 2 of every 8. So columns arrive in
 another order, the same for all rows, and `store_rows` puts them back. In a product of rows from `load_rows` the right
 operand must come from it too, and so must the one whose columns a result for `store_rows` has.
@@ -23,6 +26,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 ROWS = 64
 _BYTES = 16  # of one load or store
 _THREADS = 4  # that share a row
+_SWIZZLE = 128  # bytes of a row of a swizzled tile
+_SWIZZLE_ROWS = 8  # after which its pattern repeats
 _GLOBAL = 1  # LLVM's number of the address space
 
 # Of one number per row, as a product's row sums have it.
@@ -113,16 +118,62 @@ def store_rows(ref, rows, values) -> None:
     store(ref, rows, values)
 
 
+def copy_rows(ref, rows, tile) -> None:
+    """Starts to copy rows of an array [R, 64] in global memory, of 16-bit elements, to shared memory.
+
+    Every thread copies on its own what `load_rows` would give it; `wait_copies`, then `plgpu.commit_smem`, makes the
+    tile whole for products.
+
+    Args:
+      ref: the whole array.
+      rows: int32 [64] in `LAYOUT`.
+      tile: [64, 64] of `ranged_hopper_tiles.tiled`; its columns keep their order.
+    """
+    # Rows of 128 bytes, swizzled: piece c of row r lies where c ^ (r % 8) would.
+    transforms: Any = (plgpu.TilingTransform((8, ROWS)), plgpu.SwizzleTransform(_SWIZZLE))  # type: ignore[abstract]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, plgpu.RefType(transforms)))
+    def copy(_, ref, rows, tile):
+        thread = mgpu.thread_idx()
+        of_row = arith.remui(thread, _constant(_THREADS))
+        row = arith.remui(arith.divui(thread, _constant(_THREADS)), _constant(_SWIZZLE_ROWS))  # and the one 8 further
+        warp = arith.remui(arith.divui(thread, _constant(32)), _constant(4))
+        at = arith.muli(warp, _constant(2 * _SWIZZLE_ROWS * _SWIZZLE))
+        at = arith.addi(at, arith.muli(row, _constant(_SWIZZLE)))
+        at = arith.addi(at, arith.muli(arith.xori(of_row, row), _constant(_BYTES)))
+        base = llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(tile))
+        for half, pointer in enumerate(_pointers(ref, rows, _SWIZZLE)):
+            for i, piece in enumerate(_pieces(pointer, _SWIZZLE)):
+                place = arith.addi(base, arith.xori(at, _constant(i * _THREADS * _BYTES)))
+                text = f"cp.async.cg.shared.global [$0 + {half * _SWIZZLE_ROWS * _SWIZZLE}], [$1], {_BYTES};"
+                _asm(ir.Type.parse("!llvm.void"), [place, piece], text, "r,l")
+
+    copy(ref, rows, tile)
+
+
+def wait_copies() -> None:
+    """Waits until all that a thread copied with `copy_rows` has arrived."""
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        _asm(ir.Type.parse("!llvm.void"), [], "cp.async.wait_all;", "~{memory}")
+
+    wait()
+
+
 def load_numbers(ref, index):
-    """int32 numbers of an array [n] in global memory: [64] in `LAYOUT`, like `index`."""
+    """int32 or float32 numbers of an array [n] in global memory: [64] in `LAYOUT`, like `index`."""
+    whole = jnp.issubdtype(ref.dtype, jnp.integer)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), LAYOUT), return_type=plgpu.ShapeDtypeStruct((ROWS,), jnp.int32, layout=LAYOUT)
+        arg_types=(plgpu.RefType(), LAYOUT), return_type=plgpu.ShapeDtypeStruct((ROWS,), ref.dtype, layout=LAYOUT)
     )
     def load(_, ref, index):
-        single = ir.VectorType.get((1,), _i32())
-        got = [_asm(_i32(), [x], "ld.global.nc.b32 $0, [$1];", "=r,l") for x in _pointers(ref, index, 4)]
-        return _array([vector.broadcast(single, x) for x in got], (ROWS,), LAYOUT, is_signed=True)
+        number = ir.MemRefType(ref.type).element_type
+        single = ir.VectorType.get((1,), number)
+        text, constraints = "ld.global.nc.b32 $0, [$1];", "=r,l" if whole else "=f,l"
+        got = [_asm(number, [x], text, constraints) for x in _pointers(ref, index, 4)]
+        return _array([vector.broadcast(single, x) for x in got], (ROWS,), LAYOUT, is_signed=True if whole else None)
 
     return load(ref, index)
 
@@ -170,3 +221,18 @@ def any_in_warp(numbers):
         return mgpu.FragmentedArray.splat(_asm(_i32(), [word], text, "=r,r"), (), is_signed=True)
 
     return vote(numbers) != 0
+
+
+def computed_here(number):
+    """An int32 number, such that what depends on it is computed where it is used rather than kept in registers.
+
+    LLVM would compute it once, before a loop, for all iterations, and run out of registers there.
+    """
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(scalar,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    def move(_, number):
+        moved = _asm(_i32(), [number.registers.item()], "mov.b32 $0, $1;", "=r,r")
+        return mgpu.FragmentedArray.splat(moved, (), is_signed=True)
+
+    return move(number)

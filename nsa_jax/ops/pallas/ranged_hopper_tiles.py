@@ -180,38 +180,20 @@ def tiled(*shape: int, dtype):
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def gathered_tiles(slots: int, *others, rows: int, group: int, width: int, dtype):
-    """Tiles of `rows` rows whose tokens TMA copies one by one, `group` rows each, in memory shared with `others`.
-
-    The two views of them are for `product_rows` and `token_rows`. Swizzling depends on addresses alone, so that a
-    token's rows need not begin at a multiple of 8.
-    """
-    by_token = plgpu.SMEM(
-        (slots * (rows // group), group, width),
-        dtype,
-        transforms=(plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize),),  # type: ignore[abstract]
-    )
-    return plgpu.RefUnion(tiled(slots * (rows // ROWS), ROWS, width, dtype=dtype), by_token, *others)
-
-
-def product_rows(tiles, slot, part, parts: int):
-    """One of the `parts` runs of 64 rows that tile `slot` of `gathered_tiles` has, for matrix products."""
-    return tiles[0].at[slot * parts + part]
-
-
-def token_rows(tiles, slot, token, per_tile: int):
-    """The rows of one of `per_tile` tokens of tile `slot` of `gathered_tiles`, for TMA."""
-    return tiles[1].at[slot * per_tile + token]
-
-
 def boxed_tiles(slots: int, width: int, dtype):
-    """Tiles of 64 rows that TMA copies as one box of tokens, which may fill fewer rows; see `gathered_tiles`.
+    """Tiles of 64 rows that TMA copies as one box of tokens, which may fill fewer rows.
 
-    The two views of them are for `product_rows` and `box_rows`.
+    The two views of them are for `product_rows` and `box_rows`. Swizzling depends on addresses alone, so that a token's
+    rows need not begin at a multiple of 8.
     """
     swizzle = plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
     by_row = plgpu.SMEM((slots, ROWS, width), dtype, transforms=(swizzle,))  # type: ignore[abstract]
     return plgpu.RefUnion(tiled(slots, ROWS, width, dtype=dtype), by_row)
+
+
+def product_rows(tiles, slot):
+    """Tile `slot` of `boxed_tiles`, for matrix products."""
+    return tiles[0].at[slot]
 
 
 def box_rows(tiles, slot, tokens: int, group: int):

@@ -429,7 +429,7 @@ def selected_backward(
     )
     offset = jnp.asarray(query_offset, jnp.int32)
     order = inverted.order
-    if plan.hopper:
+    if plan.hopper and config.keep_scores:
         order = selected_hopper_backward.entry_order(inverted, segment_start.astype(jnp.int32), offset, plan)
 
     split = selected_query_major.split_for(block_indices, segment_start, offset, plan)

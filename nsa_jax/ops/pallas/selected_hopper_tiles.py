@@ -122,7 +122,7 @@ def forward(
         def _compute():
             plgpu.set_max_registers(hopper.registers(_WARPGROUPS)[0], action="increase")
             layout, shape = plgpu.Layout.WGMMA.reduce(1), (ROWS, ROWS)
-            out_rows = hopper.product_rows(out_smem, wg, 0, 1)
+            out_rows = hopper.product_rows(out_smem, wg)
             token = lax.div(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout), jnp.int32(group))
             offset = offset_ref[0]
 
@@ -135,7 +135,7 @@ def forward(
             def serve(n, before, at, count, block, bits, *latest_start):
                 b, kv_head, here = at
                 buffer = wg * _QUERY_BUFFERS + lax.rem(n, jnp.int32(_QUERY_BUFFERS))
-                query_rows = hopper.product_rows(query_smem, buffer, 0, 1)
+                query_rows = hopper.product_rows(query_smem, buffer)
                 first_position = here * tile + offset
                 own_rows = pl.ds(here * ROWS, ROWS)
                 start = hopper.load(start_refs[0].at[b, own_rows], layout, optimized=False) if packed else None
