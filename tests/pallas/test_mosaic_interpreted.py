@@ -105,9 +105,9 @@ def test_arbitrary_ranges_match_dense_attention(called, monkeypatch):
 
 
 def check_errors(got, want):
-    """Output, then gradients, within the bounds that bfloat16 has in this project."""
+    """Output, then gradients, within the bounds that bfloat16 has in this project; NaN is within none."""
     errors = [test_ranged.relative_error(g, w) for g, w in zip(got, want, strict=True)]
-    assert errors[0] <= 4e-3 and max(errors[1:]) <= 1e-2, errors
+    assert errors[0] <= 4e-3 and all(error <= 1e-2 for error in errors[1:]), errors
 
 
 def check_forward_and_backward(attend, differentiate, arrays, block_indices, start, offset):

@@ -43,8 +43,8 @@ def _first_at_least(ascending: jax.Array, bounds: jax.Array) -> jax.Array:
     return search(ascending, bounds).astype(jnp.int32)
 
 
-def _sort_entries(entries: jax.Array, bound: int) -> tuple[jax.Array, jax.Array]:
-    """Sorts every row of entries [rows, E], all below `bound`; equal ones stay in order. Returns (entries, places).
+def sort_entries(entries: jax.Array, bound: int) -> tuple[jax.Array, jax.Array]:
+    """Sorts every row of entries int32 [rows, E], all below `bound`; equal ones stay in order: (entries, places).
 
     As many rows together as fit 16 bits are sorted as one, by the whole GPU, with their places as values: 4.2 million
     entries took 0.11 ms on an H200, 0.20 with entry and place in one key of 32 bits, 0.48 to 0.58 as 4 to 32 rows of
@@ -77,7 +77,7 @@ def invert(entries: jax.Array, num_blocks: int, chunk: int) -> InvertedLists:
       chunk: the most entries that a work item may have.
     """
     rows, count = entries.shape
-    entry_block, order = _sort_entries(jnp.minimum(entries, num_blocks), num_blocks + 1)
+    entry_block, order = sort_entries(jnp.minimum(entries, num_blocks), num_blocks + 1)
     bounds = jnp.arange(num_blocks + 1, dtype=jnp.int32)
     starts = _first_at_least(entry_block, jnp.broadcast_to(bounds, (rows, num_blocks + 1)))  # [rows, J + 1]
 

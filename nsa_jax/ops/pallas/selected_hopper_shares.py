@@ -32,7 +32,9 @@ _LEAST_CHUNK = 1024
 def serves(query, value, group: int, select_block: int, chunk: int, target: Target) -> bool:
     """Whether this kernel should serve these inputs on `target`; `chunk` is the most list entries of a work item.
 
-    TODO: figures. Other groups of heads would do as well.
+    On an H200 2.50 ms, where the Triton kernel took 3.77 and one fed by TMA 3.05, and 0.22 for statistics gathered
+    before (4 rows of 65,536, N=6, K=1, H=64, lists random). Other groups of heads would do as well; they have not been
+    measured, nor have short work items.
     """
     return (
         target.is_hopper
@@ -44,16 +46,17 @@ def serves(query, value, group: int, select_block: int, chunk: int, target: Targ
     )
 
 
-def _longest_first(inverted: lists.InvertedLists):
+def _longest_first(inverted: lists.InvertedLists, longest: int):
     """(item, its block, begin, end), int32 [rows, W'], by falling length: W' is the next multiple of `_WARPGROUPS`.
 
-    The warpgroups of a program then take about as long as each other, and what takes long starts first.
+    The warpgroups of a program then take about as long as each other, and what takes long starts first. `longest` is
+    the most entries of an item.
     """
     rows, items = inverted.block.shape
-    item = jnp.broadcast_to(jnp.arange(items, dtype=jnp.int32), (rows, items))
-    work = inverted.begin - inverted.end, item, inverted.block, inverted.begin, inverted.end
-    padded = [jnp.pad(x, ((0, 0), (0, -items % _WARPGROUPS))) for x in work]
-    return lax.sort(padded, dimension=1, is_stable=True, num_keys=1)[1:]
+    pad = ((0, 0), (0, -items % _WARPGROUPS))
+    work = [jnp.pad(x, pad) for x in (inverted.block, inverted.begin, inverted.end)]
+    _, item = lists.sort_entries(longest - (work[2] - work[1]), longest + 1)
+    return item, *(jnp.take_along_axis(x, item, axis=1) for x in work)
 
 
 def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
@@ -67,7 +70,7 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
 
     query, key, value, d_out, lse, delta, start = tensors
     group, num_kv, scale = plan.group, plan.num_kv, plan.scale
-    work = _longest_first(inverted)
+    work = _longest_first(inverted, plan.config.chunk)
     # Queries of one document see whole blocks from the block's end on.
     step = jnp.concatenate([step, (start > 0).any()[None].astype(jnp.int32)])
     spare_row = plan.pairs * plan.entries * group

@@ -279,7 +279,7 @@ def continue_by_key_block(
             num_chunks=num_chunks,
             num_listed=num_listed,
         ),
-        num_warps=max(1, min(8, rows * v_dim // 512)),
+        num_warps=max(1, min(8, rows * v_dim // 256)),
         num_stages=2,
         grid=(pl.cdiv(chunk_tokens, rows // group), at_once),
         in_specs=[pl.BlockSpec((1,), lambda *_: (0,)), _full(count), *(_full(x) for x in (*share_shape, out, lse))],
