@@ -2,7 +2,7 @@
 
 What:    dim 768, 12 layers, 12 query heads in 2 key/value groups of head dim 64, the paper's block geometry (l=32,
          d=16, l'=64, n=16, w=512), bfloat16 compute with float32 parameters. The backward pass keeps results of
-         attention and of matrix products, and layers are compiled one by one: 34 to 42 s instead of 22 on an H200's
+         attention and of matrix products, and layers are compiled one by one: 34 to 45 s instead of 22 on an H200's
          host for a sixth more tokens per second.
 Data:    FineWeb-Edu, sample-10BT, through Hugging Face `datasets` (a download of about 28 GB the first time); a
          byte-pair vocabulary of 32,768 is trained on the corpus and kept in the cache. 50,000 steps of 128 x 2,048
