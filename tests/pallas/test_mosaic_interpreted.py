@@ -222,7 +222,10 @@ KEY_MAJOR_CASES = {
         dict(batch=2, length=57, num_keys=129, num_heads=12, num_kv=2, packed=True, offset=70),
     ),
     # Two ranges of queries for each of two heads; most queries lie behind the last key, which does not end its block.
-    "group_6_ranges": (25, "selected_hopper_shares", dict(length=90, num_keys=100, num_heads=12, num_kv=2, offset=70)),
+    "group_6_ranges": (
+        25, "selected_hopper_shares",
+        dict(length=90, num_keys=100, num_heads=12, num_kv=2, offset=70, queries_at_once=64),
+    ),
 }  # fmt: skip
 
 
@@ -231,14 +234,15 @@ def test_selected_backward_by_key_blocks_matches_the_reference(name, monkeypatch
     """The last tile of a work item is not full."""
     chunk, kernel, case = KEY_MAJOR_CASES[name]
     case = SELECTED | case
+    at_once = case.pop("queries_at_once", None)
     *inputs, block_indices, d_out, start = selected_cases._inputs(1, dtype=jnp.bfloat16, **case)
     monkeypatch.setattr(selected_hopper_shares, "_LEAST_CHUNK", 0)
     keep_scores = kernel == "selected_hopper_backward"
-    # At most 64 queries at a time where rows of the buffer are to be used again.
-    bytes_of_64 = {} if "group_6_ranges" != name else dict(buffer_bytes=64 * case["slots"] * 6 * 64 * 2)
-    config = tuning.SelectedBackwardConfig(64, chunk, 4, 2, keep_scores=keep_scores, tile=2, share=2, **bytes_of_64)
+    config = tuning.SelectedBackwardConfig(64, chunk, 4, 2, keep_scores=keep_scores, tile=2, share=2)
+    if at_once:
+        config = dataclasses.replace(config, buffer_bytes=at_once * case["slots"] * 6 * 64 * 2)
     plan = selected_backward._make_plan(*inputs, case["slots"], 64, config)
-    assert plan.steps == (4 if bytes_of_64 else 1)
+    assert plan.steps == (4 if at_once else 1)
     # What fills up a tile leaves its score gradients or shares of dq in the row behind those of all list entries.
     unread_row = plan.pairs * plan.entries * (1 if keep_scores else plan.group)
 

@@ -240,7 +240,7 @@ def test_marked_entries_are_those_whose_query_does_not_see_its_whole_block():
     start = np.where(rng.random((batch, length)) < 0.5, 0, rng.integers(0, positions + 1, (batch, length)))
     entries = selected_backward_module._entries_by_range(jnp.asarray(indices), plan)
     inverted = lists.invert(entries, plan.num_blocks, config.chunk)
-    order = selected_hopper_backward.entry_order(inverted, jnp.asarray(start, jnp.int32), jnp.int32(offset), plan)
+    order = selected_hopper_backward.prepare(inverted, jnp.asarray(start, jnp.int32), jnp.int32(offset), plan).order
     order, marks = np.asarray(order) & (2**30 - 1), np.asarray(order) >> 30
     counts = [0, 0]
     for row in range(order.shape[0]):

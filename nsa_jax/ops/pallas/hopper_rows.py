@@ -18,12 +18,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-ROWS = 64
+from nsa_jax.ops.pallas.ranged_hopper import ROWS
+
 _BYTES = 16  # of one load or store
 _THREADS = 4  # that share a row
 _SWIZZLE = 128  # bytes of a row of a swizzled tile
@@ -159,6 +161,31 @@ def wait_copies() -> None:
         _asm(ir.Type.parse("!llvm.void"), [], "cp.async.wait_all;", "~{memory}")
 
     wait()
+
+
+def rows_of_tile(tile, total, group: int):
+    """Of a tile's rows, (list entry, head) pairs: whether there are that many, entry and head, int32 [64] in `LAYOUT`.
+
+    Rows from `total` on repeat the last one.
+    """
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=LAYOUT) + tile * ROWS
+    inside = jnp.minimum(row, total - 1)
+    entry = lax.div(inside, jnp.int32(group))
+    return row < total, entry, inside - entry * group
+
+
+def rows_of_block(first_key, num_keys: int, batch, kv_head, num_kv: int):
+    """Rows in [B*S*K, D] of 64 keys from `first_key` on, int32 in `LAYOUT`; behind the last key it repeats."""
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=LAYOUT) + first_key
+    return (jnp.minimum(row, num_keys - 1) + batch * num_keys) * num_kv + kv_head
+
+
+def visible(low, high):
+    """Which of 64 keys each row sees, those from `low`, int32 [64] in `LAYOUT` or None for 0, to `high`."""
+    shape = (ROWS, ROWS)
+    key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    seen = key <= lax.broadcast_in_dim(high, shape, [0])
+    return seen if low is None else seen & (key >= lax.broadcast_in_dim(low, shape, [0]))
 
 
 def load_numbers(ref, index):

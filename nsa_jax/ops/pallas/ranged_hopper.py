@@ -20,6 +20,8 @@ from nsa_jax.ops.pallas.common import LN2, LOG2E
 from nsa_jax.ops.pallas.ranged_tiles import NO_WEIGHT
 from nsa_jax.ops.target import Target
 
+# Rows of a warpgroup's matrix product.
+ROWS = 64
 # Query heads per key/value head that TMA fetches from [B, T, N, H] as they lie; see `ranged_hopper_tiles`.
 DIRECT_GROUPS = (8, 16, 32, 64)
 
@@ -70,7 +72,6 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
-    from nsa_jax.ops.pallas.ranged_hopper_tiles import ROWS
 
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
     batch, length, heads, h_dim = query.shape

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops.pallas import tuning
 from nsa_jax.ops.pallas.common import LOG2E
-from nsa_jax.ops.pallas.ranged_hopper import tile_bounds
+from nsa_jax.ops.pallas.ranged_hopper import ROWS, tile_bounds
 from nsa_jax.ops.pallas.ranged_tiles import NO_WEIGHT, query_tile_ranges, splits_for
 
 
@@ -33,7 +33,6 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
-    from nsa_jax.ops.pallas.ranged_hopper_tiles import ROWS
 
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
     batch, length, heads, h_dim = query.shape
@@ -189,7 +188,6 @@ def grad_key_value(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
-    from nsa_jax.ops.pallas.ranged_hopper_tiles import ROWS
 
     stages, warpgroups = config.stages, config.warpgroups
     batch, length, heads, h_dim = query.shape

@@ -17,10 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from nsa_jax.ops.pallas.ranged_hopper import DIRECT_GROUPS
-
-# A warpgroup's matrix products have 64 rows.
-ROWS = 64
+from nsa_jax.ops.pallas.ranged_hopper import DIRECT_GROUPS, ROWS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -322,11 +323,15 @@ def _sum_shares(step, counts, buffer, d_query, plan: Plan):
     )(step, counts, buffer.reshape(-1, span), d_query.reshape(shape)).reshape(d_query.shape)
 
 
-def _key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
-    """(buffer, dk and dv of every work item) of one step."""
+def _hopper_kernel(plan: Plan):
+    """The module of Hopper's kernel for the plan's buffer."""
+    return selected_hopper_backward if plan.config.keep_scores else selected_hopper_shares
+
+
+def _key_major(step, prepared, tensors, plan: Plan):
+    """(buffer, dk and dv of every work item) of one step; `prepared`: inverted lists, or what Hopper's kernel made."""
     if plan.hopper:
-        hopper = selected_hopper_backward if plan.config.keep_scores else selected_hopper_shares
-        return hopper.key_major(step, order, inverted, tensors, plan)
+        return _hopper_kernel(plan).key_major(step, prepared, tensors, plan)
     items = plan.pairs * plan.items * plan.columns
     dtype = tensors[0].dtype
     return triton_call(
@@ -339,13 +344,13 @@ def _key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
         num_warps=plan.config.num_warps,
         num_stages=plan.config.num_stages,
         name="selected_backward_key_major",
-    )(step, order, inverted.block, inverted.begin, inverted.end, *tensors)
+    )(step, prepared.order, prepared.block, prepared.begin, prepared.end, *tensors)
 
 
-def _step(carry, step, order, inverted: lists.InvertedLists, finish_query, tensors, plan: Plan):
+def _step(carry, step, prepared, inverted: lists.InvertedLists, finish_query, tensors, plan: Plan):
     """One (group of pairs, range of queries): updates d_query, d_key and d_value in place."""
     d_query, d_key, d_value = carry
-    buffer, d_key_items, d_value_items = _key_major(step, order, inverted, tensors, plan)
+    buffer, d_key_items, d_value_items = _key_major(step, prepared, tensors, plan)
     d_key, d_value = triton_call(
         functools.partial(_reduce_items_kernel, plan=plan),
         grid=(plan.num_blocks, plan.columns // _PIECE, plan.pairs),
@@ -428,9 +433,9 @@ def selected_backward(
         segment_start.astype(jnp.int32).reshape(-1),
     )
     offset = jnp.asarray(query_offset, jnp.int32)
-    order = inverted.order
-    if plan.hopper and config.keep_scores:
-        order = selected_hopper_backward.entry_order(inverted, segment_start.astype(jnp.int32), offset, plan)
+    prepared: Any = inverted
+    if plan.hopper:
+        prepared = _hopper_kernel(plan).prepare(inverted, segment_start.astype(jnp.int32), offset, plan)
 
     split = selected_query_major.split_for(block_indices, segment_start, offset, plan)
 
@@ -442,7 +447,7 @@ def selected_backward(
     def body(i, carry):
         i = jnp.asarray(i, jnp.int32)
         step = jnp.stack([i // plan.ranges * plan.pairs, i % plan.ranges, offset])
-        return _step(carry, step, order, inverted, finish_query, tensors, plan)
+        return _step(carry, step, prepared, inverted, finish_query, tensors, plan)
 
     carry = (
         lax.empty((batch * length * num_heads, head_dim), query.dtype),  # every row is written by exactly one step

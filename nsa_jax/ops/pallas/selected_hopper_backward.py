@@ -18,16 +18,15 @@ from jax import lax
 
 from nsa_jax.ops.pallas import lists
 from nsa_jax.ops.pallas.common import LOG2E
+from nsa_jax.ops.pallas.ranged_hopper import ROWS
 from nsa_jax.ops.target import Target
 
 if TYPE_CHECKING:
     from nsa_jax.ops.pallas.selected_backward import Plan
 
-# Keys of a block and rows of a query tile: what one warpgroup's matrix product has.
-ROWS = 64
 _WARPGROUPS = 2
-# In `entry_order`: the entry's query does not see all of its block.
-MASKED = 1 << 30
+# In `order` of `prepare`'s result: the entry's query does not see all of its block.
+_MASKED = 1 << 30
 
 
 def serves(query, value, group: int, select_block: int, target: Target) -> bool:
@@ -42,8 +41,8 @@ def serves(query, value, group: int, select_block: int, target: Target) -> bool:
     )
 
 
-def entry_order(inverted: lists.InvertedLists, segment_start, query_offset, plan: Plan) -> jax.Array:
-    """`inverted.order` with a mark on the entries whose query does not see its whole block, int32 [B*K*ranges, E].
+def prepare(inverted: lists.InvertedLists, segment_start, query_offset, plan: Plan) -> lists.InvertedLists:
+    """What all steps share: the inverted lists, with a mark in `order` where a query does not see the whole block.
 
     Args:
       inverted: inverted lists.
@@ -56,49 +55,15 @@ def entry_order(inverted: lists.InvertedLists, segment_start, query_offset, plan
     start = segment_start[row // plan.ranges // plan.num_kv, token]
     first = inverted.entry_block * ROWS
     whole = (token + query_offset >= first + ROWS - 1) & (start <= first)
-    return jnp.where(whole, inverted.order, inverted.order | MASKED)
+    return inverted._replace(order=jnp.where(whole, inverted.order, inverted.order | _MASKED))
 
 
-def operands(tensors, plan: Plan):
-    """Of `key_major`'s tensors query and d_out as [B, T, N, D], key and value as [B, S, K, D], S a multiple of 8."""
-    from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
-
-    query, key, value, d_out = tensors[:4]
-    by_query, by_key = (plan.batch, plan.length, plan.num_heads, -1), (plan.batch, plan.num_keys, plan.num_kv, -1)
-    return (
-        *(x.reshape(by_query) for x in (query, d_out)),
-        *(hopper.whole_tiles(x.reshape(by_key)) for x in (key, value)),
-    )
-
-
-def entry_rows(step, plan: Plan):
-    """(pair, list row): int32 [pairs, 1] and [pairs], of one step."""
-    pair = step[0] + jnp.arange(plan.pairs, dtype=jnp.int32)[:, None]
-    return pair, pair[:, 0] * plan.ranges + step[1]
-
-
-def entry_tokens(step, order, plan: Plan) -> jax.Array:
-    """Query tokens of marked list entries."""
-    token = step[1] * plan.range_length + (order & (MASKED - 1)) // plan.slots
-    return jnp.minimum(token, plan.length - 1)
-
-
-def entry_statistics(x, pair, token, plan: Plan) -> jax.Array:
-    """A number per query and head, [B*T*N], for every list entry: [pairs, E*G].
-
-    Rows that a tile gathers lie apart; their statistics are gathered here, for TMA takes no rows of 4 * G bytes.
-    """
-    by_head = x.reshape(plan.batch, plan.length, plan.num_kv, plan.group)
-    return by_head[pair // plan.num_kv, token, pair % plan.num_kv].reshape(plan.pairs, -1)
-
-
-def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
+def key_major(step, inverted: lists.InvertedLists, tensors, plan: Plan):
     """One step of the pass: (buffer, dk and dv of every work item), as the Triton kernel writes them.
 
     Args:
       step: int32 [3], first pair, range index, query_offset.
-      order: `entry_order`'s result.
-      inverted: inverted lists.
+      inverted: `prepare`'s result.
       tensors: query [B*T*N, H], key [B*S*K, H], value [B*S*K, V], d_out [B*T*N, V], base-2 lse and delta float32
         [B*T*N], segment_start int32 [B*T].
       plan: static sizes.
@@ -109,16 +74,24 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
 
     from nsa_jax.ops.pallas import ranged_hopper_tiles as hopper
 
-    query, d_out, key, value = operands(tensors, plan)
-    lse, delta, start = tensors[4:]
+    query, key, value, d_out, lse, delta, start = tensors
     group, num_kv, items = plan.group, plan.num_kv, plan.items
+    rows_of = (plan.batch, plan.length, plan.num_heads)
+    query, d_out = query.reshape(*rows_of, -1), d_out.reshape(*rows_of, -1)
+    key, value = (hopper.whole_tiles(x.reshape(plan.batch, plan.num_keys, num_kv, -1)) for x in (key, value))
     start = start.reshape(plan.batch, plan.length)
     per_tile = ROWS // group
     stages = 2 if plan.head_dim + plan.value_dim > 128 else 3
     scale = plan.scale
-    pair, list_row = entry_rows(step, plan)
-    token = entry_tokens(step, order[list_row], plan)
-    statistics = [entry_statistics(x, pair, token, plan) for x in (lse, delta)]
+
+    # Rows that a tile gathers lie apart; their statistics are gathered here, for TMA takes no rows of 4 * G bytes.
+    pair = step[0] + jnp.arange(plan.pairs, dtype=jnp.int32)[:, None]
+    here = inverted.order[pair[:, 0] * plan.ranges + step[1]] & (_MASKED - 1)
+    token = jnp.minimum(step[1] * plan.range_length + here // plan.slots, plan.length - 1)
+    by_head = (plan.batch, plan.length, num_kv, group)
+    statistics = [
+        x.reshape(by_head)[pair // num_kv, token, pair % num_kv].reshape(plan.pairs, -1) for x in (lse, delta)
+    ]
 
     def kernel(*refs, buffers, barriers):
         step_ref, order_ref, block_ref, begin_ref, end_ref, start_ref, lse_ref, delta_ref, *arrays = refs
@@ -145,7 +118,7 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
             return tuple(order_ref[row, jnp.minimum(begin + tile * per_tile + i, end - 1)] for i in range(per_tile))
 
         def token_of(entry):
-            return first_query + lax.div(entry & (MASKED - 1), jnp.int32(plan.slots))
+            return first_query + lax.div(entry & (_MASKED - 1), jnp.int32(plan.slots))
 
         @pl.when((wg < _WARPGROUPS) & (tiles > 0))
         def _compute():
@@ -223,7 +196,7 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
 
             def load(tile, slot, entries):
                 count = end - begin - tile * per_tile
-                partial = (functools.reduce(jnp.bitwise_or, entries) >= MASKED) | (count < per_tile)
+                partial = (functools.reduce(jnp.bitwise_or, entries) >= _MASKED) | (count < per_tile)
                 partial_smem[slot] = partial.astype(jnp.int32)
                 plgpu.barrier_arrive(query_loaded.at[slot])
                 rows = pl.ds((begin + tile * per_tile) * group, ROWS)
@@ -241,7 +214,7 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
             def store(tile):
                 count = end - begin - tile * per_tile
                 for i, entry in enumerate(entries_of(tile)):
-                    place = local_pair * plan.entries + (entry & (MASKED - 1))
+                    place = local_pair * plan.entries + (entry & (_MASKED - 1))
                     # What repeats the last entry must not be written over it.
                     place = jnp.where(i < count, place, plan.pairs * plan.entries)
                     part = out_smem.at[mine, pl.ds(i * group, group)]
@@ -300,5 +273,5 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
         num_threads=2 * _WARPGROUPS,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(step, order, inverted.block, inverted.begin, inverted.end, start, *statistics, query, d_out, key, value)
+    )(step, inverted.order, inverted.block, inverted.begin, inverted.end, start, *statistics, query, d_out, key, value)
     return buffer.reshape(-1, ROWS), *(x.reshape(-1, x.shape[-1]) for x in (dk, dv))

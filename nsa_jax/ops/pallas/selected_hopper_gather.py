@@ -17,12 +17,10 @@ from jax import lax
 
 from nsa_jax.ops.pallas.common import LOG2E
 from nsa_jax.ops.pallas.lists import InvertedLists
+from nsa_jax.ops.pallas.ranged_hopper import ROWS
+from nsa_jax.ops.pallas.selected_common import NEG
 from nsa_jax.ops.pallas.tuning import SelectedGatherConfig
 from nsa_jax.ops.target import Target
-
-# Keys of a block and rows of a tile: what one warpgroup's matrix product has.
-ROWS = 64
-_NEG = -1e30
 
 
 def serves(query, value, select_block: int, target: Target) -> bool:
@@ -88,15 +86,13 @@ def shares(
         begin, first_key = begin_ref[line, inside], block_ref[line, inside] * ROWS
         end = jnp.where(item < items, end_ref[line, inside], begin)
         offset = offset_ref[0]
-        layout, shape = hopper_rows.LAYOUT, (ROWS, ROWS)
+        shape = (ROWS, ROWS)
         last = jnp.minimum(num_keys - 1 - first_key, ROWS - 1)
 
         def entries_of(tile):
             """Of a tile's rows: the list entry's place and the head; past the item's end the last row repeats."""
-            row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout) + tile * ROWS
-            row = jnp.minimum(row, (end - begin) * group - 1)
-            which = lax.div(row, jnp.int32(group))
-            return hopper_rows.load_numbers(order_ref, which + (line * entries + begin)), row - which * group
+            _, which, head = hopper_rows.rows_of_tile(tile, (end - begin) * group, group)
+            return hopper_rows.load_numbers(order_ref, which + (line * entries + begin)), head
 
         def queries_of(entry, head):
             token = lax.div(entry, jnp.int32(num_listed)) + (batch * length + chunk * chunk_tokens)
@@ -107,19 +103,14 @@ def shares(
         @pl.when(end > begin)
         def _attend():
             tiles = [entries_of(i) for i in range(ahead + 1)]
-            row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout) + first_key
-            row = (jnp.minimum(row, num_keys - 1) + batch * num_keys) * num_kv + kv_head
+            row = hopper_rows.rows_of_block(first_key, num_keys, batch, kv_head, num_kv)
             own_keys, own_values = key_smem.at[wg], value_smem.at[wg]
             own_keys[...] = hopper_rows.load_rows(key_ref, row)
             own_values[...] = hopper_rows.load_rows(value_ref, row)
             plgpu.commit_smem()
 
             def mask(scores, low, high):
-                key_at = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-                visible = key_at <= lax.broadcast_in_dim(high, shape, [0])
-                if packed:
-                    visible &= key_at >= lax.broadcast_in_dim(low, shape, [0])
-                return jnp.where(visible, scores, _NEG)
+                return jnp.where(hopper_rows.visible(low, high), scores, NEG)
 
             def multiply(left, right):
                 def product(acc_ref):
@@ -141,7 +132,7 @@ def shares(
                         any_hidden = hopper_rows.any_in_warp(hidden)
                         scores = lax.cond(any_hidden, lambda x: mask(x, low, high), lambda x: x, scores)
                     else:
-                        scores = mask(scores, low, high)
+                        scores = mask(scores, None, high)
                 peak = scores.max(axis=1) * scale
                 weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(peak, shape, [0]))
                 total = weights.sum(axis=1)

@@ -18,13 +18,12 @@ from jax import lax
 
 from nsa_jax.ops.pallas import lists
 from nsa_jax.ops.pallas.common import LOG2E
+from nsa_jax.ops.pallas.ranged_hopper import ROWS
 from nsa_jax.ops.target import Target
 
 if TYPE_CHECKING:
     from nsa_jax.ops.pallas.selected_backward import Plan
 
-# Keys of a block and rows of a tile: what one warpgroup's matrix product has.
-ROWS = 64
 _WARPGROUPS = 3  # as many as there is shared memory for
 _LEAST_CHUNK = 1024
 
@@ -46,21 +45,25 @@ def serves(query, value, group: int, select_block: int, chunk: int, target: Targ
     )
 
 
-def _longest_first(inverted: lists.InvertedLists, longest: int):
-    """(item, its block, begin, end), int32 [rows, W'], by falling length: W' is the next multiple of `_WARPGROUPS`.
+def prepare(inverted: lists.InvertedLists, segment_start, query_offset, plan: Plan):
+    """What all steps share: whether rows are packed, the list entries, and work items as (item, its block, begin, end).
 
-    The warpgroups of a program then take about as long as each other, and what takes long starts first. `longest` is
-    the most entries of an item.
+    Items int32 [B*K*ranges, W'], W' the next multiple of `_WARPGROUPS`, by falling length: the warpgroups of a program
+    take about as long as each other, and what takes long starts first. Arguments as `selected_hopper_backward.prepare`.
     """
-    rows, items = inverted.block.shape
-    pad = ((0, 0), (0, -items % _WARPGROUPS))
-    work = [jnp.pad(x, pad) for x in (inverted.block, inverted.begin, inverted.end)]
-    _, item = lists.sort_entries(longest - (work[2] - work[1]), longest + 1)
-    return item, *(jnp.take_along_axis(x, item, axis=1) for x in work)
+    del query_offset
+    pad = ((0, 0), (0, -plan.items % _WARPGROUPS))
+    block, begin, end = (jnp.pad(x, pad) for x in (inverted.block, inverted.begin, inverted.end))
+    longest = plan.config.chunk
+    _, item = lists.sort_entries(longest - (end - begin), longest + 1)
+    sorted_items = (jnp.take_along_axis(x, item, axis=1) for x in (block, begin, end))
+    # Queries of one document see whole blocks from the block's end on.
+    packed = (segment_start > 0).any().astype(jnp.int32).reshape(1)
+    return packed, inverted.order.reshape(-1), item, *sorted_items
 
 
-def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
-    """One step of the pass; arguments and results as `selected_hopper_backward.key_major`, but `order` has no marks."""
+def key_major(step, prepared, tensors, plan: Plan):
+    """One step of the pass; `prepared` is `prepare`'s result, the rest as in `selected_hopper_backward.key_major`."""
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -70,9 +73,8 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
 
     query, key, value, d_out, lse, delta, start = tensors
     group, num_kv, scale = plan.group, plan.num_kv, plan.scale
-    work = _longest_first(inverted, plan.config.chunk)
-    # Queries of one document see whole blocks from the block's end on.
-    step = jnp.concatenate([step, (start > 0).any()[None].astype(jnp.int32)])
+    packed, *work = prepared
+    step = jnp.concatenate([step, packed])
     spare_row = plan.pairs * plan.entries * group
 
     def kernel(*refs):
@@ -88,16 +90,12 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
         # Of the range's first query, among those of all batch rows and in the keys' row.
         first_query = batch * plan.length + step_ref[1] * plan.range_length
         first_position = step_ref[1] * plan.range_length + step_ref[2]
-        layout, shape = hopper_rows.LAYOUT, (ROWS, ROWS)
+        shape = (ROWS, ROWS)
         last = jnp.minimum(plan.num_keys - 1 - first_key, ROWS - 1)
         rows = (end - begin) * group
 
         def numbers_of(tile):
-            """Of a tile's rows: whether the item has them, else the last one repeats; entry in the item; head."""
-            row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout) + tile * ROWS
-            inside = jnp.minimum(row, rows - 1)
-            which = lax.div(inside, jnp.int32(group))
-            return row < rows, which, inside - which * group
+            return hopper_rows.rows_of_tile(tile, rows, group)
 
         def entries_of(tile):
             return hopper_rows.load_numbers(order_ref, numbers_of(tile)[1] + (line * plan.entries + begin))
@@ -141,8 +139,7 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
             num_masked = jnp.where(sees_whole(0), 0, num_masked)
             num_masked = jnp.where((step_ref[3] != 0) | (last < ROWS - 1), num_tiles, num_masked)
 
-            key_row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout) + first_key
-            key_row = (jnp.minimum(key_row, plan.num_keys - 1) + batch * plan.num_keys) * num_kv + kv_head
+            key_row = hopper_rows.rows_of_block(first_key, plan.num_keys, batch, kv_head, num_kv)
             hopper_rows.copy_rows(key_ref, key_row, buffers[0].at[wg])
             hopper_rows.copy_rows(value_ref, key_row, buffers[1].at[wg])
             at = query_rows(0, entry)
@@ -151,10 +148,7 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
             buffers[2].at[wg][...] = hopper_rows.load_rows(key_ref, key_row)  # their columns are those of the shares
 
             def mask(weights, low, high):
-                key_at = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-                visible = key_at <= lax.broadcast_in_dim(high, shape, [0])
-                visible &= key_at >= lax.broadcast_in_dim(low, shape, [0])
-                return jnp.where(visible, weights, 0.0)
+                return jnp.where(hopper_rows.visible(low, high), weights, 0.0)
 
             def body(masked, tile, carry):
                 dk, dv, entry, row_lse, row_delta, following = carry
@@ -221,12 +215,12 @@ def key_major(step, order, inverted: lists.InvertedLists, tensors, plan: Plan):
             *[jax.ShapeDtypeStruct((plan.pairs, plan.items, ROWS, ROWS), jnp.float32)] * 2,
         ],
         scratch_types=[*[once] * 5, *[twice] * 2],
-        grid=(work[0].shape[1] // _WARPGROUPS, plan.pairs),  # the last runs fastest
+        grid=(pl.cdiv(plan.items, _WARPGROUPS), plan.pairs),  # the last runs fastest
         grid_names=("item", "pair"),
         num_threads=_WARPGROUPS,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-    )(step, order.reshape(-1), *work, start, lse, delta, query, d_out, key, value)
+    )(step, *work, start, lse, delta, query, d_out, key, value)
     return tuple(x.reshape(-1, ROWS) for x in (buffer, dk, dv))

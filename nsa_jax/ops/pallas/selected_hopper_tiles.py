@@ -18,11 +18,10 @@ from jax import lax
 
 from nsa_jax.ops.pallas import tuning
 from nsa_jax.ops.pallas.common import LN2, LOG2E
+from nsa_jax.ops.pallas.ranged_hopper import ROWS
 from nsa_jax.ops.pallas.ranged_tiles import NO_WEIGHT
 from nsa_jax.ops.target import Target
 
-# Rows of a warpgroup's matrix product, keys of a block and width of a head.
-ROWS = 64
 _WARPGROUPS = 3
 _QUERY_BUFFERS = 2  # for each warpgroup
 

@@ -178,8 +178,8 @@ def _shares(
     batch, _, num_kv, group, h_dim = query.shape
     num_keys, v_dim = value.shape[1], value.shape[-1]
     entries, size = chunk_tokens * num_listed, config.keys
-    args = (inverted.order, inverted.block, inverted.begin, inverted.end, segment_start, query, key, value)
-    scalar = pl.BlockSpec((1,), lambda *_: (0,))
+    lists = inverted.order, inverted.block, inverted.begin, inverted.end
+    args = (query_offset, first_row, *lists, segment_start, query, key, value)
     out_shape = [
         jax.ShapeDtypeStruct((at_once, entries, group, v_dim), query.dtype),
         jax.ShapeDtypeStruct((at_once, entries, group), jnp.float32),
@@ -203,11 +203,39 @@ def _shares(
         num_warps=config.gather_warps,
         num_stages=config.gather_stages,
         grid=(inverted.block.shape[1], at_once),
-        in_specs=[scalar, scalar, *(_full(x) for x in args)],
+        in_specs=[_full(x) for x in args],
         out_specs=[_full(x) for x in out_shape],
         out_shape=out_shape,
         name="nsa_selected_forward_shares",
-    )(query_offset, first_row, *args)
+    )(*args)
+
+
+def _add_shares(first_row, count, share, share_lse, out, lse, *, num_listed: int):
+    """`_sum_kernel` over as many rows of the inverted lists as `share` has: the new (out, lse)."""
+    at_once, _, group, v_dim = share.shape
+    batch, length, num_kv = out.shape[:3]
+    rows, chunk_tokens = max(32, pl.next_power_of_2(group)), count.shape[1]
+    args = (first_row, count, share, share_lse, out, lse)
+    total = triton_call(
+        functools.partial(
+            _sum_kernel,
+            rows=rows,
+            group=group,
+            length=length,
+            chunk_tokens=chunk_tokens,
+            num_chunks=count.shape[0] // (batch * num_kv),
+            num_listed=num_listed,
+        ),
+        num_warps=max(1, min(8, rows * v_dim // 256)),
+        num_stages=2,
+        grid=(pl.cdiv(chunk_tokens, rows // group), at_once),
+        in_specs=[_full(x) for x in args],
+        out_specs=[_full(out), _full(lse)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)],
+        input_output_aliases={4: 0, 5: 1},
+        name="nsa_selected_forward_sum",
+    )(*args)
+    return tuple(total)
 
 
 def continue_by_key_block(
@@ -253,11 +281,6 @@ def continue_by_key_block(
         for n in range(1, num_rows + 1)
         if num_rows % n == 0 and (n == 1 or n * chunk_tokens * per_token <= limits.buffer_bytes)
     )
-    entries = chunk_tokens * num_listed
-    share_shape = [
-        jax.ShapeDtypeStruct((at_once, entries, group, v_dim), query.dtype),
-        jax.ShapeDtypeStruct((at_once, entries, group), jnp.float32),
-    ]
     serve_entries = selected_hopper_gather.shares if hopper else functools.partial(_shares, select_block=select_block)
     shares = functools.partial(
         serve_entries,
@@ -267,32 +290,12 @@ def continue_by_key_block(
         packed=packed,
         config=limits,
     )
-    rows = max(32, pl.next_power_of_2(group))
     count = (lists < num_blocks).sum(-1, dtype=jnp.int32)
-    add_up = triton_call(
-        functools.partial(
-            _sum_kernel,
-            rows=rows,
-            group=group,
-            length=length,
-            chunk_tokens=chunk_tokens,
-            num_chunks=num_chunks,
-            num_listed=num_listed,
-        ),
-        num_warps=max(1, min(8, rows * v_dim // 256)),
-        num_stages=2,
-        grid=(pl.cdiv(chunk_tokens, rows // group), at_once),
-        in_specs=[pl.BlockSpec((1,), lambda *_: (0,)), _full(count), *(_full(x) for x in (*share_shape, out, lse))],
-        out_specs=[_full(out), _full(lse)],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)],
-        input_output_aliases={4: 0, 5: 1},
-        name="nsa_selected_forward_sum",
-    )
 
     def serve(i, state):
         row = (i * at_once).astype(jnp.int32).reshape(1)
         args = query_offset, row, inverted, segment_start, query, key, value
-        return tuple(add_up(row, count, *shares(*args), *state))
+        return _add_shares(row, count, *shares(*args), *state, num_listed=num_listed)
 
     if num_rows == at_once:
         return serve(jnp.zeros((), jnp.int32), (out, lse))
