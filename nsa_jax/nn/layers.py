@@ -141,8 +141,9 @@ class MLPCompressor(nnx.Module):
     def __call__(self, x: Float[Array, "B S K H"]) -> Float[Array, "B C K H"]:
         """Compresses every block of x.
 
-        Neighbouring blocks share l - d tokens. W_1 is cut into l/d pieces of d rows, each applied once to every run of
-        d tokens, and a block adds up the pieces it covers: the overlapping blocks are never gathered.
+        Neighbouring blocks share l - d tokens. W_1 is cut into l/d pieces of d rows. One product applies all of them to
+        every run of d tokens, and a block adds up the results it covers: the overlapping blocks are never gathered, and
+        what is cut and shifted is as wide as the hidden layer, not as the runs.
         """
         stride, overlap = self.nsa.compress_stride, self.nsa.compress_block // self.nsa.compress_stride
         batch, length, heads, features = x.shape
@@ -153,11 +154,12 @@ class MLPCompressor(nnx.Module):
         runs = x[:, : (count + overlap - 1) * stride].reshape(batch, -1, stride, heads, features)
         shift = jnp.einsum("lf,lfm->m", self.position[...].astype(self.dtype), w_1) + self.b_1[...].astype(self.dtype)
         sums = runs.astype(jnp.float32).sum(2)
+        pieces = w_1.reshape(overlap, stride, features, -1)
+        parts = jnp.einsum("brskf,psfm->brkpm", runs, pieces)
         hidden, total = shift, jnp.zeros((), jnp.float32)
         for piece in range(overlap):
             covered = slice(piece, piece + count)
-            weight = w_1[piece * stride : (piece + 1) * stride]
-            hidden = hidden + jnp.einsum("bcskf,sfm->bckm", runs[:, covered], weight)
+            hidden = hidden + parts[:, covered, :, piece]
             total = total + sums[:, covered]
         mean = (total / self.nsa.compress_block).astype(x.dtype)
         return mean + jax.nn.silu(hidden) @ self.w_2[...].astype(self.dtype)
