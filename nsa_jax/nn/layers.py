@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn.config import ModelConfig
-from nsa_jax.nn.sharding import TENSOR, constrain_tensor, constrain_tokens, tensor_size
+from nsa_jax.nn.sharding import TENSOR, constrain_tensor, constrain_tokens, on_shards, tensor_size, token_spec
 from nsa_jax.ops import blocks
 from nsa_jax.ops.nsa import mean_compress
 from nsa_jax.ops.target import current_target
@@ -55,6 +58,47 @@ def rope(x: Float[Array, "B T N H"], positions: jax.Array, theta: float) -> Floa
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
+def _has_kernels(width: int) -> bool:
+    """Whether the GPU's kernels for gradients of layers of this width exist; a custom gradient has no forward mode."""
+    target = current_target()
+    return target.is_gpu and (target.compute_capability or (0, 0)) >= (8, 0) and width % 64 == 0
+
+
+def _normed(x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * scale.astype(jnp.float32)).astype(dtype)
+
+
+# The same with a backward pass of one kernel, which also adds the gradient that reaches x past the norm.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _pass_and_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    return x, _normed(x, scale, eps, dtype)
+
+
+def _pass_and_norm_fwd(x, scale, eps, dtype):
+    return _pass_and_norm(x, scale, eps, dtype), (x, scale)
+
+
+def _pass_and_norm_bwd(eps, dtype, residuals, gradients):
+    from nsa_jax.ops.pallas import layer_kernels
+
+    x, scale = residuals
+    passed, grad = gradients
+
+    def local(x, scale, grad, passed):
+        flat = [a.reshape(-1, a.shape[-1]) for a in (x, grad, passed)]
+        d_x, shares = layer_kernels.rms_norm_gradients(flat[0], scale.astype(jnp.float32), *flat[1:], eps)
+        return d_x.reshape(x.shape), shares[None, None]
+
+    spec = token_spec(*x.shape[:2])
+    d_x, shares = on_shards(local, (x, scale, grad, passed), (spec, P(), spec, spec), (spec, spec))
+    return d_x, shares.sum((0, 1, 2)).astype(scale.dtype)
+
+
+_pass_and_norm.defvjp(_pass_and_norm_fwd, _pass_and_norm_bwd)
+
+
 class RMSNorm(nnx.Module):
     """Root mean square normalisation with a learned scale; statistics in float32."""
 
@@ -65,35 +109,45 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Normalises the last axis; returns the compute dtype."""
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(self.dtype)
+        return _normed(x, self.scale[...], self.eps, self.dtype)
+
+    def beside(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """x itself and x normalised: for a residual stream, whose two gradients are added by the norm's kernel."""
+        if _has_kernels(x.shape[-1]):
+            return _pass_and_norm(x, self.scale[...], self.eps, self.dtype)
+        return x, self(x)
 
 
 def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def _gated_product_plain(gate: jax.Array, up: jax.Array, w_out: jax.Array) -> jax.Array:
-    return _gated(gate, up) @ w_out
+def _gated_product_plain(both: jax.Array, w_out: jax.Array) -> jax.Array:
+    return _gated(*jnp.split(both, 2, axis=-1)) @ w_out
 
 
-# Keeps gate and up only, and makes all that the backward pass needs of them in one kernel. Left to the compiler, or
-# without the barriers around, it is three over the same arrays. A custom gradient has no forward mode.
+# Keeps gate and up only, which are one array [B, T, 2M], and makes all that the backward pass needs of them in one
+# kernel. Left to the compiler it is three over the same arrays, and the gradients of gate and up are two, from which a
+# product's gradient is put together: all of it copied, or added up from two products.
 _gated_product = jax.custom_vjp(_gated_product_plain)
 
 
-def _gated_product_fwd(gate, up, w_out):
-    return _gated_product_plain(gate, up, w_out), (gate, up, w_out)
+def _gated_product_fwd(both, w_out):
+    return _gated_product_plain(both, w_out), (both, w_out)
 
 
 def _gated_product_bwd(residuals, d_out):
-    gate, up, w_out = residuals
-    d_hidden = d_out @ w_out.T
-    gate, up, d_hidden = jax.lax.optimization_barrier((gate, up, d_hidden))
-    hidden, pull = jax.vjp(_gated, gate, up)
-    hidden, d_gate, d_up = jax.lax.optimization_barrier((hidden, *pull(d_hidden)))
-    return d_gate, d_up, jnp.einsum("...m,...d->md", hidden, d_out)
+    from nsa_jax.ops.pallas import layer_kernels
+
+    both, w_out = residuals
+
+    def local(both, d_hidden):
+        flat = layer_kernels.swiglu_gradients(*(a.reshape(-1, a.shape[-1]) for a in (both, d_hidden)))
+        return tuple(a.reshape(*both.shape[:2], -1) for a in flat)
+
+    spec = token_spec(*both.shape[:2])
+    hidden, d_both = on_shards(local, (both, d_out @ w_out.T), (spec, spec), (spec, spec))
+    return d_both, jnp.einsum("...m,...d->md", hidden, d_out)
 
 
 _gated_product.defvjp(_gated_product_fwd, _gated_product_bwd)
@@ -109,16 +163,13 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the MLP to each token."""
-        w_in = self.w_in[...].astype(self.dtype)
+        w_in, w_out = self.w_in[...].astype(self.dtype), self.w_out[...].astype(self.dtype)
         if tensor_size() > 1:  # a device's share of the fused matrix is the same columns of both halves
             halves = constrain_tensor(w_in.reshape(w_in.shape[0], 2, -1), 2)
             hidden = constrain_tokens(jnp.einsum("btd,dcm->btcm", x, halves), None, TENSOR)
-            gate, up = hidden[:, :, 0], hidden[:, :, 1]
-        else:
-            # Two products: the gradient of one would be put together from its halves, all of it copied.
-            gate, up = (x @ half for half in jnp.split(w_in, 2, axis=-1))
-        product = _gated_product if current_target().is_gpu else _gated_product_plain
-        return product(gate, up, self.w_out[...].astype(self.dtype))
+            return _gated(hidden[:, :, 0], hidden[:, :, 1]) @ w_out
+        product = _gated_product if _has_kernels(w_out.shape[0]) else _gated_product_plain
+        return product(x @ w_in, w_out)
 
 
 class MLPCompressor(nnx.Module):

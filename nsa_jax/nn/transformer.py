@@ -8,6 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from nsa_jax.nn.attention import DenseAttention, NSAttention
@@ -21,6 +22,8 @@ _INDICES = "nsa_block_indices"
 _ATTENTION = ("attention_out", "nsa_attention_residuals")
 # The query as attention's kernels take it, rotated and rearranged.
 _QUERY = "nsa_query"
+# What a norm returns, and the sum of a block's input and its attention's output, which the second norm takes.
+_NORMED, _STREAM = "norm_out", "residual_stream"
 # Primitives of attention's forward pass: Pallas kernels, cuDNN, and an op whose forward rule calls the op itself.
 _KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper", "custom_vjp_call")
 
@@ -32,10 +35,14 @@ def _attention_saveable(prim, *args, **params) -> bool:
 
 
 def _dots_saveable(prim, *args, **params) -> bool:
-    """Saves the query and results of products with parameters too; those of attention have batch dimensions."""
-    query = jax.checkpoint_policies.save_only_these_names(_QUERY)
+    """Saves what `_attention_saveable` does, the query, the norms' results and those of products with parameters.
+
+    Products of attention have batch dimensions. With both ends of a norm kept, its backward pass is one kernel and
+    nothing of it is computed again; the product whose result is added to make one end need not be kept then.
+    """
+    named = jax.checkpoint_policies.save_only_these_names(_QUERY, _NORMED, _STREAM)
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return any(bool(saves(prim, *args, **params)) for saves in (_attention_saveable, query, dots))
+    return any(bool(saves(prim, *args, **params)) for saves in (_attention_saveable, named, dots))
 
 
 _SAVEABLE = {"attention_saved": _attention_saveable, "dots_saved": _dots_saveable}
@@ -78,8 +85,11 @@ class Block(nnx.Module):
           dropout_key: PRNG key of this layer's dropout; None means none.
         """
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        x = x + dropout(self.attention(self.norm_attention(x), segment_start), self.dropout, keys[0])
-        return x + dropout(self.mlp(self.norm_mlp(x)), self.dropout, keys[1])
+        x, normed = self.norm_attention.beside(x)
+        normed = checkpoint_name(normed, _NORMED)
+        x = x + dropout(self.attention(normed, segment_start), self.dropout, keys[0])
+        x, normed = self.norm_mlp.beside(checkpoint_name(x, _STREAM))
+        return x + dropout(self.mlp(checkpoint_name(normed, _NORMED)), self.dropout, keys[1])
 
 
 def _stack(config: ModelConfig, rngs: nnx.Rngs) -> Block:
@@ -106,8 +116,8 @@ class Transformer(nnx.Module):
     fits both ways of running them. `config.remat` decides what the backward pass recomputes; block indices are always
     kept:
       none: nothing; every activation is kept.
-      dots_saved: keeps what attention_saved does, every matrix product's result and NSA's rotated query; recomputes
-        what else is elementwise.
+      dots_saved: keeps what attention_saved does, every matrix product's result, the norms' and NSA's rotated query;
+        recomputes what else is elementwise.
       attention_saved: keeps each layer's input and what attention's backward pass needs; recomputes the rest.
       block: keeps each layer's input only.
       full: keeps the input of every sqrt(num_layers)-th layer only; runs the layers between twice more.

@@ -12,8 +12,9 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from nsa_jax import NSAConfig, nsa_attention
-from nsa_jax.nn import DenseAttention, ModelConfig, NSAttention, Transformer
+from nsa_jax.nn import DenseAttention, ModelConfig, NSAttention, Transformer, layers
 from nsa_jax.nn.sharding import MESH_AXES
+from nsa_jax.nn.transformer import Block
 from nsa_jax.ops import blocks
 
 # 48 tokens in shares of 12: every cut goes through a window of 20, which reaches over two shares, and a compressed
@@ -104,6 +105,21 @@ def test_tokens_after_t_change_nothing_up_to_t_on_any_device(attention):
             after = run(params, tokens.at[:, t + 1 :].set((tokens[:, t + 1 :] + 1) % CONFIG.vocab_size))
             chex.assert_trees_all_equal(before[:, : t + 1], after[:, : t + 1])
             assert bool((before[:, t + 1 :] != after[:, t + 1 :]).any())
+
+
+@pytest.mark.parametrize(
+    "mesh", [dict(data=2, fsdp=2, context=2), dict(context=4, tensor=2), dict(data=8)], ids="-".join
+)
+def test_kernels_of_norms_and_swiglu_on_shares_of_tokens(monkeypatch, mesh):
+    """Forced, and interpreted here. A batch of 4 cannot be split by data=8: every device then has all of it."""
+    config = dataclasses.replace(CONFIG, dim=64, mlp_dim=64, attention="dense")
+    x = jax.random.normal(jax.random.key(1), (4, LENGTH, config.dim))
+    block = Block(config, rngs=nnx.Rngs(0))
+    block.norm_mlp.scale[...] = jax.random.uniform(jax.random.key(2), (config.dim,), minval=0.5, maxval=2.0)
+    want = layer_outputs(block, x, None)
+    monkeypatch.setattr(layers, "_has_kernels", lambda width: width % 64 == 0)
+    got = layer_outputs(block, x, None, mesh_of(**mesh))
+    chex.assert_trees_all_close(got, want, atol=2e-5, rtol=1e-4)
 
 
 def test_rows_that_cannot_be_split_are_computed_whole():

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from nsa_jax import NSAConfig
 from nsa_jax.config import CHOICES
-from nsa_jax.nn import DenseAttention, ModelConfig, NSAttention, Transformer, count_parameters
+from nsa_jax.nn import DenseAttention, ModelConfig, NSAttention, Transformer, count_parameters, layers
 from nsa_jax.nn.attention import dense_attention
 from nsa_jax.ops.target import Target, compile_for
 
@@ -63,7 +63,7 @@ def test_scan_and_remat_do_not_change_loss_or_gradients(remat, scan_layers):
 
 @pytest.mark.parametrize(("attention", "remat"), [("nsa", "attention_saved"), ("dense", "none")])
 def test_the_gradients_written_for_gpus_are_those_of_the_formulas(attention, remat):
-    """Projections and SwiGLU have their own backward pass on GPUs, here without the kernels."""
+    """The projections have their own backward pass on GPUs."""
     graphdef, params = build(attention=attention, remat=remat, implementation="reference")
 
     def traced():
@@ -73,9 +73,29 @@ def test_the_gradients_written_for_gpus_are_those_of_the_formulas(attention, rem
     with compile_for(Target("gpu", (9, 0))):
         own = traced().trace(params)
     barriers = [_count(run.jaxpr.jaxpr, "optimization_barrier") for run in (plain, own)]
-    assert barriers[1] - barriers[0] == 3  # around SwiGLU's kernel, and before the pieces are put together
+    assert barriers[1] - barriers[0] == 1  # before the pieces are put together
     want, got = (run.lower().compile()(params) for run in (plain, own))
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots_saved", "attention_saved"])
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_layers_with_the_gradients_of_kernels_equal_the_formulas(monkeypatch, remat, scan_layers):
+    """As on a GPU, the kernels interpreted here: two norms and one SwiGLU a layer, none of them run twice."""
+    sizes = dict(dim=64, mlp_dim=192, num_layers=2, remat=remat, scan_layers=scan_layers)
+    graphdef, params = build(attention="dense", **sizes)
+    params = jax.tree.map(lambda a: a + 0.1 * jax.random.normal(jax.random.key(a.size), a.shape), params)
+
+    def traced():
+        return jax.jit(lambda params: jax.value_and_grad(functools.partial(loss_of, graphdef))(params, tokens_of(49)))
+
+    plain = traced().trace(params)
+    monkeypatch.setattr(layers, "_has_kernels", lambda width: width % 64 == 0)
+    own = traced().trace(params)
+    assert _count(plain.jaxpr.jaxpr, "pallas_call") == 0
+    assert _count(own.jaxpr.jaxpr, "pallas_call") == (3 if scan_layers else 6)
+    want, got = (run.lower().compile()(params) for run in (plain, own))
+    chex.assert_trees_all_close(got, want, rtol=2e-5, atol=1e-7)
 
 
 def _count(jaxpr, name):

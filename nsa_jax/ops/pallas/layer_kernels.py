@@ -1,0 +1,118 @@
+"""Gradients of RMSNorm and of SwiGLU's product: one pass over the arrays each.
+
+Left to the compiler, a norm's backward pass reads its inputs twice, first for the sums of its rows, then for what they
+are needed for, and the gradients of SwiGLU's two halves are arrays of their own, so that the product before them has a
+gradient in two parts.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops.pallas.common import load_rows, pieces, store_rows, triton_call
+
+# Programs of the norm's kernel: each adds up its rows' gradient of the scale by itself. Eight to sixteen fit a
+# multiprocessor, of which GPUs have 108 (A100) to 132 (H100, H200).
+_NORM_PROGRAMS = 2048
+_NORM_ROWS = 1
+_SWIGLU_TILE = 4096
+
+
+def _norm_kernel(x_ref, scale_ref, grad_ref, *refs, rows: int, steps: int, total: int, eps: float):
+    """x_ref, grad_ref [R, D], scale_ref [1, D], perhaps passed_ref [R, D]; out: d_x [R, D], d_scale [programs, D]."""
+    *passed_ref, d_x_ref, d_scale_ref = refs
+    dim = x_ref.shape[1]
+    program = pl.program_id(0)
+    scale = load_rows(scale_ref, 0, dim)
+
+    def step(i, d_scale):
+        row = (program * steps + i) * rows + lax.broadcasted_iota(jnp.int32, (rows,), 0)
+        inside = (row < total).astype(jnp.float32)[:, None]
+        row = jnp.minimum(row, total - 1)
+        x, grad = ([part.astype(jnp.float32) for part in load_rows(ref, row, dim)] for ref in (x_ref, grad_ref))
+        passed = load_rows(passed_ref[0], row, dim) if passed_ref else [0.0] * len(x)
+        inverse = lax.rsqrt(sum(jnp.sum(a * a, axis=1) for a in x) / dim + eps)[:, None]
+        normed = [a * inverse for a in x]
+        scaled = [g * s[None, :] for g, s in zip(grad, scale, strict=True)]
+        along = sum(jnp.sum(n * g, axis=1) for n, g in zip(normed, scaled, strict=True))[:, None] / dim
+        d_x = [(g - n * along) * inverse + p for n, g, p in zip(normed, scaled, passed, strict=True)]
+        store_rows(d_x_ref, row, d_x)
+        return tuple(total + jnp.sum(n * g * inside, axis=0) for total, n, g in zip(d_scale, normed, grad, strict=True))
+
+    zeros = tuple(jnp.zeros((size,), jnp.float32) for _, size in pieces(dim))
+    d_scale = lax.fori_loop(0, steps, step, zeros)
+    store_rows(d_scale_ref, program + jnp.zeros((1,), jnp.int32), [part[None, :] for part in d_scale])
+
+
+def rms_norm_gradients(
+    x: jax.Array, scale: jax.Array, grad: jax.Array, passed: jax.Array | None, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of y = x / sqrt(mean(x^2) + eps) * scale, computed in float32.
+
+    Args:
+      x: [R, D].
+      scale: float32 [D].
+      grad: [R, D], the cotangent of y.
+      passed: [R, D], added to the gradient of x before it is rounded; None adds nothing.
+      eps: added to the mean square.
+
+    Returns:
+      The gradient of x [R, D] in x's dtype, and shares of the scale's, float32 [programs, D], to be added up.
+    """
+    total, dim = x.shape
+    rows = _NORM_ROWS
+    programs = min(pl.cdiv(total, rows), _NORM_PROGRAMS)
+    steps = pl.cdiv(total, rows * programs)
+    programs = pl.cdiv(total, rows * steps)
+    arrays = (x, scale[None], grad, *(() if passed is None else (passed,)))
+    return triton_call(
+        functools.partial(_norm_kernel, rows=rows, steps=steps, total=total, eps=eps),
+        num_warps=min(max(pl.next_power_of_2(dim) // 1024, 1), 8),
+        num_stages=1,
+        grid=(programs,),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((programs, dim), jnp.float32)],
+        name="rms_norm_gradients",
+    )(*arrays)
+
+
+def _swiglu_kernel(both_ref, grad_ref, hidden_ref, d_both_ref, *, rows: int, columns: int, total: int):
+    """both_ref [R, 2M], grad_ref [R, M]; out: hidden [R, M], d_both [R, 2M]."""
+    width = grad_ref.shape[1]
+    row = jnp.minimum(pl.program_id(1) * rows + lax.broadcasted_iota(jnp.int32, (rows,), 0), total - 1)
+    first, second = (pl.ds(pl.program_id(0) * columns + at, columns) for at in (0, width))
+    gate, up, grad = (
+        ref[row, at].astype(jnp.float32) for ref, at in ((both_ref, first), (both_ref, second), (grad_ref, first))
+    )
+    sigmoid = jax.nn.sigmoid(gate)
+    silu = gate * sigmoid
+    hidden_ref[row, first] = (silu * up).astype(hidden_ref.dtype)
+    d_both_ref[row, first] = (grad * up * (sigmoid + silu * (1.0 - sigmoid))).astype(d_both_ref.dtype)
+    d_both_ref[row, second] = (grad * silu).astype(d_both_ref.dtype)
+
+
+def swiglu_gradients(both: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """SwiGLU's product silu(gate) * up again, and the gradients of gate and up, computed in float32.
+
+    Args:
+      both: [R, 2M], gate and up beside each other.
+      grad: [R, M], the cotangent of the product.
+
+    Returns:
+      The product [R, M], and the gradient [R, 2M] of `both`, in its dtype.
+    """
+    total, width = grad.shape
+    columns = min(width & -width, 512)
+    rows = _SWIGLU_TILE // columns
+    return triton_call(
+        functools.partial(_swiglu_kernel, rows=rows, columns=columns, total=total),
+        num_warps=4,
+        num_stages=1,
+        grid=(width // columns, pl.cdiv(total, rows)),
+        out_shape=[jax.ShapeDtypeStruct(grad.shape, both.dtype), jax.ShapeDtypeStruct(both.shape, both.dtype)],
+        name="swiglu_gradients",
+    )(both, grad)
