@@ -251,13 +251,14 @@ _PIECE = 16  # key rows per program of the key and value reduction
 def _reduce_items_kernel(
     step_ref, offset_ref, d_key_items_ref, d_value_items_ref, _k, _v, d_key_ref, d_value_ref, *, plan: Plan
 ):
-    """Adds a block's work items, in order, to dk and dv: float32 [B*J*columns*K, H or V]."""
+    """Adds a block's work items, in order, to dk and dv, float32 [B*J*columns*K, H or V], or begins with range 0."""
     block, piece, local_pair = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     pair = step_ref[0] + local_pair
     row = pair * plan.ranges + step_ref[1]
     first, last = offset_ref[row, block], offset_ref[row, block + 1]
+    begins = step_ref[1] == 0
 
-    @pl.when(first < last)
+    @pl.when(begins | (first < last))
     def _():
         column = piece * _PIECE + lax.iota(jnp.int32, _PIECE)
         batch, head = pair // plan.num_kv, pair % plan.num_kv
@@ -271,7 +272,9 @@ def _reduce_items_kernel(
                 item_row = (local_pair * plan.items + item) * plan.columns + column
                 return tuple(acc + part for acc, part in zip(total, load_rows(items_ref, item_row, dim), strict=True))
 
-            total = lax.fori_loop(first, last, add, load_rows(out_ref, out_row, dim))
+            zeros = lambda dim=dim: tuple(jnp.zeros((_PIECE, size), jnp.float32) for _, size in pieces(dim))  # noqa: E731
+            before = lax.cond(begins, zeros, lambda ref=out_ref, dim=dim: load_rows(ref, out_row, dim))
+            total = lax.fori_loop(first, last, add, before)
             store_rows(out_ref, out_row, total)
 
 
@@ -451,7 +454,8 @@ def selected_backward(
 
     carry = (
         lax.empty((batch * length * num_heads, head_dim), query.dtype),  # every row is written by exactly one step
-        *[jnp.zeros((batch * plan.num_blocks * plan.columns * num_kv, d), jnp.float32) for d in (head_dim, value_dim)],
+        # The first range writes every row, later ones add to it.
+        *[lax.empty((batch * plan.num_blocks * plan.columns * num_kv, d), jnp.float32) for d in (head_dim, value_dim)],
     )
     d_query, d_key, d_value = body(0, carry) if plan.steps == 1 else lax.fori_loop(0, plan.steps, body, carry)
 
