@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -16,6 +17,9 @@ from nsa_jax.nn.sharding import TENSOR, constrain_tensor, constrain_tokens, on_s
 from nsa_jax.ops import blocks
 from nsa_jax.ops.nsa import mean_compress
 from nsa_jax.ops.target import current_target
+
+# SwiGLU's hidden values, as remat policies name them.
+HIDDEN = "swiglu_hidden"
 
 
 def init_normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, config: ModelConfig) -> nnx.Param:
@@ -126,28 +130,34 @@ def _gated_product_plain(both: jax.Array, w_out: jax.Array) -> jax.Array:
     return _gated(*jnp.split(both, 2, axis=-1)) @ w_out
 
 
-# Keeps gate and up only, which are one array [B, T, 2M], and makes all that the backward pass needs of them in one
-# kernel. Left to the compiler it is three over the same arrays, and the gradients of gate and up are two, from which a
-# product's gradient is put together: all of it copied, or added up from two products.
-_gated_product = jax.custom_vjp(_gated_product_plain)
+# All that the backward pass needs of gate and up, which are one array [B, T, 2M], is made in one kernel. Left to the
+# compiler it is three over the same arrays, and gate and up have a gradient each, from which that of the product before
+# is put together: all of it copied, or added up from two products.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gated_product(both: jax.Array, w_out: jax.Array, keep: bool) -> jax.Array:
+    """`_gated_product_plain`; with `keep`, hidden values are kept for the backward pass rather than computed again."""
+    return _gated_product_plain(both, w_out)
 
 
-def _gated_product_fwd(both, w_out):
-    return _gated_product_plain(both, w_out), (both, w_out)
+def _gated_product_fwd(both, w_out, keep):
+    hidden = _gated(*jnp.split(both, 2, axis=-1))
+    if keep:
+        hidden = checkpoint_name(hidden, HIDDEN)
+    return hidden @ w_out, (both, hidden if keep else None, w_out)
 
 
-def _gated_product_bwd(residuals, d_out):
+def _gated_product_bwd(keep, residuals, d_out):
     from nsa_jax.ops.pallas import layer_kernels
 
-    both, w_out = residuals
+    both, hidden, w_out = residuals
 
     def local(both, d_hidden):
-        flat = layer_kernels.swiglu_gradients(*(a.reshape(-1, a.shape[-1]) for a in (both, d_hidden)))
-        return tuple(a.reshape(*both.shape[:2], -1) for a in flat)
+        flat = (a.reshape(-1, a.shape[-1]) for a in (both, d_hidden))
+        return tuple(a.reshape(*both.shape[:2], -1) for a in layer_kernels.swiglu_gradients(*flat, not keep))
 
     spec = token_spec(*both.shape[:2])
-    hidden, d_both = on_shards(local, (both, d_out @ w_out.T), (spec, spec), (spec, spec))
-    return d_both, jnp.einsum("...m,...d->md", hidden, d_out)
+    d_both, *again = on_shards(local, (both, d_out @ w_out.T), (spec, spec), (spec,) * (1 if keep else 2))
+    return d_both, jnp.einsum("...m,...d->md", hidden if keep else again[0], d_out)
 
 
 _gated_product.defvjp(_gated_product_fwd, _gated_product_bwd)
@@ -160,6 +170,8 @@ class SwiGLU(nnx.Module):
         self.w_in = init_normal(rngs, (config.dim, 2 * config.mlp_dim), config.init_std, config)
         self.w_out = init_normal(rngs, (config.mlp_dim, config.dim), config.residual_std, config)
         self.dtype = config.dtype
+        # Where the products before are kept. Where they are not, computing this again takes a pass of its own.
+        self.keep = config.remat in ("none", "dots_saved")
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the MLP to each token."""
@@ -168,8 +180,9 @@ class SwiGLU(nnx.Module):
             halves = constrain_tensor(w_in.reshape(w_in.shape[0], 2, -1), 2)
             hidden = constrain_tokens(jnp.einsum("btd,dcm->btcm", x, halves), None, TENSOR)
             return _gated(hidden[:, :, 0], hidden[:, :, 1]) @ w_out
-        product = _gated_product if _has_kernels(w_out.shape[0]) else _gated_product_plain
-        return product(x @ w_in, w_out)
+        if _has_kernels(w_out.shape[0]):
+            return _gated_product(x @ w_in, w_out, self.keep)
+        return _gated_product_plain(x @ w_in, w_out)
 
 
 class MLPCompressor(nnx.Module):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from nsa_jax.nn.attention import DenseAttention, NSAttention
 from nsa_jax.nn.config import ModelConfig
-from nsa_jax.nn.layers import RMSNorm, SwiGLU, dropout, init_normal
+from nsa_jax.nn.layers import HIDDEN, RMSNorm, SwiGLU, dropout, init_normal
 from nsa_jax.nn.sharding import constrain_tokens
 
 # Named by the ops; saved under every policy, since choosing blocks again could choose differently and costs time.
@@ -35,12 +35,12 @@ def _attention_saveable(prim, *args, **params) -> bool:
 
 
 def _dots_saveable(prim, *args, **params) -> bool:
-    """Saves what `_attention_saveable` does, the query, the norms' results and those of products with parameters.
+    """Saves what `_attention_saveable` does, the query, results of norms, SwiGLU and products with parameters.
 
     Products of attention have batch dimensions. With both ends of a norm kept, its backward pass is one kernel and
     nothing of it is computed again; the product whose result is added to make one end need not be kept then.
     """
-    named = jax.checkpoint_policies.save_only_these_names(_QUERY, _NORMED, _STREAM)
+    named = jax.checkpoint_policies.save_only_these_names(_QUERY, _NORMED, _STREAM, HIDDEN)
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return any(bool(saves(prim, *args, **params)) for saves in (_attention_saveable, named, dots))
 
@@ -116,8 +116,8 @@ class Transformer(nnx.Module):
     fits both ways of running them. `config.remat` decides what the backward pass recomputes; block indices are always
     kept:
       none: nothing; every activation is kept.
-      dots_saved: keeps what attention_saved does, every matrix product's result, the norms' and NSA's rotated query;
-        recomputes what else is elementwise.
+      dots_saved: keeps what attention_saved does, the results of every matrix product, norm and SwiGLU, and NSA's
+        rotated query; recomputes what else is elementwise.
       attention_saved: keeps each layer's input and what attention's backward pass needs; recomputes the rest.
       block: keeps each layer's input only.
       full: keeps the input of every sqrt(num_layers)-th layer only; runs the layers between twice more.

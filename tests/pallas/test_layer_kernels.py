@@ -62,7 +62,9 @@ def _check_swiglu(rows, width, dtype, bound):
     exact_grad = np.asarray(grad, np.float64)
     sigmoid = 1 / (1 + np.exp(-gate))
     d_gate = exact_grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-    hidden, d_both = jax.jit(layer_kernels.swiglu_gradients)(both, grad)
+    (alone,) = jax.jit(layer_kernels.swiglu_gradients, static_argnums=2)(both, grad, False)
+    d_both, hidden = jax.jit(layer_kernels.swiglu_gradients, static_argnums=2)(both, grad, True)
+    np.testing.assert_array_equal(alone, d_both)
     assert hidden.dtype == dtype and d_both.dtype == dtype
     assert relative_error(hidden.astype(jnp.float32), gate * sigmoid * up) <= bound
     for got, expected in zip(

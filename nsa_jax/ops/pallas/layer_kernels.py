@@ -80,8 +80,8 @@ def rms_norm_gradients(
     )(*arrays)
 
 
-def _swiglu_kernel(both_ref, grad_ref, hidden_ref, d_both_ref, *, rows: int, columns: int, total: int):
-    """both_ref [R, 2M], grad_ref [R, M]; out: hidden [R, M], d_both [R, 2M]."""
+def _swiglu_kernel(both_ref, grad_ref, d_both_ref, *hidden_ref, rows: int, columns: int, total: int):
+    """both_ref [R, 2M], grad_ref [R, M]; out: d_both [R, 2M], perhaps hidden [R, M]."""
     width = grad_ref.shape[1]
     row = jnp.minimum(pl.program_id(1) * rows + lax.broadcasted_iota(jnp.int32, (rows,), 0), total - 1)
     first, second = (pl.ds(pl.program_id(0) * columns + at, columns) for at in (0, width))
@@ -90,29 +90,32 @@ def _swiglu_kernel(both_ref, grad_ref, hidden_ref, d_both_ref, *, rows: int, col
     )
     sigmoid = jax.nn.sigmoid(gate)
     silu = gate * sigmoid
-    hidden_ref[row, first] = (silu * up).astype(hidden_ref.dtype)
     d_both_ref[row, first] = (grad * up * (sigmoid + silu * (1.0 - sigmoid))).astype(d_both_ref.dtype)
     d_both_ref[row, second] = (grad * silu).astype(d_both_ref.dtype)
+    for ref in hidden_ref:
+        ref[row, first] = (silu * up).astype(ref.dtype)
 
 
-def swiglu_gradients(both: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """SwiGLU's product silu(gate) * up again, and the gradients of gate and up, computed in float32.
+def swiglu_gradients(both: jax.Array, grad: jax.Array, with_product: bool) -> tuple[jax.Array, ...]:
+    """Gradients of gate and up in SwiGLU's product silu(gate) * up, computed in float32.
 
     Args:
       both: [R, 2M], gate and up beside each other.
       grad: [R, M], the cotangent of the product.
+      with_product: compute the product again too.
 
     Returns:
-      The product [R, M], and the gradient [R, 2M] of `both`, in its dtype.
+      The gradient [R, 2M] of `both`, in its dtype, and with_product the product [R, M].
     """
     total, width = grad.shape
     columns = min(width & -width, 512)
     rows = _SWIGLU_TILE // columns
+    out_shape = [jax.ShapeDtypeStruct(both.shape, both.dtype), jax.ShapeDtypeStruct(grad.shape, both.dtype)]
     return triton_call(
         functools.partial(_swiglu_kernel, rows=rows, columns=columns, total=total),
         num_warps=4,
         num_stages=1,
         grid=(width // columns, pl.cdiv(total, rows)),
-        out_shape=[jax.ShapeDtypeStruct(grad.shape, both.dtype), jax.ShapeDtypeStruct(both.shape, both.dtype)],
+        out_shape=out_shape if with_product else out_shape[:1],
         name="swiglu_gradients",
     )(both, grad)
