@@ -70,6 +70,29 @@ def test_ties_go_to_the_lower_index():
     np.testing.assert_array_equal(got[0, 399, 0], [0, 1, 2, 12])
 
 
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("candidates", [5, 127, 128, 130, 256, 257, 300, 383, 384, 385, 500])
+def test_top_n_of_rows_of_every_width(candidates, ties):
+    """Rows are read up to a power of two of blocks or three quarters of one, in one or two parts."""
+    config = NSAConfig(
+        compress_block=16, compress_stride=8, select_block=16, num_selected=7, num_initial=1, num_local=2
+    )
+    num_blocks, rows = 500, 16
+    assert select._widths(num_blocks, config.num_selected) == [128, 256, 384, 512]
+    rng = np.random.default_rng(candidates)
+    scores = rng.uniform(size=(1, 2, rows, 520)).astype(np.float32)
+    if ties:  # few values, and the sums of two planes exact: many blocks score alike
+        scores = np.round(scores * 4) / 4
+    position = candidates * config.select_block - rows + jnp.arange(rows, dtype=jnp.int32)
+    start = jnp.maximum(position[-1:] // 3 if ties else 0, 0) * jnp.ones_like(position)
+    where = jnp.asarray([position[0], 0], jnp.int32)
+    common = dict(batch=1, num_kv=1, length=rows, config=config, num_blocks=num_blocks)
+    got = select._call_top_n(where, jnp.asarray(scores), start[None] if ties else None, **common)
+    importance = scores[0, 0, :, :num_blocks] + scores[0, 1, :, 1 : num_blocks + 1]
+    want = blocks.select_from_importance(jnp.asarray(importance), position, start, config)
+    np.testing.assert_array_equal(got[0, :, 0], want)
+
+
 @pytest.mark.parametrize("documents", [False, True])
 def test_query_ranges_that_do_not_fit_the_buffer(documents, monkeypatch):
     """A buffer of one query tile: the ranges are processed one after the other, with a traced offset."""

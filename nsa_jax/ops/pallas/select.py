@@ -172,23 +172,33 @@ def _select_rows(s_ref, out_ref, first, last, width: int, num_blocks: int, confi
     known = ((slot < initial[:, None]) | (behind >= 0)) & (slot < n)
     pltriton.store(out_ref.at[row, jnp.where(known, slot, n)], entry, mask=known)
 
-    j = lax.broadcasted_iota(jnp.int32, (rows, width), 1)
-    scores = s_ref[0, :, pl.ds(0, width)]
-    if s_ref.shape[0] > 1:
-        scores += s_ref[1, :, pl.ds(1, width)]
-    from_first = j - (first + initial)[:, None]
-    bits = lax.bitcast_convert_type(scores, jnp.int32)
-    bits = jnp.where((from_first >= 0) & (from_first < free[:, None]), bits, -1)
+    parts = pieces(width)
+    columns = [at + lax.broadcasted_iota(jnp.int32, (rows, size), 1) for at, size in parts]
+
+    def bits_of(j, at, size):
+        """A part's scores as integers of the same order, -1 where a block cannot be chosen by score."""
+        scores = s_ref[0, :, pl.ds(at, size)]
+        if s_ref.shape[0] > 1:
+            scores += s_ref[1, :, pl.ds(at + 1, size)]
+        from_first = j - (first + initial)[:, None]
+        bits = lax.bitcast_convert_type(scores, jnp.int32)
+        return jnp.where((from_first >= 0) & (from_first < free[:, None]), bits, -1)
+
+    bits = [bits_of(j, *part) for j, part in zip(columns, parts, strict=True)]
+
+    def most(values):
+        return functools.reduce(jnp.maximum, values)
 
     def at_least(threshold):
-        return jnp.sum((bits >= threshold[:, None]).astype(jnp.int32), axis=1)
+        return sum(jnp.sum((part >= threshold[:, None]).astype(jnp.int32), axis=1) for part in bits)
 
     # Bisection keeps at_least(low) >= want > at_least(high). The least of at least `want` group maxima is such a low.
-    if width > groups:
-        low = jnp.maximum(jnp.min(jnp.max(bits.reshape(rows, width // groups, groups), axis=1), axis=1), 0)
+    if width > groups and parts[-1][1] >= groups:
+        maxima = most(jnp.max(part.reshape(rows, part.shape[1] // groups, groups), axis=1) for part in bits)
+        low = jnp.maximum(jnp.min(maxima, axis=1), 0)
     else:
         low = jnp.zeros_like(first)
-    high = jnp.max(bits, axis=1) + 1
+    high = most(jnp.max(part, axis=1) for part in bits) + 1
     low = jnp.where(want > 0, low, high)
 
     def unresolved(carry):
@@ -203,19 +213,30 @@ def _select_rows(s_ref, out_ref, first, last, width: int, num_blocks: int, confi
         return jnp.where(keep, middle, low), jnp.where(keep, high, middle), jnp.where(keep, above, count)
 
     low, _, count = lax.while_loop(unresolved, halve, (low, high, at_least(low)))
-    low = low[:, None]
+
+    def numbered(flags):
+        """Running count of flags, int32 parts, from the first part's first column on."""
+        before, counts = jnp.zeros((rows, 1), jnp.int32), []
+        for part in flags:
+            counts.append(before + lax.cumsum(part, axis=1))
+            before += jnp.sum(part, axis=1)[:, None]
+        return counts
 
     def drop_ties():
         """Of the blocks that score exactly the threshold, the ones with the lowest indices."""
-        tied = bits == low
-        above = jnp.sum((bits > low).astype(jnp.int32), axis=1)
-        fits = lax.cumsum(tied.astype(jnp.int32), axis=1) <= (want - above)[:, None]
-        return ((bits > low) | (tied & fits)).astype(jnp.int32)
+        room = (want - at_least(low + 1))[:, None]
+        tied = [(part == low[:, None]).astype(jnp.int32) for part in bits]
+        kept = [tie * (number <= room) for tie, number in zip(tied, numbered(tied), strict=True)]
+        return tuple((part > low[:, None]).astype(jnp.int32) + keep for part, keep in zip(bits, kept, strict=True))
 
-    chosen = lax.cond(jnp.max(count - want) > 0, drop_ties, lambda: (bits >= low).astype(jnp.int32))
-    slot = lax.cumsum(chosen, axis=1) + (initial - 1)[:, None]
-    row = lax.broadcasted_iota(jnp.int32, (rows, width), 0)
-    pltriton.store(out_ref.at[row, jnp.where(chosen > 0, slot, n)], j, mask=chosen > 0)
+    def all_of_them():
+        return tuple((part >= low[:, None]).astype(jnp.int32) for part in bits)
+
+    chosen = lax.cond(jnp.max(count - want) > 0, drop_ties, all_of_them)
+    for j, part, number in zip(columns, chosen, numbered(chosen), strict=True):
+        row = lax.broadcasted_iota(jnp.int32, j.shape, 0)
+        slot = number + (initial - 1)[:, None]
+        pltriton.store(out_ref.at[row, jnp.where(part > 0, slot, n)], j, mask=part > 0)
 
 
 def _top_n_kernel(*refs, rows, widths, config: NSAConfig, length, num_blocks, packed):
@@ -231,7 +252,7 @@ def _top_n_kernel(*refs, rows, widths, config: NSAConfig, length, num_blocks, pa
     first, last = blocks.candidate_range(where_ref[0] + row, start, config.select_block)
     needed = jnp.max(last) + 1
     below = 0
-    for width in widths:  # early queries have few candidates: read no more than the next power of two
+    for width in widths:  # early queries have few candidates: read no more than the next width
 
         @pl.when((needed > below) & (needed <= width))
         def _(width=width):
@@ -243,7 +264,7 @@ def _top_n_kernel(*refs, rows, widths, config: NSAConfig, length, num_blocks, pa
 def _widths(num_blocks: int, n: int) -> list[int]:
     """Row widths the top-n kernel is specialised for, ascending; the last one covers every block."""
     top = max(pl.next_power_of_2(num_blocks), pl.next_power_of_2(n), 16)
-    return [w for w in (top // 8, top // 4, top // 2) if w >= 128] + [top]
+    return [w for w in (top // 8, top // 4, top // 2, top // 4 * 3) if w >= 128 and w % 128 == 0] + [top]
 
 
 def _num_scored(num_blocks: int, fold: _Fold, config: NSAConfig) -> int:

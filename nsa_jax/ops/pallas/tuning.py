@@ -267,7 +267,7 @@ def select_hopper_config(tile_pairs: int, h_dim: int) -> SelectHopperConfig:
       tile_pairs: pairs of a query tile and a key tile, over all batches and key/value heads.
       h_dim: H.
     """
-    return SelectHopperConfig(stages=6 if h_dim <= 128 else 4, query_tiles=max(1, min(4, tile_pairs // 1024)))
+    return SelectHopperConfig(stages=6 if h_dim <= 128 else 4, query_tiles=max(1, min(8, tile_pairs // 1024)))
 
 
 def top_n_shape(width: int) -> tuple[int, int]:
