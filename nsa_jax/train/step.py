@@ -13,6 +13,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from nsa_jax.nn import Transformer
+from nsa_jax.nn.attention import WIDTH_MULTIPLE
 from nsa_jax.nn.sharding import TENSOR, on_shards, tensor_size, token_spec
 from nsa_jax.train.state import Setup, State, batch_sharding, learning_rate
 
@@ -40,9 +41,11 @@ def _num_chunks(rows: int, length: int, vocab: int) -> int:
 def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> jax.Array:
     """Cross-entropy of every token, float32 nats [B, T].
 
-    Computed in chunks of the sequence that are recomputed in the backward pass, where all logits at once would be
-    large. Every device of a mesh works on its own tokens, with its share of the vocabulary where a tensor axis splits
-    it (only maxima and sums are exchanged then), and the head's gradient is summed over devices once, not per chunk.
+    Computed in chunks of the sequence whose logits are computed again in the backward pass, where all logits at once
+    would be large. Every device of a mesh works on its own tokens, with its share of the vocabulary where a tensor axis
+    splits it (only maxima and sums are exchanged then), and the head's gradient is summed over devices once, not per
+    chunk. Logits and the head's gradient are float32; the gradient of the logits is rounded to the compute dtype, as
+    every factor of a matrix product is.
 
     Args:
       model: for its output head.
@@ -52,42 +55,88 @@ def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> j
     tokens = token_spec(*targets.shape)
     split = model.config.vocab_size % tensor_size() == 0 and tensor_size() > 1
     weight_spec = P() if not split else P(TENSOR) if model.config.tie_embeddings else P(None, TENSOR)
-    losses = functools.partial(_local_token_losses, model, split)
-    return on_shards(losses, (hidden, targets, model.output_weight()), (tokens, tokens, weight_spec), tokens)
+    losses = functools.partial(_local_token_losses, model.config.tie_embeddings, split)
+    return on_shards(losses, (hidden, model.output_weight(), targets), (tokens, weight_spec, tokens), tokens)
 
 
-def _local_token_losses(
-    model: Transformer, split: bool, hidden: jax.Array, targets: jax.Array, weight: jax.Array
-) -> jax.Array:
-    """`token_losses` of one device's tokens; with `split` the weight is its share of the vocabulary."""
+def _head(weight: jax.Array, tied: bool, dtype: jnp.dtype) -> jax.Array:
+    """The output head as [vocab, D] in the compute dtype, the vocabulary rounded up to a width with fast kernels."""
+    weight = weight.astype(dtype) if tied else weight.astype(dtype).T
+    return jnp.pad(weight, ((0, -len(weight) % WIDTH_MULTIPLE), (0, 0)))
 
-    def whole(hidden, targets):
-        logits = model.logits(hidden, weight)
-        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        return jax.nn.logsumexp(logits, axis=-1) - picked
 
-    def shares(hidden, targets):
-        logits = model.logits(hidden, weight)
-        peak = jax.lax.pmax(jax.lax.stop_gradient(logits).max(-1), TENSOR)
-        total = jax.lax.psum(jnp.exp(logits - peak[..., None]).sum(-1), TENSOR)
-        index = targets - jax.lax.axis_index(TENSOR) * logits.shape[-1]
-        own = (index >= 0) & (index < logits.shape[-1])
-        picked = jnp.take_along_axis(logits, jnp.where(own, index, 0)[..., None], axis=-1)[..., 0]
-        return peak + jnp.log(total) - jax.lax.psum(jnp.where(own, picked, 0.0), TENSOR)
-
-    losses = shares if split else whole
-    rows, length, _ = hidden.shape
-    chunks = _num_chunks(rows, length, weight.shape[0 if model.config.tie_embeddings else 1])
+def _over_chunks(function: Callable, carry, arrays: tuple, vocab: int):
+    """(carry, results [B, T, ...]) of `function(carry, *chunks)` over chunks of the sequence of arrays [B, T, ...]."""
+    rows, length = arrays[0].shape[:2]
+    chunks = _num_chunks(rows, length, vocab)
     if chunks == 1:
-        return losses(hidden, targets)
+        return function(carry, *arrays)
 
     def cut(x):  # [B, T, ...] -> [chunks, B, T / chunks, ...]
         return jnp.moveaxis(x.reshape(rows, chunks, length // chunks, *x.shape[2:]), 1, 0)
 
-    # prevent_cse is for code outside loops; a scan cannot merge its forward and backward bodies anyway.
-    step = jax.checkpoint(losses, prevent_cse=False)
-    _, out = jax.lax.scan(lambda carry, inputs: (carry, step(*inputs)), None, (cut(hidden), cut(targets)))
-    return jnp.moveaxis(out, 0, 1).reshape(rows, length)
+    carry, out = jax.lax.scan(lambda carry, chunk: function(carry, *chunk), carry, tuple(map(cut, arrays)))
+    return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:]), out)
+
+
+def _logits(hidden: jax.Array, head: jax.Array, vocab: int) -> jax.Array:
+    """float32 [B, T, padded vocabulary], -inf for what is no token."""
+    logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
+    return logits if len(head) == vocab else jnp.where(jnp.arange(len(head)) < vocab, logits, -jnp.inf)
+
+
+def _first_token_of(vocab: int, split: bool) -> jax.Array | int:
+    """The index of the first token of a device's share of the vocabulary."""
+    return jax.lax.axis_index(TENSOR) * vocab if split else 0
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _local_token_losses(tied: bool, split: bool, hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+    """`token_losses` of one device's tokens; with `split` the weight is its share of the vocabulary."""
+    return _losses_fwd(tied, split, hidden, weight, targets)[0]
+
+
+def _losses_fwd(tied, split, hidden, weight, targets):
+    vocab = weight.shape[0 if tied else 1]
+    head, first = _head(weight, tied, hidden.dtype), _first_token_of(vocab, split)
+
+    def chunk(_, hidden, targets):
+        logits = _logits(hidden, head, vocab)
+        index = targets - first
+        own = (index >= 0) & (index < vocab)
+        picked = jnp.take_along_axis(logits, jnp.where(own, index, 0)[..., None], axis=-1)[..., 0]
+        if not split:
+            lse = jax.nn.logsumexp(logits, axis=-1)
+            return None, (lse - picked, lse)
+        peak = jax.lax.pmax(logits.max(-1), TENSOR)
+        lse = peak + jnp.log(jax.lax.psum(jnp.exp(logits - peak[..., None]).sum(-1), TENSOR))
+        return None, (lse - jax.lax.psum(jnp.where(own, picked, 0.0), TENSOR), lse)
+
+    _, (losses, lse) = _over_chunks(chunk, None, (hidden, targets), vocab)
+    return losses, (hidden, weight, targets, lse)
+
+
+def _losses_bwd(tied, split, residuals, d_losses):
+    hidden, weight, targets, lse = residuals
+    vocab = weight.shape[0 if tied else 1]
+    head, first = _head(weight, tied, hidden.dtype), _first_token_of(vocab, split)
+    if split:  # each device of the tensor axis was given its share of the cotangent of a result that all of them have
+        d_losses = jax.lax.psum(d_losses, TENSOR)
+
+    def chunk(d_head, hidden, targets, lse, d_losses):
+        probs = jnp.exp(_logits(hidden, head, vocab) - lse[..., None])
+        picked = jnp.arange(len(head)) == (targets - first)[..., None]
+        d_logits = ((probs - picked) * d_losses[..., None]).astype(hidden.dtype)
+        d_head += jnp.einsum("btv,btd->vd", d_logits, hidden, preferred_element_type=jnp.float32)
+        return d_head, jnp.einsum("btv,vd->btd", d_logits, head)
+
+    d_head = jnp.zeros(head.shape, jnp.float32)
+    d_head, d_hidden = _over_chunks(chunk, d_head, (hidden, targets, lse, d_losses), vocab)
+    d_head = d_head[:vocab].astype(weight.dtype)
+    return d_hidden, d_head if tied else d_head.T, None
+
+
+_local_token_losses.defvjp(_losses_fwd, _losses_bwd)
 
 
 def _split_micro_batches(batch: Batch, count: int) -> Batch:

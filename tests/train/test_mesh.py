@@ -94,11 +94,11 @@ def compiled(**changes):
 
 
 def test_logits_and_tokens_stay_split_in_the_compiled_step(monkeypatch):
-    monkeypatch.setattr("nsa_jax.train.step._LOGIT_BYTES", 4 * 48 * 992 * 4 // 8)  # the loss in chunks
-    text = compiled(mesh__tensor=2, mesh__context=2, model__vocab_size=992, train__grad_accum=1)
-    # Neither the table nor a token's logits are ever whole. (The bytes of each token, f32[992], are.)
-    assert re.search(r"f32\[[\d,]+,496\]", text)
-    assert not re.search(r"f32\[[\d,]+,992\]|f32\[992,", text)
+    monkeypatch.setattr("nsa_jax.train.step._LOGIT_BYTES", 4 * 48 * 1152 * 4 // 8)  # the loss in chunks
+    text = compiled(mesh__tensor=2, mesh__context=2, model__vocab_size=1152, train__grad_accum=1)
+    # Neither the table nor a token's logits are ever whole. (The bytes of each token, f32[1152], are.)
+    assert re.search(r"f32\[[\d,]+,576\]", text)
+    assert not re.search(r"f32\[[\d,]+,1152\]|f32\[1152,", text)
     # Nothing as wide as the model or the MLP's two halves has a whole row of tokens.
     assert re.search(r"f32\[4,24,32\]", text)
     assert not re.search(r"f32\[4,48,(32|96)\]", text)
