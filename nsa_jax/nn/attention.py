@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from nsa_jax.nn.config import ModelConfig
-from nsa_jax.nn.layers import init_normal, make_compressor, rope
+from nsa_jax.nn.layers import init_normal, make_compressor, rope, rope_turns
 from nsa_jax.nn.sharding import (
     TENSOR,
     HeadSplit,
@@ -34,7 +34,7 @@ from nsa_jax.nn.sharding import (
     with_tokens_after,
     with_tokens_before,
 )
-from nsa_jax.ops import blocks
+from nsa_jax.ops import blocks, projected
 from nsa_jax.ops.nsa import nsa_attention, window_attention
 from nsa_jax.ops.target import current_target
 
@@ -79,14 +79,18 @@ def _cut_bwd(widths, total, _, gradients):
 _cut_activations.defvjp(_cut_fwd, _cut_bwd)
 
 
+def _fused_product(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x @ kernel, with zeros behind it up to a multiple of `WIDTH_MULTIPLE`."""
+    return x @ jnp.pad(kernel.astype(dtype), ((0, 0), (0, -kernel.shape[1] % WIDTH_MULTIPLE)))
+
+
 def _project(
     x: jax.Array, kernel: jax.Array, dtype: jnp.dtype, widths: tuple[int, ...], num_kv_heads: int
 ) -> list[jax.Array]:
     """x @ kernel in one product, cut along the last axis into pieces of the given widths."""
     if tensor_size() > 1 and num_kv_heads % tensor_size() == 0:
         return _project_by_group(x, kernel.astype(dtype), widths, num_kv_heads)
-    padding = -kernel.shape[1] % WIDTH_MULTIPLE
-    out = x @ jnp.pad(kernel.astype(dtype), ((0, 0), (0, padding)))
+    out = _fused_product(x, kernel, dtype)
     # Elsewhere it would gain nothing, and a custom gradient has no forward mode.
     return _cut_activations(out, widths, out.shape[-1]) if current_target().is_gpu else _cut(out, widths)
 
@@ -216,7 +220,6 @@ class NSAttention(nnx.Module):
         config = self.config
         _check_input(x, segment_start, config)
         positions = _positions(x, positions)
-        p = self.project(x, positions)
         nsa = config.nsa
         split = head_split(
             x.shape[0],
@@ -225,9 +228,13 @@ class NSAttention(nnx.Module):
             multiple=nsa.compress_stride,
             at_least=max(nsa.compress_block - nsa.compress_stride, 2),
         )
-        if split.context > 1:
+        if split.context == 1 and self._kernels_cut(x, segment_start):
+            attended, block_indices = self._attend_cut(x, segment_start, positions, split)
+        elif split.context > 1:
+            p = self.project(x, positions)
             attended, block_indices = self._attend_split(p, positions[..., :1], segment_start, split)
         else:
+            p = self.project(x, positions)
             key_cmp, value_cmp = self.compress(p.key_raw, p.value_raw, positions[..., :1])
             arrays = (segment_start, p.query, key_cmp, value_cmp, *p[3:])
             specs = (split.tokens, *(split.heads,) * (len(arrays) - 1))
@@ -248,6 +255,60 @@ class NSAttention(nnx.Module):
             nonnegative_gates=True,  # sigmoid's
             **offsets,
         )
+
+    def _kernels_cut(self, x: jax.Array, segment_start: jax.Array | None) -> bool:
+        """Whether kernels take the fused projection of whole rows as it is."""
+        config = self.config
+        return tensor_size() == 1 and projected.serves(
+            (*x.shape[:2], config.num_heads, config.head_dim),
+            config.num_kv_heads,
+            config.value_head_dim,
+            config.dtype,
+            config=config.nsa,
+            packed=segment_start is not None,
+            implementation=config.implementation,
+        )
+
+    def _attend_cut(self, x: jax.Array, segment_start: jax.Array | None, positions: jax.Array, split: HeadSplit):
+        """Projection and attention of whole rows; key/value heads are batch entries from the projection on."""
+        config, kv_heads = self.config, self.config.num_kv_heads
+        group = config.num_heads // kv_heads
+        graphdef, phi = nnx.split((self.compress_key, self.compress_value))
+        turns = rope_turns(positions, config.head_dim, config.rope_theta)
+        cos, sin = turns if positions.ndim > 1 else (turn[None] for turn in turns)
+        first_position = positions[..., :1]
+        rows = split.rows if positions.ndim > 1 else P()
+        fused = _fused_product(x, self.w_in[...], config.dtype)
+        arrays = (segment_start, first_position, cos, sin, phi, self.gate_bias[...], fused)
+        specs = (split.tokens, rows, rows, rows, P(), P(), split.tokens)
+
+        def local(segment_start, first_position, cos, sin, phi, bias, fused):
+            sizes = dict(num_heads=config.num_heads, head_dim=config.head_dim, value_dim=config.value_head_dim)
+            pieces = projected.split_projection(fused, cos, sin, num_kv_heads=kv_heads, **sizes)
+            if first_position.ndim > 1:
+                first_position = jnp.repeat(first_position, kv_heads, axis=0)
+            key_cmp, value_cmp = _compress(
+                nnx.merge(graphdef, phi), pieces.key_raw, pieces.value_raw, first_position, config
+            )
+            logits = _heads(pieces.logits.astype(jnp.float32), config.num_heads) + bias.astype(jnp.float32)
+            gates = jax.nn.sigmoid(logits).reshape(*logits.shape[:2], kv_heads, group, 3).swapaxes(1, 2)
+            return projected.attend(
+                pieces.queries,
+                key_cmp,
+                value_cmp,
+                pieces.key_slc,
+                pieces.value_slc,
+                pieces.key_win,
+                pieces.value_win,
+                gates.reshape(-1, *gates.shape[2:]),
+                kv_heads=kv_heads,
+                config=config.nsa,
+                segment_start=segment_start,
+                implementation=config.implementation,
+                nonnegative_gates=True,  # sigmoid's
+            )
+
+        return on_shards(local, arrays, specs, (split.heads, split.heads))
 
     def _attend_split(
         self, p: Projections, first_position: jax.Array, segment_start: jax.Array | None, split: HeadSplit

@@ -81,7 +81,7 @@ def _pass_and_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype)
 
 
 def _pass_and_norm_fwd(x, scale, eps, dtype):
-    return _pass_and_norm(x, scale, eps, dtype), (x, scale)
+    return (x, _normed(x, scale, eps, dtype)), (x, scale)
 
 
 def _pass_and_norm_bwd(eps, dtype, residuals, gradients):

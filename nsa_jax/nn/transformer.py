@@ -20,18 +20,21 @@ from nsa_jax.nn.sharding import constrain_tokens
 _INDICES = "nsa_block_indices"
 # What attention's backward pass needs from its forward pass; kernels give these names to their residuals.
 _ATTENTION = ("attention_out", "nsa_attention_residuals")
-# The query as attention's kernels take it, rotated and rearranged.
-_QUERY = "nsa_query"
+# The query as attention's kernels take it, rotated and rearranged; where a kernel cuts the projection, all its parts.
+_PROJECTED = ("nsa_query", "nsa_projection")
 # What a norm returns, and the sum of a block's input and its attention's output, which the second norm takes.
 _NORMED, _STREAM = "norm_out", "residual_stream"
 # Primitives of attention's forward pass: Pallas kernels, cuDNN, and an op whose forward rule calls the op itself.
 _KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper", "custom_vjp_call")
+# The kernel that only cuts and rotates the projection: what it writes is as large as its input, and quickly made again.
+_SPLIT = "nsa_split_projection"
 
 
 def _attention_saveable(prim, *args, **params) -> bool:
     """Saves what kernels and cuDNN return, and whatever carries a name of attention's."""
-    names = jax.checkpoint_policies.save_only_these_names(_INDICES, *_ATTENTION)
-    return prim.name in _KERNELS or bool(names(prim, *args, **params))
+    if prim.name in _KERNELS:
+        return params.get("name") != _SPLIT
+    return bool(jax.checkpoint_policies.save_only_these_names(_INDICES, *_ATTENTION)(prim, *args, **params))
 
 
 def _dots_saveable(prim, *args, **params) -> bool:
@@ -39,10 +42,13 @@ def _dots_saveable(prim, *args, **params) -> bool:
 
     Products of attention have batch dimensions. With both ends of a norm kept, its backward pass is one kernel and
     nothing of it is computed again; the product whose result is added to make one end need not be kept then.
+    Of a projection that a kernel cuts the parts are kept, by their names. The kernel must be saved as well: JAX never
+    drops one from what is recomputed, and this one would keep the projection for its own sake.
     """
-    named = jax.checkpoint_policies.save_only_these_names(_QUERY, _NORMED, _STREAM, HIDDEN)
+    named = jax.checkpoint_policies.save_only_these_names(*_PROJECTED, _NORMED, _STREAM, HIDDEN)
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return any(bool(saves(prim, *args, **params)) for saves in (_attention_saveable, named, dots))
+    saved = (_attention_saveable, named, dots)
+    return prim.name in _KERNELS or any(bool(saves(prim, *args, **params)) for saves in saved)
 
 
 _SAVEABLE = {"attention_saved": _attention_saveable, "dots_saved": _dots_saveable}
@@ -117,7 +123,8 @@ class Transformer(nnx.Module):
     kept:
       none: nothing; every activation is kept.
       dots_saved: keeps what attention_saved does, the results of every matrix product, norm and SwiGLU, and NSA's
-        rotated query; recomputes what else is elementwise.
+        rotated query; recomputes what else is elementwise. Where a kernel cuts NSA's projection (see
+        `nsa_jax.ops.projected`), what it is cut into is kept instead of the projection.
       attention_saved: keeps each layer's input and what attention's backward pass needs; recomputes the rest.
       block: keeps each layer's input only.
       full: keeps the input of every sqrt(num_layers)-th layer only; runs the layers between twice more.

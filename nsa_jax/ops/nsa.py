@@ -18,6 +18,7 @@ import importlib
 import logging
 import types
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -384,6 +385,50 @@ def window_attention(
     )
 
 
+def _check_branches(
+    tensors, gates, *, config: NSAConfig, segment_start=None, query_offset=None, window_start=None
+) -> dict[str, int]:
+    """Checks the arguments of `nsa_attention`, the first seven as one tuple, and returns their sizes by symbol."""
+    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = tensors
+    _check_config(config)
+    sizes = _check_query(query)
+    _check_key_value(("key_cmp", "value_cmp"), key_cmp, value_cmp, query, dict(sizes), "C")
+    _check_key_value(("key_slc", "value_slc"), key_slc, value_slc, query, sizes, "S")
+    window_symbol = "S" if window_start is None else "W"
+    _check_key_value(("key_win", "value_win"), key_win, value_win, query, sizes, window_symbol)
+    _require(
+        window_start is None or query_offset is not None,
+        f"window_start={window_start!r}: must be None without a query_offset",
+    )
+    _require(
+        key_cmp.shape[2] == sizes["K"] and value_cmp.shape[3] == sizes["V"],
+        f"key_cmp and value_cmp have shapes {tuple(key_cmp.shape)} and {tuple(value_cmp.shape)}: must have "
+        f"K={sizes['K']} heads and V={sizes['V']} to match key_slc and value_slc",
+    )
+    _require(
+        tuple(gates.shape) == (sizes["B"], sizes["T"], sizes["N"], 3),
+        f"gates has shape {tuple(gates.shape)}: must be {(sizes['B'], sizes['T'], sizes['N'], 3)}",
+    )
+    _check_float("gates", gates)
+    length = sizes["T"]
+    last = _last_position(query_offset, length)
+    _check_length("key_cmp", key_cmp.shape[1], query_offset, length, blocks.num_compressed(last, config))
+    _check_length("key_slc", sizes["S"], query_offset, length, last)
+    _check_segments(segment_start, sizes)
+    return sizes
+
+
+def _branches(tensors, *, config: NSAConfig, packed: bool) -> tuple[tuple[str, tuple, dict[str, Any]], ...]:
+    """The ops that `nsa_attention` is made of: the name, (query, key, value) and static arguments that choose each."""
+    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = tensors
+    return (
+        ("compressed_attention", (query, key_cmp, value_cmp), dict(config=config)),
+        ("select_blocks", (query, key_cmp, None), dict(config=config, num_keys=key_slc.shape[1])),
+        ("selected_attention", (query, key_slc, value_slc), dict(select_block=config.select_block)),
+        ("window_attention", (query, key_win, value_win), dict(window=config.window, packed=packed)),
+    )
+
+
 def nsa_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -431,50 +476,17 @@ def nsa_attention(
       ValueError: an argument has the wrong shape, dtype or value.
       NotImplementedError: the named implementation cannot serve these inputs.
     """
-    _check_config(config)
-    sizes = _check_query(query)
-    _check_key_value(("key_cmp", "value_cmp"), key_cmp, value_cmp, query, dict(sizes), "C")
-    _check_key_value(("key_slc", "value_slc"), key_slc, value_slc, query, sizes, "S")
-    window_symbol = "S" if window_start is None else "W"
-    _check_key_value(("key_win", "value_win"), key_win, value_win, query, sizes, window_symbol)
-    _require(
-        window_start is None or query_offset is not None,
-        f"window_start={window_start!r}: must be None without a query_offset",
-    )
-    _require(
-        key_cmp.shape[2] == sizes["K"] and value_cmp.shape[3] == sizes["V"],
-        f"key_cmp and value_cmp have shapes {tuple(key_cmp.shape)} and {tuple(value_cmp.shape)}: must have "
-        f"K={sizes['K']} heads and V={sizes['V']} to match key_slc and value_slc",
-    )
-    _require(
-        tuple(gates.shape) == (sizes["B"], sizes["T"], sizes["N"], 3),
-        f"gates has shape {tuple(gates.shape)}: must be {(sizes['B'], sizes['T'], sizes['N'], 3)}",
-    )
-    _check_float("gates", gates)
-    length = sizes["T"]
-    last = _last_position(query_offset, length)
-    _check_length("key_cmp", key_cmp.shape[1], query_offset, length, blocks.num_compressed(last, config))
-    _check_length("key_slc", sizes["S"], query_offset, length, last)
-    _check_segments(segment_start, sizes)
-    modules = {
-        _choose("compressed_attention", implementation, query, key_cmp, value_cmp, config=config),
-        _choose("select_blocks", implementation, query, key_cmp, None, config=config, num_keys=sizes["S"]),
-        _choose("selected_attention", implementation, query, key_slc, value_slc, select_block=config.select_block),
-        _choose(
-            "window_attention",
-            implementation,
-            query,
-            key_win,
-            value_win,
-            window=config.window,
-            packed=segment_start is not None,
-        ),
-    }
+    tensors = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
+    positions = dict(segment_start=segment_start, query_offset=query_offset, window_start=window_start)
+    sizes = _check_branches(tensors, gates, config=config, **positions)
+    length, modules = sizes["T"], set()
+    for op, arrays, static in _branches(tensors, config=config, packed=segment_start is not None):
+        modules.add(_choose(op, implementation, *arrays, **static))
     if modules == {_module("pallas")}:
         # One backward pass for all branches: less memory and less traffic than the sum of three ops.
-        arrays = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
         out, block_indices = _module("pallas").nsa_attention(
-            *arrays,
+            *tensors,
+            gates,
             config=config,
             segment_start=segment_start,
             query_offset=_offset(query_offset),

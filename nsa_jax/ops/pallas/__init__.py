@@ -24,6 +24,8 @@ _MODULES = {
     "decode_attention": "decode",
     "dense_decode_attention": "decode_dense",
     "nsa_attention": "gated",
+    "nsa_attention_by_kv_head": "gated",
+    "split_projection": "projection",
     "window_attention": "ranged",
     "select_blocks": "select",
     "selected_attention": "selected",
@@ -35,6 +37,14 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(importlib.import_module(f"nsa_jax.ops.pallas.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def wants_kv_heads_as_batch(query, value, *, target: Target) -> bool:
+    """Whether `nsa_attention` of query [B, T, N, H] and value [B, S, K, V] rearranges them by key/value head.
+
+    Who makes them can then do that on the way: see `split_projection` and `nsa_attention_by_kv_head`.
+    """
+    return importlib.import_module("nsa_jax.ops.pallas.ranged_hopper").rearranges(query, value, target)
 
 
 _HEAD_DIMS = (16, 32, 64, 128, 192)

@@ -40,6 +40,7 @@ class _Static:
     fold_gates: bool  # no gate is negative: the backward pass takes them into the log-sum-exp
     kv_heads: int  # how many key/value heads of a batch entry have become batch entries; 1 if they have not
     offset: int | None  # query_offset, where it is a Python int
+    separate: bool  # the branches' gradients of the query are handed out one by one, not added up
 
 
 def nsa_attention(
@@ -59,27 +60,73 @@ def nsa_attention(
     nonnegative_gates: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `nsa_jax.nsa_attention`; returns the output and the block lists."""
-    packed = segment_start is not None
-    cudnn = not packed and window_start is None and ranged_cudnn.serves_window(query, key_win, value_win, query_offset)
-    if segment_start is None:
-        segment_start = jnp.zeros(query.shape[:2], jnp.int32)
     tensors: tuple[jax.Array, ...] = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
     kv_heads = key_slc.shape[2] if ranged_hopper.rearranges(query, value_slc, current_target()) else 1
     if kv_heads > 1:
         # Hopper's kernels want the heads of a group beside each other. Rearranged here, all branches share one copy,
         # forward and backward; as batch entries the key/value heads need no kernels of their own.
         tensors = tuple(_heads_to_batch(x, kv_heads) for x in tensors)
+    query, *others = tensors
+    return nsa_attention_by_kv_head(
+        (checkpoint_name(query, _QUERY),),
+        *others,
+        kv_heads=kv_heads,
+        config=config,
+        segment_start=segment_start,
+        query_offset=query_offset,
+        window_start=window_start,
+        nonnegative_gates=nonnegative_gates,
+    )
+
+
+def nsa_attention_by_kv_head(
+    queries: tuple[jax.Array, ...],
+    key_cmp,
+    value_cmp,
+    key_slc,
+    value_slc,
+    key_win,
+    value_win,
+    gates,
+    *,
+    kv_heads: int,
+    config: NSAConfig,
+    segment_start=None,
+    query_offset=0,
+    window_start=None,
+    nonnegative_gates: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """As `nsa_attention`, of tensors whose key/value heads are batch entries already.
+
+    Args:
+      queries: the query [B * K, T, G, H]. Given three times, each gets the gradient of one branch; given once, it gets
+        their sum.
+      key_cmp, value_cmp, key_slc, value_slc, key_win, value_win: [B * K, S, 1, H or V].
+      gates: [B * K, T, G, 3].
+      kv_heads: K; 1 for tensors as `nsa_attention` takes them, whose key/value heads are no batch entries.
+      config, query_offset, window_start, nonnegative_gates: see `nsa_jax.nsa_attention`.
+      segment_start: int [B, T] or None.
+
+    Returns:
+      [B, T, K * G, V] and the block lists, int32 [B, T, K, n].
+    """
+    query = queries[0]
+    packed = segment_start is not None
+    cudnn = not packed and window_start is None and ranged_cudnn.serves_window(query, key_win, value_win, query_offset)
+    if segment_start is None:
+        segment_start = jnp.zeros(query.shape[:2], jnp.int32)
+    elif kv_heads > 1:
         segment_start = jnp.repeat(segment_start, kv_heads, axis=0)
-    tensors = (checkpoint_name(tensors[0], _QUERY), *tensors[1:])
     offset = jnp.asarray(query_offset, jnp.int32)
     static_offset = query_offset if isinstance(query_offset, int) else None
-    static = _Static(config, packed, cudnn, nonnegative_gates, kv_heads, static_offset)
+    static = _Static(config, packed, cudnn, nonnegative_gates, kv_heads, static_offset, len(queries) > 1)
     positions = (
         segment_start.astype(jnp.int32),
         offset,
         jnp.asarray(0 if window_start is None else window_start, jnp.int32),
     )
-    out, indices = _nsa(static, tensors, positions)
+    others = (key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
+    out, indices = _nsa(static, queries, others, positions)
     if kv_heads > 1:
         indices = indices.reshape(-1, kv_heads, *indices.shape[1:2], indices.shape[-1]).swapaxes(1, 2)
     return out, indices
@@ -93,8 +140,8 @@ def _heads_to_batch(x: jax.Array, kv_heads: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _nsa(static: _Static, tensors, positions):
-    return _forward(static, tensors, positions)[0]
+def _nsa(static: _Static, queries, others, positions):
+    return _forward(static, queries, others, positions)[0]
 
 
 def _ranges(static: _Static, query, key_cmp, key_win, positions):
@@ -106,10 +153,11 @@ def _ranges(static: _Static, query, key_cmp, key_win, positions):
     return ranged.clip_ranges(*compressed, key_cmp.shape[1]), ranged.clip_ranges(*window, key_win.shape[1])
 
 
-def _forward(static: _Static, tensors, positions):
+def _forward(static: _Static, queries, others, positions):
     """((output, block lists), residuals); positions are (segment_start, query_offset, window_start)."""
     segment_start, offset, _ = positions
-    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = tensors
+    query = queries[0]  # one residual, however often it was given
+    key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = others
     config = static.config
     (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, positions)
     # One branch after the other: some kernels work on rearranged copies as large as the query. The barrier is on keys
@@ -140,17 +188,18 @@ def _forward(static: _Static, tensors, positions):
     # 0.11's lets a kernel write into the array of all layers, and runs it again for whoever else reads them.
     branches = (lax.optimization_barrier(x) for x in ((out_cmp, lse_cmp), (out_slc, lse_slc), (out_win, lse_win)))
     outs, lses = checkpoint_name(tuple(zip(*branches, strict=True)), _RESIDUALS)
-    return (gate_kernels.gated_sum(gates, outs, static.kv_heads), indices), (tensors, positions, indices, outs, lses)
+    residuals = (query, others, positions, indices, outs, lses)
+    return (gate_kernels.gated_sum(gates, outs, static.kv_heads), indices), residuals
 
 
-def _nsa_fwd(static: _Static, tensors, positions):
-    return _forward(static, tensors, positions)
+def _nsa_fwd(static: _Static, queries, others, positions):
+    return _forward(static, queries, others, positions)
 
 
 def _nsa_bwd(static: _Static, residuals, cotangents):
-    tensors, positions, indices, outs, lses = residuals
+    query, others, positions, indices, outs, lses = residuals
     segment_start, offset, _ = positions
-    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = tensors
+    key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = others
     d_out, _ = cotangents
     gate = gates.astype(jnp.float32)
     d_gates, d_out = gate_kernels.gate_gradients(outs, d_out, static.kv_heads)
@@ -169,13 +218,22 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
         cotangent = gate[..., i, None] * d_out.astype(jnp.float32)
         return gate[..., i] * d_gates[..., i], lses[i], cotangent.astype(query.dtype)
 
-    def after(d_query, key):
-        """Lets the next branch wait for this one: through its key, or its cotangent would be written early."""
+    d_queries: list[jax.Array] = []
+
+    def add(d_query: jax.Array) -> None:
+        """Takes a branch's gradient of the query: beside those of the branches before, or onto their sum."""
+        if d_queries and not static.separate:
+            d_query = _add(d_queries.pop(), d_query)
+        d_queries.append(d_query)
+
+    def after(key: jax.Array) -> jax.Array:
+        """Lets the next branch wait for those before: through its key, or its cotangent would be written early."""
         nonlocal d_out
         if static.fold_gates:
-            return lax.optimization_barrier((d_query, key))
-        d_query, key, d_out = lax.optimization_barrier((d_query, key, d_out))
-        return d_query, key
+            d_queries[-1], key = lax.optimization_barrier((d_queries[-1], key))
+        else:
+            d_queries[-1], key, d_out = lax.optimization_barrier((d_queries[-1], key, d_out))
+        return key
 
     d_query, d_key_slc, d_value_slc = selected_backward(
         query,
@@ -187,27 +245,22 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
         segment_start=segment_start,
         query_offset=offset,
     )
+    add(d_query)
     if key_cmp.shape[1]:
-        d_query, key_cmp = after(d_query, key_cmp)
-        more, d_key_cmp, d_value_cmp = ranged_backward(query, key_cmp, value_cmp, low_cmp, high_cmp, *branch(0))
-        d_query = _add(d_query, more)
+        key_cmp = after(key_cmp)
+        d_query, d_key_cmp, d_value_cmp = ranged_backward(query, key_cmp, value_cmp, low_cmp, high_cmp, *branch(0))
+        add(d_query)
     else:
         d_key_cmp, d_value_cmp = jnp.zeros_like(key_cmp), jnp.zeros_like(value_cmp)
-    d_query, key_win = after(d_query, key_win)
-    more, d_key_win, d_value_win = ranged_backward(
+    key_win = after(key_win)
+    d_query, d_key_win, d_value_win = ranged_backward(
         query, key_win, value_win, low_win, high_win, *branch(2), static.config.window
     )
-    gradients = (
-        _add(d_query, more),
-        d_key_cmp,
-        d_value_cmp,
-        d_key_slc,
-        d_value_slc,
-        d_key_win,
-        d_value_win,
-        d_gates.astype(gates.dtype),
-    )
-    return gradients, None
+    add(d_query)
+    if static.separate and len(d_queries) < 3:
+        d_queries.append(jnp.zeros_like(query))
+    d_others = (d_key_cmp, d_value_cmp, d_key_slc, d_value_slc, d_key_win, d_value_win, d_gates.astype(gates.dtype))
+    return tuple(d_queries), d_others, None
 
 
 def _add(a: jax.Array, b: jax.Array) -> jax.Array:

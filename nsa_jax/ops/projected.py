@@ -1,0 +1,101 @@
+"""NSA of a layer's fused projection, where kernels cut it: by key/value head, rotated on the way.
+
+`serves` tells where. Elsewhere cut, rotate, and call `nsa_jax.nsa_attention`: the same numbers but for rounding.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.ops import blocks, nsa
+from nsa_jax.ops.target import current_target
+
+
+def serves(
+    shape: tuple[int, ...],
+    kv_heads: int,
+    value_dim: int,
+    dtype,
+    *,
+    config: NSAConfig,
+    packed: bool,
+    implementation: str | None,
+) -> bool:
+    """Whether `split_projection` and `attend` serve whole rows with a query [B, T, N, H] of this shape.
+
+    Args:
+      shape: the query's.
+      kv_heads: K.
+      value_dim: V.
+      dtype: of activations.
+      config: block geometry.
+      packed: rows hold several documents.
+      implementation: as in `nsa_jax.nsa_attention`.
+    """
+    target = current_target()
+    if implementation != "pallas" and (implementation is not None or not target.is_gpu):
+        return False
+    batch, length, _, head_dim = shape
+    count = blocks.num_compressed(length, config)
+    query = jax.ShapeDtypeStruct(shape, dtype)
+    pairs = [
+        [jax.ShapeDtypeStruct((batch, keys, kv_heads, dim), dtype) for dim in (head_dim, value_dim)]
+        for keys in (count, length, length)
+    ]
+    pallas = nsa._module("pallas")
+    branches = nsa._branches((query, *pairs[0], *pairs[1], *pairs[2]), config=config, packed=packed)
+    unsupported = (pallas.unsupported(op, *arrays, target=target, **static) for op, arrays, static in branches)
+    return not any(unsupported) and pallas.wants_kv_heads_as_batch(query, pairs[1][1], target=target)
+
+
+def split_projection(projected: jax.Array, cos: jax.Array, sin: jax.Array, **sizes: int):
+    """See `nsa_jax.ops.pallas.projection.split_projection`."""
+    return nsa._module("pallas").split_projection(projected, cos, sin, **sizes)
+
+
+def attend(
+    queries: tuple[jax.Array, ...],
+    key_cmp: jax.Array,
+    value_cmp: jax.Array,
+    key_slc: jax.Array,
+    value_slc: jax.Array,
+    key_win: jax.Array,
+    value_win: jax.Array,
+    gates: jax.Array,
+    *,
+    kv_heads: int,
+    config: NSAConfig,
+    segment_start: jax.Array | None = None,
+    implementation: str | None = None,
+    nonnegative_gates: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """As `nsa_jax.nsa_attention` of whole rows, where `serves` says so, with key/value heads as batch entries.
+
+    Args:
+      queries: the query [B * K, T, G, H] three times; each gets the gradient of one branch.
+      key_cmp, value_cmp, key_slc, value_slc, key_win, value_win: [B * K, S, 1, H or V].
+      gates: [B * K, T, G, 3].
+      kv_heads: K.
+      config, segment_start, implementation, nonnegative_gates: see `nsa_jax.nsa_attention`.
+
+    Returns:
+      [B, T, K * G, V] and the block lists, int32 [B, T, K, n].
+    """
+    tensors = (key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
+    *by_token, gates_by_token = [
+        jax.ShapeDtypeStruct((x.shape[0] // kv_heads, x.shape[1], x.shape[2] * kv_heads, x.shape[3]), x.dtype)
+        for x in (queries[0], *tensors, gates)
+    ]
+    nsa._check_branches(by_token, gates_by_token, config=config, segment_start=segment_start)
+    for op, arrays, static in nsa._branches(by_token, config=config, packed=segment_start is not None):
+        nsa._choose(op, implementation, *arrays, **static)
+    return nsa._module("pallas").nsa_attention_by_kv_head(
+        queries,
+        *tensors,
+        gates,
+        kv_heads=kv_heads,
+        config=config,
+        segment_start=segment_start,
+        nonnegative_gates=nonnegative_gates,
+    )
