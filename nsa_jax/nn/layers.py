@@ -91,8 +91,9 @@ def _pass_and_norm_bwd(eps, dtype, residuals, gradients):
     passed, grad = gradients
 
     def local(x, scale, grad, passed):
-        flat = [a.reshape(-1, a.shape[-1]) for a in (x, grad, passed)]
-        d_x, shares = layer_kernels.rms_norm_gradients(flat[0], scale.astype(jnp.float32), *flat[1:], eps)
+        flat, flat_grad, flat_passed = (a.reshape(-1, a.shape[-1]) for a in (x, grad, passed))
+        scale = scale.astype(jnp.float32)
+        d_x, shares = layer_kernels.rms_norm_gradients(flat, scale, flat_grad, flat_passed, eps)
         return d_x.reshape(x.shape), shares[None, None]
 
     spec = token_spec(*x.shape[:2])
@@ -152,8 +153,8 @@ def _gated_product_bwd(keep, residuals, d_out):
     both, hidden, w_out = residuals
 
     def local(both, d_hidden):
-        flat = (a.reshape(-1, a.shape[-1]) for a in (both, d_hidden))
-        return tuple(a.reshape(*both.shape[:2], -1) for a in layer_kernels.swiglu_gradients(*flat, not keep))
+        flat, grad = (a.reshape(-1, a.shape[-1]) for a in (both, d_hidden))
+        return tuple(a.reshape(*both.shape[:2], -1) for a in layer_kernels.swiglu_gradients(flat, grad, not keep))
 
     spec = token_spec(*both.shape[:2])
     d_both, *again = on_shards(local, (both, d_out @ w_out.T), (spec, spec), (spec,) * (1 if keep else 2))

@@ -20,7 +20,7 @@ from nsa_jax.train.state import Setup, State, batch_sharding, learning_rate
 Batch = dict[str, jax.Array]
 
 # float32 logits of one chunk on one device: more is not faster, and [B*T, vocab] can be larger than the model.
-_LOGIT_BYTES = 128 * 2**20
+_LOGIT_BYTES = 512 * 2**20
 
 
 def check_batch(batch: Batch, batch_size: int, seq_len: int) -> None:

@@ -8,6 +8,7 @@ gradient in two parts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,11 @@ _NORM_ROWS = 1
 _SWIGLU_TILE = 4096
 
 
+def _row_sums(parts: Iterable[jax.Array]) -> jax.Array:
+    """Sums [rows, 1] of rows in parts [rows, size]."""
+    return functools.reduce(jnp.add, [jnp.sum(part, axis=1) for part in parts])[:, None]
+
+
 def _norm_kernel(x_ref, scale_ref, grad_ref, *refs, rows: int, steps: int, total: int, eps: float):
     """x_ref, grad_ref [R, D], scale_ref [1, D], perhaps passed_ref [R, D]; out: d_x [R, D], d_scale [programs, D]."""
     *passed_ref, d_x_ref, d_scale_ref = refs
@@ -36,10 +42,10 @@ def _norm_kernel(x_ref, scale_ref, grad_ref, *refs, rows: int, steps: int, total
         row = jnp.minimum(row, total - 1)
         x, grad = ([part.astype(jnp.float32) for part in load_rows(ref, row, dim)] for ref in (x_ref, grad_ref))
         passed = load_rows(passed_ref[0], row, dim) if passed_ref else [0.0] * len(x)
-        inverse = lax.rsqrt(sum(jnp.sum(a * a, axis=1) for a in x) / dim + eps)[:, None]
+        inverse = lax.rsqrt(_row_sums(a * a for a in x) / dim + eps)
         normed = [a * inverse for a in x]
         scaled = [g * s[None, :] for g, s in zip(grad, scale, strict=True)]
-        along = sum(jnp.sum(n * g, axis=1) for n, g in zip(normed, scaled, strict=True))[:, None] / dim
+        along = _row_sums(n * g for n, g in zip(normed, scaled, strict=True)) / dim
         d_x = [(g - n * along) * inverse + p for n, g, p in zip(normed, scaled, passed, strict=True)]
         store_rows(d_x_ref, row, d_x)
         return tuple(total + jnp.sum(n * g * inside, axis=0) for total, n, g in zip(d_scale, normed, grad, strict=True))
