@@ -33,26 +33,33 @@ def _norm_kernel(x_ref, scale_ref, grad_ref, *refs, rows: int, steps: int, total
     """x_ref, grad_ref [R, D], scale_ref [1, D], perhaps passed_ref [R, D]; out: d_x [R, D], d_scale [programs, D]."""
     *passed_ref, d_x_ref, d_scale_ref = refs
     dim = x_ref.shape[1]
-    program = pl.program_id(0)
+    first = pl.program_id(0) * steps * rows + lax.broadcasted_iota(jnp.int32, (rows,), 0)
     scale = load_rows(scale_ref, 0, dim)
 
-    def step(i, d_scale):
-        row = (program * steps + i) * rows + lax.broadcasted_iota(jnp.int32, (rows,), 0)
+    def load(i):
+        row = jnp.minimum(first + i * rows, total - 1)
+        return [load_rows(ref, row, dim) for ref in (x_ref, grad_ref, *passed_ref)]
+
+    def step(i, carry):
+        loaded, d_scale = carry
+        following = load(i + 1)  # on their way while these are worked on
+        x, grad, *passed = [[part.astype(jnp.float32) for part in parts] for parts in loaded]
+        row = first + i * rows
         inside = (row < total).astype(jnp.float32)[:, None]
-        row = jnp.minimum(row, total - 1)
-        x, grad = ([part.astype(jnp.float32) for part in load_rows(ref, row, dim)] for ref in (x_ref, grad_ref))
-        passed = load_rows(passed_ref[0], row, dim) if passed_ref else [0.0] * len(x)
         inverse = lax.rsqrt(_row_sums(a * a for a in x) / dim + eps)
         normed = [a * inverse for a in x]
         scaled = [g * s[None, :] for g, s in zip(grad, scale, strict=True)]
         along = _row_sums(n * g for n, g in zip(normed, scaled, strict=True)) / dim
-        d_x = [(g - n * along) * inverse + p for n, g, p in zip(normed, scaled, passed, strict=True)]
-        store_rows(d_x_ref, row, d_x)
-        return tuple(total + jnp.sum(n * g * inside, axis=0) for total, n, g in zip(d_scale, normed, grad, strict=True))
+        d_x = [(g - n * along) * inverse for n, g in zip(normed, scaled, strict=True)]
+        for parts in passed:
+            d_x = [a + b for a, b in zip(d_x, parts, strict=True)]
+        store_rows(d_x_ref, jnp.minimum(row, total - 1), d_x)
+        d_scale = [total + jnp.sum(n * g * inside, axis=0) for total, n, g in zip(d_scale, normed, grad, strict=True)]
+        return following, d_scale
 
-    zeros = tuple(jnp.zeros((size,), jnp.float32) for _, size in pieces(dim))
-    d_scale = lax.fori_loop(0, steps, step, zeros)
-    store_rows(d_scale_ref, program + jnp.zeros((1,), jnp.int32), [part[None, :] for part in d_scale])
+    zeros = [jnp.zeros((size,), jnp.float32) for _, size in pieces(dim)]
+    _, d_scale = lax.fori_loop(0, steps, step, (load(0), zeros))
+    store_rows(d_scale_ref, pl.program_id(0) + jnp.zeros((1,), jnp.int32), [part[None, :] for part in d_scale])
 
 
 def rms_norm_gradients(
