@@ -180,9 +180,11 @@ def test_a_layer_on_interpreted_kernels_equals_the_reference(packed, devices, mo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_selected", [16, 3])  # all blocks, and the forced ones: no ties
-@pytest.mark.parametrize("given", [False, True], ids=["", "positions_by_row"])
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize(
+    ("packed", "given", "num_selected"),  # lists of all blocks, and of the forced ones: no ties
+    [(False, False, 16), (True, True, 3), (True, False, 16), (False, True, 3)],
+    ids=["plain", "packed_positions_by_row_forced", "packed", "positions_by_row_forced"],
+)
 def test_a_layer_whose_projection_kernels_cut_equals_the_reference(packed, given, num_selected, monkeypatch):
     batch, length = 2, 650
     x = jax.random.normal(jax.random.key(1), (batch, length, CONFIG.dim), jnp.bfloat16)
@@ -198,14 +200,14 @@ def test_a_layer_whose_projection_kernels_cut_equals_the_reference(packed, given
     monkeypatch.setattr("nsa_jax.ops.projected.serves", lambda *args, **kwargs: False)
     other, _, other_gradients = layer_outputs(config, x, start, positions)
 
-    # Weights, projections and sums of the reference are not rounded to bfloat16; those of the other path are.
+    # Weights, projections and sums of the reference are not rounded to bfloat16; those of the other path are, and
+    # gradients that are small sums of large terms (biases) come out alike to that rounding only.
     assert relative_error(_wide(out), want) <= 1e-2
     assert relative_error(_wide(out), _wide(other)) <= 4e-3
     leaves = (jax.tree.leaves(tree) for tree in (want_gradients, other_gradients))
     for (path, got), expected, same in zip(jax.tree_util.tree_leaves_with_path(gradients), *leaves, strict=True):
-        name = jax.tree_util.keystr(path)
-        assert relative_error(_wide(got), expected) <= 3e-2, name
-        assert relative_error(_wide(got), _wide(same)) <= 1e-2, name
+        error, other_error = (relative_error(_wide(x), expected) for x in (got, same))
+        assert error <= min(2e-2, 1.25 * other_error), (jax.tree_util.keystr(path), error, other_error)
 
 
 def traced_layer(policy, scanned=False):

@@ -86,7 +86,8 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
         *masks, bounds = walks
     num_words = 0 if listed is None else listed.shape[-1]
     scale = LOG2E / math.sqrt(h_dim)
-    per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(rows.tiles * kv_heads * batch)
+    total = rows.tiles * kv_heads * batch
+    per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(total, config.most_tiles)
 
     def kernel(bounds_ref, low_ref, high_ref, query_ref, key_ref, value_ref, *refs):
         *mask_refs, out_ref, lse_ref, buffers, vectors, words_smem2, loaded, freed, turn = refs

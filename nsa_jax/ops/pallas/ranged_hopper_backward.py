@@ -46,7 +46,8 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
     masks = () if listed is None else (rows.words(listed),)
     num_words = 0 if listed is None else listed.shape[-1]
     scale = 1.0 / math.sqrt(h_dim)
-    per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(rows.tiles * kv_heads * batch)
+    total = rows.tiles * kv_heads * batch
+    per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(total, config.most_tiles)
 
     def kernel(bounds_ref, low_ref, high_ref, lse_ref, delta_ref, query_ref, grad_ref, key_ref, value_ref, *refs):
         *mask_refs, dq_ref, buffers, vectors, words_smem2, loaded, freed = refs

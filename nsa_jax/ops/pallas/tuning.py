@@ -355,7 +355,8 @@ class RangedHopperConfig:
     Attributes:
       keys: keys per block.
       stages: blocks of keys and values in flight.
-      tiles: query tiles that one program of the forward serves; 0 picks `ranged_hopper_tiles_per_program`.
+      tiles: query tiles that one program serves; 0 picks `ranged_hopper_tiles_per_program`.
+      most_tiles: the most that it picks.
       warpgroups: 2 or 3 that compute, for 64 rows of a query tile each; 3 leave 160 registers to a thread.
       query_buffers: query tiles in flight, 1 or 2.
     """
@@ -365,6 +366,7 @@ class RangedHopperConfig:
     tiles: int = 0
     warpgroups: int = 2
     query_buffers: int = 1
+    most_tiles: int = 8
 
 
 def ranged_hopper_config(h_dim: int, v_dim: int, span: int | None, num_keys: int) -> RangedHopperConfig:
@@ -386,13 +388,13 @@ def ranged_hopper_config(h_dim: int, v_dim: int, span: int | None, num_keys: int
     return RangedHopperConfig(keys, stages, warpgroups=3, query_buffers=2)
 
 
-def ranged_hopper_tiles_per_program(tiles: int) -> int:
-    """Query tiles that one program of the Hopper forward serves, one after the other; `tiles` counts all of them.
+def ranged_hopper_tiles_per_program(tiles: int, most: int) -> int:
+    """Query tiles that one program serves one after the other, at most `most`; `tiles` counts all of them.
 
     The next tile's queries and keys are on their way while one is finished; there must be programs enough to level out
     the causal triangle.
     """
-    return max(1, min(8, tiles // 1056))
+    return max(1, min(most, tiles // (8448 // most)))
 
 
 def ranged_hopper_dq_config(h_dim: int, v_dim: int, span: int | None, num_keys: int) -> RangedHopperConfig:
@@ -401,11 +403,13 @@ def ranged_hopper_dq_config(h_dim: int, v_dim: int, span: int | None, num_keys: 
     At head dim 128 and 64k, 128 keys took 10.3 ms and 64 keys 10.6; 2.21 and 2.00 for the compressed branch of 32 rows
     of 8,192, N=16, K=1. At head dim 64 three warpgroups took 2.38 ms where two took 2.54 (the shape of
     `ranged_hopper_config`), 0.340 for 0.408 at 2,048. Several query tiles per program, with a second buffer for queries
-    where shared memory has room, then took 2.31 to 2.17 and 0.346 to 0.218, and 1.39 to 1.29 under a mask.
+    where shared memory has room, then took 2.31 to 2.17 and 0.346 to 0.218, and 1.39 to 1.29 under a mask. Of the 8,192
+    tiles of 4 rows of 65,536 a program took 16 in 2.06 ms, 12 in 2.15, 7 in 2.24; the forward is slower with more.
     """
     wide = max(h_dim, v_dim)
     if wide <= 64:
-        return RangedHopperConfig(64, 3, warpgroups=3, query_buffers=2)
+        most = 16 if span is None and num_keys > 1024 else 8
+        return RangedHopperConfig(64, 3, warpgroups=3, query_buffers=2, most_tiles=most)
     if wide > 128:
         return RangedHopperConfig(64, 2 if v_dim <= 128 else 1)
     if span is not None and span <= 1024:
@@ -429,14 +433,15 @@ class RangedHopperKeysConfig:
 
 
 def ranged_hopper_dkv_config(h_dim: int, v_dim: int, span: int | None, num_keys: int) -> RangedHopperKeysConfig:
-    """Picks the Hopper dk, dv kernel's tiles; short loops gain nothing from more stages.
+    """Picks the Hopper dk, dv kernel's tiles; short loops gain nothing from many stages.
 
     Three warpgroups took 3.27 ms for the compressed branch where two took 3.75, and 1.84 for 1.93 under a mask (the
     shapes of `ranged_hopper_config` and `selected_masked_config`). Among 127 or 511 keys too many of the third have
-    none: 0.37 for 0.29 and 0.34 for 0.33 ms.
+    none: 0.37 for 0.29 and 0.34 for 0.33 ms. Three stages instead of two then took 3.26 to 3.18, four 3.33, and for a
+    window of 512 1.23 to 1.21 and 1.24 (4 rows of 65,536, N=6, K=1, H=64).
     """
     if max(h_dim, v_dim) <= 64 and num_keys > 512:
-        return RangedHopperKeysConfig(2, 3)
+        return RangedHopperKeysConfig(3, 3)
     return RangedHopperKeysConfig(4 if max(h_dim, v_dim) <= 128 and (span is None or span > 1024) else 2)
 
 
