@@ -21,7 +21,7 @@ from nsa_jax.ops.pallas.common import load_rows, pieces, store_rows, triton_call
 # a multiprocessor, of which GPUs have 108 (A100) to 132 (H100, H200). Of 131,072 rows of 768 the H200 read and wrote
 # 4.09 TB/s with 1,024 programs of two rows at a time, 4.05 with 2,048; 3.8 and 3.5 with one row.
 _NORM_PROGRAMS = 1024
-_NORM_ROWS, _NORM_ROWS_UP_TO = 2, 1024  # so many at a time where they have this many features or fewer, else one
+_NORM_ROWS, _NORM_ROWS_UP_TO = 2, 768  # so many at a time where they have this many features or fewer, else one
 _SWIGLU_TILE = 4096
 
 
