@@ -17,6 +17,7 @@ import argparse
 import collections
 import itertools
 import json
+import math
 import pathlib
 import statistics
 import sys
@@ -114,13 +115,17 @@ def run(options: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
         for batch in batches[:2]:
             state, metrics = step(state, batch)
         jax.block_until_ready(state)
+        start = time.perf_counter()
+        state, metrics = step(state, batches[2])
+        jax.block_until_ready(state)
+        steps = options.steps or math.ceil(options.seconds / (time.perf_counter() - start))
         seconds = []
         for _ in range(options.repeats):
             start = time.perf_counter()
-            for index in range(options.steps):
+            for index in range(steps):
                 state, metrics = step(state, batches[index % len(batches)])
             jax.block_until_ready(state)
-            seconds.append((time.perf_counter() - start) / options.steps)
+            seconds.append((time.perf_counter() - start) / steps)
         loss = float(metrics["loss"])
         if not np.isfinite(loss):
             raise RuntimeError(f"loss {loss}: nothing to time")
@@ -142,6 +147,7 @@ def run(options: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
         **case,
         "batch_size": config.train.batch_size,
         "parameters": made.num_parameters(),
+        "steps": steps,
         "step_ms": round(second * 1e3, 2),
         "tokens_per_second": round(tokens / second),
         "tokens_per_second_per_device": round(tokens / second / case["devices"]),
@@ -196,7 +202,8 @@ def main() -> None:
     parser.add_argument("--devices", default="1", help="numbers of devices; every device gets --tokens")
     parser.add_argument("--layouts", default="data", help="data, fsdp")
     parser.add_argument("--same_mlp", action="store_true", help="do not give dense models NSA's number of parameters")
-    parser.add_argument("--steps", type=int, default=16, help="of one sample; starting the first takes up to 26 ms")
+    parser.add_argument("--seconds", type=float, default=8, help="of one sample; its start takes up to 26 ms of them")
+    parser.add_argument("--steps", type=int, default=0, help="of one sample, instead of --seconds")
     parser.add_argument("--repeats", type=int, default=3, help="samples of which the median is taken")
     parser.add_argument("--profile", type=int, default=0, help="also list this many kernels of one step")
     parser.add_argument("--json", default="")

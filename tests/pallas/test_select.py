@@ -71,16 +71,16 @@ def test_ties_go_to_the_lower_index():
 
 
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("candidates", [5, 127, 128, 130, 256, 257, 300, 383, 384, 385, 500])
+@pytest.mark.parametrize("candidates", [5, 127, 128, 130, 257, 300, 384, 385, 600, 700, 800, 896, 900, 1000])
 def test_top_n_of_rows_of_every_width(candidates, ties):
-    """Rows are read up to a power of two of blocks or three quarters of one, in one or two parts."""
+    """Rows are read up to a multiple of 128 blocks, in up to three parts."""
     config = NSAConfig(
         compress_block=16, compress_stride=8, select_block=16, num_selected=7, num_initial=1, num_local=2
     )
-    num_blocks, rows = 500, 16
-    assert select._widths(num_blocks, config.num_selected) == [128, 256, 384, 512]
+    num_blocks, rows = 1000, 16
+    assert select._widths(num_blocks, config.num_selected) == list(range(128, 1025, 128))
     rng = np.random.default_rng(candidates)
-    scores = rng.uniform(size=(1, 2, rows, 520)).astype(np.float32)
+    scores = rng.uniform(size=(1, 2, rows, 1032)).astype(np.float32)
     if ties:  # few values, and the sums of two planes exact: many blocks score alike
         scores = np.round(scores * 4) / 4
     position = candidates * config.select_block - rows + jnp.arange(rows, dtype=jnp.int32)

@@ -264,7 +264,7 @@ def _top_n_kernel(*refs, rows, widths, config: NSAConfig, length, num_blocks, pa
 def _widths(num_blocks: int, n: int) -> list[int]:
     """Row widths the top-n kernel is specialised for, ascending; the last one covers every block."""
     top = max(pl.next_power_of_2(num_blocks), pl.next_power_of_2(n), 16)
-    return [w for w in (top // 8, top // 4, top // 2, top // 4 * 3) if w >= 128 and w % 128 == 0] + [top]
+    return [w for w in range(top // 8, top, max(top // 8, 1)) if w % 128 == 0] + [top]
 
 
 def _num_scored(num_blocks: int, fold: _Fold, config: NSAConfig) -> int:
