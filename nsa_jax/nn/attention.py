@@ -292,15 +292,10 @@ class NSAttention(nnx.Module):
             )
             logits = _heads(pieces.logits.astype(jnp.float32), config.num_heads) + bias.astype(jnp.float32)
             gates = jax.nn.sigmoid(logits).reshape(*logits.shape[:2], kv_heads, group, 3).swapaxes(1, 2)
+            others = (key_cmp, value_cmp, *pieces[3:7], gates.reshape(-1, *gates.shape[2:]))
             return projected.attend(
                 pieces.queries,
-                key_cmp,
-                value_cmp,
-                pieces.key_slc,
-                pieces.value_slc,
-                pieces.key_win,
-                pieces.value_win,
-                gates.reshape(-1, *gates.shape[2:]),
+                others,
                 kv_heads=kv_heads,
                 config=config.nsa,
                 segment_start=segment_start,

@@ -47,8 +47,8 @@ def _dots_saveable(prim, *args, **params) -> bool:
     """
     named = jax.checkpoint_policies.save_only_these_names(*_PROJECTED, _NORMED, _STREAM, HIDDEN)
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    saved = (_attention_saveable, named, dots)
-    return prim.name in _KERNELS or any(bool(saves(prim, *args, **params)) for saves in saved)
+    saves = (_attention_saveable, named, dots)
+    return prim.name in _KERNELS or any(bool(policy(prim, *args, **params)) for policy in saves)
 
 
 _SAVEABLE = {"attention_saved": _attention_saveable, "dots_saved": _dots_saveable}
@@ -202,11 +202,12 @@ class Transformer(nnx.Module):
         """The matrix of the output head: the embedding, or `head` with the vocabulary as second axis."""
         return self.embedding[...] if self.config.tie_embeddings else self.head[...]
 
-    def logits(self, hidden: Float[Array, "B T D"], weight: jax.Array | None = None) -> Float[Array, "B T vocab"]:
-        """float32 logits of activations from `hidden`; `weight` is `output_weight()` or a share of its vocabulary."""
-        weight = self.output_weight() if weight is None else weight
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
+        """float32 logits of activations from `hidden`."""
         equation = "...d,vd->...v" if self.config.tie_embeddings else "...d,dv->...v"
-        return jnp.einsum(equation, hidden, weight.astype(self.config.dtype), preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            equation, hidden, self.output_weight().astype(self.config.dtype), preferred_element_type=jnp.float32
+        )
 
     def __call__(
         self,

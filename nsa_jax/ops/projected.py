@@ -56,13 +56,7 @@ def split_projection(projected: jax.Array, cos: jax.Array, sin: jax.Array, **siz
 
 def attend(
     queries: tuple[jax.Array, ...],
-    key_cmp: jax.Array,
-    value_cmp: jax.Array,
-    key_slc: jax.Array,
-    value_slc: jax.Array,
-    key_win: jax.Array,
-    value_win: jax.Array,
-    gates: jax.Array,
+    others: tuple[jax.Array, ...],
     *,
     kv_heads: int,
     config: NSAConfig,
@@ -74,26 +68,23 @@ def attend(
 
     Args:
       queries: the query [B * K, T, G, H] three times; each gets the gradient of one branch.
-      key_cmp, value_cmp, key_slc, value_slc, key_win, value_win: [B * K, S, 1, H or V].
-      gates: [B * K, T, G, 3].
+      others: its arguments after the query: six keys and values [B * K, S, 1, H or V], gates [B * K, T, G, 3].
       kv_heads: K.
       config, segment_start, implementation, nonnegative_gates: see `nsa_jax.nsa_attention`.
 
     Returns:
       [B, T, K * G, V] and the block lists, int32 [B, T, K, n].
     """
-    tensors = (key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
     *by_token, gates_by_token = [
         jax.ShapeDtypeStruct((x.shape[0] // kv_heads, x.shape[1], x.shape[2] * kv_heads, x.shape[3]), x.dtype)
-        for x in (queries[0], *tensors, gates)
+        for x in (queries[0], *others)
     ]
     nsa._check_branches(by_token, gates_by_token, config=config, segment_start=segment_start)
     for op, arrays, static in nsa._branches(by_token, config=config, packed=segment_start is not None):
         nsa._choose(op, implementation, *arrays, **static)
     return nsa._module("pallas").nsa_attention_by_kv_head(
         queries,
-        *tensors,
-        gates,
+        others,
         kv_heads=kv_heads,
         config=config,
         segment_start=segment_start,

@@ -31,10 +31,10 @@ def _norm_case(rows, dim, dtype):
 
 def _check_norm(rows, dim, dtype, bound):
     (x, scale, grad, passed), (d_x, exact_passed, d_scale) = _norm_case(rows, dim, dtype)
-    for given in (passed, None):
+    for given in (passed, jnp.zeros_like(passed)):
         got, shares = jax.jit(layer_kernels.rms_norm_gradients, static_argnums=4)(x, scale, grad, given, EPS)
         assert got.dtype == x.dtype and got.shape == x.shape and shares.dtype == jnp.float32
-        expected = d_x + (0 if given is None else exact_passed)
+        expected = d_x + (exact_passed if given is passed else 0)
         row_error = np.linalg.norm(np.asarray(got, np.float64) - expected, axis=1) / np.linalg.norm(expected, axis=1)
         assert np.all(row_error <= bound)
         # Terms of both signs: the error of a float32 sum is measured against the size of what is summed.

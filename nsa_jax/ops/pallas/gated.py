@@ -66,10 +66,9 @@ def nsa_attention(
         # Hopper's kernels want the heads of a group beside each other. Rearranged here, all branches share one copy,
         # forward and backward; as batch entries the key/value heads need no kernels of their own.
         tensors = tuple(_heads_to_batch(x, kv_heads) for x in tensors)
-    query, *others = tensors
     return nsa_attention_by_kv_head(
-        (checkpoint_name(query, _QUERY),),
-        *others,
+        (checkpoint_name(tensors[0], _QUERY),),
+        tensors[1:],
         kv_heads=kv_heads,
         config=config,
         segment_start=segment_start,
@@ -81,13 +80,7 @@ def nsa_attention(
 
 def nsa_attention_by_kv_head(
     queries: tuple[jax.Array, ...],
-    key_cmp,
-    value_cmp,
-    key_slc,
-    value_slc,
-    key_win,
-    value_win,
-    gates,
+    others: tuple[jax.Array, ...],
     *,
     kv_heads: int,
     config: NSAConfig,
@@ -101,8 +94,8 @@ def nsa_attention_by_kv_head(
     Args:
       queries: the query [B * K, T, G, H]. Given three times, each gets the gradient of one branch; given once, it gets
         their sum.
-      key_cmp, value_cmp, key_slc, value_slc, key_win, value_win: [B * K, S, 1, H or V].
-      gates: [B * K, T, G, 3].
+      others: the arguments of `nsa_jax.nsa_attention` after it: keys and values [B * K, S, 1, H or V], gates
+        [B * K, T, G, 3].
       kv_heads: K; 1 for tensors as `nsa_attention` takes them, whose key/value heads are no batch entries.
       config, query_offset, window_start, nonnegative_gates: see `nsa_jax.nsa_attention`.
       segment_start: int [B, T] or None.
@@ -110,7 +103,7 @@ def nsa_attention_by_kv_head(
     Returns:
       [B, T, K * G, V] and the block lists, int32 [B, T, K, n].
     """
-    query = queries[0]
+    query, (*_, key_win, value_win, _) = queries[0], others
     packed = segment_start is not None
     cudnn = not packed and window_start is None and ranged_cudnn.serves_window(query, key_win, value_win, query_offset)
     if segment_start is None:
@@ -125,7 +118,6 @@ def nsa_attention_by_kv_head(
         offset,
         jnp.asarray(0 if window_start is None else window_start, jnp.int32),
     )
-    others = (key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
     out, indices = _nsa(static, queries, others, positions)
     if kv_heads > 1:
         indices = indices.reshape(-1, kv_heads, *indices.shape[1:2], indices.shape[-1]).swapaxes(1, 2)

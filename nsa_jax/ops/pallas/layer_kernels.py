@@ -30,32 +30,29 @@ def _row_sums(parts: Iterable[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, [jnp.sum(part, axis=1) for part in parts])[:, None]
 
 
-def _norm_kernel(x_ref, scale_ref, grad_ref, *refs, rows: int, steps: int, total: int, eps: float):
-    """x_ref, grad_ref [R, D], scale_ref [1, D], perhaps passed_ref [R, D]; out: d_x [R, D], d_scale [programs, D]."""
-    *passed_ref, d_x_ref, d_scale_ref = refs
+def _norm_kernel(x_ref, scale_ref, grad_ref, passed_ref, d_x_ref, d_scale_ref, *, rows, steps, total, eps):
+    """x_ref, grad_ref, passed_ref [R, D], scale_ref [1, D]; out: d_x [R, D], d_scale [programs, D]."""
     dim = x_ref.shape[1]
     first = pl.program_id(0) * steps * rows + lax.broadcasted_iota(jnp.int32, (rows,), 0)
     scale = load_rows(scale_ref, 0, dim)
 
     def load(i):
         row = jnp.minimum(first + i * rows, total - 1)
-        return [load_rows(ref, row, dim) for ref in (x_ref, grad_ref, *passed_ref)]
+        return [load_rows(ref, row, dim) for ref in (x_ref, grad_ref, passed_ref)]
 
     def step(i, carry):
         loaded, d_scale = carry
         following = load(i + 1)  # on their way while these are worked on
-        x, grad, *passed = [[part.astype(jnp.float32) for part in parts] for parts in loaded]
+        x, grad, passed = [[part.astype(jnp.float32) for part in parts] for parts in loaded]
         row = first + i * rows
         inside = (row < total).astype(jnp.float32)[:, None]
         inverse = lax.rsqrt(_row_sums(a * a for a in x) / dim + eps)
         normed = [a * inverse for a in x]
         scaled = [g * s[None, :] for g, s in zip(grad, scale, strict=True)]
         along = _row_sums(n * g for n, g in zip(normed, scaled, strict=True)) / dim
-        d_x = [(g - n * along) * inverse for n, g in zip(normed, scaled, strict=True)]
-        for parts in passed:
-            d_x = [a + b for a, b in zip(d_x, parts, strict=True)]
+        d_x = [(g - n * along) * inverse + p for n, g, p in zip(normed, scaled, passed, strict=True)]
         store_rows(d_x_ref, jnp.minimum(row, total - 1), d_x)
-        d_scale = [total + jnp.sum(n * g * inside, axis=0) for total, n, g in zip(d_scale, normed, grad, strict=True)]
+        d_scale = [acc + jnp.sum(n * g * inside, axis=0) for acc, n, g in zip(d_scale, normed, grad, strict=True)]
         return following, d_scale
 
     zeros = [jnp.zeros((size,), jnp.float32) for _, size in pieces(dim)]
@@ -64,7 +61,7 @@ def _norm_kernel(x_ref, scale_ref, grad_ref, *refs, rows: int, steps: int, total
 
 
 def rms_norm_gradients(
-    x: jax.Array, scale: jax.Array, grad: jax.Array, passed: jax.Array | None, eps: float
+    x: jax.Array, scale: jax.Array, grad: jax.Array, passed: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of y = x / sqrt(mean(x^2) + eps) * scale, computed in float32.
 
@@ -72,7 +69,7 @@ def rms_norm_gradients(
       x: [R, D].
       scale: float32 [D].
       grad: [R, D], the cotangent of y.
-      passed: [R, D], added to the gradient of x before it is rounded; None adds nothing.
+      passed: [R, D], added to the gradient of x before it is rounded.
       eps: added to the mean square.
 
     Returns:
@@ -83,7 +80,6 @@ def rms_norm_gradients(
     programs = min(pl.cdiv(total, rows), _NORM_PROGRAMS)
     steps = pl.cdiv(total, rows * programs)
     programs = pl.cdiv(total, rows * steps)
-    arrays = (x, scale[None], grad, *(() if passed is None else (passed,)))
     return triton_call(
         functools.partial(_norm_kernel, rows=rows, steps=steps, total=total, eps=eps),
         num_warps=min(max(pl.next_power_of_2(dim) // 1024, 1), 8),
@@ -91,7 +87,7 @@ def rms_norm_gradients(
         grid=(programs,),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((programs, dim), jnp.float32)],
         name="rms_norm_gradients",
-    )(*arrays)
+    )(x, scale[None], grad, passed)
 
 
 def _swiglu_kernel(both_ref, grad_ref, d_both_ref, *hidden_ref, rows: int, columns: int, total: int):
