@@ -198,7 +198,7 @@ def grad_key_value(
     keys = warpgroups * ROWS  # 64 keys per warpgroup
     blocks = pl.cdiv(num_keys, keys)
     splits = config.splits or splits_for(key, value, length * group, keys=keys, rows=ROWS)
-    ranges = query_tile_ranges(low, high, group, ROWS, keys, num_keys)
+    own_ranges, ranges = _warpgroup_ranges(query_tile_ranges(low, high, group, ROWS, ROWS, num_keys), warpgroups)
     row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
     lse, delta = rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)
@@ -209,8 +209,8 @@ def grad_key_value(
     num_words = min(mask_words, 1 if 32 % warpgroups == 0 else 2)
     scale = 1.0 / math.sqrt(h_dim)
 
-    def kernel(ranges_ref, low_ref, high_ref, lse_ref, delta_ref, query_ref, grad_ref, key_ref, value_ref, *refs):
-        *mask_refs, dk_ref, dv_ref, buffers, words_smem, loaded, freed = refs
+    def kernel(ranges_ref, own_ref, low_ref, high_ref, lse_ref, delta_ref, query_ref, grad_ref, *refs):
+        key_ref, value_ref, *mask_refs, dk_ref, dv_ref, buffers, words_smem, loaded, freed = refs
         key_smem2, value_smem2, query_smem, grad_smem, vectors = buffers
         keys_loaded, query_loaded, grad_loaded = loaded
         query_freed, grad_freed = freed
@@ -218,12 +218,10 @@ def grad_key_value(
         b, kv_head, wg = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("wg")
         program = lax.axis_index("block")
         block, split = lax.div(program, jnp.int32(splits)), lax.rem(program, jnp.int32(splits))
-        first, whole_begin, whole_end, last = (ranges_ref[b, i, block] for i in range(4))
+        first, last = (ranges_ref[b, i, block] for i in range(2))
         share = lax.div(last - first + splits - 1, jnp.int32(splits))
         begin = jnp.minimum(first + split * share, last)
         end = jnp.minimum(begin + share, last)
-        whole_begin = jnp.clip(whole_begin, begin, end)
-        whole_end = jnp.clip(whole_end, whole_begin, end)
         own_block = block * warpgroups + wg
         first_word = jnp.minimum(lax.div(block * warpgroups, jnp.int32(32)), mask_words - num_words)
 
@@ -237,6 +235,18 @@ def grad_key_value(
             plgpu.copy_gmem_to_smem(value_ref.at[index], value_smem, keys_loaded.at[wg])
             plgpu.barrier_wait(keys_loaded.at[wg])
             layout, shape = plgpu.Layout.WGMMA.reduce(0), (ROWS, ROWS)
+            own_begin, whole_begin, whole_end, own_end = (own_ref[b, i, own_block] for i in range(4))
+            own_begin = jnp.clip(own_begin, begin, end)
+            own_end = jnp.clip(own_end, own_begin, end)
+            whole_begin = jnp.clip(whole_begin, own_begin, own_end)
+            whole_end = jnp.clip(whole_end, whole_begin, own_end)
+
+            def skip(tile, _):
+                """Frees a tile that only the keys of other warpgroups see, once it is there: one arrival per turn."""
+                slot = lax.rem(tile - begin, jnp.int32(stages))
+                for loaded, freed in ((query_loaded, query_freed), (grad_loaded, grad_freed)):
+                    plgpu.barrier_wait(loaded.at[slot])
+                    plgpu.barrier_arrive(freed.at[slot])
 
             def step(exact, tile, carry):
                 dk, dv = carry
@@ -281,9 +291,11 @@ def grad_key_value(
                 return dk, dv
 
             carry = (hopper.zeros((ROWS, h_dim)), hopper.zeros((ROWS, v_dim)))
-            carry = lax.fori_loop(begin, whole_begin, functools.partial(step, False), carry)
+            lax.fori_loop(begin, own_begin, skip, None)
+            carry = lax.fori_loop(own_begin, whole_begin, functools.partial(step, False), carry)
             carry = lax.fori_loop(whole_begin, whole_end, functools.partial(step, True), carry)
-            dk, dv = lax.fori_loop(whole_end, end, functools.partial(step, False), carry)
+            dk, dv = lax.fori_loop(whole_end, own_end, functools.partial(step, False), carry)
+            lax.fori_loop(own_end, end, skip, None)
             key_smem[...] = (dk * scale).astype(dk_ref.dtype)
             value_smem[...] = dv.astype(dv_ref.dtype)
             plgpu.commit_smem()
@@ -343,7 +355,7 @@ def grad_key_value(
         (blocks * splits, kv_heads, batch),
         ("block", "kv_head", "batch"),
         [jax.ShapeDtypeStruct((splits, *x.shape), x.dtype) for x in (key, value)],
-        *(ranges, row_low, row_high, lse, delta, query, grad_out, key, value, *masks),
+        *(ranges, own_ranges, row_low, row_high, lse, delta, query, grad_out, key, value, *masks),
         warpgroups=warpgroups,
     )
 
@@ -352,3 +364,17 @@ def grad_key_value(
         return x[0] if splits == 1 else x.astype(jnp.float32).sum(0).astype(x.dtype)
 
     return total(dk), total(dv)
+
+
+def _warpgroup_ranges(ranges: jax.Array, warpgroups: int) -> tuple[jax.Array, jax.Array]:
+    """Query tiles of each warpgroup's 64 keys and of each program, [B, 4, blocks * warpgroups] and [B, 2, blocks].
+
+    Args:
+      ranges: `query_tile_ranges` of blocks of 64 keys.
+      warpgroups: how many of them a program has.
+    """
+    ranges = jnp.pad(ranges, ((0, 0), (0, 0), (0, -ranges.shape[2] % warpgroups)))
+    first, _, _, last = jnp.moveaxis(ranges.reshape(*ranges.shape[:2], -1, warpgroups), 1, 0)
+    program_last = last.max(-1)
+    program_first = jnp.where(first < last, first, program_last[..., None]).min(-1)
+    return ranges, jnp.stack([program_first, program_last], axis=1)
