@@ -210,6 +210,15 @@ def test_future_keys_never_matter(path):
 
 
 @pytest.mark.gpu
+def test_on_gpu_shorter_last_range():
+    """Ranges of 10 tokens, the last one of 7: one program that adds up shares of two, in place, has none of its own."""
+    arrays, keywords = make_inputs(group=16, num_kv=1, length=97, h_dim=64, v_dim=64, dtype=jnp.bfloat16)
+    got, _ = forward("key_major", arrays, keywords)
+    want = reference.selected_attention(*(x.astype(jnp.float32) for x in arrays[:3]), arrays[3], **keywords)
+    assert relative_error(got[:, -1], want[:, -1]) < 4e-3
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shared", [1, 32])
 @pytest.mark.parametrize(

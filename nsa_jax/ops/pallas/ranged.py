@@ -200,6 +200,6 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedConfig | N
             jax.ShapeDtypeStruct((batch, length * heads, v_dim), query.dtype),
             jax.ShapeDtypeStruct((batch, length * heads), jnp.float32),
         ],
-        name="ranged_forward",
+        name="nsa_ranged_forward",
     )(query.reshape(batch, length * heads, h_dim), key, value, low, high)
     return out.reshape(batch, length, heads, v_dim), lse.reshape(batch, length, heads)

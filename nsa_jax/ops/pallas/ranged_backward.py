@@ -125,7 +125,7 @@ def grad_query_kernel(query, key, value, grad_out, lse, delta, low, high, config
         ],
         out_specs=rows_spec(num_rows, h_dim),
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        name="ranged_dq",
+        name="nsa_ranged_dq",
     )(query, key, value, grad_out, lse, delta, low, high)
 
 
@@ -240,7 +240,7 @@ def grad_key_value_kernel(query, key, value, grad_out, lse, delta, low, high, co
         ],
         out_specs=[shares(h_dim), shares(v_dim)],
         out_shape=[jax.ShapeDtypeStruct((splits, *x.shape), dtype) for x in (key, value)],
-        name="ranged_dkv",
+        name="nsa_ranged_dkv",
     )(query, key, value, grad_out, lse, delta, low, high, ranges)
     if splits == 1:
         return dk[0], dv[0]

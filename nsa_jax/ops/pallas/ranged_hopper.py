@@ -231,7 +231,7 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
 
             hopper.serve_tiles(num_tiles, tile_range, feed_tile)
 
-    def entry(*refs):
+    def nsa_ranged_forward(*refs):
         buffer = functools.partial(hopper.tiled, dtype=query.dtype)
         filled = plgpu.Barrier(num_barriers=stages)
         freed = plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups)
@@ -256,7 +256,7 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
         )
 
     out, lse = hopper.call(
-        entry,
+        nsa_ranged_forward,
         (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
         ("program", "kv_head", "batch"),
         [

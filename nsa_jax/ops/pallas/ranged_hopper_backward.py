@@ -145,7 +145,7 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
 
             hopper.serve_tiles(num_tiles, tile_range, feed_tile)
 
-    def entry(*refs):
+    def nsa_ranged_dq(*refs):
         tiled = functools.partial(hopper.tiled, dtype=query.dtype)
         in_flight = query_buffers * warpgroups
         filled = plgpu.Barrier(num_barriers=stages)
@@ -169,7 +169,7 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
         )
 
     dq = hopper.call(
-        entry,
+        nsa_ranged_dq,
         (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
         ("program", "kv_head", "batch"),
         jax.ShapeDtypeStruct(query.shape, query.dtype),
@@ -327,7 +327,7 @@ def grad_key_value(
 
             lax.fori_loop(begin, end, feed, None)
 
-    def entry(*refs):
+    def nsa_ranged_dkv(*refs):
         tiled = functools.partial(hopper.tiled, dtype=query.dtype)
         vector = lambda dtype: plgpu.SMEM((stages, ROWS), dtype)  # noqa: E731
         barriers = lambda arrivals: plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals)  # noqa: E731
@@ -351,7 +351,7 @@ def grad_key_value(
         )
 
     dk, dv = hopper.call(
-        entry,
+        nsa_ranged_dkv,
         (blocks * splits, kv_heads, batch),
         ("block", "kv_head", "batch"),
         [jax.ShapeDtypeStruct((splits, *x.shape), x.dtype) for x in (key, value)],

@@ -307,6 +307,7 @@ def _call_scores(scores_tile, where, query, key_cmp, lse2, start, *, rows, width
         ],
         out_specs=pl.BlockSpec((None, fold.planes, rows, width), lambda j, t, b: (b, 0, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((batch * num_kv, fold.planes, rows, width), jnp.float32),
+        name="nsa_importance_scores",
     )(where, query, key_cmp, lse2, *packed)
 
 
@@ -359,6 +360,7 @@ def _call_top_n(where, scores, start, *, batch, num_kv, length, config, num_bloc
         ],
         out_specs=pl.BlockSpec((None, per_program, None, n), lambda t, b: (b // num_kv, t, b % num_kv, 0)),
         out_shape=jax.ShapeDtypeStruct((batch, rows, num_kv, n), jnp.int32),
+        name="nsa_top_n",
     )(where, scores, *packed)
 
 
@@ -368,8 +370,8 @@ def select_blocks(query, key_cmp, lse, *, config: NSAConfig, num_keys: int, segm
     num_cmp, num_kv = key_cmp.shape[1:3]
     num_blocks = blocks.num_selection_blocks(num_keys, config.select_block)
     fold = _Fold.of(config)
-    tile = tuning.select_config(length, fold.padded, query.dtype)
     hopper = num_cmp > 0 and select_hopper.serves(query, key_cmp, fold, current_target())
+    tile = tuning.select_config(length, fold.padded, query.dtype, hopper)
     per_tile = select_hopper.blocks_per_tile(fold, head_dim) if hopper else tile.keys // fold.padded
     tile_queries = select_hopper.QUERIES if hopper else tile.queries
     # The top-n kernel reads one block past a row's width from the second plane; TMA writes tiles of 32 columns.

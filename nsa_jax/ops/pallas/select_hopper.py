@@ -239,7 +239,7 @@ def scores(
             # One more than there is work for, because each step ends by waiting for the next.
             load(lax.fori_loop(begin, end, query_tile, jnp.int32(0)), begin, 0)
 
-    def entry(*refs):
+    def nsa_importance_scores(*refs):
         tiled = functools.partial(hopper.tiled, dtype=query.dtype)
         arrivals = functools.partial(plgpu.Barrier, num_barriers=stages)
         pl.run_scoped(
@@ -260,7 +260,7 @@ def scores(
         )
 
     return plgpu.kernel(
-        entry,
+        nsa_importance_scores,
         out_type=jax.ShapeDtypeStruct((batch * num_kv, fold.planes, rows, width), jnp.float32),
         grid=(key_tiles * programs * batch * num_kv,),
         grid_names=("program",),

@@ -251,7 +251,10 @@ _PIECE = 16  # key rows per program of the key and value reduction
 def _reduce_items_kernel(
     step_ref, offset_ref, d_key_items_ref, d_value_items_ref, _k, _v, d_key_ref, d_value_ref, *, plan: Plan
 ):
-    """Adds a block's work items, in order, to dk and dv, float32 [B*J*columns*K, H or V], or begins with range 0."""
+    """Adds a block's work items, in order, to dk and dv [B*J*columns*K, H or V], or begins with range 0.
+
+    They are float32, unless all items belong to one range, whose sum is rounded here.
+    """
     block, piece, local_pair = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     pair = step_ref[0] + local_pair
     row = pair * plan.ranges + step_ref[1]
@@ -273,7 +276,9 @@ def _reduce_items_kernel(
                 return tuple(acc + part for acc, part in zip(total, load_rows(items_ref, item_row, dim), strict=True))
 
             zeros = lambda dim=dim: tuple(jnp.zeros((_PIECE, size), jnp.float32) for _, size in pieces(dim))  # noqa: E731
-            before = lax.cond(begins, zeros, lambda ref=out_ref, dim=dim: load_rows(ref, out_row, dim))
+            before = zeros()
+            if plan.ranges > 1:
+                before = lax.cond(begins, zeros, lambda ref=out_ref, dim=dim: load_rows(ref, out_row, dim))
             total = lax.fori_loop(first, last, add, before)
             store_rows(out_ref, out_row, total)
 
@@ -322,7 +327,7 @@ def _sum_shares(step, counts, buffer, d_query, plan: Plan):
         input_output_aliases={3: 0},
         num_warps=4,
         num_stages=1,
-        name="selected_backward_reduce_slots",
+        name="nsa_selected_backward_reduce_slots",
     )(step, counts, buffer.reshape(-1, span), d_query.reshape(shape)).reshape(d_query.shape)
 
 
@@ -346,7 +351,7 @@ def _key_major(step, prepared, tensors, plan: Plan):
         ],
         num_warps=plan.config.num_warps,
         num_stages=plan.config.num_stages,
-        name="selected_backward_key_major",
+        name="nsa_selected_backward_key_major",
     )(step, prepared.order, prepared.block, prepared.begin, prepared.end, *tensors)
 
 
@@ -361,7 +366,7 @@ def _step(carry, step, prepared, inverted: lists.InvertedLists, finish_query, te
         input_output_aliases={4: 0, 5: 1},
         num_warps=4,
         num_stages=2,
-        name="selected_backward_reduce_items",
+        name="nsa_selected_backward_reduce_items",
     )(step, inverted.offset, d_key_items, d_value_items, d_key, d_value)
     return finish_query(step, buffer, d_query), d_key, d_value
 
@@ -452,10 +457,11 @@ def selected_backward(
         step = jnp.stack([i // plan.ranges * plan.pairs, i % plan.ranges, offset])
         return _step(carry, step, prepared, inverted, finish_query, tensors, plan)
 
+    key_rows = batch * plan.num_blocks * plan.columns * num_kv
     carry = (
         lax.empty((batch * length * num_heads, head_dim), query.dtype),  # every row is written by exactly one step
         # The first range writes every row, later ones add to it.
-        *[lax.empty((batch * plan.num_blocks * plan.columns * num_kv, d), jnp.float32) for d in (head_dim, value_dim)],
+        *[lax.empty((key_rows, x.shape[-1]), jnp.float32 if plan.ranges > 1 else x.dtype) for x in (key, value)],
     )
     d_query, d_key, d_value = body(0, carry) if plan.steps == 1 else lax.fori_loop(0, plan.steps, body, carry)
 

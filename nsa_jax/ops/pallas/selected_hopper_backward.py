@@ -233,7 +233,7 @@ def key_major(step, inverted: lists.InvertedLists, tensors, plan: Plan):
             lax.fori_loop(0, tiles + stages, serve, entries_of(0))
             plgpu.wait_smem_to_gmem(0)
 
-    def entry(*refs):
+    def nsa_selected_backward_key_major(*refs):
         tiled = functools.partial(hopper.tiled, dtype=query.dtype)
         slots = _WARPGROUPS * stages
         vector = plgpu.SMEM((slots, ROWS), jnp.float32)
@@ -263,7 +263,7 @@ def key_major(step, inverted: lists.InvertedLists, tensors, plan: Plan):
         )
 
     buffer, dk, dv = plgpu.kernel(
-        entry,
+        nsa_selected_backward_key_major,
         out_type=[
             jax.ShapeDtypeStruct((plan.pairs * plan.entries + 1, group, ROWS), query.dtype),
             *[jax.ShapeDtypeStruct((plan.pairs, items, ROWS, x.shape[-1]), jnp.float32) for x in (key, value)],

@@ -74,7 +74,7 @@ def shares(
     entries, (rows, items) = chunk_tokens * num_listed, inverted.block.shape
     num_chunks = rows // (query.shape[0] * num_kv)
 
-    def kernel(*refs):
+    def nsa_selected_forward_shares(*refs):
         offset_ref, row_ref, order_ref, block_ref, begin_ref, end_ref, start_ref, *arrays = refs
         query_ref, key_ref, value_ref, share_ref, lse_ref, key_smem, value_smem = arrays
         wg = lax.axis_index("wg")
@@ -158,7 +158,7 @@ def shares(
 
     tile = functools.partial(hopper.tiled, warpgroups, ROWS, ROWS, dtype=query.dtype)
     share, lse = plgpu.kernel(
-        kernel,
+        nsa_selected_forward_shares,
         out_type=[
             jax.ShapeDtypeStruct((at_once * entries * group, ROWS), query.dtype),
             jax.ShapeDtypeStruct((at_once * entries * group,), jnp.float32),

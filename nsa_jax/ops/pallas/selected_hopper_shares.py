@@ -77,7 +77,7 @@ def key_major(step, prepared, tensors, plan: Plan):
     step = jnp.concatenate([step, packed])
     spare_row = plan.pairs * plan.entries * group
 
-    def kernel(*refs):
+    def nsa_selected_backward_key_major(*refs):
         step_ref, order_ref, item_ref, block_ref, begin_ref, end_ref, start_ref, lse_ref, delta_ref, *arrays = refs
         query_ref, grad_ref, key_ref, value_ref, buffer_ref, dk_ref, dv_ref, *buffers = arrays
         wg = lax.axis_index("wg")
@@ -209,7 +209,7 @@ def key_major(step, prepared, tensors, plan: Plan):
     tiled = functools.partial(hopper.tiled, dtype=query.dtype)
     once, twice = (tiled(n * _WARPGROUPS, ROWS, ROWS) for n in (1, 2))
     buffer, dk, dv = plgpu.kernel(
-        kernel,
+        nsa_selected_backward_key_major,
         out_type=[
             jax.ShapeDtypeStruct((spare_row + group, ROWS), query.dtype),
             *[jax.ShapeDtypeStruct((plan.pairs, plan.items, ROWS, ROWS), jnp.float32)] * 2,

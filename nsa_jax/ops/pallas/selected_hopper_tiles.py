@@ -241,7 +241,7 @@ def forward(
 
             plgpu.warp_map(serve_warpgroup)
 
-    def entry(*refs):
+    def nsa_selected_forward_tiles(*refs):
         buffer = functools.partial(hopper.tiled, dtype=query.dtype)
         slots, query_slots = _WARPGROUPS * stages, _WARPGROUPS * _QUERY_BUFFERS
         pl.run_scoped(
@@ -263,7 +263,7 @@ def forward(
         )
 
     out, lse = plgpu.kernel(
-        entry,
+        nsa_selected_forward_tiles,
         out_type=[
             jax.ShapeDtypeStruct((batch, length, num_heads, v_dim), query.dtype),
             jax.ShapeDtypeStruct((batch, num_kv, tiles * ROWS), jnp.float32),

@@ -171,7 +171,7 @@ def finish_query(step, split: Split | None, counts, entries, buffer, key, d_quer
             input_output_aliases={7: 0},
             num_warps=config.tile_warps,
             num_stages=3,
-            name="selected_backward_query_tiles",
+            name="nsa_selected_backward_query_tiles",
         )(step, split.block, split.bits, split.slots, split.num_shared, buffer, key, d_query)
     rows = max(16, pl.next_power_of_2(plan.group))
     return triton_call(
@@ -181,5 +181,5 @@ def finish_query(step, split: Split | None, counts, entries, buffer, key, d_quer
         input_output_aliases={3 + len(lists): 0},
         num_warps=2 if rows * plan.head_dim <= 2048 else 4,
         num_stages=3 if d_query.dtype == jnp.bfloat16 else 1,
-        name="selected_backward_query_major",
+        name="nsa_selected_backward_query_major",
     )(step, *lists, buffer, key, d_query)

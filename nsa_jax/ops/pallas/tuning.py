@@ -95,7 +95,7 @@ class SelectedGatherConfig:
 
     chunk: int = 512
     row_tokens: int = 16384
-    buffer_bytes: int = 1024 * 2**20
+    buffer_bytes: int = 2048 * 2**20
     warpgroups: int = 4
     ahead: int = 2
 
@@ -105,7 +105,8 @@ def selected_gather_config() -> SelectedGatherConfig:
 
     Measured on an H200 (4 rows of 65,536, N=6, K=1, H=64, lists random, one tile ahead): 1.35 ms with rows of 8,192 or
     16,384 tokens, 1.61 with 32,768 and 1.68 with 65,536; 1.43 with items of 256 entries and 1.32 with 1,024. Two tiles
-    ahead took 1.25, which programs of 1 or 2 warpgroups have no registers for (1.61 and 1.81).
+    ahead took 1.25, which programs of 1 or 2 warpgroups have no registers for (1.61 and 1.81). With what comes before
+    and after it, 2.40 with a buffer of 1 GiB, 2.37 with 2 and 2.35 with 4.
     """
     return SelectedGatherConfig()
 
@@ -183,9 +184,10 @@ def selected_backward_config(
     more per group, keeping the score gradients costs less than keeping shares of dq. Long work items save partial
     sums of dk and dv; short sequences need more and shorter ones to fill the GPU (N=32, K=8, H=128, 32k: 6.74 ms
     with up to 2,048 queries, 6.89 with 1,024). Each pass over the buffer ends with multiprocessors that wait for
-    the last work items: 1 GiB instead of 512 MiB, half as many passes, took 19.6 instead of 20.9 ms at 64k. Tiles
-    for dq took 18.0 instead of 20.0 ms in all with lists shared by 64 tokens and 21.4 instead of 21.0 with random
-    ones.
+    the last work items: 1 GiB instead of 512 MiB, half as many passes, took 19.6 instead of 20.9 ms at 64k; for shares
+    of groups of fewer than 8 heads, the smaller arrays beside them, 2 GiB 3.81 instead of 3.91 (4 rows of 65,536, N=6,
+    K=1, H=64; 4 GiB 3.83). Tiles for dq took 18.0 instead of 20.0 ms in all with lists shared by 64 tokens and 21.4
+    instead of 21.0 with random ones.
     """
     wide, exact = max(h_dim, v_dim), jnp.dtype(dtype).itemsize > 2
     chunk = 1 << max(blocks // 2, 1).bit_length() - 1
@@ -199,6 +201,7 @@ def selected_backward_config(
         num_stages=1 if exact or wide > 128 else 2,
         keep_scores=divided or (group >= 8 and h_dim >= select_block),
         keys=32 if exact and wide > 64 else 64,
+        buffer_bytes=(2048 if group < 8 else 1024) * 2**20,
         tile=tile,
         share=max(tile // 2, min(2, tile)),
         tile_warps=4 if h_dim <= 128 else 8,
@@ -214,19 +217,19 @@ class SelectConfig:
       queries: query tokens of one scores program.
       num_warps: warps of a scores program.
       num_stages: software pipeline depth of its loop over heads.
-      chunk_bytes: bound on the buffer of scores; query ranges are processed one after the other to stay within it. As
-        large as the one of the selected branch's backward: 2.23 ms with 1 GiB, 2.44 with 256 MiB (2 rows of 65,536,
-        N=12, K=2, H=64).
+      chunk_bytes: bound on the buffer of scores; query ranges are processed one after the other to stay within it:
+        2.23 ms with 1 GiB, 2.44 with 256 MiB (2 rows of 65,536, N=12, K=2, H=64); later 2.04 with 1 GiB, 2.00 with 2
+        and 1.91 with 4, which hold them all.
     """
 
     keys: int
     queries: int
     num_warps: int
     num_stages: int
-    chunk_bytes: int = 1024 * 2**20
+    chunk_bytes: int
 
 
-def select_config(num_queries: int, group: int, dtype) -> SelectConfig:
+def select_config(num_queries: int, group: int, dtype, hopper: bool = False) -> SelectConfig:
     """Picks the scores tile.
 
     The running sum over heads and one head's scores are both [keys, queries] in registers, and programs hide each
@@ -237,12 +240,19 @@ def select_config(num_queries: int, group: int, dtype) -> SelectConfig:
       num_queries: T.
       group: compressed blocks per selection block, rounded up to a power of two.
       dtype: dtype of queries and keys.
+      hopper: Hopper's kernel computes the scores, of which this bounds the buffer alone.
     """
     wide = jnp.dtype(dtype).itemsize > 2
     keys = max(64 if wide else 128, group)
     queries = min(32, max(16, 1 << (num_queries - 1).bit_length()))
     large = wide or keys * queries > 128 * 64
-    return SelectConfig(keys=keys, queries=queries, num_warps=8 if large else 4, num_stages=1 if wide else 3)
+    return SelectConfig(
+        keys=keys,
+        queries=queries,
+        num_warps=8 if large else 4,
+        num_stages=1 if wide else 3,
+        chunk_bytes=(4096 if hopper else 1024) * 2**20,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -436,11 +446,12 @@ def ranged_hopper_dkv_config(h_dim: int, v_dim: int, span: int | None, num_keys:
     """Picks the Hopper dk, dv kernel's tiles; short loops gain nothing from many stages.
 
     Three warpgroups took 3.27 ms for the compressed branch where two took 3.75, and 1.84 for 1.93 under a mask (the
-    shapes of `ranged_hopper_config` and `selected_masked_config`). Among 127 or 511 keys too many of the third have
-    none: 0.37 for 0.29 and 0.34 for 0.33 ms. Three stages instead of two then took 3.26 to 3.18, four 3.33, and for a
-    window of 512 1.23 to 1.21 and 1.24 (4 rows of 65,536, N=6, K=1, H=64).
+    shapes of `ranged_hopper_config` and `selected_masked_config`), and 0.53 for 0.56 among 511 keys (32 rows of
+    8,192). Among 127 keys too many of the third have none: 0.37 for 0.29 ms. Three stages instead of two then took 3.26
+    to 3.18, four 3.33, and for a window of 512 1.23 to 1.21 and 1.24 (4 rows of 65,536, N=6, K=1, H=64). Since each
+    warpgroup leaves out tiles that see none of its own keys, that window took 1.04, two warpgroups 1.15.
     """
-    if max(h_dim, v_dim) <= 64 and num_keys > 512:
+    if max(h_dim, v_dim) <= 64 and num_keys >= 384:
         return RangedHopperKeysConfig(3, 3)
     return RangedHopperKeysConfig(4 if max(h_dim, v_dim) <= 128 and (span is None or span > 1024) else 2)
 
