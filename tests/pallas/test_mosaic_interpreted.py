@@ -82,11 +82,16 @@ def test_compressed_and_window_attention_match_the_reference(name, called, monke
     assert called == FORWARD_AND_BACKWARD
 
 
-def test_arbitrary_ranges_match_dense_attention(called, monkeypatch):
-    """Ranges that do not grow with the query, a fifth of them empty; key blocks that some queries see whole."""
+@pytest.mark.parametrize(("num_keys", "warpgroups"), [(301, 2), (401, 3)])
+def test_arbitrary_ranges_match_dense_attention(num_keys, warpgroups, called, monkeypatch):
+    """Ranges that do not grow with the query, a fifth of them empty; key blocks that some queries see whole.
+
+    Warpgroups of the dk, dv kernel have 64 keys each; the last one of the last program has none.
+    """
+    assert tuning.ranged_hopper_dkv_config(64, 64, None, num_keys).warpgroups == warpgroups
     divide_work(monkeypatch, 2, 2)
     rng = np.random.default_rng(0)
-    length, num_keys = 65, 301
+    length = 65
     low, high = (jnp.asarray(x) for x in test_ranged.random_ranges(rng, 1, length, num_keys))
     shapes = (length, 4), (num_keys, 1), (num_keys, 1), (length, 4)
     *inputs, cotangent = (jnp.asarray(rng.normal(size=(1, *shape, 64)), jnp.bfloat16) for shape in shapes)
