@@ -1,10 +1,13 @@
-# make install | quickstart | test | notebooks | lint | docs-check     (PYTHON=python3.12 chooses the interpreter, EXTRAS=cuda13 the CUDA version)
+# make install | quickstart | test | chaos | notebooks | lint | docs-check     (PYTHON=python3.12 chooses the interpreter, EXTRAS=cuda13 the CUDA version)
 
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 TEST_JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && echo 4 || echo $$n)
 PYTEST_ARGS ?=
+MINUTES ?= 10
+SEED ?= 0
+CHAOS_ARGS ?=
 # With an NVIDIA driver the CUDA 12 build of JAX is installed, otherwise the CPU build.
 GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 EXTRAS ?= $(if $(GPU),cuda12,)
@@ -13,7 +16,7 @@ PY := $(VENV)/bin/python
 stamp = $(VENV)/.installed-$(1)
 comma := ,
 
-.PHONY: install quickstart test lint pytest docs docs-check notebooks format clean
+.PHONY: install quickstart test lint pytest docs docs-check notebooks chaos format clean
 
 install: $(call stamp,run)
 
@@ -37,6 +40,10 @@ lint: $(call stamp,test)
 
 pytest: $(call stamp,test)
 	$(PY) -m pytest -q -n $(TEST_JOBS) $(PYTEST_ARGS)
+
+# Attacks on the project's promises, drawn from SEED, for MINUTES; a short form is part of the tests.
+chaos: $(call stamp,test)
+	$(PY) -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(CHAOS_ARGS)
 
 notebooks: $(call stamp,test)
 	$(PY) notebooks/build.py run

@@ -1,0 +1,1 @@
+"""Attacks on the project's promises, drawn from a seed: `make chaos MINUTES=10`."""
