@@ -367,24 +367,26 @@ def _compress(phi: tuple, key_raw: jax.Array, value_raw: jax.Array, first_positi
     return rope(key, last, config.rope_theta), value
 
 
-def dense_attention(query, key, value, *, segment_start=None):
+def dense_attention(query, key, value, *, segment_start=None, deterministic=False):
     """Causal softmax attention over the whole document: time quadratic in T.
 
     On a GPU, cuDNN serves bfloat16 rows of one document, and the window kernels, with a window as long as the row, all
     others (cuDNN takes no document boundaries here): memory is linear in T. Elsewhere XLA with a mask: quadratic.
+    cuDNN's backward pass adds the query's gradient with atomics, in an order that differs from run to run.
 
     Args:
       query: [B, T, N, H].
       key: [B, T, K, H].
       value: [B, T, K, V].
       segment_start: int [B, T] or None.
+      deterministic: the window kernels serve in cuDNN's place.
 
     Returns:
       [B, T, N, V] in query's dtype.
     """
     length, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     unpacked = segment_start is None and query.dtype == jnp.bfloat16 and head_dim == value_dim
-    if current_target().is_gpu and unpacked and head_dim % 8 == 0 and head_dim <= 128:
+    if current_target().is_gpu and unpacked and not deterministic and head_dim % 8 == 0 and head_dim <= 128:
         return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
     if current_target().is_gpu:
         return window_attention(query, key, value, window=length, segment_start=segment_start)
@@ -450,7 +452,8 @@ class DenseAttention(nnx.Module):
         """Attention of whole rows."""
         del context
         if self.config.attention != "window":
-            return dense_attention(query, key, value, segment_start=segment_start)
+            deterministic = self.config.deterministic
+            return dense_attention(query, key, value, segment_start=segment_start, deterministic=deterministic)
         return window_attention(
             query,
             key,
