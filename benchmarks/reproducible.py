@@ -103,6 +103,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the steps at which runs are killed")
     parser.add_argument("--gpus", default="0", help="comma-separated; empty: whatever JAX finds")
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--commit", help="of the code, where git does not tell")
     parser.add_argument("flags", nargs="*", help="for train.py, after --")
     options = parser.parse_args()
     draw = random.Random(options.seed)
@@ -146,7 +147,7 @@ def main() -> int:
         "command": " ".join(["python", *sys.argv]),
         "device": env["devices"],
         "versions": env["versions"],
-        "git": env["git"],
+        "commit": options.commit or env["git"],
         "deterministic": env["deterministic"],
         "implementations": env["implementations"],
         "runs": {},

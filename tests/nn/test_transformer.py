@@ -81,7 +81,7 @@ def test_the_gradients_written_for_gpus_are_those_of_the_formulas(attention, rem
 @pytest.mark.parametrize("remat", ["none", "dots_saved", "attention_saved"])
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_layers_with_the_gradients_of_kernels_equal_the_formulas(monkeypatch, remat, scan_layers):
-    """As on a GPU, the kernels interpreted here: two norms and one SwiGLU a layer, and two kernels for the embedding."""
+    """As on a GPU, the kernels interpreted here: two norms and one SwiGLU a layer, and two for the embedding."""
     sizes = dict(dim=64, mlp_dim=192, num_layers=2, remat=remat, scan_layers=scan_layers)
     graphdef, params = build(attention="dense", **sizes)
     params = jax.tree.map(lambda a: a + 0.1 * jax.random.normal(jax.random.key(a.size), a.shape), params)
