@@ -111,3 +111,34 @@ def top_n_fault(rng: np.random.Generator, which: str, names: list[str]) -> str:
 
 
 TOP_N = {"training": top_n_of_training, "decoding": top_n_of_decoding, "formulas": top_n_of_formulas}
+
+
+def long_rows(batch: int, length: int, num_heads: int, num_kv: int, dim: int, *, packed: bool, dtype=jnp.bfloat16):
+    """Random arguments of nsa_attention by name, and segment starts of documents of 1,000 tokens or None."""
+    config, rng = NSAConfig(), np.random.default_rng(0)
+    num_cmp = blocks.num_compressed(length, config)
+    keys = {f"{kind}_{branch}": (batch, num_cmp if branch == "cmp" else length, num_kv, dim)
+            for branch in ("cmp", "slc", "win") for kind in ("key", "value")}  # fmt: skip
+    shapes = {"query": (batch, length, num_heads, dim), **keys, "gates": (batch, length, num_heads, 3)}
+    arrays = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+    start = np.broadcast_to(np.arange(length) // 1000 * 1000, (batch, length)).astype(np.int32)
+    return arrays, jnp.asarray(start) if packed else None
+
+
+def long_cache(lengths: np.ndarray, capacity: int, num_heads: int, num_kv: int, dim: int, dtype=jnp.bfloat16):
+    """Random arguments of decode_attention by name, one token for each row."""
+    arrays, _ = long_rows(len(lengths), capacity, num_heads, num_kv, dim, packed=False, dtype=dtype)
+    window = min(NSAConfig().window, capacity)
+    arrays |= {name: arrays[name][:, :window] for name in ("key_win", "value_win")}
+    arrays |= {name: arrays[name][:, :1] for name in ("query", "gates")}
+    return {**arrays, "lengths": jnp.asarray(lengths)}
+
+
+def poisoned(arrays: dict, places: dict) -> dict:
+    """The arrays with NaN, of alternating sign, in the vectors at `places`, {name: [index, ...]}."""
+    out = dict(arrays)
+    for name, indices in places.items():
+        for i, index in enumerate(indices):
+            nan = np.uint32(0xFFC00000 if i % 2 else 0x7FFFFFFF).view(np.float32)
+            out[name] = out[name].at[index].set(jnp.asarray(nan).astype(out[name].dtype))
+    return out

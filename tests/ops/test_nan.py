@@ -118,3 +118,58 @@ def test_poisoned_lse_gives_full_lists(implementation):
         lists = select(jnp.asarray(lse))
         fault = poison.list_fault(lists, np.arange(case.T)[:, None], start[:, :, None], num_blocks, case.config)
         assert not fault
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", poison.TOP_N)
+def test_gpu_scores_of_any_bits_give_full_ascending_lists(which):
+    rng = np.random.default_rng(len(which))
+    for names in [[name] for name in poison.CLASSES] + [poison.draw_classes(rng) for _ in range(20)]:
+        assert not poison.top_n_fault(rng, which, names), names
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(16, 1, 128), (6, 1, 64)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_gpu_long_rows_with_nan_give_full_lists(heads, packed):
+    """8,192 tokens, bfloat16, forward and backward: NaN and infinity in queries and keys."""
+    (num_heads, num_kv, dim), length, config = heads, 8192, NSAConfig()
+    num_blocks = blocks.num_selection_blocks(length, config.select_block)
+    arrays, start = poison.long_rows(1, length, num_heads, num_kv, dim, packed=packed)
+
+    @jax.jit
+    def run(arrays):
+        def loss(arrays):
+            out, lists = nsa_jax.nsa_attention(
+                **arrays, config=config, segment_start=start, implementation="pallas", return_block_indices=True
+            )
+            return out.astype(jnp.float32).sum(), (out, lists)
+
+        return jax.grad(loss, has_aux=True)(arrays)
+
+    t, begin = np.arange(length)[:, None], np.zeros((1, length, 1), int) if start is None else start[:, :, None]
+    after_key = {"query": [(0, 8191, 0)], "key_cmp": [(0, 250, 0)]}
+    for places, first in (({"query": [(0, 3000, 1)]}, 3000), (after_key, 250 * 16 + 31)):
+        gradients, (out, lists) = jax.device_get(run(poison.poisoned(arrays, places)))
+        assert not poison.list_fault(lists, t, begin, num_blocks, config)
+        assert np.isnan(out[places["query"][0]].astype(np.float32)).all()
+        assert np.isfinite(out[:, :first].astype(np.float32)).all()
+        assert gradients["query"].dtype == jnp.bfloat16
+
+
+@pytest.mark.gpu
+def test_gpu_decoding_of_nan_gives_full_lists():
+    config, lengths = NSAConfig(), np.array([8192, 65, 5000], np.int32)
+    arrays = poison.long_cache(lengths, 8192, 16, 1, 128)
+    step = jax.jit(
+        lambda arrays: nsa_jax.decode_attention(**arrays, config=config, implementation="pallas", return_info=True)
+    )
+    for places in ({}, {"query": [(0, 0, 3)]}, {"query": [(2, 0, 0)], "key_cmp": [(0, 100, 0)]}):
+        out, info = jax.device_get(step(poison.poisoned(arrays, places)))
+        t = lengths[:, None, None] - 1
+        num_blocks = blocks.num_selection_blocks(8192, config.select_block)
+        assert not poison.list_fault(info.block_indices, t, np.zeros_like(t), num_blocks, config)
+        spoiled = {row for where in places.values() for row, *_ in where}
+        assert np.isfinite(out[[row for row in range(3) if row not in spoiled]].astype(np.float32)).all()
+        for place in places.get("query", ()):
+            assert np.isnan(out[place].astype(np.float32)).all()
