@@ -179,10 +179,6 @@ def compile_for_gpu(function: Callable, *args: Any, gpu: str, donate_argnums: Se
     mesh = Mesh(np.array(devices(gpu)), ("device",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-
-    def fresh(*inputs):  # a new function: traces of the same one for other devices must not be reused
-        return function(*inputs)
-
     with tracing_for(gpu, mesh):
-        traced = jax.jit(fresh, donate_argnums=tuple(donate_argnums)).trace(*shapes)
+        traced = jax.jit(function, donate_argnums=tuple(donate_argnums)).trace(*shapes)
         return traced.lower(lowering_platforms=("cuda",)).compile()

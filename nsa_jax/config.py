@@ -41,8 +41,8 @@ class NSAConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                raise ValueError(f"NSAConfig.{field.name}={value!r}: must be a positive int")
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+                raise ValueError(f"NSAConfig.{field.name}={value!r}: must be a positive int below 2**31")
         if self.compress_block % self.compress_stride:
             raise ValueError(
                 f"NSAConfig.compress_block={self.compress_block}: must be a multiple of "

@@ -14,6 +14,8 @@ import numpy as np
 
 from nsa_jax.config import NSAConfig
 
+INFINITY_BITS = 0x7F800000  # of a float32
+
 
 def query_positions(query, segment_start, query_offset) -> tuple[jax.Array, jax.Array]:
     """Row positions and segment starts of queries [B, T, ...]: both int32 [B, T]."""
@@ -113,6 +115,17 @@ def counted_keys(block_indices, t, start, select_block: int):
     return jnp.maximum(high - low + 1, 0).sum(-1)
 
 
+def clean_lists(lists: jax.Array, num_blocks: int) -> jax.Array:
+    """Any int32 [..., n] as a list that all implementations read alike: ascending, distinct, padded at the end with J.
+
+    Entries outside [0, J) are padding; an entry that repeats another one is too.
+    """
+    place = np.arange(lists.shape[-1])
+    repeats = ((lists[..., :, None] == lists[..., None, :]) & (place[:, None] > place)).any(-1)
+    inside = (lists >= 0) & (lists < num_blocks) & ~repeats
+    return jnp.sort(jnp.where(inside, lists, num_blocks), axis=-1)
+
+
 def listed_blocks(lists, num_blocks: int):
     """Which blocks a list holds: int32 [..., n] -> bool [..., J]. Padding (J) stands for nothing."""
     return (lists[..., None] == np.arange(num_blocks, dtype=np.int32)).any(-2)
@@ -123,11 +136,21 @@ def also_listed(lists, others, num_blocks: int):
     return (lists[..., :, None] == others[..., None, :]).any(-1) & (lists < num_blocks)
 
 
+def rank_bits(scores: jax.Array) -> jax.Array:
+    """Float32 scores as int32 in [0, 0x7F7FFFFF] that order like them: what selection ranks blocks by.
+
+    NaN and negative numbers rank as 0 and infinity as the largest finite number, so that any scores give a full list.
+    """
+    # Integers are compared, because the minimum and maximum of NaN and a number differ between devices.
+    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
+    return jnp.where((bits >= 0) & (bits <= INFINITY_BITS), jnp.minimum(bits, INFINITY_BITS - 1), 0)
+
+
 def select_from_importance(importance: jax.Array, t: jax.Array, start: jax.Array, config: NSAConfig) -> jax.Array:
     """Picks each query's block list from importance scores (paper eq. 11).
 
     Args:
-      importance: [..., J] float32 scores, >= 0.
+      importance: [..., J] float32 scores, >= 0; see `rank_bits` for others.
       t: [...] int32 query positions (broadcastable to importance's leading shape).
       start: [...] int32 segment starts, like `t`.
       config: the operator's config.
@@ -141,7 +164,8 @@ def select_from_importance(importance: jax.Array, t: jax.Array, start: jax.Array
     j = jnp.arange(num_blocks, dtype=jnp.int32)
     first, last = candidate_range(t[..., None], start[..., None], config.select_block)
     candidate = (j >= first) & (j <= last)
-    priority = jnp.where(candidate, importance, -1.0)
+    scores = jax.lax.bitcast_convert_type(rank_bits(importance), jnp.float32)
+    priority = jnp.where(candidate, scores, -1.0)
     priority = jnp.where(forced_blocks(j, first, last, config), jnp.inf, priority)
     if num_blocks < n:
         priority = jnp.pad(priority, [(0, 0)] * (priority.ndim - 1) + [(0, n - num_blocks)], constant_values=-1.0)

@@ -205,6 +205,7 @@ def decode_attention(
     serve = {reference: _reference, xla: _xla}.get(module)
     if serve is None:  # the kernels bound the lengths themselves, which spares the step one more launch
         serve, lengths = module.decode_attention, kernel_lengths
+    segment_start = nsa._segments(segment_start)
     out, lists = serve(*arrays, lengths, config, segment_start)
     if not return_info:
         return out

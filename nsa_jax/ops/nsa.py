@@ -5,9 +5,11 @@ keys and values, C compressed blocks, J = ceil(S / select_block) selection block
 
 Every op takes:
   segment_start: int32 [B, T], the row position of the first token of each query's document; None means 0 everywhere.
-    A key position p may be used by the query at position t iff segment_start[t] <= p <= t.
-  query_offset: position of the first query in the keys' row, an int or a traced int32 scalar. None means that queries
-    and keys are the same tokens (S = T). Chunked prefill and context parallelism use it.
+    A key position p may be used by the query at position t iff segment_start[t] <= p <= t: a start below 0 is 0, and
+    one behind t leaves the query nothing.
+  query_offset: position of the first query in the keys' row, an int or an int32 scalar. None means that queries and
+    keys are the same tokens (S = T). Chunked prefill and context parallelism use it. A traced one, whose value is not
+    known, is clipped to what the keys allow, [0, S - T].
   implementation: "reference", "xla", "pallas", or None for the best that supports the inputs on this device
     (`implementations_served` tells which one it was).
 """
@@ -16,12 +18,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+import operator
 import types
 import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -106,8 +110,7 @@ def _check_length(name: str, have: int, query_offset, num_queries: int, need: in
         _require(
             have == need, f"{name} has length {have}: must be {need} for {num_queries} query tokens (no query_offset)"
         )
-    elif isinstance(query_offset, int):
-        _require(query_offset >= 0, f"query_offset={query_offset}: must be >= 0")
+    else:
         _require(have >= need, f"{name} has length {have}: must be at least {need} to reach the last query")
 
 
@@ -120,16 +123,53 @@ def _check_segments(segment_start, sizes: dict[str, int]) -> None:
         )
 
 
+def _segments(segment_start):
+    """The segment starts that implementations take: int32, with room for block arithmetic around them."""
+    return None if segment_start is None else jnp.clip(segment_start, 0, 2**30).astype(jnp.int32)
+
+
 def _check_config(config) -> None:
     _require(isinstance(config, NSAConfig), f"config={config!r}: must be an nsa_jax.NSAConfig")
 
 
+def _check_positive(name: str, value) -> int:
+    known = not isinstance(value, bool) and isinstance(value, (int, np.integer))
+    _require(known and 1 <= value < 2**31, f"{name}={value!r}: must be a positive int below 2**31")
+    return int(value)
+
+
+def _check_position(name: str, position, least: int = 0):
+    """A position in the keys' row as a Python int or, if it is an array, as that; None stays None.
+
+    Its value is checked if it is known.
+    """
+    if position is None:
+        return None
+    shape, dtype = getattr(position, "shape", ()), getattr(position, "dtype", np.dtype(type(position)))
+    _require(
+        shape == () and jnp.issubdtype(dtype, jnp.integer),
+        f"{name}={position!r}: must be an int or an integer scalar, not {dtype} of shape {shape}",
+    )
+    if not isinstance(position, jax.core.Tracer):
+        value = operator.index(position)
+        _require(least <= value < 2**31, f"{name}={value}: must be >= {least} and below 2**31")
+        position = position if isinstance(position, jax.Array) else value
+    return position
+
+
 def _last_position(query_offset, num_queries: int) -> int:
-    return (query_offset if isinstance(query_offset, int) else 0) + num_queries
+    """One past the last query's position; of a traced offset, the least that it can be."""
+    known = query_offset is not None and not isinstance(query_offset, jax.core.Tracer)
+    return (int(query_offset) if known else 0) + num_queries
 
 
-def _offset(query_offset):
-    return 0 if query_offset is None else query_offset
+def _offset(query_offset, most: int | None = None):
+    """The offset that implementations take: a traced one within [0, most], since it could not be checked."""
+    if query_offset is None:
+        return 0
+    if isinstance(query_offset, jax.core.Tracer):
+        return jnp.clip(query_offset, 0, most).astype(jnp.int32)
+    return query_offset
 
 
 def _module(implementation: str) -> types.ModuleType:
@@ -202,6 +242,7 @@ def compressed_attention(
     _check_config(config)
     sizes = _check_query(query)
     _check_key_value(("key_cmp", "value_cmp"), key_cmp, value_cmp, query, sizes, "C")
+    query_offset = _check_position("query_offset", query_offset)
     length = sizes["T"]
     _check_length(
         "key_cmp",
@@ -213,7 +254,12 @@ def compressed_attention(
     _check_segments(segment_start, sizes)
     module = _choose("compressed_attention", implementation, query, key_cmp, value_cmp, config=config)
     out, lse = module.compressed_attention(
-        query, key_cmp, value_cmp, config=config, segment_start=segment_start, query_offset=_offset(query_offset)
+        query,
+        key_cmp,
+        value_cmp,
+        config=config,
+        segment_start=_segments(segment_start),
+        query_offset=_offset(query_offset),
     )
     return out, jax.lax.stop_gradient(lse)
 
@@ -261,6 +307,7 @@ def select_blocks(
     _require(
         lse.dtype == jnp.float32, f"lse has dtype {lse.dtype}: must be float32, as compressed_attention returns it"
     )
+    query_offset = _check_position("query_offset", query_offset)
     length = sizes["T"]
     _check_length(
         "key_cmp",
@@ -274,7 +321,7 @@ def select_blocks(
         query_offset is None or num_keys is not None,
         "num_keys=None: must be the number of keys when query_offset is given",
     )
-    num_keys = length if num_keys is None else num_keys
+    num_keys = length if num_keys is None else _check_positive("num_keys", num_keys)
     _require(
         num_keys >= _last_position(query_offset, length),
         f"num_keys={num_keys}: must be at least {_last_position(query_offset, length)} to reach the last query",
@@ -287,8 +334,8 @@ def select_blocks(
         lse,
         config=config,
         num_keys=num_keys,
-        segment_start=segment_start,
-        query_offset=_offset(query_offset),
+        segment_start=_segments(segment_start),
+        query_offset=_offset(query_offset, num_keys - length),
     )
     return checkpoint_name(indices, "nsa_block_indices")
 
@@ -310,7 +357,8 @@ def selected_attention(
       query: [B, T, N, H], float32 or bfloat16. Scores are scaled by 1/sqrt(H).
       key: [B, S, K, H].
       value: [B, S, K, V].
-      block_indices: int32 [B, T, K, n], distinct and ascending, entries >= J (padding) at the end are ignored.
+      block_indices: int32 [B, T, K, n], the set of blocks each query reads: entries outside [0, J) are padding, such as
+        J or -1, and order and repeats change nothing. J = ceil(S / select_block).
       select_block: l', tokens in one block.
       segment_start: int [B, T] or None; see the module's docstring.
       query_offset: position of the first query, or None; see the module's docstring.
@@ -325,22 +373,22 @@ def selected_attention(
     """
     sizes = _check_query(query)
     _check_key_value(("key", "value"), key, value, query, sizes, "S")
+    query_offset = _check_position("query_offset", query_offset)
     _check_length("key", sizes["S"], query_offset, sizes["T"], _last_position(query_offset, sizes["T"]))
     _check_array("block_indices", block_indices, "BTKn", sizes, origin="query and key")
     _require(block_indices.dtype == jnp.int32, f"block_indices has dtype {block_indices.dtype}: must be int32")
-    _require(
-        isinstance(select_block, int) and select_block >= 1, f"select_block={select_block!r}: must be a positive int"
-    )
+    _require(sizes["n"] >= 1, f"block_indices has shape {tuple(block_indices.shape)}: every size must be >= 1")
+    select_block = _check_positive("select_block", select_block)
     _check_segments(segment_start, sizes)
     module = _choose("selected_attention", implementation, query, key, value, select_block=select_block)
     return module.selected_attention(
         query,
         key,
         value,
-        block_indices,
+        blocks.clean_lists(block_indices, blocks.num_selection_blocks(sizes["S"], select_block)),
         select_block=select_block,
-        segment_start=segment_start,
-        query_offset=_offset(query_offset),
+        segment_start=_segments(segment_start),
+        query_offset=_offset(query_offset, sizes["S"] - sizes["T"]),
     )
 
 
@@ -374,15 +422,16 @@ def window_attention(
     """
     sizes = _check_query(query)
     _check_key_value(("key", "value"), key, value, query, sizes, "S")
+    query_offset = _check_position("query_offset", query_offset)
     _check_length("key", sizes["S"], query_offset, sizes["T"], _last_position(query_offset, sizes["T"]))
-    _require(isinstance(window, int) and window >= 1, f"window={window!r}: must be a positive int")
+    window = _check_positive("window", window)
     _check_segments(segment_start, sizes)
     module = _choose(
         "window_attention", implementation, query, key, value, window=window, packed=segment_start is not None
     )
-    return module.window_attention(
-        query, key, value, window=window, segment_start=segment_start, query_offset=_offset(query_offset)
-    )
+    offset = _offset(query_offset, sizes["S"] - sizes["T"])
+    start = _segments(segment_start)
+    return module.window_attention(query, key, value, window=window, segment_start=start, query_offset=offset)
 
 
 def _check_branches(
@@ -405,6 +454,7 @@ def _check_branches(
         f"key_cmp and value_cmp have shapes {tuple(key_cmp.shape)} and {tuple(value_cmp.shape)}: must have "
         f"K={sizes['K']} heads and V={sizes['V']} to match key_slc and value_slc",
     )
+    _require(hasattr(gates, "shape"), f"gates={gates!r}: must be an array [B, T, N, 3]")
     _require(
         tuple(gates.shape) == (sizes["B"], sizes["T"], sizes["N"], 3),
         f"gates has shape {tuple(gates.shape)}: must be {(sizes['B'], sizes['T'], sizes['N'], 3)}",
@@ -477,38 +527,43 @@ def nsa_attention(
       NotImplementedError: the named implementation cannot serve these inputs.
     """
     tensors = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
+    query_offset = _check_position("query_offset", query_offset)
+    window_start = _check_position("window_start", window_start, least=-(2**31) + 1)
     positions = dict(segment_start=segment_start, query_offset=query_offset, window_start=window_start)
     sizes = _check_branches(tensors, gates, config=config, **positions)
-    length, modules = sizes["T"], set()
-    for op, arrays, static in _branches(tensors, config=config, packed=segment_start is not None):
-        modules.add(_choose(op, implementation, *arrays, **static))
-    if modules == {_module("pallas")}:
+    length = sizes["T"]
+    offset, segment_start = _offset(query_offset, sizes["S"] - length), _segments(segment_start)
+    branches = _branches(tensors, config=config, packed=segment_start is not None)
+    modules = [_choose(op, implementation, *arrays, **static) for op, arrays, static in branches]
+    if set(modules) == {_module("pallas")}:
         # One backward pass for all branches: less memory and less traffic than the sum of three ops.
         out, block_indices = _module("pallas").nsa_attention(
             *tensors,
             gates,
             config=config,
             segment_start=segment_start,
-            query_offset=_offset(query_offset),
+            query_offset=offset,
             window_start=window_start,
             nonnegative_gates=nonnegative_gates,
         )
     else:
+        query_offset = None if query_offset is None else offset
         common = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
         out_cmp, lse = compressed_attention(query, key_cmp, value_cmp, config=config, **common)
         block_indices = select_blocks(query, key_cmp, lse, config=config, num_keys=sizes["S"], **common)
-        out_slc = selected_attention(
-            query, key_slc, value_slc, block_indices, select_block=config.select_block, **common
+        where = dict(segment_start=segment_start, query_offset=offset)
+        out_slc = modules[2].selected_attention(  # the lists are the operator's own and need no cleaning
+            query, key_slc, value_slc, block_indices, select_block=config.select_block, **where
         )
         if window_start is not None:
             # Positions are counted from the window's first key; what lies before the row is nobody's document.
             start = jnp.zeros((sizes["B"], length), jnp.int32) if segment_start is None else segment_start
             common["segment_start"] = start.astype(jnp.int32) - window_start
-            common["query_offset"] = query_offset - jnp.asarray(window_start, jnp.int32)
+            common["query_offset"] = offset - jnp.asarray(window_start, jnp.int32)
         out_win = window_attention(query, key_win, value_win, window=config.window, **common)
         gate = gates.astype(jnp.float32)
-        branches = (out_cmp, out_slc, out_win)
-        weighted = [gate[..., i, None] * branch.astype(jnp.float32) for i, branch in enumerate(branches)]
+        outs = (out_cmp, out_slc, out_win)
+        weighted = [gate[..., i, None] * branch.astype(jnp.float32) for i, branch in enumerate(outs)]
         out = (weighted[0] + weighted[1] + weighted[2]).astype(query.dtype)
     return (out, block_indices) if return_block_indices else out
 

@@ -87,6 +87,6 @@ def attend(
         others,
         kv_heads=kv_heads,
         config=config,
-        segment_start=segment_start,
+        segment_start=nsa._segments(segment_start),
         nonnegative_gates=nonnegative_gates,
     )

@@ -4,12 +4,13 @@ Normally this is JAX's default device. Compiling ahead of time for a GPU that is
 
     with compile_for(Target("gpu", (8, 0))):
         jax.jit(step).trace(...).lower(lowering_platforms=("cuda",)).compile()
+
+The target is part of what JAX caches traces by, so one jitted function can be traced for several devices in turn.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -41,22 +42,20 @@ class Target:
         return self.compute_capability is not None and self.compute_capability[0] == 9
 
 
-_OVERRIDE: contextvars.ContextVar[Target | None] = contextvars.ContextVar("nsa_jax_target", default=None)
+# A user context rather than a context variable: JAX retraces where its value differs.
+_OVERRIDE = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
 def compile_for(target: Target) -> Iterator[Target]:
     """Makes ops traced in this context choose for `target` instead of the default device."""
-    token = _OVERRIDE.set(dataclasses.replace(target, ahead_of_time=True))
-    try:
+    with _OVERRIDE(dataclasses.replace(target, ahead_of_time=True)):
         yield target
-    finally:
-        _OVERRIDE.reset(token)
 
 
 def current_target() -> Target:
     """The device ops are being traced for: `compile_for`'s if inside one, else JAX's default device."""
-    override = _OVERRIDE.get()
+    override = _OVERRIDE.value
     if override is not None:
         return override
     default: Any = getattr(jax.config, "jax_default_device", None)

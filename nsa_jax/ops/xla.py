@@ -201,7 +201,9 @@ def _attend_fwd(plan: _Plan, num_keys: int, rows: _Chunk, key: jax.Array, value:
         total = weights.sum(-1)
         out = _dot(f"{plan.scores},{plan.keys}v->bqkgv", weights.astype(value.dtype), plan.load(value, chunk))
         out = out / _to_rows(plan, jnp.where(total > 0, total, 1.0))[..., None]
-        return None, (out.astype(chunk.query.dtype), _to_rows(plan, peak + jnp.log(total)))
+        # Masked before the logarithm as well as behind it: its derivative is part of second derivatives.
+        lse = jnp.where(total == 0, -jnp.inf, peak + jnp.log(jnp.where(total == 0, 1.0, total)))
+        return None, (out.astype(chunk.query.dtype), _to_rows(plan, lse))
 
     _, (out, lse) = _over_chunks(plan, body, None, rows)
     return (out, lse), (rows, key, value, out, lse)
@@ -215,7 +217,7 @@ def _attend_bwd(plan: _Plan, num_keys: int, residuals, cotangents):
         chunk, out, lse, dout = arrays
         key_part, value_part = plan.load(key, chunk), plan.load(value, chunk)
         scores, mask = _chunk_scores(plan, chunk, key_part, num_keys)
-        probs = jnp.where(mask, jnp.exp(scores - _to_scores(plan, lse)), 0.0)
+        probs = jnp.exp(jnp.where(mask, scores - _to_scores(plan, lse), -jnp.inf))
         dvalue = _dot(f"{plan.scores},bqkgv->{plan.keys}v", probs.astype(value.dtype), dout)
         dprobs = _dot(f"bqkgv,{plan.keys}v->{plan.scores}", dout, value_part)
         delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)

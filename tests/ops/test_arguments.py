@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import nsa_jax
@@ -63,6 +65,20 @@ MISTAKES = {
     "index_shape": (_selected, dict(block_indices=jnp.zeros((1, 40, 4, 4), jnp.int32)), r"block_indices.*must be 2"),
     "lse_dtype": (_select, dict(lse=jnp.zeros((1, 40, 4), jnp.bfloat16)), r"lse has dtype bfloat16: must be float32"),
     "num_keys_missing": (_select, dict(query_offset=0), r"num_keys=None: must be the number of keys"),
+    "gates_missing": (_nsa, dict(gates=None), r"gates=None: must be an array \[B, T, N, 3\]"),
+    "offset_numpy": (_window, dict(query_offset=np.int64(-1)), r"query_offset=-1: must be >= 0"),
+    "offset_numpy_too_large": (_window, dict(query_offset=np.int64(1)), r"key has length 40: must be at least 41"),
+    "offset_array": (_window, dict(query_offset=jnp.int32(1)), r"key has length 40: must be at least 41"),
+    "offset_float": (_nsa, dict(query_offset=1.0), r"query_offset=1.0: must be an int or an integer scalar, not float"),
+    "offset_bool": (_nsa, dict(query_offset=True), r"query_offset=True: must be an int or an integer scalar, not bool"),
+    "offset_per_row": (_select, dict(query_offset=jnp.zeros(1, jnp.int32), num_keys=40), r"of shape \(1,\)"),
+    "window_start": (_nsa, dict(query_offset=0, window_start="0"), r"window_start='0': must be an int or an integer"),
+    "window_bool": (_window, dict(window=True), r"window=True: must be a positive int below 2\*\*31"),
+    "window_large": (_window, dict(window=2**31), r"window=2147483648: must be a positive int below 2\*\*31"),
+    "select_block_bool": (_selected, dict(select_block=True), r"select_block=True: must be a positive int"),
+    "no_index": (_selected, dict(block_indices=jnp.zeros((1, 40, 2, 0), jnp.int32)),
+                 r"block_indices has shape \(1, 40, 2, 0\): every size must be >= 1"),
+    "num_keys_float": (_select, dict(num_keys=40.0), r"num_keys=40.0: must be a positive int"),
     "num_keys_small": (_select, dict(num_keys=39), r"num_keys=39: must be at least 40"),
 }  # fmt: skip
 
@@ -88,6 +104,22 @@ def test_mistake_is_explained(name):
 def test_impossible_geometry_is_explained(field, value, message):
     with pytest.raises(ValueError, match=message):
         NSAConfig(**{field: value})
+
+
+def test_a_traced_offset_is_checked_as_far_as_it_is_known():
+    keys = dict(key=ARRAYS["key_win"][:, :39], value=ARRAYS["value_win"][:, :39])
+    with pytest.raises(ValueError, match="key has length 39: must be at least 40 to reach the last query"):
+        jax.eval_shape(lambda offset: _window(**keys, query_offset=offset), jnp.int32(0))
+    with pytest.raises(ValueError, match=r"query_offset=.*: must be an int or an integer scalar, not float32"):
+        jax.eval_shape(lambda offset: _window(query_offset=offset), jnp.float32(0))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_integers_of_numpy_and_the_largest_window(implementation):
+    want = _window(window=40, implementation=implementation)
+    for changes in (dict(window=np.int64(40), query_offset=np.int32(0)), dict(window=2**31 - 1)):
+        chex.assert_trees_all_close(_window(**changes, implementation=implementation), want, rtol=1e-5, atol=1e-6)
 
 
 def test_named_implementation_that_cannot_serve_says_why():

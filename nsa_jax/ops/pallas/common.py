@@ -40,6 +40,20 @@ def triton_call(kernel, *, num_warps: int, num_stages: int, **kwargs: Any):
     )
 
 
+@jax.custom_jvp
+def first_derivative(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays as they are, for the forward and backward passes of kernels, which cannot be differentiated again."""
+    return arrays
+
+
+@first_derivative.defjvp
+def _refuse_second_derivative(primals, tangents):
+    raise NotImplementedError(
+        "second derivatives: the GPU kernels have first ones only. Fix: differentiate with implementation='xla', "
+        "which has both"
+    )
+
+
 def pieces(dim: int) -> list[tuple[int, int]]:
     """Splits a head dim into (offset, size) with power-of-two sizes, which is all that Triton tiles can have."""
     out, offset = [], 0

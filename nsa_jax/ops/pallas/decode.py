@@ -38,8 +38,6 @@ from nsa_jax.ops.pallas.decode_parts import (
     share_of,
 )
 
-_INF_BITS = 0x7F800000
-
 
 def _visible_range(t, start, num_cmp: int, config: NSAConfig):
     """The compressed blocks that a query sees and the cache holds, [low, high)."""
@@ -48,9 +46,10 @@ def _visible_range(t, start, num_cmp: int, config: NSAConfig):
 
 
 def _candidates(t, start, config: NSAConfig):
-    """First and last candidate of the selected branch, last < first if there is none."""
+    """First and last candidate of the selected branch, 0 and -1 if there is none."""
     first, last = blocks.candidate_range(jnp.maximum(t, 0), start, config.select_block)
-    return first, jnp.where((start <= t) & (t >= 0), last, first - 1)
+    some = (start <= t) & (t >= 0)
+    return jnp.where(some, first, 0), jnp.where(some, last, -1)
 
 
 def _compressed_kernel(*refs, num_starts, num_queries, capacity, group, rows, keys, num_cmp, scale, config: NSAConfig):
@@ -127,8 +126,7 @@ def _importance(sum_ref, width: int, low, high, num_cmp: int, config: NSAConfig)
 def _write_list(importance, list_ref, first, last, num_blocks: int, config: NSAConfig):
     """Writes the ascending list of one query, whose candidates [first, last] all lie within `importance` [width].
 
-    The n-th largest score is found by narrowing a range of float32 bits: scores are never negative, so their bits order
-    like their values.
+    The n-th largest score is found by narrowing a range of float32 bits, see `blocks.rank_bits`.
     """
     n, width = config.num_selected, importance.shape[0]
     j = iota(width)
@@ -137,7 +135,7 @@ def _write_list(importance, list_ref, first, last, num_blocks: int, config: NSAC
     candidates = last - first + 1
     taken = jnp.minimum(candidates, n)
     want = taken - jnp.minimum(candidates, config.num_initial + config.num_local)  # how many are chosen by score
-    bits = jnp.where(free, lax.bitcast_convert_type(importance, jnp.int32), -1)
+    bits = jnp.where(free, blocks.rank_bits(importance), -1)
 
     # Several thresholds at a time, their counts in the fields of one integer: a step takes as long as its one sum.
     field = width.bit_length() - 1  # forced blocks are not counted, so a count is less than `width`
@@ -162,7 +160,7 @@ def _write_list(importance, list_ref, first, last, num_blocks: int, config: NSAC
     low = jnp.int32(0)
     high = jnp.where(want > 0, jnp.max(bits) + 1, 0)
     low, _, _ = lax.while_loop(unresolved, narrow, (low, high, jnp.sum((bits >= low).astype(jnp.int32))))
-    low = jnp.where(want > 0, low, _INF_BITS)
+    low = jnp.where(want > 0, low, blocks.INFINITY_BITS)
     sure = forced | (bits > low)
     tied = bits == low
     ties = taken - jnp.sum(sure.astype(jnp.int32))  # this many of the tied, the lowest indices

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops.pallas import gate_kernels, ranged, ranged_cudnn, ranged_hopper
+from nsa_jax.ops.pallas.common import first_derivative
 from nsa_jax.ops.pallas.ranged_backward import ranged_backward
 from nsa_jax.ops.pallas.select import select_blocks
 from nsa_jax.ops.pallas.selected import selected_forward
@@ -185,14 +186,15 @@ def _forward(static: _Static, queries, others, positions):
 
 
 def _nsa_fwd(static: _Static, queries, others, positions):
-    return _forward(static, queries, others, positions)
+    query, *others = first_derivative(queries[0], *others)
+    return _forward(static, (query,), tuple(others), positions)
 
 
 def _nsa_bwd(static: _Static, residuals, cotangents):
     query, others, positions, indices, outs, lses = residuals
     segment_start, offset, _ = positions
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = others
-    d_out, _ = cotangents
+    (d_out,) = first_derivative(cotangents[0])
     gate = gates.astype(jnp.float32)
     d_gates, d_out = gate_kernels.gate_gradients(outs, d_out, static.kv_heads)
     # From here on the outputs are not needed.

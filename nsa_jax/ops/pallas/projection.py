@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops.pallas.common import pieces, triton_call
+from nsa_jax.ops.pallas.common import first_derivative, pieces, triton_call
 
 # The forward kernel's name, by which remat policies know it: cheap enough to run again.
 NAME = "nsa_split_projection"
@@ -224,11 +224,12 @@ def _split(projected: jax.Array, cos: jax.Array, sin: jax.Array, layout: _Layout
 
 
 def _split_fwd(projected, cos, sin, layout: _Layout):
+    (projected,) = first_derivative(projected)
     return _forward(projected, cos, sin, layout), (cos, sin)
 
 
 def _split_bwd(layout: _Layout, residuals, gradients: Pieces):
-    queries, *others, logits = gradients
+    queries, *others, logits = jax.tree.map(lambda x: first_derivative(x)[0], gradients)
     (batch, length), dtype = logits.shape[:2], logits.dtype
     columns = layout.width - layout.logits
     # Padded here, so that the kernel copies whole widths.

@@ -22,7 +22,17 @@ from jax.experimental import pallas as pl
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
 from nsa_jax.ops.pallas import ranged_backward, ranged_cudnn, ranged_hopper, tuning
-from nsa_jax.ops.pallas.common import LN2, LOG2E, dot, load_rows, pieces, row_delta, store_rows, triton_call
+from nsa_jax.ops.pallas.common import (
+    LN2,
+    LOG2E,
+    dot,
+    first_derivative,
+    load_rows,
+    pieces,
+    row_delta,
+    store_rows,
+    triton_call,
+)
 from nsa_jax.ops.pallas.ranged_tiles import (
     key_block,
     key_loops,
@@ -112,13 +122,14 @@ _ranged = jax.custom_vjp(dispatch_forward, nondiff_argnums=(5, 6))
 
 
 def _ranged_fwd(query, key, value, low, high, span, cudnn):
+    query, key, value = first_derivative(query, key, value)
     out, lse = dispatch_forward(query, key, value, low, high, span, cudnn)
     return (out, lse), (query, key, value, low, high, out, lse)
 
 
 def _ranged_bwd(span, cudnn, residuals, cotangents):
     del cudnn
-    grad_out, _ = cotangents
+    (grad_out,) = first_derivative(cotangents[0])
     query, key, value, low, high, out, lse = residuals
     delta = row_delta(out, grad_out)
     grads = ranged_backward.ranged_backward(query, key, value, low, high, delta, lse, grad_out, span)

@@ -2,8 +2,8 @@
 
 The scores kernel keeps a tile of compressed keys and walks over the G query heads, whose probabilities it adds up; the
 mask and the fold into selection blocks come after that sum, once per tile, as float32 sums. The top-n kernel finds the
-n-th largest score of a row by bisection on the float32 bits (scores are never negative, so bits order like values) and
-compacts what lies above it in ascending order.
+n-th largest score of a row by bisection on the float32 bits (`blocks.rank_bits`) and compacts what lies above it in
+ascending order.
 
 The scores are a [T, J] buffer, so query ranges are processed one after the other within a bounded buffer.
 """
@@ -181,8 +181,7 @@ def _select_rows(s_ref, out_ref, first, last, width: int, num_blocks: int, confi
         if s_ref.shape[0] > 1:
             scores += s_ref[1, :, pl.ds(at + 1, size)]
         from_first = j - (first + initial)[:, None]
-        bits = lax.bitcast_convert_type(scores, jnp.int32)
-        return jnp.where((from_first >= 0) & (from_first < free[:, None]), bits, -1)
+        return jnp.where((from_first >= 0) & (from_first < free[:, None]), blocks.rank_bits(scores), -1)
 
     bits = [bits_of(j, *part) for j, part in zip(columns, parts, strict=True)]
 
@@ -250,7 +249,7 @@ def _top_n_kernel(*refs, rows, widths, config: NSAConfig, length, num_blocks, pa
     row = jnp.minimum(row, length - 1)
     start = start_refs[0][row] if packed else jnp.zeros_like(row)
     first, last = blocks.candidate_range(where_ref[0] + row, start, config.select_block)
-    needed = jnp.max(last) + 1
+    needed = jnp.maximum(jnp.max(last) + 1, 1)  # rows without candidates get a list too
     below = 0
     for width in widths:  # early queries have few candidates: read no more than the next width
 

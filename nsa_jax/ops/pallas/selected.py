@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops.pallas import ranged_hopper, selected_hopper_tiles, selected_masked, tuning
-from nsa_jax.ops.pallas.common import LOG2E, pieces, row_delta, triton_call
+from nsa_jax.ops.pallas.common import LOG2E, first_derivative, pieces, row_delta, triton_call
 from nsa_jax.ops.pallas.selected_backward import selected_backward
 from nsa_jax.ops.pallas.selected_common import NEG, attend_block, empty_state, finish, load_once, store_once
 from nsa_jax.ops.pallas.selected_key_major import continue_by_key_block
@@ -281,12 +281,14 @@ def _selected(query, key, value, block_indices, segment_start, query_offset, sel
 
 
 def _selected_fwd(query, key, value, block_indices, segment_start, query_offset, select_block, packed):
+    query, key, value = first_derivative(query, key, value)
     out, lse = selected_forward(query, key, value, block_indices, segment_start, query_offset, select_block, packed)
     return out, (query, key, value, block_indices, segment_start, query_offset, out, lse)
 
 
 def _selected_bwd(select_block, packed, residuals, d_out):
     query, key, value, block_indices, segment_start, query_offset, out, lse = residuals
+    (d_out,) = first_derivative(d_out)
     d_query, d_key, d_value = selected_backward(
         query, key, value, block_indices, row_delta(out, d_out), lse, d_out,
         select_block=select_block, segment_start=segment_start, query_offset=query_offset,
