@@ -68,7 +68,8 @@ def finish(process: subprocess.Popen, workdir: pathlib.Path) -> None:
     """Waits for a run that must succeed."""
     if process.wait():
         tail = pathlib.Path(f"{workdir}.log").read_text()[-3000:]
-        raise SystemExit(f"{workdir.name} ended with status {process.returncode}:\n{tail}")
+        print(f"{workdir.name} ended with status {process.returncode}:\n{tail}", file=sys.stderr)
+        sys.exit(1)  # this thread; the missing result ends the benchmark
 
 
 def uninterrupted(options, workdir, cache, gpu) -> dict[str, Any]:
