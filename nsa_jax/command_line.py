@@ -140,7 +140,9 @@ def load_config(path: str) -> ConfigDict:
         if len(error.problems) == 1 and error.problems[0].rule == "R055":
             raise
         raise _file_error(*_what_happened(name, error)) from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() too: whatever ends the file's code is its mistake
         raise _file_error(*_what_happened(name, error)) from error
     if not isinstance(config, ConfigDict):
         kind = type(config).__name__
@@ -158,7 +160,10 @@ def _what_happened(name: str, error: BaseException) -> tuple[str, str]:
     line, text = (frames[-1].lineno, frames[-1].line) if frames else (None, "")
     if isinstance(error, SyntaxError) and error.filename == name:
         line, text = error.lineno, error.text
-    what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    try:
+        what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    except Exception:  # an exception of the file's own that cannot be shown
+        what = type(error).__name__
     where = f"{name}, line {line}" if line else name
     code = f"`{' '.join(text.split())[:100]}`: " if text else ""
     return f"{where}: {code}{' '.join(what.split())[:300]}", "correct the file"
@@ -178,9 +183,9 @@ def workdir_problems(workdir: str | Path) -> list[Problem]:
     try:
         directory = Path(workdir).absolute()
         for inside in (directory, directory / "checkpoints"):
-            if inside.exists() and not inside.is_dir():
+            if _exists(inside) and not inside.is_dir():
                 return [Problem("R023", "error", f"--workdir={text}: {inside} is a file", "name a directory")]
-        existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
+        existing = next(parent for parent in (directory, *directory.parents) if _exists(parent))
         with tempfile.TemporaryFile(dir=existing):
             pass
     except (OSError, ValueError) as error:
@@ -188,3 +193,12 @@ def workdir_problems(workdir: str | Path) -> list[Problem]:
         message = f"--workdir={text}: cannot be written ({reason})"
         return [Problem("R023", "error", message, "choose another --workdir, or correct its permissions")]
     return []
+
+
+def _exists(path: Path) -> bool:
+    """As Path.exists, but a path that cannot be (too long, with a null character) is an error in every Python."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
