@@ -20,9 +20,14 @@ import traceback
 from pathlib import Path
 
 from absl import app, flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The run's config, a file in configs/.", lock_config=True)
+from nsa_jax.command_line import OVERRIDE, collect_overrides, load_config, override, workdir_problems
+from nsa_jax.config import ConfigError, Problem, check, default_config
+from nsa_jax.fields import check_fields, nearest, walk
+
+_CONFIG = flags.DEFINE_string("config", None, "The run's config, a file in configs/.")
+_OVERRIDES = flags.DEFINE_multi_string(OVERRIDE, [], "Any field of the config, such as --config.train.steps=100.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is written; default: runs/<config.name>.")
 _RESUME = flags.DEFINE_string(
     "resume", None, "Start from another run's checkpoint, DIR or DIR@STEP, or from an exported model."
@@ -54,7 +59,7 @@ EXIT_CONFIG = 2
 EXIT_STOPPED = 1
 
 
-def preflight(config, workdir: Path, target: str, devices: int) -> int:
+def preflight(config, workdir: str, target: str, devices: int) -> int:
     """Examines the run and prints the report; returns the exit status."""
     # A preflight downloads nothing.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -63,7 +68,7 @@ def preflight(config, workdir: Path, target: str, devices: int) -> int:
 
     from nsa_jax.train import preflight as preflight_lib
 
-    report = preflight_lib.examine(config, workdir, target=target, devices=devices)
+    report = preflight_lib.examine(config, Path(workdir), target=target, devices=devices)
     preflight_lib.show(report, Console(width=None if sys.stdout.isatty() else 120))
     return report.exit_code
 
@@ -78,8 +83,8 @@ def _tell_others_apart(process: int, count: int) -> None:
 
 def train(config, workdir: Path) -> tuple[int, str]:
     """Trains; returns the exit status and, unless it is 0, what went wrong."""
-    from nsa_jax.config import ConfigError
     from nsa_jax.data import DataError
+    from nsa_jax.loading import LoadError
     from nsa_jax.train import CheckpointError, TrainingError, distributed, run
     from nsa_jax.train.profiling import parse_window
 
@@ -93,7 +98,7 @@ def train(config, workdir: Path) -> tuple[int, str]:
             _tell_others_apart(cluster.process_id, cluster.num_processes)
             distributed.check_same_run(config, workdir)
         run(config, workdir, _RESUME.value, profile=window)
-    except (ConfigError, CheckpointError, DataError, distributed.DistributedError) as error:
+    except (ConfigError, CheckpointError, DataError, LoadError, distributed.DistributedError) as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG, str(error)
     except TrainingError as error:
@@ -101,6 +106,16 @@ def train(config, workdir: Path) -> tuple[int, str]:
         distributed.find_cause(error)
         return EXIT_STOPPED, str(error)
     return 0, ""
+
+
+def read_config() -> tuple[ConfigDict, list[Problem]]:
+    """The config that the flags ask for, and what is wrong with the overrides.
+
+    Raises:
+      ConfigError: its file is at fault.
+    """
+    config = load_config(_CONFIG.value)
+    return config, override(config, _OVERRIDES.value)
 
 
 def main(argv: list[str]) -> int:
@@ -112,8 +127,17 @@ def main(argv: list[str]) -> int:
     logging.getLogger("nsa_jax").setLevel(logging.INFO)
     logging.getLogger("absl").setLevel(logging.ERROR)
 
-    config = _CONFIG.value
-    workdir = Path(_WORKDIR.value or f"runs/{config.name}").absolute()
+    try:
+        config, problems = read_config()
+        workdir = _WORKDIR.value or f"runs/{check_fields(config, default_config())[0].name}"
+        if not _PREFLIGHT.value:
+            problems += workdir_problems(workdir)
+        if problems or not _PREFLIGHT.value:  # otherwise the preflight's report shows what there is
+            for problem in check(config, problems):
+                print(problem, file=sys.stderr)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_CONFIG
     target = (_TARGET.value or config.preflight.target) if _PREFLIGHT.value else ""
 
     from nsa_jax.devices import choose_platform
@@ -122,19 +146,11 @@ def main(argv: list[str]) -> int:
     if _PREFLIGHT.value:
         return preflight(config, workdir, target, _DEVICES.value or config.preflight.devices)
 
-    from nsa_jax import config as config_lib
-
-    try:
-        for problem in config_lib.check(config):
-            print(problem, file=sys.stderr)
-    except config_lib.ConfigError as error:
-        print(error, file=sys.stderr)
-        return EXIT_CONFIG
     # Imported after the check: from here on devices are used.
     from nsa_jax.train import distributed
 
     try:
-        status, why = train(config, workdir)
+        status, why = train(config, Path(workdir).absolute())
     except BaseException as error:
         if distributed.peers() is not None:
             traceback.print_exc()
@@ -146,11 +162,13 @@ def main(argv: list[str]) -> int:
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """Parses flags; a field that does not exist, or a value of another type, is one line and status 2."""
+    """Parses flags; one that does not exist, or a value of another type, is one line and status 2."""
     try:
-        return flags.FLAGS(argv)
+        return flags.FLAGS(collect_overrides(flags.FLAGS.read_flags_from_files(argv, force_gnu=False)))
     except (flags.Error, AttributeError, TypeError, ValueError) as error:
-        print(f"the flags cannot be used: {error}", file=sys.stderr)
+        meant = nearest(getattr(error, "flagname", ""), dict(walk(default_config())))
+        hint = f" Or --config.{meant}?" if isinstance(error, flags.UnrecognizedFlagError) and meant else ""
+        print(f"the flags cannot be used: {' '.join(str(error).split())}{hint}", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
 
 

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from ml_collections import ConfigDict
+
+from nsa_jax.fields import ConfigError, Problem, check_fields, remote
+
+__all__ = [
+    *("CHOICES", "FATAL", "ConfigError", "NSAConfig", "Problem"),
+    *("accept", "check", "default_config", "nsa_config", "validate"),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,29 +47,33 @@ class NSAConfig:
     window: int = 512
 
     def __post_init__(self):
+        wrong = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-                raise ValueError(f"NSAConfig.{field.name}={value!r}: must be a positive int below 2**31")
-        if self.compress_block % self.compress_stride:
-            raise ValueError(
-                f"NSAConfig.compress_block={self.compress_block}: must be a multiple of "
-                f"compress_stride={self.compress_stride}"
-            )
-        if self.select_block % self.compress_stride:
-            raise ValueError(
-                f"NSAConfig.select_block={self.select_block}: must be a multiple of "
-                f"compress_stride={self.compress_stride}"
-            )
+                wrong.append(f"NSAConfig.{field.name}={value!r}: must be a positive int below 2**31")
+        if wrong := wrong or self._impossible():
+            raise ValueError("; ".join(wrong))
+
+    def _impossible(self) -> list[str]:
+        """How the fields contradict each other."""
+        wrong = []
+        for name in ("compress_block", "select_block"):
+            if getattr(self, name) % self.compress_stride:
+                wrong.append(
+                    f"NSAConfig.{name}={getattr(self, name)}: must be a multiple of "
+                    f"compress_stride={self.compress_stride}"
+                )
         if self.compress_block > self.select_block:
-            raise ValueError(
+            wrong.append(
                 f"NSAConfig.compress_block={self.compress_block}: must be at most select_block={self.select_block}"
             )
         if self.num_initial + self.num_local > self.num_selected:
-            raise ValueError(
+            wrong.append(
                 f"NSAConfig.num_selected={self.num_selected}: must be at least num_initial + num_local = "
                 f"{self.num_initial + self.num_local}, since forced blocks count towards it"
             )
+        return wrong
 
 
 def default_config() -> ConfigDict:
@@ -189,34 +201,6 @@ def nsa_config(config: ConfigDict) -> NSAConfig:
     return NSAConfig(**config.model.nsa.to_dict())
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """One finding about a config.
-
-    Attributes:
-      rule: stable id such as "R012"; `config.preflight.ignore` names it.
-      severity: "error" (refuses to run), "warning", or "ignored" (an error that the config accepts).
-      message: the field, its value and what is wrong.
-      fix: what to change.
-    """
-
-    rule: str
-    severity: str
-    message: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.rule} {self.severity}: {self.message}. Fix: {self.fix}"
-
-
-class ConfigError(ValueError):
-    """Raised with every error that validation found; `problems` holds them."""
-
-    def __init__(self, problems: list[Problem]):
-        self.problems = problems
-        super().__init__("\n".join(["the config cannot run:", *(f"  {p}" for p in problems)]))
-
-
 class _Findings:
     """Collects problems while rules run."""
 
@@ -246,6 +230,7 @@ CHOICES = {
 }
 
 _AT_LEAST = {
+    3: "data.synthetic_vocab",
     1: (
         "model.dim model.num_layers model.num_heads model.num_kv_heads model.head_dim data.seq_len data.prefetch "
         "train.steps train.batch_size train.grad_accum train.log_every train.keep_last mesh.fsdp mesh.tensor "
@@ -254,8 +239,21 @@ _AT_LEAST = {
     0: (
         "seed model.vocab_size model.value_head_dim model.mlp_dim data.max_documents data.num_workers train.eval_every "
         "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip "
-        "guards.floor_steps guards.max_gap guards.spike guards.plateau_steps guards.early_stop guards.stall_seconds"
+        "guards.floor_steps guards.max_gap guards.spike guards.plateau_steps guards.early_stop guards.early_stop_delta "
+        "guards.min_gate_entropy guards.stall_seconds"
     ),
+}
+
+# Beyond these a slip of the keyboard is likelier than a purpose, and what it leads to is no clear message.
+_AT_MOST = {
+    1 << 24: "model.vocab_size data.bpe_vocab_size data.synthetic_vocab",
+    1 << 20: (
+        "model.dim model.num_layers model.num_heads model.num_kv_heads model.head_dim model.value_head_dim "
+        "model.mlp_dim model.nsa.compress_block model.nsa.compress_stride model.nsa.select_block "
+        "model.nsa.num_selected model.nsa.num_initial model.nsa.num_local model.nsa.window"
+    ),
+    1 << 10: "data.num_workers data.prefetch",
+    30 * 86_400: "guards.stall_seconds guards.heartbeat_seconds",
 }
 
 # field: (lowest, is it allowed itself, highest, is it allowed itself)
@@ -273,9 +271,17 @@ _RANGES = {
     "preflight.utilisation": (0.0, False, 1.0, True),
     "guards.floor_ratio": (0.0, True, 1.0, False),
     "guards.late_floor_ratio": (0.0, True, 1.0, False),
+    "guards.max_gate_share": (0.0, False, 1.0, True),
+    "guards.max_collapsed": (0.0, True, 1.0, True),
     "guards.heartbeat_seconds": (0.0, False, float("inf"), False),
     "guards.peer_seconds": (2.0, True, 600.0, True),
 }
+
+# Fields that name files: none can hold this character, and nothing here reads or writes buckets.
+_PATHS = "name compilation_cache_dir data.cache_dir data.tokenizer_path data.hf_path data.hf_name"
+
+# Errors that cannot be accepted by config.preflight.ignore: no run could follow.
+FATAL = frozenset(f"R{i:03}" for i in (0, 1, 2, 3, 4, 5, 7, 8, 10, 20, 21, 22, 55, 56, 57))
 
 _LONG_RUN = 5_000  # steps; beyond, a mistake costs days
 _TOY_PARAMETERS = 5_000_000  # outside the embedding; fewer are for trying things out
@@ -297,6 +303,11 @@ def _check_values(config: ConfigDict, found: _Findings) -> None:
             value = _field(config, name)
             if not value >= lowest:
                 found.error("R002", f"config.{name}={value}: too small", f"use at least {lowest}")
+    for highest, names in _AT_MOST.items():
+        for name in names.split():
+            value = _field(config, name)
+            if value > highest:
+                found.error("R002", f"config.{name}={value}: too large", f"use at most {highest:,}")
     for name, (low, low_included, high, high_included) in _RANGES.items():
         value = _field(config, name)
         inside = (value >= low if low_included else value > low) and (value <= high if high_included else value < high)
@@ -366,6 +377,18 @@ def _check_mesh(config: ConfigDict, found: _Findings) -> None:
             found.error("R020", message, fix)
 
 
+def _check_paths(config: ConfigDict, found: _Findings) -> None:
+    if not config.name:
+        found.error("R001", "config.name='': empty", "name the run; runs/<name> is its default workdir")
+    for name in _PATHS.split():
+        if "\0" in _field(config, name):
+            found.error("R001", f"config.{name}={_field(config, name)!r}: holds a null character", "remove it")
+    for name in ("compilation_cache_dir", "data.cache_dir"):
+        if scheme := remote(_field(config, name)):
+            message = f"config.{name}={_field(config, name)!r}: {scheme} is not supported"
+            found.error("R001", message, "use a local directory")
+
+
 def _check_data(config: ConfigDict, found: _Findings) -> None:
     d = config.data
     if d.source == "text" and not d.files:
@@ -390,6 +413,9 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
 
 def _check_training(config: ConfigDict, found: _Findings) -> None:
     t, o, mesh = config.train, config.optim, config.mesh
+    if t.batch_size * config.data.seq_len >= 1 << 31:
+        message = f"config.train.batch_size={t.batch_size}: {t.batch_size * config.data.seq_len:,} tokens in a step"
+        found.error("R010", message, f"use fewer than {1 << 31:,}: smaller batches or a smaller config.data.seq_len")
     if t.grad_accum >= 1 and t.batch_size % t.grad_accum:
         message = f"config.train.batch_size={t.batch_size}: not a multiple of grad_accum={t.grad_accum}"
         found.error("R010", message, "make it one; batch_size counts all micro-batches")
@@ -459,40 +485,55 @@ def _check_ignored(config: ConfigDict, found: _Findings) -> None:
         if not (isinstance(rule, str) and _RULE_ID.fullmatch(rule)):
             message = f"config.preflight.ignore: {rule!r} is no rule's id"
             found.error("R000", message, 'name the rules as errors do, such as ("R013",)')
+        elif rule in FATAL:
+            message = f"config.preflight.ignore: {rule} cannot be ignored, no run could follow"
+            found.error("R000", message, f"correct what {rule} says, and take it out of the tuple")
+
+
+_CHECKS = (_check_values, _check_paths, _check_model, _check_mesh, _check_data, _check_training, _check_ignored)
 
 
 def validate(config: ConfigDict) -> list[Problem]:
     """Everything that is wrong or doubtful about a config, without touching a device, data or the network.
 
     Args:
-      config: as `default_config` returns it, with edits.
+      config: as `default_config` returns it, with edits. Whatever else it is, is a problem too.
 
     Returns:
       All problems, errors first; empty if there are none.
     """
+    config, wrong, replaced = check_fields(config, default_config())
     found = _Findings()
-    for check_part in (_check_values, _check_model, _check_mesh, _check_data, _check_training, _check_ignored):
+    for check_part in _CHECKS:
         check_part(config, found)
+    # What a rule says about a field that has its default for the time being is not true.
+    doubtful = re.compile(rf"\b(?:{'|'.join(map(re.escape, replaced))})\b") if replaced else None
+    found.problems = wrong + [p for p in found.problems if doubtful is None or not doubtful.search(p.message)]
     return sorted(found.problems, key=lambda problem: (problem.severity != "error", problem.rule))
 
 
 def accept(problems: list[Problem], ignore: tuple[str, ...]) -> list[Problem]:
-    """Turns errors of the rules in `config.preflight.ignore` into severity "ignored"."""
+    """Turns errors of the rules in `config.preflight.ignore` into severity "ignored", if a run could follow."""
     return [
         dataclasses.replace(problem, severity="ignored")
-        if problem.severity == "error" and problem.rule in ignore
+        if problem.severity == "error" and problem.rule in ignore and problem.rule not in FATAL
         else problem
         for problem in problems
     ]
 
 
-def check(config: ConfigDict) -> list[Problem]:
-    """Raises if `validate` finds an error that is not ignored; returns the rest.
+def check(config: ConfigDict, found: Iterable[Problem] = ()) -> list[Problem]:
+    """Raises if there is an error that is not ignored; returns the rest.
+
+    Args:
+      config: as `default_config` returns it, with edits.
+      found: what is known to be wrong already; it cannot be ignored.
 
     Raises:
       ConfigError: with every problem that was found.
     """
-    problems = accept(validate(config), tuple(config.preflight.ignore))
+    clean, _, _ = check_fields(config, default_config())
+    problems = [*found, *accept(validate(config), clean.preflight.ignore)]
     if any(problem.severity == "error" for problem in problems):
         raise ConfigError(problems)
     return problems

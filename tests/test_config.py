@@ -77,6 +77,20 @@ BAD = [
     ("optim.learning_rate", 0.0, "R003"),
     ("optim.learning_rate", float("nan"), "R003"),
     ("optim.b2", 1.0, "R003"),
+    ("optim.clip", float("inf"), "R003"),
+    ("guards.min_gate_entropy", float("nan"), "R003"),
+    ("guards.min_gate_entropy", -1.0, "R002"),
+    ("guards.max_gate_share", 1.5, "R003"),
+    ("guards.max_collapsed", -0.1, "R003"),
+    ("guards.early_stop_delta", -0.1, "R002"),
+    ("guards.stall_seconds", 1e30, "R002"),
+    ("model.dim", 2**30, "R002"),
+    ("data.num_workers", 5000, "R002"),
+    ("data.synthetic_vocab", 0, "R002"),
+    ("train.batch_size", 2**21, "R010"),
+    ("name", "", "R001"),
+    ("data.cache_dir", "gs://bucket/cache", "R001"),
+    ("compilation_cache_dir", "a\0b", "R001"),
     ("model.num_kv_heads", 5, "R004"),
     ("model.head_dim", 63, "R004"),
     ("model.nsa.compress_stride", 7, "R005"),
@@ -104,7 +118,7 @@ def test_bad_values_are_found_with_field_and_fix(field, value, rule):
     problems = validate(config)
     assert [problem.rule for problem in problems] == [rule]
     assert problems[0].severity == "error" and problems[0].fix
-    assert name in problems[0].message and str(value) in problems[0].message
+    assert name in problems[0].message and (str(value) in problems[0].message or repr(value) in problems[0].message)
     with pytest.raises(ConfigError, match=rule):
         check(config)
 

@@ -2,7 +2,7 @@
 
 from nsa_jax.nn.attention import DenseAttention, NSAttention
 from nsa_jax.nn.cache import Cache, init_cache, memory_report
-from nsa_jax.nn.config import ModelConfig
+from nsa_jax.nn.config import ModelConfig, function_differences
 from nsa_jax.nn.decoder import Decoder
 from nsa_jax.nn.transformer import Block, Transformer, count_parameters
 
@@ -15,6 +15,7 @@ __all__ = [
     "NSAttention",
     "Transformer",
     "count_parameters",
+    "function_differences",
     "init_cache",
     "memory_report",
 ]

@@ -3,17 +3,56 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from nsa_jax.config import CHOICES, NSAConfig, nsa_config
+from nsa_jax.config import CHOICES, NSAConfig, Problem, default_config, nsa_config
 from nsa_jax.ops.nsa import IMPLEMENTATIONS
 
 
 def _default_mlp_dim(dim: int) -> int:
     """SwiGLU width with about the parameters of a 4x MLP: 8/3 of `dim`, rounded up to a multiple of 64."""
     return -(-8 * dim // (3 * 64)) * 64
+
+
+# What the same parameters compute depends on these and on the block geometry. It does not depend on how they were
+# initialised and are trained (init_std, dropout) or computed (dtypes, implementation, scan_layers, remat), and other
+# fields show in the parameters' shapes.
+_FUNCTION = "attention num_heads num_kv_heads head_dim rope_theta norm_eps tie_embeddings compressor".split()
+_GEOMETRY = {"nsa": tuple(field.name for field in dataclasses.fields(NSAConfig)), "window": ("window",)}
+
+
+def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
+    """R054: the same parameters would be another function.
+
+    Args:
+      saved: `config.model` that the parameters were trained with, as plain values; what it lacks has its default.
+      wanted: `config.model` that is to use them.
+
+    Returns:
+      An error for each field that differs, with both values.
+    """
+    default = default_config().model.to_dict()
+
+    def fields(model: Mapping[str, Any]) -> dict[str, Any]:
+        model, nsa = {**default, **model}, {**default["nsa"], **model.get("nsa", {})}
+        geometry = {f"nsa.{name}": nsa[name] for name in _GEOMETRY.get(model["attention"], ())}
+        return {name: model[name] for name in _FUNCTION} | geometry
+
+    old, new = fields(saved), fields(wanted)
+    return [
+        Problem(
+            "R054",
+            "error",
+            f"config.model.{name}: {old[name]!r} where it was saved, {new[name]!r} here, which is another function",
+            f'set {old[name]!r}; config.preflight.ignore=("R054",) accepts it',
+        )
+        for name in old
+        if name in new and old[name] != new[name] and (name != "compressor" or old["attention"] == "nsa")
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

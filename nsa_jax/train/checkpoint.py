@@ -19,7 +19,9 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from nsa_jax.config import accept
 from nsa_jax.data.errors import DataError
+from nsa_jax.nn import function_differences
 from nsa_jax.train import distributed
 from nsa_jax.train.state import State
 
@@ -71,6 +73,10 @@ def differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
         if old.get(name) != new.get(name):
             shown = [f"{tuple(entry[0])} {entry[1]}" if entry else "absent" for entry in (old.get(name), new.get(name))]
             lines.append(f"{name}: checkpoint {shown[0]}, config {shown[1]}")
+    if "config" in saved and "config" in wanted:
+        found = function_differences(saved["config"]["model"], wanted["config"]["model"])
+        found = accept(found, tuple(wanted["config"]["preflight"]["ignore"]))
+        lines += [str(problem) for problem in found if problem.severity == "error"]
     return lines
 
 

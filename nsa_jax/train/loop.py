@@ -233,12 +233,19 @@ class Run:
         """A fresh state with the weights of an exported (or imported) model."""
         from nsa_jax.export import load_exported
 
-        model, tokenizer, _ = load_exported(directory)
+        model, tokenizer, config = load_exported(directory)
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        saved = {"parameters": describe({"params": params}), "tokenizer": tokenizer.fingerprint}
+        saved = {
+            "parameters": describe({"params": params}),
+            "tokenizer": tokenizer.fingerprint,
+            "config": env.plain_config(config),
+        }
         if lines := differences(saved, info):
             shown = "\n  ".join(lines[:20])
-            raise CheckpointError(f"the config does not fit the exported model {directory}:\n  {shown}")
+            raise CheckpointError(
+                f"the config does not fit the exported model {directory}:\n  {shown}\n"
+                f"Fix: set the fields as in {directory / 'config.json'}, or give another model"
+            )
         state = self.setup.init()
         return {**state, "params": jax.tree.map(_put, params, self.setup.sharding["params"])}
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import shutil
 import time
 from pathlib import Path
@@ -31,8 +30,10 @@ from rich.text import Text
 
 from nsa_jax import aot
 from nsa_jax import config as config_lib
+from nsa_jax.command_line import workdir_problems
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.data import Pipeline
+from nsa_jax.fields import check_fields
 from nsa_jax.ops import pallas
 from nsa_jax.ops.target import current_target
 from nsa_jax.train import cost as cost_lib
@@ -122,12 +123,9 @@ def _changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") 
 
 def check_workdir(config: ConfigDict, workdir: Path) -> list[Problem]:
     """R023: the workdir can be written, and what it holds is this run."""
-    parent = workdir
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        message = f"workdir {workdir}: {parent} cannot be written"
-        return [Problem("R023", "error", message, "choose another --workdir, or correct its permissions")]
+    if problems := workdir_problems(workdir):
+        return problems
+    workdir = workdir.absolute()
     try:
         old = json.loads((workdir / "env.json").read_text())["config"]
     except FileNotFoundError:
@@ -306,8 +304,7 @@ def _compile_part(config: ConfigDict, made: Setup, gpu: str, vocab: int, start: 
 
 def _runnable(config: ConfigDict) -> bool:
     """Whether a model and batches can be made of the config at all."""
-    fatal = {f"R00{i}" for i in range(10)} - {"R006", "R009"}
-    return not any(problem.severity == "error" and problem.rule in fatal for problem in config_lib.validate(config))
+    return not any(p.severity == "error" and p.rule in config_lib.FATAL for p in config_lib.validate(config))
 
 
 def _data_and_selftest(config: ConfigDict, report: Report, pipeline: Pipeline | None) -> None:
@@ -341,6 +338,8 @@ def examine(
     """
     start = time.perf_counter()
     report = Report(problems=config_lib.validate(config))
+    if check_fields(config, config_lib.default_config())[1]:
+        return report
     report.problems += check_workdir(config, workdir)
     if _runnable(config):
         gpu, count = target or config.preflight.target, devices or config.preflight.devices

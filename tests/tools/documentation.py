@@ -238,11 +238,10 @@ for line in json.loads(sys.argv[1]):
     child = os.fork()
     if child == 0:
         try:
-            sys.argv = line  # where ml_collections looks for overrides
             rest = train.parse_flags(line)
             if len(rest) > 1:
                 raise ValueError(f"unexpected arguments {rest[1:]}")
-            config.check(train._CONFIG.value)
+            config.check(*train.read_config())
         except BaseException as error:
             print(" ".join(line), error, flush=True)
             os._exit(1)

@@ -1,0 +1,204 @@
+"""What train.py is told: the config's file, the flags that override its fields, the workdir.
+
+Every mistake in them becomes a `Problem` that says where it is. Overrides are taken out of the arguments before absl
+sees them, so that all that are wrong can be reported at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tempfile
+import traceback
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from nsa_jax.config import default_config
+from nsa_jax.fields import ConfigError, Problem, expected, no_such_field, remote, walk, wrong_value
+
+OVERRIDE = "config.FIELD"  # the flag that overrides are turned into
+_TRUE, _FALSE = ("true", "t", "1"), ("false", "f", "0")
+_NO_VALUE = "\0"  # no argument of a process can hold it
+
+
+def collect_overrides(argv: Sequence[str]) -> list[str]:
+    """Turns every --config.train.steps=5 into --config.FIELD=train.steps=5.
+
+    Args:
+      argv: arguments, the program first.
+
+    Returns:
+      The same arguments with "--config.X V" and "--noconfig.X" written like that too.
+    """
+    defaults = dict(walk(default_config()))
+    out, rest = [argv[0]], list(argv[1:])
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            return [*out, argument, *rest]
+        match = re.fullmatch(r"--?(no)?config\.([^=]*)(?:=(.*))?", argument, re.DOTALL)
+        if match is None or argument.startswith(f"--{OVERRIDE}="):  # the latter: the flag itself
+            out.append(argument)
+            continue
+        negated, name, value = match.groups()
+        if value is None and isinstance(defaults.get(name), bool):
+            value = "false" if negated else "true"
+        elif value is None:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else _NO_VALUE
+        out.append(f"--{OVERRIDE}={name}={value}")
+    return out
+
+
+def _parse(text: str, default: Any) -> Any:
+    """The value that a text means for a field with this default; the text itself if it means none."""
+    try:
+        if isinstance(default, bool):
+            return text.lower() in _TRUE if text.lower() in (*_TRUE, *_FALSE) else text
+        if isinstance(default, tuple):
+            # One text without quotes is a tuple of it: --config.data.files=corpus/*.txt.
+            value = ast.literal_eval(text) if text.startswith(("(", "[", "'", '"')) else (text,) if text else ()
+            return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        return type(default)(text)
+    except Exception:  # literal_eval raises what the parser does, MemoryError and RecursionError too
+        return text
+
+
+def override(config: ConfigDict, overrides: Sequence[str]) -> list[Problem]:
+    """Sets fields of a config.
+
+    Args:
+      config: changed where an override is right.
+      overrides: such as "train.steps=5". A field of several texts that is named several times gets all of them.
+
+    Returns:
+      What is wrong with the others.
+    """
+    defaults, problems, seen = dict(walk(default_config())), [], set()
+    for text in overrides:
+        name, _, value_text = text.partition("=")
+        if name not in defaults:
+            problems.append(_not_a_field(name, defaults))
+            continue
+        if value_text == _NO_VALUE:
+            problems.append(Problem("R057", "error", f"--config.{name}: no value", f"write --config.{name}=VALUE"))
+            continue
+        value = _parse(value_text, defaults[name])
+        if must_be := expected(value, defaults[name]):
+            problems.append(wrong_value(name, value, must_be, defaults[name]))
+            continue
+        *sections, last = name.split(".")
+        target = config
+        try:
+            for section in sections:
+                target = target[section]
+            if isinstance(value, tuple) and name in seen:
+                value = target[last] + value
+            target[last] = value
+        except Exception:  # the file's get_config() made another structure, which is reported as such
+            continue
+        seen.add(name)
+    return problems
+
+
+def _not_a_field(name: str, known: dict[str, Any]) -> Problem:
+    inside = [other for other in known if other.startswith(f"{name}.")]
+    if inside:
+        return Problem("R056", "error", f"config.{name}: a section, not a field", f"set its fields: config.{inside[0]}")
+    return no_such_field(name, known)
+
+
+def load_config(path: str) -> ConfigDict:
+    """The config that a file's get_config() returns.
+
+    Args:
+      path: of the file; what follows a colon is get_config's argument.
+
+    Raises:
+      ConfigError: naming the file and, if its code is at fault, the line.
+    """
+    name, colon, argument = path.partition(":")
+    try:
+        source = Path(name).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise _file_error(f"--config={path}: {reason}", "name a file such as configs/quickstart.py") from error
+    module = types.ModuleType("config_of_the_run")
+    module.__file__ = name
+    sys.modules[module.__name__] = module  # where dataclasses look for the names of their annotations
+    try:
+        exec(compile(source, name, "exec"), module.__dict__)
+        get_config = getattr(module, "get_config", None)
+        if not callable(get_config):
+            raise _file_error(f"{name}: no function get_config", "define get_config() that returns the config")
+        config = get_config(*([argument] if colon else []))
+    except ConfigError as error:
+        if len(error.problems) == 1 and error.problems[0].rule == "R055":
+            raise
+        raise _file_error(*_what_happened(name, error)) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() too: whatever ends the file's code is its mistake
+        raise _file_error(*_what_happened(name, error)) from error
+    if not isinstance(config, ConfigDict):
+        kind = type(config).__name__
+        raise _file_error(f"{name}: get_config() returned {kind}", "return what default_config() returned, edited")
+    return ConfigDict(config)  # one that can be changed, whatever kind it was
+
+
+def _file_error(message: str, fix: str) -> ConfigError:
+    return ConfigError([Problem("R055", "error", message, fix)])
+
+
+def _what_happened(name: str, error: BaseException) -> tuple[str, str]:
+    """Message and fix for an exception of the config's code: the last of the file's lines that took part."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
+    line, text = (frames[-1].lineno, frames[-1].line) if frames else (None, "")
+    if isinstance(error, SyntaxError) and error.filename == name:
+        line, text = error.lineno, error.text
+    try:
+        what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+    except Exception:  # an exception of the file's own that cannot be shown
+        what = type(error).__name__
+    where = f"{name}, line {line}" if line else name
+    code = f"`{' '.join(text.split())[:100]}`: " if text else ""
+    return f"{where}: {code}{' '.join(what.split())[:300]}", "correct the file"
+
+
+def workdir_problems(workdir: str | Path) -> list[Problem]:
+    """R023: a workdir is a directory of a local (or mounted) file system, and can be written.
+
+    Nothing is left behind: a temporary file is written into the directory, or into the first above it that exists.
+    """
+    text = str(workdir)
+    if scheme := remote(text):
+        message = f"--workdir={text}: {scheme} is not supported, checkpoints and logs are local files"
+        return [
+            Problem("R023", "error", message, "use a directory; mount the bucket, or copy the run there afterwards")
+        ]
+    try:
+        directory = Path(workdir).absolute()
+        for inside in (directory, directory / "checkpoints"):
+            if _exists(inside) and not inside.is_dir():
+                return [Problem("R023", "error", f"--workdir={text}: {inside} is a file", "name a directory")]
+        existing = next(parent for parent in (directory, *directory.parents) if _exists(parent))
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        message = f"--workdir={text}: cannot be written ({reason})"
+        return [Problem("R023", "error", message, "choose another --workdir, or correct its permissions")]
+    return []
+
+
+def _exists(path: Path) -> bool:
+    """As Path.exists, but a path that cannot be (too long, with a null character) is an error in every Python."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

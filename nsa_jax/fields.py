@@ -1,0 +1,158 @@
+"""Problems of a config, and what every field must be: there, of its default's type, and a number where one is due."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ml_collections import ConfigDict
+
+_LARGEST_INT = 2**31 - 1  # steps and token ids are int32
+_LARGEST_FLOAT = 3.4e38  # float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One finding about a config.
+
+    Attributes:
+      rule: stable id such as "R012"; `config.preflight.ignore` names it.
+      severity: "error" (refuses to run), "warning", or "ignored" (an error that the config accepts).
+      message: the field, its value and what is wrong.
+      fix: what to change.
+    """
+
+    rule: str
+    severity: str
+    message: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.rule} {self.severity}: {self.message}. Fix: {self.fix}"
+
+
+class ConfigError(ValueError):
+    """Raised with every error that was found; `problems` holds them."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        separator = " " if len(problems) == 1 else "\n  "
+        super().__init__(separator.join(["the config cannot run:", *map(str, problems)]))
+
+
+def walk(config: ConfigDict, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field, such as "model.dim", with its value."""
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from walk(value, f"{path}{name}.")
+        else:
+            yield path + name, value
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The one of `names` that a name which does not exist most likely means; empty if none is near."""
+    known, last = list(names), name.rpartition(".")[2]
+    # A field that is named without its section, or in the wrong one.
+    same = [other for other in known if other.rpartition(".")[2] == last]
+    found = difflib.get_close_matches(name, same, 1, 0.0) or difflib.get_close_matches(name, known, 1, 0.6)
+    return found[0] if found else ""
+
+
+def no_such_field(name: str, known: Iterable[str]) -> Problem:
+    """The error about a field, such as "trian.steps", that is none of those known."""
+    meant = nearest(name, known)
+    fix = f"did you mean config.{meant}? " if meant else ""
+    return Problem("R056", "error", f"config.{name}: no such field", f"{fix}docs/config.md lists all fields")
+
+
+def expected(value: Any, default: Any) -> str:
+    """What a field with this default must be, if `value` is not that; otherwise empty."""
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "True or False"
+    if isinstance(default, int):
+        right = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST_INT
+        return "" if right else f"a whole number up to {_LARGEST_INT:,}"
+    if isinstance(default, float):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return "" if number and abs(value) <= _LARGEST_FLOAT else "a finite number"  # nan is not <= anything
+    if isinstance(default, str):
+        return "" if _is_text(value) else "text"
+    right = isinstance(value, tuple) and all(map(_is_text, value))
+    return "" if right else 'a tuple of text, such as ("a.txt", "b.txt")'
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:  # half a surrogate pair, or bytes of the command line that are no UTF-8
+        return False
+
+
+def remote(path: str) -> str:
+    """The scheme of an address such as gs://bucket/run, also after `Path` has removed a slash; empty for a path."""
+    match = re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", path)
+    return f"{match[0]}/" if match else ""
+
+
+def shown(value: Any) -> str:
+    """A value in a message: its repr, not longer than a line."""
+    try:
+        text = ascii(value)
+    except Exception:  # whatever a class of the user's raises; Python itself refuses integers of thousands of digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def wrong_value(name: str, value: Any, must_be: str, default: Any) -> Problem:
+    """The error about a value that `expected` refuses: a number that is none, or something else altogether."""
+    if type(default) in (int, float) and type(value) in (int, type(default)):
+        return Problem("R003", "error", f"config.{name}={shown(value)}: out of range", f"use {must_be}")
+    message = f"config.{name}={shown(value)}: must be {must_be}"
+    return Problem("R057", "error", message, f"use one, such as the default, {default!r}")
+
+
+def check_fields(config: ConfigDict, schema: ConfigDict) -> tuple[ConfigDict, list[Problem], set[str]]:
+    """Compares the fields of a config, whoever made it, with those of the schema.
+
+    Args:
+      config: to be checked; it is not changed.
+      schema: every field with its default; it becomes the copy that is returned.
+
+    Returns:
+      A copy of the config in which whatever is missing or of another type has its default, the problems, and the names
+      of those fields (without section).
+    """
+    problems, replaced = [], set()
+    defaults = dict(walk(schema))
+
+    def check(config: ConfigDict, clean: ConfigDict, path: str) -> None:
+        for name in sorted(map(str, set(config.keys()) - set(clean.keys()))):
+            problems.append(no_such_field(f"{path}{name}", defaults))
+        for name, default in list(clean.items()):
+            fields = set(default) if isinstance(default, ConfigDict) else {name}
+            if name not in config:
+                message = f"config.{path}{name}: missing"
+                problems.append(Problem("R056", "error", message, "begin with nsa_jax.config.default_config()"))
+                replaced.update(fields)
+                continue
+            try:
+                value = config[name]
+            except Exception as error:  # a placeholder that nobody filled, a reference that cannot be computed
+                value = error
+            if isinstance(value, ConfigDict) and isinstance(default, ConfigDict):
+                check(value, default, f"{path}{name}.")
+            elif isinstance(default, ConfigDict):
+                message = f"config.{path}{name}={shown(value)}: is a section, not a value"
+                problems.append(Problem("R057", "error", message, "set the section's fields one by one"))
+                replaced.update(fields)
+            elif must_be := expected(value, default):
+                problems.append(wrong_value(path + name, value, must_be, default))
+                replaced.update(fields)
+            else:
+                clean[name] = value
+
+    check(config, schema, "")
+    return schema, problems, replaced
