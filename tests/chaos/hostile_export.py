@@ -19,14 +19,14 @@ from flax import nnx
 
 import nsa_jax
 from nsa_jax import export, nn
+from nsa_jax.config import default_config
 from nsa_jax.data.tokenizers import BPE_EOS, HuggingFaceTokenizer, train_bpe
 from nsa_jax.loading import LoadError
 
-from ..tools.runs import small_config
 from .harness import Outcome
 
 QUICK = 40
-LLAMA = Path(__file__).parents[1] / "tools" / "tiny_llama"
+LLAMA = Path(__file__).resolve().parents[1] / "tools" / "tiny_llama"
 _SECONDS, _BYTES = 20, 2 << 30  # what one attempt may take
 _VALUES = [
     *(None, True, False, -1, 0, 1, 2, 3, 7, 64, 10**9, 2**31, 2**63, 10**30, -(10**30), 0.5, -0.5, 1e308),
@@ -237,9 +237,11 @@ _KINDS: dict[str, tuple[Callable[[np.random.Generator, Path], None], str]] = {
 def _good_exports(folder: Path) -> dict[str, Path]:
     """One file, several files, and a Llama, each as (its directory)."""
     text = train_bpe(["the quick brown fox jumps over the lazy dog " * 20], 270)
-    config = small_config()
-    config.model.vocab_size = 280
+    config = default_config()
     config.data.tokenizer = "bpe"
+    m = config.model
+    m.dim, m.num_layers, m.mlp_dim, m.vocab_size = 16, 2, 32, 280
+    m.num_heads, m.num_kv_heads, m.head_dim = 4, 2, 8
     model = nn.Transformer(nn.ModelConfig.from_config(config, 280), rngs=nnx.Rngs(0))
     found = {name: folder / "good" / name for name in ("one file", "shards", "llama")}
     tokenizer = HuggingFaceTokenizer(text, eos=BPE_EOS)
