@@ -312,7 +312,7 @@ def _load_or_train_bpe(config: ConfigDict, documents: Iterable[str] | None, dire
     """Trains once: the result is kept in `directory`, whose name tells the corpus and size apart."""
     vocab_size = config.data.bpe_vocab_size
     if directory is not None and Path(directory, "tokenizer_config.json").exists():
-        return Tokenizer.load(directory)
+        return _load_trained(directory)
     if documents is None:
         raise DataError("config.data.tokenizer='bpe'", "there is no text to train on", "pass documents")
     if directory is None:
@@ -324,7 +324,14 @@ def _load_or_train_bpe(config: ConfigDict, documents: Iterable[str] | None, dire
             unfinished = directory.with_name(f"{directory.name}.tmp{os.getpid()}")
             trained.save(unfinished)
             os.rename(unfinished, directory)
-    return Tokenizer.load(directory)
+    return _load_trained(directory)
+
+
+def _load_trained(directory: Path) -> Tokenizer:
+    try:
+        return Tokenizer.load(directory)
+    except DataError as error:
+        raise DataError(error.where, error.what, f"delete {directory}: the tokenizer is trained again") from error
 
 
 def _hf_tokenizer_files(path: str) -> tuple[str, str]:

@@ -21,7 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-ATTACKS: tuple[str, ...] = ("hostile_export",)
+ATTACKS: tuple[str, ...] = (
+    "hostile_export",
+    "token_cache",
+)
 
 
 @dataclasses.dataclass(frozen=True)
