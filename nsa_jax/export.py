@@ -4,7 +4,8 @@ r"""Exports a trained model as safetensors, and imports dense Llama-style checkp
     python -m nsa_jax.export --import-from=TinyLlama-1.1B --attention=nsa imported/tinyllama-nsa --text notes.txt
 
 An export is a directory in the Hugging Face layout: model.safetensors (in shards if large), config.json and the
-tokenizer's files. `nsa_jax.load` reads it back bit-equal; generate and evaluate take it in place of a workdir.
+tokenizer's files. `nsa_jax.load` reads it back bit-equal; generate and evaluate take it in place of a workdir. The
+metadata of the safetensors files hold a checksum of each array, which is verified when the array is read.
 
 The import reads safetensors checkpoints (also sharded) with grouped-query attention, RoPE, RMSNorm and SwiGLU (Llama,
 and Mistral or Qwen models without biases, norms of queries and keys, or scaled RoPE) and writes an export. With
@@ -15,12 +16,14 @@ branch a third; the model then needs continued training. --text reports the loss
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import math
 import os
+import reprlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +32,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 from ml_collections import ConfigDict
-from safetensors import safe_open
-from safetensors.flax import save_file
 
-from nsa_jax.config import default_config
+from nsa_jax.config import default_config, validate
 from nsa_jax.data import DataError, Tokenizer, load_tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.devices import choose_platform
+from nsa_jax.export_files import Arrays, file_in, load_errors, read_json, write_arrays
 from nsa_jax.loading import LoadError, abstract_model, config_from_dict, load
 from nsa_jax.nn import ModelConfig, Transformer
 
 EXIT_USAGE = 2
 MODEL_TYPE = "nsa_jax"
-_INDEX = "model.safetensors.index.json"
 _SHARD_BYTES = 5 * 2**30
+_MODEL_RULES = ("R001", "R002", "R003", "R004", "R005")  # of config.validate: values and geometry, not training
+_DIMENSIONS = "dim num_layers num_heads num_kv_heads head_dim value_head_dim mlp_dim vocab_size".split()
 
 
 def _flat(params: dict[str, Any]) -> dict[str, Any]:
@@ -51,63 +54,6 @@ def _flat(params: dict[str, Any]) -> dict[str, Any]:
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
     return traverse_util.unflatten_dict({tuple(name.split(".")): leaf for name, leaf in flat.items()})
-
-
-def _write_arrays(directory: Path, arrays: dict[str, jax.Array], shard_bytes: int) -> None:
-    """Writes model.safetensors, or shards of at most `shard_bytes` (or one array) and their index."""
-    shards: list[dict[str, jax.Array]] = [{}]
-    size = 0
-    for name, array in arrays.items():
-        if shards[-1] and size + array.nbytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = array
-        size += array.nbytes
-    for stale in directory.glob("model*.safetensors*"):
-        stale.unlink()
-    if len(shards) == 1:
-        save_file(shards[0], directory / "model.safetensors", metadata={"format": "flax"})
-        return
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / name, metadata={"format": "flax"})
-        weight_map |= dict.fromkeys(shard, name)
-    total = sum(array.nbytes for array in arrays.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
-
-
-class _Arrays:
-    """The arrays of a safetensors checkpoint, whole or sharded, read one at a time."""
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-        if (directory / _INDEX).is_file():
-            self.files: dict[str, str] = json.loads((directory / _INDEX).read_text())["weight_map"]
-        elif (directory / "model.safetensors").is_file():
-            with safe_open(directory / "model.safetensors", framework="flax") as file:
-                self.files = dict.fromkeys(file.keys(), "model.safetensors")
-        else:
-            raise LoadError(f"{directory} holds no model.safetensors and no {_INDEX}")
-        self.read: set[str] = set()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.files
-
-    def __getitem__(self, name: str) -> jax.Array:
-        if name not in self.files:
-            raise LoadError(f"{self._directory}: no array {name!r}")
-        self.read.add(name)
-        path = self._directory / self.files[name]
-        if not path.is_file():
-            raise LoadError(f"{path} is missing, though {_INDEX} names it")
-        with safe_open(path, framework="flax") as file:
-            return file.get_tensor(name)
-
-    def unread(self) -> list[str]:
-        """Names that nobody asked for."""
-        return sorted(set(self.files) - self.read)
 
 
 def export(
@@ -129,7 +75,10 @@ def export(
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    _write_arrays(path, _flat(nnx.to_pure_dict(nnx.state(model, nnx.Param))), shard_bytes)
+    # config.json goes first and comes last: an export that is cut short cannot be taken for a whole one.
+    (path / "config.json").unlink(missing_ok=True)
+    write_arrays(path, _flat(nnx.to_pure_dict(nnx.state(model, nnx.Param))), shard_bytes)
+    tokenizer.save(path)
     described = {
         "model_type": MODEL_TYPE,
         "architectures": ["Transformer"],
@@ -139,37 +88,107 @@ def export(
         "config": json.loads(config.to_json()),
     }
     (path / "config.json").write_text(json.dumps(described, indent=1) + "\n")
-    tokenizer.save(path)
+
+
+def _model_config(config: ConfigDict, vocab_size: int, arrays: Arrays, path: Path) -> ModelConfig:
+    """The model that a config describes, if the arrays are large enough for it.
+
+    Raises:
+      LoadError: a field is out of range, or a dimension is larger than all arrays, so that the model could not even be
+        described within the memory of this machine.
+    """
+    wrong = [problem for problem in validate(config) if problem.severity == "error" and problem.rule in _MODEL_RULES]
+    wrong = [problem for problem in wrong if problem.message.startswith(("config.model.", "config.data.seq_len"))]
+    if wrong:
+        raise LoadError(f"{path / 'config.json'}: {wrong[0].message}. Fix: {wrong[0].fix}")
+    try:
+        model = ModelConfig.from_config(config, vocab_size)
+    except ValueError as error:
+        raise LoadError(f"{path / 'config.json'}: {error}. Fix: restore the config that was saved") from error
+    limits = dict.fromkeys(_DIMENSIONS, arrays.largest)
+    values = {name: getattr(model, name) for name in _DIMENSIONS}
+    for name, value in dataclasses.asdict(model.nsa).items():
+        values[f"nsa.{name}"], limits[f"nsa.{name}"] = value, 2**31 - 1
+    if model.attention == "nsa" and model.compressor == "mlp":
+        limits["nsa.compress_block"] = arrays.largest
+    for name, value in values.items():
+        if not 1 <= value <= limits[name]:
+            raise LoadError(
+                f"{path / 'config.json'}: config.model.{name}={value}: must be in [1, {limits[name]}], since the "
+                f"largest array has {arrays.largest} elements. Fix: restore the config that was saved"
+            )
+    return model
 
 
 def load_exported(directory: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
     """Reads what `export` wrote.
 
     Raises:
-      LoadError: an array is missing, or does not have the shape that the config gives.
+      LoadError: a file is missing or damaged, or the arrays are not those that the config describes.
     """
     path = Path(directory)
-    described = json.loads((path / "config.json").read_text())
-    config = config_from_dict(described["config"])
-    tokenizer = Tokenizer.load(path)
-    graphdef, abstract = abstract_model(ModelConfig.from_config(config, described["vocab_size"]))
-    arrays, loaded = _Arrays(path), {}
-    for name, leaf in _flat(abstract).items():
-        array = arrays[name]
-        if array.shape != leaf.shape or array.dtype != leaf.dtype:
-            raise LoadError(f"{path}: {name} is {array.shape} {array.dtype}, must be {leaf.shape} {leaf.dtype}")
-        loaded[name] = array
+    described = read_json(path, "config.json")
+    config = config_from_dict(described.get("config"))
+    vocab_size = _whole(described, "vocab_size", path)
+    arrays, loaded = Arrays(path), {}
+    graphdef, abstract = abstract_model(_model_config(config, vocab_size, arrays, path))
+    expected = _flat(abstract)
+    for name, leaf in expected.items():
+        arrays.expect(name, leaf.shape, str(leaf.dtype))
+    tokenizer = _exported_tokenizer(path)
+    for name in expected:
+        loaded[name] = arrays[name]
     return nnx.merge(graphdef, _nested(loaded)), tokenizer, config
 
 
-def _refuse_what_is_not_supported(described: dict[str, Any], arrays: _Arrays, directory: Path) -> None:
+def _exported_tokenizer(path: Path) -> Tokenizer:
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        if name == "tokenizer_config.json" or os.path.lexists(path / name):
+            file_in(path, name)
+    with load_errors(path):
+        return Tokenizer.load(path)
+
+
+_MISSING = object()
+
+
+def _whole(described: dict[str, Any], name: str, path: Path, default: Any = _MISSING) -> int:
+    """A size in a config.json.
+
+    Raises:
+      LoadError: it is not there and has no default, or is no whole number that an array's dimension may be.
+    """
+    value = described.get(name, default)
+    if value is None and default is not _MISSING:  # null stands for the default
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        shown = "nothing" if value is _MISSING else reprlib.repr(value)
+        raise LoadError(f"{path / 'config.json'}: {name}={shown}: must be a whole number in [1, 2**31)")
+    return value
+
+
+def _positive(value: Any, name: str, path: Path) -> float:
+    """A positive finite number in a config.json."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e300:
+        raise LoadError(f"{path / 'config.json'}: {name}={reprlib.repr(value)}: must be a positive number")
+    return float(value)
+
+
+def _rope_parameters(described: dict[str, Any], path: Path) -> dict[str, Any]:
+    found = described.get("rope_scaling") or described.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise LoadError(f"{path / 'config.json'}: rope_scaling={reprlib.repr(found)}: must be an object or null")
+    return found
+
+
+def _refuse_what_is_not_supported(described: dict[str, Any], arrays: Arrays, directory: Path) -> None:
     found = []
-    scaling = described.get("rope_scaling") or described.get("rope_parameters") or {}
+    scaling = _rope_parameters(described, directory)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind != "default":
-        found.append(f"RoPE scaling of type {kind!r}")
+        found.append(f"RoPE scaling of type {reprlib.repr(kind)}")
     if described.get("hidden_act", "silu") != "silu":
-        found.append(f"activation {described['hidden_act']!r}")
+        found.append(f"activation {reprlib.repr(described['hidden_act'])}")
     if described.get("use_sliding_window") or (
         described.get("sliding_window") and described.get("model_type") == "mistral"
     ):
@@ -181,25 +200,79 @@ def _refuse_what_is_not_supported(described: dict[str, Any], arrays: _Arrays, di
         raise LoadError(f"{directory}: cannot import {', '.join(found)}; the dense model here has none")
 
 
-def imported_config(described: dict[str, Any], attention: str) -> ConfigDict:
-    """The training config of a Llama-style config.json; data and training fields keep their defaults."""
+def imported_config(described: dict[str, Any], attention: str, path: Path = Path()) -> ConfigDict:
+    """The training config of a Llama-style config.json; data and training fields keep their defaults.
+
+    Args:
+      described: what config.json holds.
+      attention: of the model here, "dense" or "nsa".
+      path: directory of config.json, for messages.
+
+    Raises:
+      LoadError: a field is missing, or not what it must be.
+    """
     config = default_config()
     m = config.model
     m.attention = attention
-    m.dim, m.num_layers = described["hidden_size"], described["num_hidden_layers"]
-    m.num_heads = described["num_attention_heads"]
-    m.num_kv_heads = described.get("num_key_value_heads") or m.num_heads
-    m.head_dim = described.get("head_dim") or m.dim // m.num_heads
-    m.mlp_dim, m.vocab_size = described["intermediate_size"], described["vocab_size"]
-    parameters = described.get("rope_parameters") or {}
-    m.rope_theta = float(described.get("rope_theta") or parameters.get("rope_theta") or 10_000.0)
-    m.norm_eps = float(described.get("rms_norm_eps", 1e-6))
-    m.tie_embeddings = bool(described.get("tie_word_embeddings", False))
-    config.data.seq_len = int(described.get("max_position_embeddings", config.data.seq_len))
+    m.dim, m.num_layers = (_whole(described, name, path) for name in ("hidden_size", "num_hidden_layers"))
+    m.num_heads = _whole(described, "num_attention_heads", path)
+    m.num_kv_heads = _whole(described, "num_key_value_heads", path, m.num_heads)
+    m.head_dim = _whole(described, "head_dim", path, m.dim // m.num_heads)
+    m.mlp_dim, m.vocab_size = (_whole(described, name, path) for name in ("intermediate_size", "vocab_size"))
+    parameters = _rope_parameters(described, path)
+    theta = described.get("rope_theta") or parameters.get("rope_theta") or 10_000.0
+    m.rope_theta = _positive(theta, "rope_theta", path)
+    m.norm_eps = _positive(described.get("rms_norm_eps", 1e-6), "rms_norm_eps", path)
+    tied = described.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise LoadError(f"{path / 'config.json'}: tie_word_embeddings={reprlib.repr(tied)}: must be true or false")
+    m.tie_embeddings = tied
+    config.data.seq_len = _whole(described, "max_position_embeddings", path, config.data.seq_len)
     return config
 
 
-def _layer_params(arrays: _Arrays, index: int, config: ModelConfig, fresh: dict[str, Any]) -> dict[str, Any]:
+def _dense_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every array of a Llama-style checkpoint, one layer after another."""
+    dim, query = config.dim, config.num_heads * config.head_dim
+    key, value = config.num_kv_heads * config.head_dim, config.num_kv_heads * config.value_head_dim
+    yield "model.embed_tokens.weight", (config.vocab_size, dim)
+    yield "model.norm.weight", (dim,)
+    if not config.tie_embeddings:
+        yield "lm_head.weight", (config.vocab_size, dim)
+    layer = {
+        "self_attn.q_proj": (query, dim),
+        "self_attn.k_proj": (key, dim),
+        "self_attn.v_proj": (value, dim),
+        "self_attn.o_proj": (dim, config.num_heads * config.value_head_dim),
+        "mlp.gate_proj": (config.mlp_dim, dim),
+        "mlp.up_proj": (config.mlp_dim, dim),
+        "mlp.down_proj": (dim, config.mlp_dim),
+        "input_layernorm": (dim,),
+        "post_attention_layernorm": (dim,),
+    }
+    for index in range(config.num_layers):
+        for name, shape in layer.items():
+            yield f"model.layers.{index}.{name}.weight", shape
+
+
+def _check_dense_arrays(arrays: Arrays, config: ModelConfig, path: Path) -> None:
+    """Raises LoadError unless the arrays are exactly those that the config asks for, from their headers alone."""
+    expected = set()
+    for name, shape in _dense_shapes(config):
+        arrays.expect(name, shape)
+        expected.add(name)
+    unused = sorted(
+        name
+        for name in set(arrays.files) - expected
+        if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")
+    )
+    if unused:
+        raise LoadError(
+            f"{path}: {len(unused)} arrays have no place in this model: {', '.join(map(reprlib.repr, unused[:5]))}"
+        )
+
+
+def _layer_params(arrays: Arrays, index: int, config: ModelConfig, fresh: dict[str, Any]) -> dict[str, Any]:
     """Parameters of one block, float32; `fresh` holds what a new model would begin with."""
     prefix = f"model.layers.{index}."
 
@@ -248,15 +321,14 @@ def import_dense(
       LoadError: the checkpoint has parts that this model has not, or lacks some.
     """
     path = Path(directory)
-    if not (path / "config.json").is_file():
-        raise LoadError(f"{path} holds no config.json")
-    described = json.loads((path / "config.json").read_text())
-    arrays = _Arrays(path)
+    described = read_json(path, "config.json")
+    arrays = Arrays(path)
     _refuse_what_is_not_supported(described, arrays, path)
-    config = imported_config(described, attention)
+    config = imported_config(described, attention, path)
     if edit is not None:
         edit(config)
-    model_config = ModelConfig.from_config(config, config.model.vocab_size)
+    model_config = _model_config(config, config.model.vocab_size, arrays, path)
+    _check_dense_arrays(arrays, model_config, path)
     graphdef, state = nnx.split(Transformer(model_config, rngs=nnx.Rngs(config.seed)))
     fresh = nnx.to_pure_dict(state)
     layers = [
@@ -270,16 +342,6 @@ def import_dense(
     }
     if not model_config.tie_embeddings:
         params["head"] = arrays["lm_head.weight"].astype(jnp.float32).T
-    unused = [name for name in arrays.unread() if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")]
-    if unused:
-        raise LoadError(f"{path}: {len(unused)} arrays have no place in this model: {', '.join(unused[:5])}")
-    for name, leaf in _flat(fresh).items():
-        got = _flat(params).get(name)
-        if got is None or got.shape != leaf.shape:
-            shape = None if got is None else got.shape
-            raise LoadError(
-                f"{path}: {name} would be {shape}, must be {leaf.shape}; config.json does not fit the arrays"
-            )
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(model_config.param_dtype)), params)
     return nnx.merge(graphdef, params), config
 
@@ -288,6 +350,8 @@ def _import(args: argparse.Namespace) -> None:
     source, target = Path(args.import_from), Path(args.path)
     model, config = import_dense(source, attention=args.attention)
     given = args.tokenizer or (source / "tokenizer.json")
+    if not args.tokenizer and os.path.lexists(given):
+        file_in(source, "tokenizer.json")
     if str(given) == "byte":
         tokenizer: Tokenizer = ByteTokenizer()
     else:

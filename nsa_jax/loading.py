@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import reprlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,22 +20,44 @@ class LoadError(ValueError):
     """A path holds no model that can be loaded; the message says why and what to do."""
 
 
-def config_from_dict(values: dict[str, Any]) -> ConfigDict:
+def _checked(path: str, value: Any, default: Any) -> Any:
+    """A field's value out of JSON in the type of its default.
+
+    Raises:
+      LoadError: the value is of another type.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(default, tuple):
+        fits, wanted = isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value), "texts"
+    elif isinstance(default, float):
+        fits, wanted = number and (isinstance(value, float) or abs(value) < 2**63), "a number"
+    elif isinstance(default, int) and not isinstance(default, bool):
+        fits, wanted = number and isinstance(value, int), "a whole number"
+    else:
+        fits, wanted = isinstance(value, type(default)), {bool: "true or false", str: "a text"}[type(default)]
+    if not fits:
+        raise LoadError(f"{path}={reprlib.repr(value)}: must be {wanted}. Fix: restore the config that was saved")
+    return type(default)(value)
+
+
+def config_from_dict(values: Any) -> ConfigDict:
     """A training config from its JSON form; fields that it lacks keep their defaults.
 
     Raises:
-      LoadError: a field that this version does not know.
+      LoadError: a field that this version does not know, or a value of another type than the field's.
     """
     config = default_config()
 
-    def fill(target: ConfigDict, source: dict[str, Any], path: str) -> None:
+    def fill(target: ConfigDict, source: Any, path: str) -> None:
+        if not isinstance(source, dict):
+            raise LoadError(f"{path}={reprlib.repr(source)}: must be an object with fields")
         for name, value in source.items():
             if name not in target:
-                raise LoadError(f"{path}.{name}: this version of nsa_jax has no such field")
+                raise LoadError(f"{path}.{reprlib.repr(name)[1:-1]}: this version of nsa_jax has no such field")
             if isinstance(target[name], ConfigDict):
                 fill(target[name], value, f"{path}.{name}")
             else:
-                target[name] = tuple(value) if isinstance(target[name], tuple) else value
+                target[name] = _checked(f"{path}.{name}", value, target[name])
 
     fill(config, values, "config")
     return config
@@ -111,21 +133,23 @@ def load(path: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
       The `nsa_jax.nn.Transformer`, its tokenizer, and the training config.
 
     Raises:
-      LoadError: there is nothing to load there.
+      LoadError: there is nothing to load there, or something about it is damaged. An export may hold anything: no file
+        outside of its directory is read, and nothing is allocated for arrays that it does not hold.
     """
     directory, step = _split_step(os.fspath(path))
     if not directory.is_dir():
         raise LoadError(f"{directory} is no directory; give a run's workdir or an exported model")
     if (directory / "checkpoints").is_dir():
         return _load_workdir(directory, step)
-    if (directory / "config.json").is_file():
-        kind = json.loads((directory / "config.json").read_text()).get("model_type")
+    if os.path.lexists(directory / "config.json"):
+        from nsa_jax.export import load_exported
+        from nsa_jax.export_files import read_json
+
+        kind = read_json(directory, "config.json").get("model_type")
         if kind != "nsa_jax":
             raise LoadError(
-                f"{directory} holds a model of type {kind!r}; import it first: "
+                f"{directory} holds a model of type {reprlib.repr(kind)}; import it first: "
                 f"python -m nsa_jax.export --import-from={directory} OUTPUT"
             )
-        from nsa_jax.export import load_exported
-
         return load_exported(directory)
     raise LoadError(f"{directory} holds neither checkpoints/ nor config.json: it is no run and no exported model")

@@ -1,9 +1,10 @@
-"""Tokenised corpora on disk: built once per (source, tokenizer, split), then memory-mapped.
+"""Tokenised corpora on disk: built once per (source, tokenizer, split), and compared with checksums when read.
 
 A finished corpus is a directory <root>/<fingerprint>/ with, for each split, `<split>.tokens` (the token stream: every
 document followed by EOS), `<split>.offsets` (int64, stream position of each document, and the stream's length) and
-`<split>.hashes` (uint64, content hash of each document), the tokenizer, and `meta.json`. It is built under another name
-and renamed when complete, under a lock that the system releases when its holder dies: a process that is killed leaves
+`<split>.hashes` (uint64, content hash of each document), their checksums (see token_file.py), the tokenizer, and
+`meta.json`, which holds checksums of itself and of the files of checksums. It is built under another name and renamed
+when complete, under a lock that the system releases when its holder dies: a process that is killed leaves
 nothing that could be mistaken for a corpus, and two processes that start together build it once.
 """
 
@@ -18,6 +19,7 @@ import logging
 import os
 import shutil
 import uuid
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,11 +31,17 @@ import rich.progress
 
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.sources import Source
+from nsa_jax.data.token_file import CHUNK, ChunkWriter, TokenFile, checksums_path
 from nsa_jax.data.tokenizers import Tokenizer
 
 _FORMAT = 1  # part of the fingerprint: raise it when the files' meaning changes
 _BATCH_CHARS = 4 << 20  # text that is tokenised at once
+_VERIFIED_CHUNKS = 4096  # of 16 KiB: 20 ms. Larger files are sampled when they are opened
+_SAMPLED_CHUNKS = 64  # each may cost a seek
+_KINDS = ("tokens", "offsets", "hashes")
 SPLITS = ("train", "validation")
+# What meta.json held before there were checksums.
+_OLD_META = {"fingerprint", "source", "tokenizer", "val_fraction", "dtype", "splits", "files"}
 
 logger = logging.getLogger(__name__)
 
@@ -53,28 +61,6 @@ class SplitStats:
     bytes: int
 
 
-class TokenFile:
-    """A file of token ids, mapped when first used; pickles as its path, so worker processes map it themselves."""
-
-    def __init__(self, path: str | os.PathLike, dtype: Any):
-        self.path = os.fspath(path)
-        self.dtype = np.dtype(dtype)
-        self._array: np.ndarray | None = None
-
-    @property
-    def array(self) -> np.ndarray:
-        if self._array is None:
-            empty = os.path.getsize(self.path) == 0  # an empty file cannot be mapped
-            self._array = np.empty(0, self.dtype) if empty else np.memmap(self.path, self.dtype, mode="r")
-        return self._array
-
-    def __len__(self) -> int:
-        return os.path.getsize(self.path) // self.dtype.itemsize
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_array": None}
-
-
 class Split:
     """One split of a corpus.
 
@@ -83,12 +69,12 @@ class Split:
       tokens: the token stream.
     """
 
-    def __init__(self, directory: Path, name: str, dtype: Any, stats: SplitStats):
+    def __init__(self, directory: Path, name: str, dtype: Any, stats: SplitStats, *, checked: bool):
         self.name = name
         self.stats = stats
-        self.tokens = TokenFile(directory / f"{name}.tokens", dtype)
-        self._offsets = TokenFile(directory / f"{name}.offsets", np.int64)
-        self._hashes = TokenFile(directory / f"{name}.hashes", np.uint64)
+        self.tokens = TokenFile(directory / f"{name}.tokens", dtype, checked=checked)
+        self._offsets = TokenFile(directory / f"{name}.offsets", np.int64, checked=checked)
+        self._hashes = TokenFile(directory / f"{name}.hashes", np.uint64, checked=checked)
 
     @property
     def offsets(self) -> np.ndarray:
@@ -103,7 +89,18 @@ class Split:
     def document(self, index: int) -> np.ndarray:
         """Token ids of one document, without its EOS."""
         start, end = self.offsets[index : index + 2]
-        return self.tokens.array[start : end - 1]
+        return self.tokens[start : end - 1]
+
+    def verify_sample(self) -> None:
+        """Compares small files whole with their checksums, and of large ones chunks that are evenly spaced.
+
+        Raises:
+          DataError: a file does not hold what was written.
+        """
+        for file in (self.tokens, self._offsets, self._hashes):
+            chunks = -(-len(file) * file.dtype.itemsize // CHUNK)
+            whole = chunks <= _VERIFIED_CHUNKS
+            file.verify(range(chunks) if whole else np.linspace(0, chunks - 1, _SAMPLED_CHUNKS).astype(int).tolist())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,41 +141,70 @@ def corpus_fingerprint(source: Source, tokenizer: Tokenizer, val_fraction: float
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
 
+def _meta_checksum(meta: dict[str, Any]) -> int:
+    """Of all that meta.json holds besides this checksum."""
+    rest = {name: value for name, value in meta.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
 def open_corpus(directory: Path) -> Corpus | None:
-    """Opens a finished corpus; None if there is none, or one whose files do not have the sizes they were left with."""
+    """Opens a finished corpus; None if there is none, or one that is not as it was left.
+
+    Sizes, what meta.json says and the files of checksums are compared; of the data a sample, see `Split.verify_sample`.
+    A corpus of an older version, which has no checksums, is taken as it is, with a warning.
+    """
     try:
-        meta = json.loads((directory / "meta.json").read_text())
+        meta = json.loads((directory / "meta.json").read_bytes())
+        checked = set(meta) != _OLD_META
+        if meta["fingerprint"] != directory.name or (checked and meta["checksum"] != _meta_checksum(meta)):
+            return None
         for name, size in meta["files"].items():
             if (directory / name).stat().st_size != size:
                 return None
-    except (OSError, ValueError, KeyError):
+        for name, expected in meta["checksums"].items() if checked else ():
+            if zlib.crc32(checksums_path(directory / name).read_bytes()) != expected:
+                return None
+        splits = [
+            Split(directory, name, meta["dtype"], SplitStats(**meta["splits"][name]), checked=checked)
+            for name in SPLITS
+        ]
+        for split in splits:
+            split.verify_sample()
+    except DataError as error:
+        logger.warning("%s: %s", error.where, error.what)
         return None
-    splits = [Split(directory, name, meta["dtype"], SplitStats(**meta["splits"][name])) for name in SPLITS]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if not checked:
+        logger.warning(
+            "%s was made by a version that kept no checksums: if it is damaged, that cannot be noticed. "
+            "Delete it to have it built again with them",
+            directory,
+        )
     return Corpus(directory, meta["fingerprint"], *splits)
 
 
 class _SplitWriter:
     def __init__(self, directory: Path, name: str, stack: contextlib.ExitStack):
-        self._files = {
-            kind: stack.enter_context(open(directory / f"{name}.{kind}", "wb", buffering=1 << 20))
-            for kind in ("tokens", "offsets", "hashes")
-        }
-        self._files["offsets"].write(np.int64(0).tobytes())
+        self.files = {f"{name}.{kind}": ChunkWriter(directory / f"{name}.{kind}") for kind in _KINDS}
+        for file in self.files.values():
+            stack.callback(file.close)
+        self._tokens, self._offsets, self._hashes = self.files.values()
+        self._offsets.write(np.int64(0).tobytes())
         self.documents = self.tokens = self.bytes = 0
 
     def append(self, encoded: list[np.ndarray], hashes: list[int], num_bytes: int, eos: np.ndarray) -> None:
         lengths = np.array([len(e) + 1 for e in encoded], np.int64)
-        self._files["tokens"].write(np.concatenate([part for e in encoded for part in (e, eos)]).tobytes())
-        self._files["offsets"].write((self.tokens + np.cumsum(lengths)).tobytes())
-        self._files["hashes"].write(np.array(hashes, np.uint64).tobytes())
+        self._tokens.write(np.concatenate([part for e in encoded for part in (e, eos)]).tobytes())
+        self._offsets.write((self.tokens + np.cumsum(lengths)).tobytes())
+        self._hashes.write(np.array(hashes, np.uint64).tobytes())
         self.documents += len(encoded)
         self.tokens += int(lengths.sum())
         self.bytes += num_bytes
 
-    def flush(self) -> None:
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
+    def finish(self) -> None:
+        for file in self.files.values():
+            file.finish()
 
 
 def _batches(source: Source) -> Iterator[list[tuple[str, int, int]]]:
@@ -242,10 +268,11 @@ def _build(directory: Path, fingerprint: str, source: Source, tokenizer: Tokeniz
                     )
             advance(sum(num_bytes for _, _, num_bytes in group), len(group))
         for writer in writers.values():
-            writer.flush()
+            writer.finish()
     if not any(w.documents for w in writers.values()):
         raise DataError(f"source {source.name}", "the corpus is empty: no document holds text", "check what it reads")
     tokenizer.save(directory / "tokenizer")
+    names = [name for writer in writers.values() for name in writer.files]
     meta = {
         "fingerprint": fingerprint,
         "source": source.name,
@@ -254,7 +281,9 @@ def _build(directory: Path, fingerprint: str, source: Source, tokenizer: Tokeniz
         "dtype": tokenizer.dtype.name,
         "splits": {n: {"documents": w.documents, "tokens": w.tokens, "bytes": w.bytes} for n, w in writers.items()},
         "files": {p.name: p.stat().st_size for p in sorted(directory.iterdir()) if p.is_file()},
+        "checksums": {name: zlib.crc32(checksums_path(directory / name).read_bytes()) for name in names},
     }
+    meta["checksum"] = _meta_checksum(meta)
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
@@ -268,7 +297,7 @@ def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, ro
       root: directory of all caches.
 
     Returns:
-      The corpus; its token files are mapped, not read.
+      The corpus; of large token files only a sample has been read.
 
     Raises:
       DataError: no text in the source, an unreadable file, no room or no permission under `root`.
@@ -293,13 +322,13 @@ def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, ro
         corpus = open_corpus(final)
         if corpus is not None:
             return corpus
-        if final.exists():
-            logger.warning("%s is damaged; building it again", final)
-            shutil.rmtree(final)
         for leftover in root.glob(f"{fingerprint}.tmp*"):  # of a process that was killed: we hold the lock
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished = root / f"{fingerprint}.tmp{uuid.uuid4().hex[:8]}"
         try:
+            if os.path.lexists(final):
+                logger.warning("%s is damaged; building it again", final)
+                shutil.rmtree(final) if final.is_dir() and not final.is_symlink() else final.unlink()
             _build(unfinished, fingerprint, source, tokenizer, val_fraction)
             os.rename(unfinished, final)
         except OSError as error:

@@ -22,12 +22,13 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from nsa_jax.data import cache, sources, streaming, synthetic, tokenizers
-from nsa_jax.data.cache import SplitStats, TokenFile
+from nsa_jax.data.cache import SplitStats
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.packing import Batch, check_batch, pack_rows
+from nsa_jax.data.token_file import TokenFile
 
 _ENDLESS = 1 << 48  # steps; grain wants a length
-_READ_THREADS = 2  # a batch is one copy out of mapped memory: more threads only compete
+_READ_THREADS = 2  # a batch is one copy out of the system's memory: more threads only compete
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +112,9 @@ class ShuffledWindows:
         return starts
 
     def __call__(self, rows: np.ndarray) -> Batch:
-        stream = self.tokens.array
         out = np.empty((len(rows), self.seq_len + 1), np.int32)
         for row, start in zip(out, self.starts(rows), strict=True):
-            row[:] = stream[start : start + self.seq_len + 1]
+            row[:] = self.tokens[start : start + self.seq_len + 1]
         return pack_rows(out, self.eos_id, packing=self.packing)
 
 
@@ -141,10 +141,9 @@ class SequentialWindows:
 
     def __call__(self, rows: np.ndarray) -> Batch:
         """What is filled up, whole rows included, holds no target: nothing is to be predicted after an EOS."""
-        stream = self.tokens.array
         out = np.full((len(rows), self.seq_len + 1), self.eos_id, np.int32)
         for filled, row in zip(out, rows, strict=True):
-            window = stream[row * self.seq_len : (row + 1) * self.seq_len + 1]
+            window = self.tokens[row * self.seq_len : (row + 1) * self.seq_len + 1]
             filled[: len(window)] = window
         return pack_rows(out, self.eos_id, packing=self.packing)
 

@@ -44,9 +44,9 @@ def sample_tokens(split: Split, count: int = 1_000_000, *, pieces: int = 64) -> 
     Returns:
       int64 [n], n <= count; all tokens if the split has no more than `count`.
     """
-    stream = split.tokens.array
+    stream = split.tokens
     if len(stream) <= count:
-        return np.asarray(stream, dtype=np.int64)
+        return np.asarray(stream[:], dtype=np.int64)
     length = max(count // pieces, 1)
     starts = np.linspace(0, len(stream) - length, pieces).astype(np.int64)
     return np.concatenate([np.asarray(stream[s : s + length], dtype=np.int64) for s in starts])

@@ -24,6 +24,7 @@ from nsa_jax.data.errors import DataError
 # Enough text for the merges to be stable; training time and memory stay bounded on large corpora.
 BPE_TRAINING_BYTES = 64 << 20
 BPE_EOS = "<|endoftext|>"
+_MOST_IDS = 1 << 24  # a larger vocabulary is a mistake, and tables over it would fill the memory
 _KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
 
 
@@ -73,15 +74,44 @@ class Tokenizer:
           DataError: `directory` holds no tokenizer.
         """
         path = Path(directory, "tokenizer_config.json")
+        fix = "copy the file again, or name a directory that save() wrote"
         try:
-            saved = json.loads(path.read_text())
-        except OSError as error:
-            raise DataError(str(directory), "holds no saved tokenizer", "name a directory that save() wrote") from error
-        if saved["kind"] == "byte":
-            return ByteTokenizer()
-        if saved["kind"] == "synthetic":
-            return SyntheticTokenizer(saved["vocab_size"], copy=saved["copy"])
-        return HuggingFaceTokenizer(Path(directory, "tokenizer.json").read_text(), eos=saved["eos_token"])
+            saved = _json_object(path, fix)
+            kind = saved.get("kind")
+            if kind == "byte":
+                tokenizer: Tokenizer = ByteTokenizer()
+            elif kind == "synthetic":
+                size, copy = saved.get("vocab_size"), saved.get("copy")
+                if type(size) is not int or not 2 <= size <= _MOST_IDS or type(copy) is not bool:
+                    raise DataError(
+                        str(path), f"vocab_size={size!r:.80} and copy={copy!r:.80} are no synthetic task's", fix
+                    )
+                tokenizer = SyntheticTokenizer(size, copy=copy)
+            elif kind == "hf" and isinstance(saved.get("eos_token"), str):
+                text = Path(directory, "tokenizer.json").read_bytes().decode("utf-8")
+                tokenizer = HuggingFaceTokenizer(text, eos=saved["eos_token"])
+            else:
+                raise DataError(str(path), f"kind={kind!r:.80}, or its eos_token, is none that save() writes", fix)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(str(directory), f"holds no saved tokenizer ({error})", fix) from error
+        if saved.get("fingerprint", tokenizer.fingerprint) != tokenizer.fingerprint:
+            raise DataError(
+                str(directory),
+                "the tokenizer is not the one that was saved (its fingerprint differs)",
+                "copy it again; or, if it was changed on purpose, delete fingerprint from tokenizer_config.json",
+            )
+        return tokenizer
+
+
+def _json_object(path: Path, fix: str) -> dict[str, Any]:
+    """The object in a JSON file; raises DataError if it holds something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(str(path), f"is not JSON ({error})", fix) from error
+    if not isinstance(value, dict):
+        raise DataError(str(path), "is no JSON object", fix)
+    return value
 
 
 def _write_config(directory: str | os.PathLike, **fields: Any) -> None:
@@ -109,7 +139,7 @@ class ByteTokenizer(Tokenizer):
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def save(self, directory: str | os.PathLike) -> None:
-        _write_config(directory, kind="byte")
+        _write_config(directory, kind="byte", fingerprint=self.fingerprint)
 
 
 class SyntheticTokenizer(Tokenizer):
@@ -148,7 +178,8 @@ class SyntheticTokenizer(Tokenizer):
         return " ".join(str(int(i)) for i in np.asarray(ids).reshape(-1))
 
     def save(self, directory: str | os.PathLike) -> None:
-        _write_config(directory, kind="synthetic", vocab_size=self.vocab_size, copy=self.copy)
+        fields = {"vocab_size": self.vocab_size, "copy": self.copy}
+        _write_config(directory, kind="synthetic", **fields, fingerprint=self.fingerprint)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -167,7 +198,13 @@ class HuggingFaceTokenizer(Tokenizer):
         self.name = name
         try:
             self._tokenizer = hf_tokenizers.Tokenizer.from_str(serialized)
-        except Exception as error:  # the library raises bare Exception
+            eos.encode()  # a half of a surrogate pair, which JSON can hold, is no token
+        except BaseException as error:
+            # The library raises bare Exception, and PanicException, of BaseException, where its Rust code gives up.
+            if isinstance(error, MemoryError):
+                raise
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise DataError(
                 f"tokenizer {name}", f"is not a tokenizer.json ({error})", "name a tokenizer.json file"
             ) from error
@@ -186,6 +223,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eos_id = vocabulary[self.eos_token]
         # Ids may have gaps: the size that an embedding needs is the highest id + 1.
         self.vocab_size = max(vocabulary.values()) + 1
+        if self.vocab_size > _MOST_IDS:
+            raise DataError(
+                f"tokenizer {name}", f"has the token id {self.vocab_size - 1}", f"use ids below {_MOST_IDS:,}"
+            )
         self.token_bytes = self._token_bytes(vocabulary)
         digest = hashlib.blake2b(serialized.encode(), digest_size=16)
         digest.update(self.eos_token.encode())
@@ -202,8 +243,10 @@ class HuggingFaceTokenizer(Tokenizer):
                 counts[index] = 1
             else:
                 counts[index] = len(token.removeprefix("##").replace("\u2581", " ").encode())
-        for added in description.get("added_tokens", []):
-            counts[added["id"]] = 0 if added.get("special") else len(added["content"].encode())
+        for added in description.get("added_tokens") or []:
+            # The id is the one that the library gave; the file's own may be another, or outside of the vocabulary.
+            if (given := vocabulary.get(added["content"])) is not None:
+                counts[given] = 0 if added.get("special") else len(added["content"].encode())
         counts[self.eos_id] = 0
         return counts
 
@@ -216,8 +259,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def save(self, directory: str | os.PathLike) -> None:
-        _write_config(directory, kind="hf", eos_token=self.eos_token)
-        Path(directory, "tokenizer.json").write_text(self._serialized)
+        _write_config(directory, kind="hf", eos_token=self.eos_token, fingerprint=self.fingerprint)
+        Path(directory, "tokenizer.json").write_text(self._serialized, encoding="utf-8")
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int, *, max_bytes: int = BPE_TRAINING_BYTES) -> str:
@@ -269,7 +312,7 @@ def _load_or_train_bpe(config: ConfigDict, documents: Iterable[str] | None, dire
     """Trains once: the result is kept in `directory`, whose name tells the corpus and size apart."""
     vocab_size = config.data.bpe_vocab_size
     if directory is not None and Path(directory, "tokenizer_config.json").exists():
-        return Tokenizer.load(directory)
+        return _load_trained(directory)
     if documents is None:
         raise DataError("config.data.tokenizer='bpe'", "there is no text to train on", "pass documents")
     if directory is None:
@@ -281,7 +324,14 @@ def _load_or_train_bpe(config: ConfigDict, documents: Iterable[str] | None, dire
             unfinished = directory.with_name(f"{directory.name}.tmp{os.getpid()}")
             trained.save(unfinished)
             os.rename(unfinished, directory)
-    return Tokenizer.load(directory)
+    return _load_trained(directory)
+
+
+def _load_trained(directory: Path) -> Tokenizer:
+    try:
+        return Tokenizer.load(directory)
+    except DataError as error:
+        raise DataError(error.where, error.what, f"delete {directory}: the tokenizer is trained again") from error
 
 
 def _hf_tokenizer_files(path: str) -> tuple[str, str]:
@@ -292,12 +342,13 @@ def _hf_tokenizer_files(path: str) -> tuple[str, str]:
     if local.suffix == ".json" or local.exists():
         try:
             serialized = local.read_text(encoding="utf-8")
-        except OSError as error:
+            settings_file = local.with_name("tokenizer_config.json")
+            settings_text = settings_file.read_text(encoding="utf-8") if settings_file.is_file() else "{}"
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise DataError(
-                f"config.data.tokenizer_path={path!r}", f"cannot be read ({error.strerror})", "correct the path"
+                f"config.data.tokenizer_path={path!r}", f"cannot be read ({reason})", "correct the path"
             ) from error
-        settings = local.with_name("tokenizer_config.json")
-        settings_text = settings.read_text(encoding="utf-8") if settings.exists() else "{}"
     else:
         import huggingface_hub
 
@@ -310,12 +361,17 @@ def _hf_tokenizer_files(path: str) -> tuple[str, str]:
                 "name a local tokenizer.json, correct the hub id, or check the network",
             ) from error
         try:
-            settings_file = huggingface_hub.hf_hub_download(path, "tokenizer_config.json")
-            settings_text = Path(settings_file).read_text(encoding="utf-8")
+            settings_file = Path(huggingface_hub.hf_hub_download(path, "tokenizer_config.json"))
+            settings_text = settings_file.read_text(encoding="utf-8")
         except Exception:  # optional file
             settings_text = "{}"
-    eos = json.loads(settings_text).get("eos_token") or ""
-    return serialized, eos["content"] if isinstance(eos, dict) else eos
+    try:
+        settings = json.loads(settings_text)
+    except (ValueError, RecursionError):  # tokenizer.json alone may do: the usual names are looked for
+        settings = None
+    eos = settings.get("eos_token") if isinstance(settings, dict) else None
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    return serialized, eos if isinstance(eos, str) else ""
 
 
 def load_tokenizer(

@@ -22,7 +22,14 @@ function fill(id, make) {
     charts.splice(i, 1);
   }
   const from = charts.length;
-  section.replaceChildren(...[make()].flat().filter(Boolean));
+  let content;
+  try {
+    content = make();
+  } catch (error) {
+    // Records of a run may be damaged in ways that nobody has thought of: the other sections are shown.
+    content = el("p", { class: "panel empty" }, `This section cannot be drawn (${error.message}).`);
+  }
+  section.replaceChildren(...[content].flat().filter(Boolean));
   for (const entry of charts.slice(from)) watcher.observe(entry.area);
 }
 function choose(index) {

@@ -2,13 +2,15 @@
 
 Everything that ends up on the page passes through here. Curves are cut down to `POINTS` points that keep every
 bucket's smallest and largest value; heat maps to `COLUMNS` columns that keep the worst value where a figure has a bad
-direction; texts lose what cannot be printed. Only what a run lacks altogether (a directory, any record) is an error.
+direction; texts lose what cannot be printed. Only what a run lacks altogether (a directory, any record) is an error:
+whatever a file holds, the report is made of the rest, with a note.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +26,8 @@ COLUMNS = 240  # of a heat map
 SAMPLES = 60  # texts of a run: first, last and evenly spread ones
 SAMPLE_CHARACTERS = 8000
 _LARGEST_STEP = 2**53  # what JavaScript counts exactly
+_DEEPEST = 50  # levels of JSON; what nests deeper was not written by the trainer
+_MOST_LAYERS = 2048
 _ALIVE_SECONDS = 180.0  # a heartbeat comes every 30 s unless the config says otherwise
 # What a health figure's column becomes when several steps share it: the worst of them where there is one.
 _WORST = {"gate_entropy": np.fmin, "gate_collapsed": np.fmax, "gate_share_max": np.fmax, "key_mismatches": np.fmax}
@@ -46,35 +50,72 @@ def clean(value: Any) -> Any:
     return value
 
 
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Objects of a JSON Lines file with an integer `step`, and how many lines were not such (a last one cut off)."""
+def _parse(text: str) -> Any:
+    """A JSON value.
+
+    Raises:
+      ValueError: the text is none, or nests so deep that functions that walk it would fail.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [v for item in level if isinstance(item, (dict, list)) for v in _inner(item)]
+        if not level:
+            return value
+    raise ValueError("nested too deep")
+
+
+def _inner(value: dict | list) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _text(path: Path, notes: list[str]) -> str:
+    """What a file holds; nothing, with a note, if it is there and cannot be read."""
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8", errors="replace")
+        if os.path.lexists(path):
+            notes.append(f"{path.name} could not be read (no regular file) and is left out")
+    except OSError as error:
+        notes.append(f"{path.name} could not be read ({error.strerror or error}) and is left out")
+    return ""
+
+
+def read_rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Objects of a JSON Lines file with an integer `step`; a note tells of lines that are none (a last one cut off)."""
     rows: list[dict[str, Any]] = []
     skipped = 0
-    if not path.is_file():
-        return rows, skipped
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    for line in _text(path, notes).split("\n"):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = _parse(line)
             row["step"] = int(row["step"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             skipped += 1
             continue
         if abs(row["step"]) < _LARGEST_STEP:
             rows.append(row)
         else:
             skipped += 1
-    return rows, skipped
+    if skipped:
+        what = "line" if skipped == 1 else "lines"
+        notes.append(f"{path.name}: {skipped:,} {what} cut off or not a JSON object with a step, left out")
+    return rows
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """A JSON object, or an empty one, with a note if the file is there and cannot be read."""
-    if not path.is_file():
+    before = len(notes)
+    text = _text(path, notes)
+    if not text and (len(notes) > before or not path.is_file()):
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (ValueError, RecursionError):
+        value = _parse(text)
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         notes.append(f"{path.name} could not be read and is left out")
@@ -82,12 +123,12 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     return value
 
 
-def _last_object(path: Path) -> dict[str, Any]:
+def _last_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """The last whole JSON object of a JSON Lines file, or an empty one."""
-    for line in reversed(path.read_text(encoding="utf-8", errors="replace").split("\n")) if path.is_file() else ():
+    for line in reversed(_text(path, notes).split("\n")):
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
+            value = _parse(line)
+        except ValueError:
             continue
         if isinstance(value, dict):
             return value
@@ -101,6 +142,17 @@ def _number(value: Any) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf
+
+
+def _finite(value: Any) -> float | None:
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _whole(value: Any) -> int | None:
+    """A number that JavaScript counts exactly, such as a step; None for all else."""
+    number = _finite(value)
+    return int(number) if number is not None and abs(number) < _LARGEST_STEP else None
 
 
 def thin(steps: np.ndarray, values: np.ndarray, points: int = POINTS) -> np.ndarray:
@@ -160,7 +212,7 @@ def curves(rows: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[
 
 def _clock(rows: list[dict[str, Any]]) -> dict[str, list]:
     """Seconds since the first row, by step."""
-    by_step = {row["step"]: stamp for row in rows if (stamp := _number(row.get("time"))) is not None}
+    by_step = {row["step"]: stamp for row in rows if (stamp := _finite(row.get("time"))) is not None}
     if not by_step:
         return {"x": [], "s": []}
     steps = np.array(sorted(by_step))
@@ -172,7 +224,8 @@ def _clock(rows: list[dict[str, Any]]) -> dict[str, list]:
 def health_maps(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Figures by layer and step for heat maps: {"x": steps, "layers": L, "n": rows, "z": {name: [L][columns]}}."""
     by_step = {row["step"]: row for row in rows}
-    layers = max((len(v) for row in by_step.values() for v in row.values() if isinstance(v, list)), default=0)
+    lengths = (len(v) for row in by_step.values() for v in row.values() if isinstance(v, list))
+    layers = max((length for length in lengths if length <= _MOST_LAYERS), default=0)
     if not layers:
         return None
     steps = np.array(sorted(by_step))
@@ -183,7 +236,7 @@ def health_maps(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
         grid = np.full((layers, len(steps)), np.nan)
         for column, step in enumerate(steps):
             value = by_step[step].get(name)
-            numbers = [_number(v) for v in value] if isinstance(value, list) else []
+            numbers = [_number(v) for v in value] if isinstance(value, list) and len(value) <= layers else []
             grid[: len(numbers), column] = [np.nan if v is None else v for v in numbers]
         if name in _WORST:
             parts = [_WORST[name].reduce(grid[:, b], axis=1) for b in buckets]
@@ -226,24 +279,24 @@ def outcome(
       {"state": finished | stopped | requested | running | interrupted | empty, "title", "message", "step", "steps"}.
     """
     last = max((row["step"] for row in rows), default=0)
-    latest = max((stamp for row in rows if (stamp := _number(row.get("time"))) is not None), default=0.0)
-    beat = _number(heartbeat.get("time")) or 0.0
+    latest = max((stamp for row in rows if (stamp := _finite(row.get("time"))) is not None), default=0.0)
+    beat = _finite(heartbeat.get("time")) or 0.0
     alive = heartbeat.get("event") == "alive" and now - beat < _ALIVE_SECONDS
     where = {"step": last, "steps": steps}
-    stamp = _number(stopped.get("time"))
+    stamp = _finite(stopped.get("time"))
     if stopped and not alive and (stamp is None or stamp >= latest - 1):
         guard = str(stopped.get("guard") or "unnamed")
-        kept = _number(stopped.get("last_checkpoint"))
-        saved = "no checkpoint was kept" if kept is None else f"the newest checkpoint is of step {kept:,.0f}"
+        kept = _whole(stopped.get("last_checkpoint"))
+        saved = "no checkpoint was kept" if kept is None else f"the newest checkpoint is of step {kept:,}"
         return {
             **where,
             "state": "stopped",
-            "step": int(_number(stopped.get("step")) or last),
+            "step": _whole(stopped.get("step")) or last,
             "title": f"Stopped by the guard {guard}",
             "message": f"{stopped.get('message', '')} ({saved})",
         }
-    if summary and (_number(summary.get("step")) or 0) >= last and not alive:
-        at = int(_number(summary.get("step")) or 0)
+    at = _whole(summary.get("step"))
+    if at is not None and at >= last and not alive:
         if summary.get("finished"):
             return {**where, "state": "finished", "step": at, "title": "Finished", "message": f"all {at:,} steps"}
         reason = str(summary.get("stopped_by") or "a request")
@@ -287,28 +340,54 @@ def _evaluation(workdir: Path, notes: list[str]) -> dict[str, Any]:
     def table(task: str, key: str, needed: tuple[str, ...]) -> list[dict[str, float | None]]:
         rows = tasks[task].get(key) if isinstance(tasks.get(task), dict) else None
         rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-        numbers = [{name: _number(value) for name, value in row.items()} for row in rows]
+        numbers = [{name: _finite(value) for name, value in row.items()} for row in rows]
         return [row for row in numbers if all(row.get(name) is not None for name in needed)]
 
     needles = {task: table(task, "cells", ("length", "depth", "exact_match")) for task in ("needle", "needle-multi")}
     totals = tasks.get("perplexity")
     return {
-        "context": _number(found.get("context")),
+        "context": _finite(found.get("context")),
         "position": table("position", "bins", ("from", "to", "loss", "tokens")),
         "needles": {task: cells for task, cells in needles.items() if cells},
-        "totals": {k: _number(v) for k, v in totals.items() if _number(v) is not None}
+        "totals": {k: _finite(v) for k, v in totals.items() if _finite(v) is not None}
         if isinstance(totals, dict)
         else {},
     }
 
 
-def _checkpoints(workdir: Path) -> list[dict[str, Any]]:
+def _checkpoints(workdir: Path, notes: list[str]) -> list[dict[str, Any]]:
     directory = workdir / "checkpoints"
-    steps = sorted(int(p.name) for p in directory.iterdir() if p.name.isdecimal()) if directory.is_dir() else []
+    try:
+        names = [p.name for p in directory.iterdir()] if directory.is_dir() else []
+    except OSError as error:
+        notes.append(f"checkpoints could not be listed ({error.strerror or error})")
+        names = []
+    steps = sorted(int(name) for name in names if name.isdecimal() and int(name) < _LARGEST_STEP)
     return [
         {"step": step, "kind": "note", "name": "checkpoint", "message": f"checkpoint of step {step:,} is kept"}
         for step in steps
     ]
+
+
+def _object(parent: dict[str, Any], name: str, file: str, notes: list[str]) -> dict[str, Any]:
+    """A part of a file that must be an object: removed, with a note, if it is another thing."""
+    value = parent.get(name)
+    if value is not None and not isinstance(value, dict):
+        notes.append(f"{name} of {file} is no object and is left out")
+        del parent[name]
+    return value if isinstance(value, dict) else {}
+
+
+def _preflight(found: dict[str, Any]) -> dict[str, Any]:
+    """What the page reads of preflight: texts and numbers."""
+    lists = {name: found.get(name) for name in ("warnings", "ignored")}
+    texts = {name: [str(v) for v in value] if isinstance(value, list) else [] for name, value in lists.items()}
+    return {**texts, "bigram_entropy": _finite(found.get("bigram_entropy")), "seconds": found.get("seconds")}
+
+
+def _best(found: dict[str, Any]) -> dict[str, Any] | None:
+    step, loss = _whole(found.get("step")), _finite(found.get("val/loss"))
+    return None if step is None or loss is None else {"step": step, "val/loss": loss}
 
 
 def read_run(workdir: Path, now: float | None = None) -> dict[str, Any]:
@@ -326,55 +405,55 @@ def read_run(workdir: Path, now: float | None = None) -> dict[str, Any]:
     if not any((workdir / name).is_file() for name in ("metrics.jsonl", "env.json", "stopped.json")):
         raise ReportError(f"{workdir}: not a run: it has neither metrics.jsonl nor env.json, which train.py writes")
     notes: list[str] = []
-    tables = {}
-    for name in ("metrics", "health", "alarms", "samples"):
-        try:
-            tables[name], skipped = read_rows(workdir / f"{name}.jsonl")
-        except OSError as error:
-            raise ReportError(f"{workdir}: {name}.jsonl cannot be read: {error.strerror}") from error
-        if skipped:
-            what = "line" if skipped == 1 else "lines"
-            notes.append(f"{name}.jsonl: {skipped:,} {what} cut off or not a JSON object with a step, left out")
+    tables = {name: read_rows(workdir / f"{name}.jsonl", notes) for name in ("metrics", "health", "alarms", "samples")}
     summary, stopped, env = (_read_object(workdir / f"{n}.json", notes) for n in ("summary", "stopped", "env"))
-    config = env.get("config") if isinstance(env.get("config"), dict) else {}
+    if summary and _whole(summary.get("step")) is None:
+        notes.append("summary.json has no step and is left out")
+        summary = {}
+    config, preflight = (_object(env, name, "env.json", notes) for name in ("config", "preflight"))
+    _object(env, "devices", "env.json", notes)
+    parameters = _object(env, "parameters", "env.json", notes)
+    if parameters and _finite(parameters.get("total")) is None:
+        notes.append("parameters.total of env.json is no number and is left out")
+        parameters.pop("total", None)
     flat = flatten(config) if config else {}
     defaults = _defaults()
-    steps = _number(flat.get("train.steps"))
+    steps = _whole(flat.get("train.steps"))
     rows = tables["metrics"]
     series, not_finite = curves(rows)
     result = outcome(
-        None if steps is None else int(steps),
+        steps,
         rows,
         summary,
         stopped,
-        _last_object(workdir / "heartbeat_0.jsonl"),
+        _last_object(workdir / "heartbeat_0.jsonl", notes),
         time.time() if now is None else now,
     )
-    events = _alarms(tables["alarms"]) + not_finite + _checkpoints(workdir)
+    events = _alarms(tables["alarms"]) + not_finite + _checkpoints(workdir, notes)
     if env.get("resumed_from") is not None:
         message = f"resumed after step {env.get('start_step')} of {env['resumed_from']}"
         events.append(
-            {"step": int(_number(env.get("start_step")) or 0), "kind": "note", "name": "resume", "message": message}
+            {"step": _whole(env.get("start_step")) or 0, "kind": "note", "name": "resume", "message": message}
         )
     if result["state"] == "stopped":
-        events.append({"step": int(result["step"]), "kind": "stop", "name": "stopped", "message": result["message"]})
-    batch, length = _number(flat.get("train.batch_size")), _number(flat.get("data.seq_len"))
+        events.append({"step": result["step"], "kind": "stop", "name": "stopped", "message": result["message"]})
+    batch, length = _whole(flat.get("train.batch_size")), _whole(flat.get("data.seq_len"))
     found = {
         "name": workdir.resolve().name,
         "path": str(workdir.resolve()),
         "outcome": result,
         "series": series,
         "clock": _clock(rows),
-        "tokens_per_step": int(batch * length) if batch and length else None,
+        "tokens_per_step": batch * length if batch and length else None,
         "health": health_maps(tables["health"]),
         "events": sorted(events, key=lambda event: event["step"]),
         "samples": _samples(tables["samples"]),
         "evaluation": _evaluation(workdir, notes),
         "environment": {k: v for k, v in env.items() if k not in ("config", "preflight")},
-        "preflight": env.get("preflight") if isinstance(env.get("preflight"), dict) else {},
+        "preflight": _preflight(preflight),
         "config": flat,
         "changed": sorted(name for name, value in flat.items() if name not in defaults or defaults[name] != value),
-        "best": summary.get("best_checkpoint"),
+        "best": _best(_object(summary, "best_checkpoint", "summary.json", notes)),
         "notes": notes,
     }
     return clean(found)

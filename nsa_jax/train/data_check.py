@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import Problem
 from nsa_jax.data import DataError, Pipeline, make_pipeline, sources, statistics
 from nsa_jax.data.packing import check_batch
+from nsa_jax.data.token_file import TokenFile
 from nsa_jax.train.metrics import printable
 
 _BATCHES = 4
@@ -96,7 +97,7 @@ def shared_windows(haystack: Iterable[np.ndarray], validation_rows: np.ndarray, 
     return times
 
 
-def _stretches(stream: np.ndarray, count: int, length: int) -> Iterator[np.ndarray]:
+def _stretches(stream: TokenFile, count: int, length: int) -> Iterator[np.ndarray]:
     """About `count` tokens of a stream in evenly spaced stretches; all of it, seams included, if it has no more."""
     size = min(count, _STRETCH)
     if len(stream) <= count:
@@ -172,7 +173,7 @@ def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tu
         return problems, 0.0
     share = float((shared_windows(train_rows, rows, length) > 0).mean())
     if corpus is not None:
-        stream = corpus.train.tokens.array
+        stream = corpus.train.tokens
         for count in (2 * _SAMPLE_TOKENS, _SCAN_TOKENS):
             coverage = min(count / max(len(stream), 1), 1.0)
             found = _estimated_share(shared_windows(_stretches(stream, count, length), rows, length), coverage)

@@ -21,7 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-ATTACKS: tuple[str, ...] = ("bad_config",)
+ATTACKS: tuple[str, ...] = (
+    "bad_config",
+    "hostile_export",
+    "token_cache",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,8 @@
 import errno
+import json
 import os
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +13,8 @@ import chex
 import numpy as np
 import pytest
 
-from nsa_jax.data import DataError, cache
+from nsa_jax.data import DataError, cache, make_pipeline
+from nsa_jax.data.token_file import ChunkWriter, TokenFile
 from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 
 
@@ -207,3 +211,120 @@ def test_two_processes_at_once_build_one_cache(tmp_path):
     assert outputs[0][0] == outputs[1][0] and "documents=" in outputs[0][0], outputs
     assert log.read_text().count("reading") == 1
     assert [p.suffix for p in sorted(root.iterdir())] == ["", ".lock"]
+
+
+def overwrite(path, start, data):
+    raw = bytearray(path.read_bytes())
+    raw[start : start + len(data)] = data
+    path.write_bytes(raw)
+
+
+@pytest.fixture
+def large(tmp_path, monkeypatch):
+    """A corpus of many chunks, of which nearly nothing is compared when it is opened."""
+    monkeypatch.setattr(cache, "_VERIFIED_CHUNKS", 0)
+    monkeypatch.setattr(cache, "_SAMPLED_CHUNKS", 2)
+    rng = np.random.default_rng(0)
+    texts = [bytes(rng.integers(97, 123, 5000, np.uint8)).decode() for _ in range(40)]
+    return load(ListSource(texts), tmp_path, val_fraction=0.0), ListSource(texts)
+
+
+@pytest.mark.parametrize("name", ["train.tokens", "train.offsets", "train.hashes", "train.tokens.crc32", "meta.json"])
+def test_a_cache_that_was_overwritten_is_built_again(documents, tmp_path, name):
+    source = ListSource(documents)
+    corpus = load(source, tmp_path)
+    tokens = np.array(corpus.train.tokens.array)
+    size = (corpus.directory / name).stat().st_size
+    overwrite(corpus.directory / name, size // 2, b"7")
+    assert (corpus.directory / name).stat().st_size == size
+    chex.assert_trees_all_equal(np.array(load(source, tmp_path).train.tokens.array), tokens)
+    assert source.reads == 2
+
+
+def test_what_is_overwritten_after_the_cache_was_opened_is_never_returned(large):
+    corpus, _ = large
+    tokens, path = corpus.train.tokens, corpus.directory / "train.tokens"
+    truth = tokens[:].copy()
+    overwrite(path, 3 * 16384 + 100, bytes(8))
+    start = 3 * 16384 // 2
+    chex.assert_trees_all_equal(tokens[:start], truth[:start])
+    chex.assert_trees_all_equal(tokens[start + 8192 :], truth[start + 8192 :])
+    with pytest.raises(
+        DataError, match=r"train.tokens: bytes 49,152 to 65,536 are not what was written.*delete .* it is"
+    ):
+        tokens[start + 8191 : start + 8192]
+    with pytest.raises(DataError, match="bytes 49,152 to 65,536"):
+        tokens.array  # noqa: B018
+    overwrite(path, 3 * 16384 + 100, truth.tobytes()[3 * 16384 + 100 :][:8])
+    chex.assert_trees_all_equal(tokens.array, truth)
+
+
+def test_damage_that_the_sample_misses_is_noticed_when_it_is_read(large, tmp_path):
+    corpus, source = large
+    truth = np.array(corpus.train.tokens[:])
+    overwrite(corpus.directory / "train.tokens", 10 * 16384, b"damage")
+    again = load(source, tmp_path, val_fraction=0.0)
+    assert source.reads == 0
+    with pytest.raises(DataError, match="bytes 163,840 to 180,224"):
+        again.train.tokens[:]
+    overwrite(corpus.directory / "train.tokens", 0, b"damage")  # the first and last chunks are always compared
+    chex.assert_trees_all_equal(load(source, tmp_path, val_fraction=0.0).train.tokens[:], truth)
+    assert source.reads == 1
+
+
+def test_a_cache_that_becomes_shorter_while_it_is_read_ends_no_process(large):
+    tokens, path = large[0].train.tokens, large[0].directory / "train.tokens"
+    tokens[:10]
+    os.truncate(path, 20_000)
+    with pytest.raises(DataError, match="train.tokens has become shorter than 114,688 bytes"):
+        tokens[50_000:50_010]
+
+
+def test_a_cache_of_another_corpus_is_built_again(documents, tmp_path):
+    one, other = ListSource(documents), ListSource(documents[::-1])
+    first, second = load(one, tmp_path).directory, load(other, tmp_path).directory
+    truth = (first / "train.tokens").read_bytes()
+    shutil.rmtree(first)
+    shutil.copytree(second, first)
+    assert load(one, tmp_path).directory == first and (first / "train.tokens").read_bytes() == truth
+
+
+def test_a_cache_of_a_version_without_checksums_is_used_with_a_warning(documents, tmp_path, caplog):
+    source = ListSource(documents)
+    directory = load(source, tmp_path).directory
+    truth = np.array(load(source, tmp_path).train.tokens.array)
+    meta = json.loads((directory / "meta.json").read_text())
+    del meta["checksums"], meta["checksum"]
+    for path in directory.glob("*.crc32"):
+        del meta["files"][path.name]
+        path.unlink()
+    (directory / "meta.json").write_text(json.dumps(meta))
+    tokens = load(source, tmp_path).train.tokens
+    chex.assert_trees_all_equal(tokens[5:50], truth[5:50])
+    chex.assert_trees_all_equal(tokens.array, truth)
+    assert source.reads == 1 and "kept no checksums" in caplog.text and "Delete it" in caplog.text
+
+
+@pytest.mark.parametrize("size", [0, 1, 16383, 16384, 16385, 5 * 16384 + 7])
+@pytest.mark.parametrize("piece", [1, 5000, 16384, 100_000])
+def test_chunks_do_not_depend_on_how_a_file_was_written(tmp_path, size, piece):
+    data = np.random.default_rng(size).bytes(size)
+    writer = ChunkWriter(tmp_path / "file")
+    for start in range(0, size, piece if size < 20_000 or piece > 1 else 999):
+        writer.write(data[start : start + (piece if size < 20_000 or piece > 1 else 999)])
+    writer.finish()
+    writer.close()
+    file = pickle.loads(pickle.dumps(TokenFile(tmp_path / "file", np.uint8, checked=True)))
+    assert file[:].tobytes() == file.array.tobytes() == data and len(file) == size
+    assert file[size // 3 : size // 2].tobytes() == data[size // 3 : size // 2]
+    assert (tmp_path / "file.crc32").stat().st_size == 4 * -(-size // 16384)
+
+
+def test_a_damaged_trained_tokenizer_is_named(text_config, tmp_path):
+    text_config.data.tokenizer, text_config.data.bpe_vocab_size = "bpe", 300
+    text_config.data.cache_dir = str(tmp_path / "cache")
+    make_pipeline(text_config)
+    (path,) = (tmp_path / "cache").glob("bpe-*/tokenizer.json")
+    path.write_text(path.read_text().replace('"ByteLevel"', '"ByteLevel" ', 1))
+    with pytest.raises(DataError, match="bpe-.*its fingerprint differs.*delete .*bpe-.*: the tokenizer is trained"):
+        make_pipeline(text_config)

@@ -1,0 +1,233 @@
+"""Files of exported models: which of them may be read, JSON, and arrays in safetensors files.
+
+What is read here may come from anywhere, so every file is checked before it is used, and whatever is wrong with one
+is a LoadError that names it. Arrays are compared with what the config asks for by the headers of their files, before
+anything is allocated for them. Exports hold a checksum of each array; files of other programs have none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import reprlib
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.flax import save_file
+
+from nsa_jax.data.errors import DataError
+from nsa_jax.loading import LoadError
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+_CHECKSUMS = "crc32"  # key of the safetensors metadata: JSON of {array: checksum of its bytes}
+_LARGEST_JSON = 100_000_000  # bytes; safetensors bounds its own headers by this
+_SHARD_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def shortened(error: BaseException) -> str:
+    """What an error says, on one line: libraries repeat what they read, and that may be anything."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+@contextlib.contextmanager
+def load_errors(directory: Path) -> Iterator[None]:
+    """Turns what the file system, the tokenizer and safetensors raise about damaged files into LoadError."""
+    try:
+        yield
+    except (DataError, OSError, SafetensorError) as error:
+        reason = shortened(error)
+        raise LoadError(f"{directory}: cannot be loaded: {reason}. Fix: copy or export the model again") from error
+
+
+def file_in(directory: Path, name: str) -> Path:
+    """The path of a file that an export may read.
+
+    Links may lead to other files of the directory, and from a snapshot of a Hugging Face cache to its blobs. Others
+    are refused: a model that was downloaded must not make the program read files of its choice.
+
+    Raises:
+      LoadError: there is no such file, it is no regular file, or it is a link that leads elsewhere.
+    """
+    path = directory / name
+    with load_errors(directory):
+        home, real = Path(os.path.realpath(directory)), Path(os.path.realpath(path))
+        allowed = [home]
+        if home.parent.name == "snapshots":
+            allowed.append(home.parent.parent / "blobs")
+        if not any(real.is_relative_to(place) for place in allowed):
+            raise LoadError(f"{path}: a link to {real}, outside of the model's directory. Fix: copy the file into it")
+        if not path.is_file():
+            what = "is no regular file" if os.path.lexists(path) else "is missing"
+            raise LoadError(f"{path} {what}. Fix: copy or export the model again")
+    return path
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+      LoadError: the file cannot be read, or holds something else.
+    """
+    path = file_in(directory, name)
+    with load_errors(directory):
+        if path.stat().st_size > _LARGEST_JSON:
+            raise LoadError(f"{path}: larger than {_LARGEST_JSON:,} bytes, so it is not the JSON of a model")
+        raw = path.read_bytes()
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise LoadError(f"{path}: is not JSON ({error}). Fix: copy or export the model again") from error
+    if not isinstance(value, dict):
+        raise LoadError(f"{path}={reprlib.repr(value)}: must be a JSON object. Fix: copy or export the model again")
+    return value
+
+
+def _checksum(array: jax.Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def _save(path: Path, arrays: dict[str, jax.Array]) -> None:
+    checksums = {name: _checksum(array) for name, array in arrays.items()}
+    save_file(arrays, path, metadata={"format": "flax", _CHECKSUMS: json.dumps(checksums)})
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(path, 0o666 & ~mask)  # safetensors makes files for their owner alone
+
+
+def write_arrays(directory: Path, arrays: dict[str, jax.Array], shard_bytes: int) -> None:
+    """Writes model.safetensors, or shards of at most `shard_bytes` (or one array) and their index."""
+    shards: list[dict[str, jax.Array]] = [{}]
+    size = 0
+    for name, array in arrays.items():
+        if shards[-1] and size + array.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = array
+        size += array.nbytes
+    for stale in directory.glob("model*.safetensors*"):
+        stale.unlink()
+    if len(shards) == 1:
+        _save(directory / WHOLE, shards[0])
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _save(directory / name, shard)
+        weight_map |= dict.fromkeys(shard, name)
+    total = sum(array.nbytes for array in arrays.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def _weight_map(directory: Path) -> dict[str, str] | None:
+    """{array: file} of a sharded checkpoint; None of one that is a single file."""
+    if not os.path.lexists(directory / INDEX):
+        return None
+    found = read_json(directory, INDEX).get("weight_map")
+    if not isinstance(found, dict):
+        raise LoadError(f"{directory / INDEX}: weight_map={reprlib.repr(found)}: must be an object {{array: file}}")
+    for name, file in found.items():
+        if not (isinstance(file, str) and _SHARD_NAME.fullmatch(file)):
+            raise LoadError(
+                f"{directory / INDEX}: weight_map[{reprlib.repr(name)}]={reprlib.repr(file)}: must be the name of a "
+                "safetensors file in the same directory, without a path"
+            )
+    return found
+
+
+class Arrays:
+    """The arrays of a safetensors checkpoint, whole or sharded, read one at a time.
+
+    Attributes:
+      files: {array: name of its file}.
+      shapes: {array: (shape, dtype)}, as the headers say; safetensors has compared them with the files' sizes.
+
+    Raises:
+      LoadError: a file is missing, damaged, or not within the directory.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        found = _weight_map(directory)
+        if found is None and not os.path.lexists(directory / WHOLE):
+            raise LoadError(f"{directory} holds no {WHOLE} and no {INDEX}. Fix: copy or export the model again")
+        names = [WHOLE] if found is None else sorted(set(found.values()))
+        self._open = {name: self._open_file(name) for name in names}
+        held = {name: set(file.keys()) for name, file in self._open.items()}
+        self.files = dict.fromkeys(held[WHOLE], WHOLE) if found is None else found
+        self._checksums = {name: self._read_checksums(name) for name in names}
+        self.shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+        for name, file in self.files.items():
+            if name not in held[file]:
+                raise LoadError(f"{directory / file} holds no array {reprlib.repr(name)}, though {INDEX} says so")
+            header = self._open[file].get_slice(name)
+            dtype = str(header.get_dtype())
+            self.shapes[name] = tuple(header.get_shape()), _DTYPES.get(dtype, dtype)
+
+    def _open_file(self, name: str) -> Any:
+        path = file_in(self._directory, name)
+        try:
+            return safe_open(path, framework="flax")
+        except (SafetensorError, OSError) as error:
+            what = "is no whole safetensors file"
+            raise LoadError(f"{path}: {what} ({shortened(error)}). Fix: copy or export the model again") from error
+
+    def _read_checksums(self, name: str) -> dict[str, int]:
+        text = (self._open[name].metadata() or {}).get(_CHECKSUMS)
+        if text is None:
+            return {}
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise LoadError(f"{self._directory / name}: its checksums are damaged. Fix: copy or export the model again")
+        return found
+
+    def expect(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> None:
+        """Compares an array's header with what the config asks for.
+
+        Args:
+          name: of the array.
+          shape: that it must have.
+          dtype: that it must have; None: any floating-point type.
+
+        Raises:
+          LoadError: there is no such array, or it is another.
+        """
+        if name not in self.shapes:
+            raise LoadError(f"{self._directory}: no array {name!r}, which config.json asks for")
+        got, kind = self.shapes[name]
+        if got != shape or (kind != dtype if dtype else kind not in _DTYPES.values()):
+            raise LoadError(
+                f"{self._directory}: {name} is {got} {kind}, must be {shape} {dtype or 'of floating-point numbers'}; "
+                "config.json does not fit the arrays"
+            )
+
+    def __getitem__(self, name: str) -> jax.Array:
+        file = self.files[name]
+        with load_errors(self._directory / file):
+            array = self._open[file].get_tensor(name)
+        checksums = self._checksums[file]
+        if checksums and checksums.get(name) != _checksum(array):
+            raise LoadError(
+                f"{self._directory / file}: {name} has not the checksum that was written with it; the file is damaged. "
+                "Fix: copy or export the model again"
+            )
+        return array
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest array."""
+        return max((math.prod(shape) for shape, _ in self.shapes.values()), default=0)
