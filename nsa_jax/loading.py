@@ -65,7 +65,7 @@ def _split_step(path: str) -> tuple[Path, str]:
 
 def _choose_step(workdir: Path, step: str) -> int:
     """The step to read: as asked for, and of several the first that is not damaged."""
-    from nsa_jax.train.checkpoint import find_steps, verify
+    from nsa_jax.train.checkpoint_files import find_steps, verify
     from nsa_jax.train.digests import Damage
 
     losses, damaged = find_steps(workdir / "checkpoints")
@@ -100,7 +100,7 @@ def _load_workdir(workdir: Path, step: str) -> tuple[Transformer, Tokenizer, Con
 
     from nsa_jax.data import Tokenizer
     from nsa_jax.nn import ModelConfig
-    from nsa_jax.train.checkpoint import load_part, read_info
+    from nsa_jax.train.checkpoint_files import load_part, read_info
 
     directory = (workdir / "checkpoints").absolute() / str(_choose_step(workdir, step))
     config = config_from_dict(read_info(directory)["config"])

@@ -18,8 +18,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
-import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,13 +29,22 @@ from orbax.checkpoint import v1 as ocp
 
 from nsa_jax.data.errors import DataError
 from nsa_jax.train import digests, distributed
+from nsa_jax.train.checkpoint_files import (
+    INFO,
+    best_of,
+    find_steps,
+    finite,
+    has_digests,
+    load_part,
+    names_damage,
+    read_info,
+    verify,
+)
 from nsa_jax.train.digests import Damage
 from nsa_jax.train.state import State
 
 logger = logging.getLogger("nsa_jax")
 
-_INFO = "info.json"
-_ORBAX_METADATA = "_CHECKPOINT_METADATA"
 _WRITING, _DELETING, _DAMAGED = ".writing", ".deleting", ".damaged"
 _UNFINISHED = (f"*{_WRITING}*", "*.orbax-checkpoint-tmp*")  # the second pattern is that of earlier versions
 
@@ -99,128 +106,6 @@ def parse_resume(text: str) -> tuple[Path, int | None]:
     if not directory.is_dir():
         raise CheckpointError(f"--resume={text}: {directory} is no directory. Fix: give a run's workdir, or DIR@STEP")
     return directory, int(step) if step else None
-
-
-def has_digests(directory: Path) -> bool:
-    """Whether a step directory can be verified; those of earlier versions cannot."""
-    return (directory / _INFO).exists() or (directory / digests.SUMS).exists()
-
-
-def _json_of(directory: Path, name: str) -> Any:
-    try:
-        return json.loads((directory / name).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise Damage(f"{name}: is missing") from None
-    except ValueError as error:
-        raise Damage(f"{name}: is no JSON ({error})") from None
-
-
-def read_info(directory: Path) -> dict[str, Any]:
-    """What a finished step says about itself; reads small files only.
-
-    Returns:
-      "parameters", "tokenizer", "config" and "val_loss" (None if unknown).
-
-    Raises:
-      Damage: a file of the step is missing, or what says it differs from what was written.
-    """
-    if not has_digests(directory):
-        return _read_info_without_digests(directory)
-    sums = digests.read(directory)
-    for path in sums:
-        if not (directory / path).is_file():
-            raise Damage(f"{path}: is missing")
-    digests.check(directory, _INFO, sums.get(_INFO, "not listed"))
-    return _json_of(directory, _INFO)
-
-
-def _read_info_without_digests(directory: Path) -> dict[str, Any]:
-    """`read_info` of a step in the layout of versions that wrote no digests."""
-    metadata = _json_of(directory, _ORBAX_METADATA)
-    info = metadata.get("custom_metadata") if isinstance(metadata, dict) else None
-    if not isinstance(info, dict) or not {"parameters", "tokenizer"} <= info.keys():
-        raise Damage(f"{_ORBAX_METADATA}: does not say which parameters and tokenizer belong to the checkpoint")
-    positions = sorted((directory / "data").glob("process_*.json"))
-    if not positions:
-        raise Damage("data/process_*.json: the position in the data is missing")
-    _json_of(directory, f"data/{positions[0].name}")
-    try:
-        val_loss = _json_of(directory, "metrics/metrics")["val_loss"] if (directory / "metrics").exists() else None
-    except (Damage, KeyError, TypeError) as error:
-        logger.warning("%s: its validation loss is unknown (%s)", directory, error)
-        val_loss = None
-    return {**info, "val_loss": _finite(val_loss)}
-
-
-def _finite(loss: Any) -> float | None:
-    return float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else None
-
-
-def find_steps(directory: Path) -> tuple[dict[int, float | None], dict[int, str]]:
-    """The finished steps of a checkpoints directory, from their small files.
-
-    Returns:
-      Validation loss by step, ascending, and what is wrong by step for those that are seen to be damaged.
-    """
-    losses: dict[int, float | None] = {}
-    damaged: dict[int, str] = {}
-    paths = [path for path in directory.iterdir() if path.name.isdigit()] if directory.is_dir() else []
-    for path in sorted(paths, key=lambda path: int(path.name)):
-        try:
-            losses[int(path.name)] = read_info(path)["val_loss"]
-        except Damage as error:
-            damaged[int(path.name)] = str(error)
-    return losses, damaged
-
-
-def best_of(losses: dict[int, float | None]) -> int | None:
-    """The step of the lowest validation loss, the first of equal ones; None if no loss is known."""
-    known = [(loss, step) for step, loss in losses.items() if loss is not None]
-    return min(known)[1] if known else None
-
-
-def verify(directory: Path, index: int = 0, count: int = 1) -> None:
-    """Compares a step with its digests; a step of a version without them is let pass with a warning.
-
-    Args:
-      directory: of the step.
-      index: of the share that this process reads.
-      count: of shares.
-
-    Raises:
-      Damage: what is missing or differs.
-    """
-    if has_digests(directory):
-        digests.verify(directory, index, count)
-    elif index == 0:
-        logger.warning("checkpoint %s has no digests: an earlier version wrote it, damage may go unnoticed", directory)
-
-
-# What Orbax and TensorStore say about files that are cut off, missing or changed. All else may be the machine's fault.
-_DAMAGE_WORDS = re.compile(
-    r"DATA_LOSS|OUT_OF_RANGE|NOT_FOUND|corrupt|zstd|crc|checksum|truncat|decod|pars(e|ing)|magic|unexpected end|JSON",
-    re.IGNORECASE,
-)
-
-
-def _names_damage(error: Exception) -> bool:
-    """Whether an error tells of damaged files; asked only of steps without digests."""
-    if isinstance(error, (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, KeyError, TypeError)):
-        return True
-    return isinstance(error, ValueError) and bool(_DAMAGE_WORDS.search(str(error)))
-
-
-def load_part(directory: Path, target: Any) -> Any:
-    """Loads a part of a step's state; the rest is not read.
-
-    Args:
-      directory: of the step.
-      target: abstract arrays with shardings, by their place in the state.
-    """
-    context = ocp.Context()
-    context.pytree.loading.partial_load = True
-    with context:
-        return ocp.load_checkpointables(directory, {"state": target})["state"]
 
 
 class Checkpoints:
@@ -291,7 +176,7 @@ class Checkpoints:
         temporary = self._directory / f"{step}{_WRITING}"
         response = ocp.save_checkpointables_async(temporary, {"state": state, "data": data}, overwrite=True)
         self._losses_before = dict(self._losses)
-        self._losses[step] = _finite(val_loss)
+        self._losses[step] = finite(val_loss)
         surplus = self._surplus()
         for old in surplus:
             del self._losses[old]
@@ -308,7 +193,7 @@ class Checkpoints:
         response.result()  # Orbax frees its thread and event loop only when the result is taken
         if jax.process_index() != 0:
             return
-        (temporary / _INFO).write_text(json.dumps(info))
+        (temporary / INFO).write_text(json.dumps(info))
         digests.write(temporary)
         if self._path(step).exists():
             self._delete(step)
@@ -386,7 +271,8 @@ class Checkpoints:
         except Damage as error:
             reason = str(error)
         if not distributed.all_agree(reason is None):
-            return self._pass_over(step, reason)
+            self._pass_over(step, reason)
+            return None
         self._check_fits(step)
         if self._read_only:  # R023 of the preflight tells it of a run's own workdir
             self._tell_optimizer_changes(step)
@@ -396,10 +282,13 @@ class Checkpoints:
         except (CheckpointError, DataError):
             raise
         except Exception as error:
-            if verifiable or not _names_damage(error):
+            if verifiable or not names_damage(error):
                 raise
             state, reason = None, f"{type(error).__name__}: {str(error)[:200]}"  # Orbax quotes whole specifications
-        return state if distributed.all_agree(state is not None) else self._pass_over(step, reason)
+        if not distributed.all_agree(state is not None):
+            self._pass_over(step, reason)
+            return None
+        return state
 
     def _pass_over(self, step: int, reason: str | None) -> None:
         reason = reason or "another process found it damaged"

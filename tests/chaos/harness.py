@@ -21,7 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-ATTACKS: tuple[str, ...] = ()
+ATTACKS: tuple[str, ...] = (
+    "damage",
+    "saves",
+)
 
 
 @dataclasses.dataclass(frozen=True)
