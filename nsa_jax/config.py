@@ -143,8 +143,9 @@ def default_config() -> ConfigDict:
     t.eval_batches = 16  # batches of each validation
     t.save_every = 500  # steps between checkpoints; 0: none
     t.keep_last = 3  # checkpoints kept besides the best
-    t.keep_best = True  # also keep the checkpoint with the lowest validation loss
+    t.keep_best = True  # also save at validations lower than all before, and keep the checkpoint of the lowest
     t.deterministic = True  # on GPUs, sums in one order and untuned matrix products: runs are bit-equal
+    t.reset_optimizer = False  # if a checkpoint's optimizer state does not fit config.optim, start it anew
     t.sample_tokens = 128  # length of the text sample written at each validation; 0: none
     t.sample_prompt = ""  # the sample continues this
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import reprlib
 from pathlib import Path
@@ -14,6 +15,8 @@ from nsa_jax.config import default_config
 if TYPE_CHECKING:
     from nsa_jax.data import Tokenizer
     from nsa_jax.nn import ModelConfig, Transformer
+
+logger = logging.getLogger("nsa_jax")
 
 
 class LoadError(ValueError):
@@ -82,52 +85,62 @@ def _split_step(path: str) -> tuple[Path, str]:
     return Path(path), ""
 
 
+def _choose_step(workdir: Path, step: str) -> int:
+    """The step to read: as asked for, and of several the first that is not damaged."""
+    from nsa_jax.train.checkpoint_files import find_steps, verify
+    from nsa_jax.train.digests import Damage
+
+    losses, damaged = find_steps(workdir / "checkpoints")
+    found = sorted({*losses, *damaged})
+    if not found:
+        raise LoadError(f"{workdir}: its checkpoints directory holds no finished step")
+    if step == "best":
+        candidates = [chosen for _, chosen in sorted((loss, s) for s, loss in losses.items() if loss is not None)]
+        if not candidates:
+            raise LoadError(f"{workdir}@best: no checkpoint has a validation loss; leave out @best for the newest")
+    else:
+        candidates = [int(step)] if step else found[::-1]
+        if step and int(step) not in found:
+            raise LoadError(f"{workdir}@{step}: no such step; it has {found}")
+    for chosen in candidates:
+        try:
+            if chosen not in damaged:
+                verify(workdir / "checkpoints" / str(chosen))
+                return chosen
+        except Damage as error:
+            damaged[chosen] = str(error)
+        logger.warning("skipping checkpoint %s of %s, it is damaged: %s", chosen, workdir, damaged[chosen])
+    reasons = "; ".join(f"step {chosen}: {damaged[chosen]}" for chosen in candidates)
+    others = [s for s in found if s not in damaged]
+    fix = f"name another step, one of {others}" if others else "restore the damaged files from a copy"
+    raise LoadError(f"{workdir}{'@' if step else ''}{step}: damaged, {reasons}. Fix: {fix}")
+
+
 def _load_workdir(workdir: Path, step: str) -> tuple[Transformer, Tokenizer, ConfigDict]:
     import jax
     from flax import nnx
-    from orbax.checkpoint import v1 as ocp
 
     from nsa_jax.data import Tokenizer
     from nsa_jax.nn import ModelConfig
+    from nsa_jax.train.checkpoint_files import load_part, read_info
 
-    directory = (workdir / "checkpoints").absolute()
-    # Only the parameters are read: the optimizer's state is twice as large.
-    context = ocp.Context()
-    context.pytree.loading.partial_load = True
-    with (
-        context,
-        ocp.training.Checkpointer(directory, cleanup_tmp_directories=False) as checkpointer,
-    ):
-        found = {checkpoint.step: checkpoint for checkpoint in checkpointer.checkpoints}
-        if not found:
-            raise LoadError(f"{workdir}: its checkpoints directory holds no finished step")
-        if step == "best":
-            losses = {s: (c.metrics or {}).get("val_loss") for s, c in found.items()}
-            scored = [(loss, s) for s, loss in losses.items() if loss is not None]
-            if not scored:
-                raise LoadError(f"{workdir}@best: no checkpoint has a validation loss; leave out @best for the newest")
-            chosen = min(scored)[1]
-        else:
-            chosen = int(step) if step else max(found)
-        if chosen not in found:
-            raise LoadError(f"{workdir}@{chosen}: no such step; it has {sorted(found)}")
-        info = checkpointer.checkpointables_metadata(chosen).custom_metadata
-        config = config_from_dict(info["config"])
-        tokenizer = Tokenizer.load(workdir / "tokenizer")
-        model_config = ModelConfig.from_config(config, tokenizer.vocab_size)
-        graphdef, params = abstract_model(model_config)
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params)
-        loaded = checkpointer.load_checkpointables(chosen, {"state": {"params": target}})
-    return nnx.merge(graphdef, loaded["state"]["params"]), tokenizer, config
+    directory = (workdir / "checkpoints").absolute() / str(_choose_step(workdir, step))
+    config = config_from_dict(read_info(directory)["config"])
+    tokenizer = Tokenizer.load(workdir / "tokenizer")
+    model_config = ModelConfig.from_config(config, tokenizer.vocab_size)
+    graphdef, params = abstract_model(model_config)
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params)
+    # Only the parameters are loaded: the optimizer's state is twice as large.
+    return nnx.merge(graphdef, load_part(directory, {"params": target})["params"]), tokenizer, config
 
 
 def load(path: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
     """Loads a trained model.
 
     Args:
-      path: a run's workdir (its newest checkpoint; WORKDIR@STEP or WORKDIR@best for another), or a directory that
-        `python -m nsa_jax.export` wrote.
+      path: a run's workdir (its newest undamaged checkpoint; WORKDIR@STEP or WORKDIR@best for another), or a directory
+        that `python -m nsa_jax.export` wrote.
 
     Returns:
       The `nsa_jax.nn.Transformer`, its tokenizer, and the training config.

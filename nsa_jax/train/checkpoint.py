@@ -1,18 +1,26 @@
 """Checkpoints: training state and data position in one step directory, written in the background by Orbax.
 
-Layout: <workdir>/checkpoints/<step>/{state, data}; a step directory gets its name when it is complete. The step's
-metadata holds what the state must fit: shapes and dtypes, tokenizer fingerprint, and the config for reference.
+Layout: <workdir>/checkpoints/<step>/{state, data, info.json, SHA256SUMS}. info.json says what the state must fit
+(shapes and dtypes, tokenizer fingerprint), the validation loss, and the config for reference. A step directory gets its
+name when it is complete: Orbax writes <step>.writing, info.json and the digests of all files are added, then it is
+renamed.
+
+Before a step is read its files are compared with their digests. A damaged step is passed over for the one before, and
+set aside as <step>.damaged. An error after that comparison has another cause (memory, network, permissions) and is
+raised.
+
+Several processes: each writes its shards, and Orbax waits for all. Process 0 alone lists, digests, renames and deletes.
+Which steps there are and which are kept, every process computes alike from what process 0 found at the start.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import logging
-import math
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,45 +30,55 @@ from orbax.checkpoint import v1 as ocp
 from nsa_jax.config import accept
 from nsa_jax.data.errors import DataError
 from nsa_jax.nn import function_differences
-from nsa_jax.train import distributed
+from nsa_jax.train import digests, distributed
+from nsa_jax.train.checkpoint_files import (
+    INFO,
+    best_of,
+    find_steps,
+    finite,
+    has_digests,
+    load_part,
+    names_damage,
+    read_info,
+    verify,
+)
+from nsa_jax.train.digests import Damage
 from nsa_jax.train.state import State
 
 logger = logging.getLogger("nsa_jax")
 
-_TEMPORARY = ".orbax-checkpoint-tmp"
+_WRITING, _DELETING, _DAMAGED = ".writing", ".deleting", ".damaged"
+_UNFINISHED = (f"*{_WRITING}*", "*.orbax-checkpoint-tmp*")  # the second pattern is that of earlier versions
+
+# Makes an optimizer state for parameters at a step: `Setup.fresh_optimizer`.
+FreshOptimizer = Callable[[Any, int], Any]
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be used; the message says why and what to do."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _KeepLastAndBest:
-    """Keeps the last `last` steps and, if asked, the one with the lowest validation loss."""
+def describe(abstract_state: State, part: str = "params") -> dict[str, list]:
+    """Shape and dtype of every array of a part by its path: what a checkpoint and a config must agree on.
 
-    last: int
-    best: bool
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        keep = [index >= len(checkpoints) - self.last for index in range(len(checkpoints))]
-        scored = [(_val_loss(info), index) for index, info in enumerate(checkpoints) if _val_loss(info) is not None]
-        if self.best and scored:
-            keep[min(scored)[1]] = True
-        return keep
-
-
-def _val_loss(info: Any) -> float | None:
-    loss = (info.metrics or {}).get("val_loss")
-    return loss if loss is not None and math.isfinite(loss) else None
-
-
-def describe(abstract_state: State) -> dict[str, list]:
-    """Shape and dtype of every parameter by its path: what a checkpoint and a config must agree on."""
-    leaves = jax.tree_util.tree_leaves_with_path(abstract_state["params"])
+    Args:
+      abstract_state: the state, or its shapes.
+      part: "params" or "opt_state".
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_state[part])
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): [list(leaf.shape), str(leaf.dtype)]
         for path, leaf in leaves
     }
+
+
+def _array_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    lines = []
+    for name in sorted({*old, *new}):
+        if old.get(name) != new.get(name):
+            shown = [f"{tuple(entry[0])} {entry[1]}" if entry else "absent" for entry in (old.get(name), new.get(name))]
+            lines.append(f"{name}: checkpoint {shown[0]}, config {shown[1]}")
+    return lines
 
 
 def differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
@@ -68,16 +86,16 @@ def differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     lines = []
     if saved["tokenizer"] != wanted["tokenizer"]:
         lines.append(f"tokenizer: checkpoint {saved['tokenizer']}, config {wanted['tokenizer']}")
-    old, new = saved["parameters"], wanted["parameters"]
-    for name in sorted({*old, *new}):
-        if old.get(name) != new.get(name):
-            shown = [f"{tuple(entry[0])} {entry[1]}" if entry else "absent" for entry in (old.get(name), new.get(name))]
-            lines.append(f"{name}: checkpoint {shown[0]}, config {shown[1]}")
+    lines += _array_differences(saved["parameters"], wanted["parameters"])
     if "config" in saved and "config" in wanted:
         found = function_differences(saved["config"]["model"], wanted["config"]["model"])
         found = accept(found, tuple(wanted["config"]["preflight"]["ignore"]))
         lines += [str(problem) for problem in found if problem.severity == "error"]
     return lines
+
+
+def _listed(lines: list[str], limit: int = 20) -> str:
+    return "\n  ".join(lines[:limit] + ([f"... and {len(lines) - limit} more"] if len(lines) > limit else []))
 
 
 def parse_resume(text: str) -> tuple[Path, int | None]:
@@ -119,25 +137,38 @@ class Checkpoints:
     ):
         self._directory = Path(directory).absolute()
         self._info = info
-        for leftover in sorted(self._directory.glob(f"*{_TEMPORARY}*")) if self._directory.is_dir() else []:
-            if jax.process_index() == 0:
-                logger.warning("skipping %s: its writing was never finished", leftover)
-        distributed.barrier()  # the first to go on cleans up what the others are still looking at
-        self._checkpointer = ocp.training.Checkpointer(
-            self._directory,
-            preservation_policy=_KeepLastAndBest(keep_last, keep_best),
-            cleanup_tmp_directories=not read_only,
-        )
+        self._keep_last, self._keep_best, self._read_only = keep_last, keep_best, read_only
+        # A network file system may show the processes different steps.
+        losses, damaged = json.loads(distributed.from_first(lambda: json.dumps(self._open())))
+        self._losses: dict[int, float | None] = {int(step): loss for step, loss in losses.items()}
+        self._damaged: dict[int, str] = {int(step): reason for step, reason in damaged.items()}
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._losses_before: dict[int, float | None] = {}  # if the step that is being written fails
+
+    def _open(self) -> tuple[dict[int, float | None], dict[int, str]]:
+        """On process 0: cleans up what was left unfinished and finds the steps."""
+        leftovers = [path for pattern in _UNFINISHED for path in self._directory.glob(pattern)]
+        for leftover in sorted(leftovers):
+            logger.warning("skipping %s: its writing was never finished", leftover)
+        if not self._read_only:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for path in {*leftovers, *self._directory.glob(f"*{_DELETING}")}:
+                shutil.rmtree(path, ignore_errors=True)
+        return find_steps(self._directory)
+
+    def _path(self, step: int) -> Path:
+        return self._directory / str(step)
 
     def steps(self) -> list[int]:
-        """Finished steps, ascending."""
-        return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+        """Steps that are finished or being written, ascending; without those known to be damaged."""
+        return sorted(self._losses)
 
     def best(self) -> tuple[int, float] | None:
         """Step and validation loss of the best checkpoint kept."""
-        scored = [(_val_loss(c), c.step) for c in self._checkpointer.checkpoints]
-        found = min(((loss, step) for loss, step in scored if loss is not None), default=None)
-        return (found[1], found[0]) if found else None
+        step = best_of(self._losses)
+        loss = None if step is None else self._losses[step]
+        return None if step is None or loss is None else (step, loss)
 
     def save(self, step: int, state: State, data: Any, val_loss: float | None = None) -> None:
         """Starts to write a checkpoint; returns when the arrays are copied, and waits for an earlier one first.
@@ -148,60 +179,169 @@ class Checkpoints:
           data: the training iterator.
           val_loss: at this step, if it is known.
         """
-        self._checkpointer.save_checkpointables_async(
-            step,
-            {"state": state, "data": data},
-            force=True,
-            overwrite=step in self.steps(),
-            metrics=None if val_loss is None else {"val_loss": val_loss},
-            custom_metadata=self._info,
-        )
+        self.wait()
+        temporary = self._directory / f"{step}{_WRITING}"
+        response = ocp.save_checkpointables_async(temporary, {"state": state, "data": data}, overwrite=True)
+        self._losses_before = dict(self._losses)
+        self._losses[step] = finite(val_loss)
+        surplus = self._surplus()
+        for old in surplus:
+            del self._losses[old]
+        info = {**self._info, "val_loss": self._losses[step]}
+        self._writing = self._background.submit(self._finish, step, temporary, response, info, surplus)
 
-    def restore(self, target: State, data: Any, step: int | None = None) -> tuple[int, State] | None:
-        """Loads the newest step that can be read.
+    def _surplus(self) -> list[int]:
+        """Steps to delete: all but the last and the best."""
+        keep = {*self.steps()[-self._keep_last :], best_of(self._losses) if self._keep_best else None}
+        return [step for step in self.steps() if step not in keep]
 
-        A step that cannot be read (cut off by a full disk or a kill) is skipped with a warning.
+    def _finish(self, step: int, temporary: Path, response: Any, info: dict[str, Any], surplus: list[int]) -> None:
+        """In the background: waits for Orbax, adds info and digests, gives the step its name, deletes old steps."""
+        response.result()  # Orbax frees its thread and event loop only when the result is taken
+        if jax.process_index() != 0:
+            return
+        (temporary / INFO).write_text(json.dumps(info))
+        digests.write(temporary)
+        if self._path(step).exists():
+            self._delete(step)
+        temporary.rename(self._path(step))
+        for old in surplus:
+            self._delete(old)
+
+    def _delete(self, step: int) -> None:
+        # Renamed first: a kill in the middle leaves no step with half of its files.
+        if (renamed := self._set_aside(step, _DELETING)) is not None:
+            shutil.rmtree(renamed, ignore_errors=True)
+
+    def _set_aside(self, step: int, suffix: str) -> Path | None:
+        """Renames a step so that it counts no more; None if that is not possible."""
+        path = self._path(step)
+        target = path.with_name(path.name + suffix)
+        count = 1
+        while target.exists():
+            count += 1
+            target = path.with_name(f"{path.name}{suffix}-{count}")
+        try:
+            return path.rename(target)
+        except OSError as error:
+            logger.warning("checkpoint %s cannot be renamed to %s: %s", path, target.name, error)
+            return None
+
+    def restore(
+        self, target: State, data: Any, step: int | None = None, fresh_optimizer: FreshOptimizer | None = None
+    ) -> tuple[int, State] | None:
+        """Loads the newest step that is undamaged.
+
+        A damaged step (cut off, changed, or with files missing) is passed over with a warning. Once an older one has
+        been loaded, the damaged ones are renamed to <step>.damaged, unless the directory is another run's.
 
         Args:
           target: abstract state with shardings.
           data: the training iterator; it is moved to the saved position.
           step: this one and no other.
+          fresh_optimizer: makes the optimizer's state anew if the saved one does not fit; None: that is an error.
 
         Returns:
           The step and the state, or None if there is no checkpoint.
 
         Raises:
           CheckpointError: the config does not fit the checkpoint, or none of the steps can be read.
+          OSError: an undamaged step cannot be read, such as for lack of permission.
         """
-        # All processes must try the same steps, and a network file system may show them different ones.
-        steps = json.loads(distributed.from_first(lambda: json.dumps(self.steps())))
-        if step is not None and step not in steps:
-            raise CheckpointError(f"{self._directory} has no finished step {step}; it has {steps or 'none'}")
-        failures = []
-        for candidate in reversed(steps) if step is None else [step]:
-            state, reason = None, "another process cannot read it"
-            try:
-                self._check_fits(candidate)
-                state = self._checkpointer.load_checkpointables(candidate, {"state": target})["state"]
-                self._restore_data(candidate, data)
-            except (CheckpointError, DataError):
-                raise
-            except Exception as error:  # whatever a damaged file makes Orbax raise
-                state = None
-                reason = f"{type(error).__name__}: {str(error)[:200]}"  # Orbax quotes whole specifications
-            if distributed.all_agree(state is not None):
-                assert state is not None
+        if step is not None and step not in {*self._losses, *self._damaged}:
+            raise CheckpointError(f"{self._directory} has no finished step {step}; it has {self.steps() or 'none'}")
+        for candidate in sorted({*self._losses, *self._damaged}, reverse=True) if step is None else [step]:
+            state = self._read(candidate, target, data, fresh_optimizer)
+            if state is not None:
+                self._leave_damaged()
                 return candidate, state
-            failures.append(f"step {candidate}: {reason}")
-            logger.warning("skipping checkpoint %s of %s, it cannot be read: %s", candidate, self._directory, reason)
-        if failures:
-            listed = "\n  ".join(failures)
-            raise CheckpointError(f"no checkpoint in {self._directory} can be read:\n  {listed}")
+        if self._damaged:
+            listed = _listed([f"step {number}: {reason}" for number, reason in sorted(self._damaged.items())])
+            raise CheckpointError(
+                f"no checkpoint in {self._directory} can be read:\n  {listed}\n"
+                "Fix: restore these files from a copy, name another step or run, or use another workdir to start anew"
+            )
+        if not self._read_only and (aside := sorted(path.name for path in self._directory.glob(f"*{_DAMAGED}*"))):
+            raise CheckpointError(
+                f"{self._directory} holds nothing but damaged checkpoints: {', '.join(aside)}. Fix: restore one that "
+                "is not damaged from a copy, or delete these to start anew"
+            )
         return None
+
+    def _read(self, step: int, target: State, data: Any, fresh_optimizer: FreshOptimizer | None) -> State | None:
+        """State and data position of a step, or None on every process if it is damaged."""
+        path, state, reason = self._path(step), None, self._damaged.get(step)
+        verifiable = has_digests(path)
+        try:
+            if reason is None:
+                verify(path, jax.process_index(), jax.process_count())
+        except Damage as error:
+            reason = str(error)
+        if not distributed.all_agree(reason is None):
+            self._pass_over(step, reason)
+            return None
+        self._check_fits(step)
+        if self._read_only:  # R023 of the preflight tells it of a run's own workdir
+            self._tell_optimizer_changes(step)
+        try:
+            state = self._load_state(step, target, fresh_optimizer)
+            self._restore_data(step, data)
+        except (CheckpointError, DataError):
+            raise
+        except Exception as error:
+            if verifiable or not names_damage(error):
+                raise
+            state, reason = None, f"{type(error).__name__}: {str(error)[:200]}"  # Orbax quotes whole specifications
+        if not distributed.all_agree(state is not None):
+            self._pass_over(step, reason)
+            return None
+        return state
+
+    def _pass_over(self, step: int, reason: str | None) -> None:
+        reason = reason or "another process found it damaged"
+        self._losses.pop(step, None)
+        self._damaged[step] = reason
+        logger.warning(
+            "skipping checkpoint %s of %s, it is damaged: %s. The newest undamaged step before it is used",
+            *(step, self._directory, reason),
+        )
+
+    def _leave_damaged(self) -> None:
+        """Renames the damaged steps; only when another has been loaded, or the next start would be a fresh one."""
+        if self._read_only:
+            return
+        for step in sorted(self._damaged):
+            renamed = self._set_aside(step, _DAMAGED) if jax.process_index() == 0 else None
+            if renamed is not None:
+                logger.warning("checkpoint %s is kept as %s; delete it when you have looked at it", step, renamed)
+        self._damaged.clear()
+
+    def _load_state(self, step: int, target: State, fresh_optimizer: FreshOptimizer | None) -> State:
+        path, saved = self._path(step), read_info(self._path(step))
+        if not has_digests(path) and saved.get("config", {}).get("optim", {}).get("clip") == 0:
+            # Earlier versions left clipping out of the chain when it was off.
+            clipping, rest = target["opt_state"]
+            state = ocp.load_checkpointables(path, {"state": {**target, "opt_state": rest}})["state"]
+            return {**state, "opt_state": (clipping, state["opt_state"])}
+        lines = []
+        if "optimizer" in saved and "optimizer" in self._info:
+            lines = _array_differences(saved["optimizer"], self._info["optimizer"])
+        if not lines:
+            return ocp.load_checkpointables(path, {"state": target})["state"]
+        shown = _listed(lines, 8)
+        if fresh_optimizer is None:
+            raise CheckpointError(
+                f"the config's optimizer does not fit checkpoint {path}, its averages would be lost:\n  {shown}\n"
+                "Fix: restore config.optim (it is in env.json), or accept the loss with "
+                "config.train.reset_optimizer=True: weights, step and data position are kept"
+            )
+        logger.warning("the optimizer's state in %s does not fit the config and starts anew:\n  %s", path, shown)
+        kept = load_part(path, {name: target[name] for name in ("step", "params")})
+        return {**kept, "opt_state": fresh_optimizer(kept["params"], step)}
 
     def _restore_data(self, step: int, data: Any) -> None:
         """Moves the iterator; not through Orbax, which hides why an iterator refuses a position."""
-        directory = self._directory / str(step) / "data"
+        directory = self._path(step) / "data"
         if not directory.is_dir():
             raise FileNotFoundError(directory)
 
@@ -212,22 +352,38 @@ class Checkpoints:
             pool.submit(asyncio.run, load()).result()
 
     def _check_fits(self, step: int) -> None:
-        saved = self._checkpointer.metadata(step).custom_metadata
-        lines = differences(saved, self._info) if saved else []
-        if lines:
-            shown = "\n  ".join(lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else []))
+        saved = read_info(self._path(step))
+        if lines := differences(saved, self._info):
             raise CheckpointError(
-                f"the config does not fit checkpoint {self._directory / str(step)}:\n  {shown}\n"
+                f"the config does not fit checkpoint {self._path(step)}:\n  {_listed(lines)}\n"
                 "Fix: restore the config that wrote it (it is in env.json), or use another workdir"
             )
 
+    def _tell_optimizer_changes(self, step: int) -> None:
+        configs = (read_info(self._path(step)), self._info)
+        old, new = (info.get("config", {}).get("optim", {}) for info in configs)
+        changed = [
+            f"config.optim.{name}: {old[name]!r} there, {new[name]!r} now"
+            for name in sorted({*old} & {*new})
+            if old[name] != new[name]
+        ]
+        if changed:
+            logger.warning("continuing checkpoint %s with another optimizer: %s", self._path(step), "; ".join(changed))
+
     def wait(self) -> None:
         """Returns when everything is written; raises what went wrong in the background."""
-        self._checkpointer.wait()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            try:
+                writing.result()
+            except BaseException:
+                self._losses = self._losses_before
+                raise
 
     def close(self) -> None:
         """Waits and releases the directory; what could not be written is for `wait` to tell."""
         try:
-            self._checkpointer.close()
+            self.wait()
         except Exception as error:
             logger.warning("checkpoints of %s were not all written: %s", self._directory, error)
+        self._background.shutdown()

@@ -205,7 +205,8 @@ class Run:
     def _restore(self, checkpoints: Checkpoints, info: dict, data: Any) -> tuple[int, State, str | None]:
         """Where the state comes from: this workdir's newest checkpoint, else --resume, else the initialisation."""
         target = self.setup.target()
-        own = checkpoints.restore(target, data)
+        fresh = self.setup.fresh_optimizer if self.config.train.reset_optimizer else None
+        own = checkpoints.restore(target, data, fresh_optimizer=fresh)
         if own is not None:
             self.best = checkpoints.best()
             return (*own, str(self.workdir))
@@ -215,7 +216,7 @@ class Run:
                 return 0, self._from_export(directory, info), str(directory)
             other = Checkpoints(directory, info, read_only=True)
             try:
-                found = other.restore(target, data, step)
+                found = other.restore(target, data, step, fresh)
             finally:
                 other.close()
             if found is None:
@@ -262,6 +263,7 @@ class Run:
         config, train = self.config, self.config.train
         info = {
             "parameters": describe(self.setup.abstract_state),
+            "optimizer": describe(self.setup.abstract_state, "opt_state"),
             "tokenizer": self.pipeline.tokenizer.fingerprint,
             "config": env.plain_config(config),
         }
@@ -358,7 +360,7 @@ class Run:
                     self._report(pending.popleft(), writer, clock)
                 if evaluates:
                     self._validate(step, state, writer)
-                if saves:
+                if saves or (evaluates and self._is_best(checkpoints)):
                     self._save(checkpoints, step, state, data)
                 clock.restart()
         interval.close(batches.take_waits())
@@ -445,6 +447,14 @@ class Run:
         writer.say(f"step {step}: validation loss {row['val/loss']:.4f}, {row['val/bits_per_byte']:.3f} bits/byte")
         if self.sampler is not None:
             writer.text(step, "sample", self.sampler(state["params"], step))
+
+    def _is_best(self, checkpoints: Checkpoints) -> bool:
+        """Whether the newest validation is a reason to save: no kept checkpoint has a loss as low."""
+        train, best = self.config.train, checkpoints.best()
+        if not train.save_every or not train.keep_best or self._last_validation is None:
+            return False
+        loss = self._last_validation[1]["val/loss"]
+        return math.isfinite(loss) and (best is None or loss < best[1])
 
     def _save(self, checkpoints: Checkpoints, step: int, state: State, data: Any) -> None:
         val_loss = None

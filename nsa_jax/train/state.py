@@ -175,7 +175,8 @@ def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
         weight_decay=o.weight_decay,
         mask=lambda params: jax.tree_util.tree_map_with_path(decays, params),
     )
-    return optax.chain(optax.clip_by_global_norm(o.clip), adamw) if o.clip > 0 else adamw
+    # The identity keeps the place of clipping: the state, and so a checkpoint, has one form with and without it.
+    return optax.chain(optax.clip_by_global_norm(o.clip) if o.clip > 0 else optax.identity(), adamw)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +243,18 @@ class Setup:
         make = jax.jit(lambda: _init(self.config, self.model_config, self.optimizer), out_shardings=self.sharding)
         with jax.set_mesh(self.mesh):
             return make()
+
+    def fresh_optimizer(self, params, step: int) -> Any:
+        """Optimizer state for restored parameters: its averages start anew, its schedule continues after `step`."""
+
+        def make(params):
+            is_schedule = lambda part: isinstance(part, optax.ScaleByScheduleState)  # noqa: E731
+            at_step = optax.ScaleByScheduleState(jnp.asarray(step, jnp.int32))
+            state = self.optimizer.init(params)
+            return jax.tree.map(lambda part: at_step if is_schedule(part) else part, state, is_leaf=is_schedule)
+
+        with jax.set_mesh(self.mesh):
+            return jax.jit(make, out_shardings=self.sharding["opt_state"])(params)
 
 
 def _init(config: ConfigDict, model_config: ModelConfig, optimizer: optax.GradientTransformation) -> State:

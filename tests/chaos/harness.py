@@ -23,7 +23,9 @@ import numpy as np
 
 ATTACKS: tuple[str, ...] = (
     "bad_config",
+    "damage",
     "hostile_export",
+    "saves",
     "token_cache",
 )
 
