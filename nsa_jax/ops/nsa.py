@@ -180,7 +180,7 @@ def _module(implementation: str) -> types.ModuleType:
 def _warn_once(message: str) -> None:
     if message not in _WARNED:
         _WARNED.add(message)
-        warnings.warn(message, stacklevel=4)  # the line that calls the op
+        warnings.warn(message, stacklevel=4)
 
 
 def _choose(op: str, implementation: str | None, query, key, value, **static) -> types.ModuleType:
@@ -205,8 +205,8 @@ def _choose(op: str, implementation: str | None, query, key, value, **static) ->
         else:
             implementation, why = "xla", f"not pallas: {reason}"
             _warn_once(
-                f"{op} runs as 'xla' on this GPU, slower than the kernels: {reason}. Fix: change what it names, or accept "
-                "it with implementation='xla'"
+                f"{op} runs as 'xla' on this GPU, slower than the kernels: {reason}. Fix: change what it names, or "
+                "accept it with implementation='xla'"
             )
     elif implementation is None:
         implementation, why = "xla", f"no GPU (platform {target.platform})"

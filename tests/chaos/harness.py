@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-ATTACKS: tuple[str, ...] = ()
+ATTACKS: tuple[str, ...] = ("nan",)
 
 
 @dataclasses.dataclass(frozen=True)
