@@ -177,6 +177,12 @@ def _module(implementation: str) -> types.ModuleType:
     return importlib.import_module(f"nsa_jax.ops.{implementation}")
 
 
+def _warn_once(message: str) -> None:
+    if message not in _WARNED:
+        _WARNED.add(message)
+        warnings.warn(message, stacklevel=4)
+
+
 def _choose(op: str, implementation: str | None, query, key, value, **static) -> types.ModuleType:
     """Picks the module that serves `op`, records it and logs it once."""
     _require(
@@ -190,14 +196,18 @@ def _choose(op: str, implementation: str | None, query, key, value, **static) ->
         if implementation == "pallas":
             if reason is not None:
                 raise NotImplementedError(f"{op}(implementation='pallas'): {reason}")
-            if not target.is_gpu and op not in _WARNED:
-                _WARNED.add(op)
-                warnings.warn(
-                    f"{op}(implementation='pallas') runs in interpret mode on {target.platform}: correct and very slow",
-                    stacklevel=3,
+            if not target.is_gpu:
+                _warn_once(
+                    f"{op}(implementation='pallas') runs in interpret mode on {target.platform}: correct and very slow"
                 )
+        elif reason is None:
+            implementation, why = "pallas", "the GPU kernels"
         else:
-            implementation, why = ("pallas", "the GPU kernels") if reason is None else ("xla", f"not pallas: {reason}")
+            implementation, why = "xla", f"not pallas: {reason}"
+            _warn_once(
+                f"{op} runs as 'xla' on this GPU, slower than the kernels: {reason}. Fix: change what it names, or "
+                "accept it with implementation='xla'"
+            )
     elif implementation is None:
         implementation, why = "xla", f"no GPU (platform {target.platform})"
     chosen = implementation or "xla"

@@ -25,6 +25,7 @@ ATTACKS: tuple[str, ...] = (
     "bad_config",
     "damage",
     "hostile_export",
+    "nan",
     "saves",
     "token_cache",
 )

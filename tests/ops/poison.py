@@ -94,15 +94,15 @@ def top_n_of_formulas(scores: np.ndarray, position, start, config: NSAConfig, nu
     return np.asarray(pick(jnp.asarray(scores[:, :num_blocks]), jnp.asarray(position), jnp.asarray(start)))
 
 
-def top_n_fault(rng: np.random.Generator, which: str, names: list[str]) -> str:
-    """What is wrong with the lists of 16 queries whose scores have bit patterns of the named classes."""
+def top_n_fault(rng: np.random.Generator, which: str, names: list[str] | None = None) -> str:
+    """What is wrong with the lists of 16 queries whose scores have bit patterns of the named classes, or drawn ones."""
     num_blocks, width, rows = 200, 256, 16
     n = int(rng.choice([4, 7, 16]))
     config = NSAConfig(compress_block=16, compress_stride=16, select_block=16, num_selected=n, num_local=2)
     begin = int(rng.integers(0, num_blocks * 16 - rows))
     position = np.arange(begin, begin + rows, dtype=np.int32)
     start = np.where(rng.random(rows) < 0.5, 0, rng.integers(0, position + 20)).astype(np.int32)
-    scores = draw_bits(rng, (rows, width), names)
+    scores = draw_bits(rng, (rows, width), names or draw_classes(rng))
     if which == "training":
         lists = top_n_of_training(scores[None], position, start, config, num_blocks)
     else:

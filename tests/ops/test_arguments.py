@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ import pytest
 
 import nsa_jax
 from nsa_jax import NSAConfig
+from nsa_jax.ops import nsa
+from nsa_jax.ops.target import Target, compile_for
 from tests.ops.cases import SMALL, Case
 
 CASE = Case("arguments", T=40, N=4, K=2, H=16, V=16, B=1)
@@ -131,6 +135,20 @@ def test_named_implementation_that_cannot_serve_says_why():
             window=2,
             implementation="pallas",
         )
+
+
+def test_a_gpu_without_kernels_for_the_inputs_is_warned_of_once():
+    shape = jax.ShapeDtypeStruct((1, 4, 1, 24), jnp.float32)
+    attend = lambda *qkv: nsa_jax.window_attention(*qkv, window=2)  # noqa: E731
+    nsa._WARNED.clear()
+    with compile_for(Target("gpu", (8, 0))):
+        with pytest.warns(UserWarning, match="window_attention runs as 'xla'.*query has head dim 24.*Fix: ") as caught:
+            jax.eval_shape(attend, shape, shape, shape)
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            jax.eval_shape(lambda *qkv: attend(*qkv), shape, shape, shape)
+    assert nsa_jax.implementations_served()["window_attention"] == "xla"
 
 
 def test_what_served_each_op_can_be_asked_for():

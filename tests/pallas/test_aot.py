@@ -127,3 +127,16 @@ def test_long_rows_of_six_heads_per_group_get_hoppers_kernels():
     triton = "\n".join(line for line in compiled.as_text().splitlines() if "__gpu$xla.gpu.triton" in line)
     assert "selected_forward_sum" in triton and not any(name in triton for name in replaced)
     assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 3
+
+
+@pytest.mark.slow
+def test_kernels_compile_where_64_bit_types_are_enabled():
+    """Python integers and sums of integers are 64 bits wide then, outside of the kernels."""
+    query, *rest = inputs = _inputs((1, 512, 12, 2, 64, 64))
+    segments = jax.ShapeDtypeStruct(query.shape[:2], jnp.int32)
+    newest = [jax.ShapeDtypeStruct((1, 1, *x.shape[2:]), x.dtype) for x in (query, inputs[7])]
+    decode = functools.partial(nsa_jax.decode_attention, config=CONFIG, implementation="pallas", return_info=True)
+    with jax.enable_x64(True):
+        aot.compile_for_gpu(jax.grad(_loss(packed=True), argnums=(0, 3)), *inputs, segments, gpu="a100-80gb")
+        lengths = jax.ShapeDtypeStruct((1,), jnp.int64)
+        aot.compile_for_gpu(decode, newest[0], *rest[:6], newest[1], lengths, gpu="a100-80gb")

@@ -32,12 +32,19 @@ warnings.filterwarnings(
 def triton_call(kernel, *, num_warps: int, num_stages: int, **kwargs: Any):
     """`pl.pallas_call` through the Triton backend: always with explicit compiler parameters, since the default
     backend of `pallas_call` differs between JAX versions."""
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpreted(),
         **kwargs,
     )
+
+    def call_in_32_bits(*args):
+        # With jax_enable_x64 the Python integers and sums of a kernel would be 64 bits wide, which Triton does not mix.
+        with jax.enable_x64(False):
+            return call(*args)
+
+    return call_in_32_bits
 
 
 @jax.custom_jvp
