@@ -2,13 +2,14 @@
 
     python benchmarks/reproducible.py --json out.json -- --config.data.source=text "--config.data.files=('text/*.txt',)"
 
-trains `--config` (configs/a100_prod.py) four times with train.py and compares loss and gradient norm of every step:
+trains `--config` (configs/a100_prod.py) four times with train.py and compares every logged number of the training steps
+(loss, gradient norm, norms of parameters and updates):
 
   first, second   uninterrupted, each with an empty compilation cache of its own
-  killed_warm     killed by SIGKILL at a random step and started again, with the cache of `first`
-  killed_cold     the same with an empty cache at both starts
+  killed_warm     killed by SIGKILL at a random step and started again, with the cache that it has filled
+  killed_cold     the same, started again with an empty cache
 
-Runs take turns on the GPUs of `--gpus`, one each at a time. What follows `--` is passed on to train.py.
+All run at the same time and share the GPUs of `--gpus`. What follows `--` is passed on to train.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -30,7 +32,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-COMPARED = ("train/loss", "train/grad_norm")
+COMPARED = ("train/loss", "norm/grad", "norm/param", "norm/update")
 
 
 def rows(workdir: pathlib.Path) -> dict[int, dict[str, float]]:
@@ -104,6 +106,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the steps at which runs are killed")
     parser.add_argument("--gpus", default="0", help="comma-separated; empty: whatever JAX finds")
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--keep", type=pathlib.Path, help="a folder for the runs' metrics")
     parser.add_argument("--commit", help="of the code, where git does not tell")
     parser.add_argument("flags", nargs="*", help="for train.py, after --")
     options = parser.parse_args()
@@ -117,28 +120,28 @@ def main() -> int:
         def cache(label: str) -> pathlib.Path:
             return folder / f"cache_{label}"
 
+        warm, cold = folder / "killed_warm", folder / "killed_cold"
         work = {
             "first": lambda gpu: uninterrupted(options, folder / "first", cache("first"), gpu),
             "second": lambda gpu: uninterrupted(options, folder / "second", cache("second"), gpu),
-            "killed_warm": lambda gpu: killed(
-                options, folder / "killed_warm", cache("first"), gpu, kills[0], cache("first")
-            ),
-            "killed_cold": lambda gpu: killed(
-                options, folder / "killed_cold", cache("a"), gpu, kills[1], cache("b")
-            ),
-        }  # fmt: skip
+            "killed_warm": lambda gpu: killed(options, warm, cache("warm"), gpu, kills[0], cache("warm")),
+            "killed_cold": lambda gpu: killed(options, cold, cache("cold"), gpu, kills[1], cache("empty")),
+        }
 
         def one(label: str, gpu: str) -> None:
             found[label] = work[label](gpu)
 
-        for wave in (("first", "second"), ("killed_warm", "killed_cold")):
-            for begin in range(0, 2, len(gpus)):
-                labels = wave[begin : begin + len(gpus)]
-                threads = [threading.Thread(target=one, args=pair) for pair in zip(labels, gpus, strict=False)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
+        threads = [
+            threading.Thread(target=one, args=(label, gpus[index % len(gpus)])) for index, label in enumerate(work)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if options.keep:
+            for label in work:
+                if (folder / label / "metrics.jsonl").exists():
+                    shutil.copy(folder / label / "metrics.jsonl", options.keep / f"{label}.jsonl")
         missing = sorted(set(work) - set(found))
         if missing:
             raise SystemExit(f"not finished: {', '.join(missing)}")
