@@ -114,7 +114,7 @@ def read_config() -> tuple[ConfigDict, list[Problem]]:
     Raises:
       ConfigError: its file is at fault.
     """
-    config = load_config(_CONFIG.value)
+    config = load_config(_CONFIG.value or "")
     return config, override(config, _OVERRIDES.value)
 
 

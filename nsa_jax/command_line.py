@@ -128,7 +128,7 @@ def load_config(path: str) -> ConfigDict:
         source = Path(name).read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise _file_error(f"--config={path}: {reason}", "name a file such as configs/quickstart.py") from error
+        raise _file_error(f"{name or repr(name)}: {reason}", "name a file such as configs/quickstart.py") from error
     module = types.ModuleType("config_of_the_run")
     module.__file__ = name
     sys.modules[module.__name__] = module  # where dataclasses look for the names of their annotations
@@ -152,8 +152,8 @@ def load_config(path: str) -> ConfigDict:
     return ConfigDict(config)  # one that can be changed, whatever kind it was
 
 
-def _file_error(message: str, fix: str) -> ConfigError:
-    return ConfigError([Problem("R055", "error", message, fix)])
+def _file_error(where: str, fix: str) -> ConfigError:
+    return ConfigError([Problem("R055", "error", f"config file {where}", fix)])
 
 
 def _what_happened(name: str, error: BaseException) -> tuple[str, str]:
