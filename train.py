@@ -130,8 +130,7 @@ def main(argv: list[str]) -> int:
     try:
         config, problems = read_config()
         workdir = _WORKDIR.value or f"runs/{check_fields(config, default_config())[0].name}"
-        if not _PREFLIGHT.value:
-            problems += workdir_problems(workdir)
+        problems += workdir_problems(workdir)
         if problems or not _PREFLIGHT.value:  # otherwise the preflight's report shows what there is
             for problem in check(config, problems):
                 print(problem, file=sys.stderr)

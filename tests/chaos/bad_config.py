@@ -398,8 +398,8 @@ def attack(rng: np.random.Generator, folder: Path) -> Iterator[Outcome]:
             attempts.edit = ""
             argv = getattr(attempts, kind)()
             real = number % 20 == 19 and not may_be_accepted
-            if rng.random() < 0.15 and not set_up and kind != "bad_flag":
-                argv.append("--preflight")
+            if rng.random() < 0.15 and not set_up:
+                argv.insert(0, "--preflight")
             status, output = _real(argv, folder) if real else server(argv, set_up=set_up)
             failure = _judge(status, output, may_be_accepted)
             label = kind.replace("_", " ") + (", a real process" if real else "")
