@@ -70,8 +70,8 @@ _RULES = """
 ## Rules
 
 What is checked before a run, and where. An error refuses to start with status 2;
-`config.preflight.ignore = ("R013",)` accepts the errors of a rule, and env.json records it. No run could follow these, which
-cannot be ignored: FATAL.
+`config.preflight.ignore = ("R013",)` accepts the errors of a rule, and env.json records it. No run could follow these,
+which cannot be ignored: FATAL.
 A message shows the value where this table shows `…`.
 
 | rule | severity | what it says |
