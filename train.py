@@ -114,7 +114,7 @@ def read_config() -> tuple[ConfigDict, list[Problem]]:
     Raises:
       ConfigError: its file is at fault.
     """
-    config = load_config(_CONFIG.value)
+    config = load_config(_CONFIG.value or "")
     return config, override(config, _OVERRIDES.value)
 
 
@@ -130,8 +130,7 @@ def main(argv: list[str]) -> int:
     try:
         config, problems = read_config()
         workdir = _WORKDIR.value or f"runs/{check_fields(config, default_config())[0].name}"
-        if not _PREFLIGHT.value:
-            problems += workdir_problems(workdir)
+        problems += workdir_problems(workdir)
         if problems or not _PREFLIGHT.value:  # otherwise the preflight's report shows what there is
             for problem in check(config, problems):
                 print(problem, file=sys.stderr)

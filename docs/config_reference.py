@@ -57,7 +57,8 @@ def get_config():
 check(get_config())  # raises with all problems at once; train.py does this
 ```
 
-On the command line any field can be set:
+A field has the type of its default; numbers are finite, and whole ones at most 2,147,483,647. On the command line any
+field can be set:
 
 ```bash
 python train.py --config=configs/quickstart.py --config.train.steps=1000 --config.model.nsa.window=32
@@ -69,8 +70,9 @@ _RULES = """
 ## Rules
 
 What is checked before a run, and where. An error refuses to start with status 2;
-`config.preflight.ignore = ("R013",)` accepts the errors of a rule, and env.json records it. A message shows the value
-where this table shows `…`.
+`config.preflight.ignore = ("R013",)` accepts the errors of a rule, and env.json records it. No run could follow these,
+which cannot be ignored: FATAL.
+A message shows the value where this table shows `…`.
 
 | rule | severity | what it says |
 |---|---|---|
@@ -129,15 +131,16 @@ def _allowed(name: str, comment: str) -> str:
         if all(choice in comment for choice in config_lib.CHOICES[name]):
             return ""  # the comment says what each is
         return ", ".join(f"`{choice!r}`" for choice in config_lib.CHOICES[name])
-    for lowest, names in config_lib._AT_LEAST.items():
-        if name in names.split():
-            return f"≥ {lowest}"
+    bounds = [f"≥ {lowest}" for lowest, names in config_lib._AT_LEAST.items() if name in names.split()]
     if name in config_lib._RANGES:
         low, low_included, high, high_included = config_lib._RANGES[name]
-        if high == float("inf"):
-            return f"{'≥' if low_included else '>'} {low:g}"
-        return f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high_included else ')'}"
-    return "> 0" if name.startswith("model.nsa.") else ""
+        if high != float("inf"):
+            return f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high_included else ')'}"
+        bounds.append(f"{'≥' if low_included else '>'} {low:g}")
+    if name.startswith("model.nsa."):
+        bounds.append("> 0")
+    bounds += [f"≤ {highest:_}" for highest, names in config_lib._AT_MOST.items() if name in names.split()]
+    return ", ".join(bounds)
 
 
 def _default(value: object) -> str:
@@ -215,8 +218,9 @@ def page() -> str:
                 cells = f"`config.{name}`", _default(values[name]), _allowed(name, comment), _cell(comment.rstrip("."))
                 lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
+    head = _RULES.replace("FATAL", ", ".join(sorted(config_lib.FATAL)))
     rows = [f"| {rule} | {severity} | {_cell(text)} |" for rule, severity, text in rules()]
-    return "\n".join(lines).rstrip() + "\n" + _RULES + "\n".join(rows) + "\n"
+    return "\n".join(lines).rstrip() + "\n" + head + "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What train.py is told: the config's file, the flags that override its fields, the workdir.
+"""What the programs are told: the config's file, the flags that override its fields, the workdir, numbers.
 
 Every mistake in them becomes a `Problem` that says where it is. Overrides are taken out of the arguments before absl
 sees them, so that all that are wrong can be reported at once.
@@ -6,13 +6,14 @@ sees them, so that all that are wrong can be reported at once.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import default_config
 from nsa_jax.fields import ConfigError, Problem, expected, no_such_field, remote, walk, wrong_value
 
+LARGEST = 2**31 - 1
 OVERRIDE = "config.FIELD"  # the flag that overrides are turned into
 _TRUE, _FALSE = ("true", "t", "1"), ("false", "f", "0")
 _NO_VALUE = "\0"  # no argument of a process can hold it
@@ -126,7 +128,7 @@ def load_config(path: str) -> ConfigDict:
         source = Path(name).read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise _file_error(f"--config={path}: {reason}", "name a file such as configs/quickstart.py") from error
+        raise _file_error(f"{name or repr(name)}: {reason}", "name a file such as configs/quickstart.py") from error
     module = types.ModuleType("config_of_the_run")
     module.__file__ = name
     sys.modules[module.__name__] = module  # where dataclasses look for the names of their annotations
@@ -150,8 +152,8 @@ def load_config(path: str) -> ConfigDict:
     return ConfigDict(config)  # one that can be changed, whatever kind it was
 
 
-def _file_error(message: str, fix: str) -> ConfigError:
-    return ConfigError([Problem("R055", "error", message, fix)])
+def _file_error(where: str, fix: str) -> ConfigError:
+    return ConfigError([Problem("R055", "error", f"config file {where}", fix)])
 
 
 def _what_happened(name: str, error: BaseException) -> tuple[str, str]:
@@ -202,3 +204,19 @@ def _exists(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def number(kind: type, lowest: float, highest: float = LARGEST) -> Callable[[str], Any]:
+    """For argparse: reads an int or float within bounds, so that a wrong one is refused before a model is loaded."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not lowest <= value <= highest:  # nan neither
+            what = "whole number" if kind is int else "number"
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a {what} from {lowest:,} to {highest:,}")
+        return value
+
+    return read

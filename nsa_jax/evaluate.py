@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa_jax import retrieval
+from nsa_jax.command_line import number
 from nsa_jax.data import DataError, Tokenizer, make_pipeline
 from nsa_jax.data.sources import TextSource
 from nsa_jax.devices import choose_platform
@@ -378,15 +379,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("path", help="a run's workdir (WORKDIR@STEP, WORKDIR@best) or an exported model")
     parser.add_argument("--tasks", type=tasks, help="comma separated; default: those that fit the run's data")
     parser.add_argument("--files", nargs="+", default=[], help="text files or globs instead of held-out documents")
-    parser.add_argument("--context", type=int, help="tokens of a window; default: the training length")
-    parser.add_argument("--stride", type=int, help="how far windows advance; default: half the context")
-    parser.add_argument("--max-tokens", type=int, default=200_000, help="tokens of text to score (default %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--lengths", type=numbers(int), help="needle: context lengths; default: up to the context")
-    parser.add_argument("--depths", type=numbers(float), default=[0.0, 0.25, 0.5, 0.75, 1.0], help="needle: 0 to 1")
-    parser.add_argument("--samples", type=int, default=8, help="needle: samples per cell; recall: 32 rows each")
-    parser.add_argument("--num-keys", type=int, default=4, help="needle-multi: facts per context (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--context", type=number(int, 2), help="tokens of a window; default: the training length")
+    parser.add_argument("--stride", type=number(int, 1), help="how far windows advance; default: half the context")
+    parser.add_argument(
+        "--max-tokens", type=number(int, 2), default=200_000, help="tokens of text to score (default %(default)s)"
+    )
+    parser.add_argument("--batch-size", type=number(int, 1), default=8)
+    parser.add_argument(
+        "--lengths", type=numbers(number(int, 2)), help="needle: context lengths; default: up to the context"
+    )
+    parser.add_argument(
+        "--depths", type=numbers(number(float, 0, 1)), default=[0.0, 0.25, 0.5, 0.75, 1.0], help="needle: 0 to 1"
+    )
+    parser.add_argument(
+        "--samples", type=number(int, 1), default=8, help="needle: samples per cell; recall: 32 rows each"
+    )
+    parser.add_argument(
+        "--num-keys", type=number(int, 1), default=4, help="needle-multi: facts per context (default %(default)s)"
+    )
+    parser.add_argument("--seed", type=number(int, 0), default=0)
     parser.add_argument("--output", help="directory for results; default: PATH/evaluation")
     return parser
 
@@ -399,7 +410,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     choose_platform()
     try:
         Evaluation(args).run()
-    except (LoadError, DataError, ValueError) as error:
+    except (LoadError, DataError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     return 0

@@ -415,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, tokenizer, config = load(args.path)
         export(model, tokenizer, config, args.output)
         print(f"exported {args.path} to {args.output}")
-    except (LoadError, DataError, ValueError) as error:
+    except (LoadError, DataError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     return 0

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nsa_jax.command_line import number
 from nsa_jax.data import DataError, Tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.devices import choose_platform
@@ -309,19 +310,21 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--prompt", help="text to continue; empty or absent: a new document, begun by a line break")
     source.add_argument("--prompt-file", type=Path, help="continue the contents of this file; - is standard input")
     source.add_argument("--interactive", action="store_true", help="read prompts line by line; /reset, /quit")
-    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens per sample (default %(default)s)")
-    parser.add_argument("--num-samples", type=int, default=1, help="samples of the prompt, in one batch")
     parser.add_argument(
-        "--context", type=int, help="tokens that prompt and text may have; default: the training length"
+        "--max-tokens", type=number(int, 1), default=128, help="new tokens per sample (default %(default)s)"
+    )
+    parser.add_argument("--num-samples", type=number(int, 1), default=1, help="samples of the prompt, in one batch")
+    parser.add_argument(
+        "--context", type=number(int, 2), help="tokens that prompt and text may have; default: the training length"
     )
     parser.add_argument("--greedy", action="store_true", help="always the most likely token (temperature 0)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="default %(default)s")
-    parser.add_argument("--top-k", type=int, default=0, help="0: off")
-    parser.add_argument("--top-p", type=float, default=0.95, help="1: off (default %(default)s)")
-    parser.add_argument("--min-p", type=float, default=0.0, help="0: off")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="1: off")
+    parser.add_argument("--temperature", type=number(float, 0), default=0.8, help="default %(default)s")
+    parser.add_argument("--top-k", type=number(int, 0), default=0, help="0: off")
+    parser.add_argument("--top-p", type=number(float, 0, 1), default=0.95, help="1: off (default %(default)s)")
+    parser.add_argument("--min-p", type=number(float, 0, 1), default=0.0, help="0: off")
+    parser.add_argument("--repetition-penalty", type=number(float, 0), default=1.0, help="1: off")
     parser.add_argument("--stop", action="append", default=[], help="end before this string; repeatable")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=number(int, 0), default=0)
     parser.add_argument("--quiet", action="store_true", help="print the text only")
     return parser
 
@@ -413,8 +416,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             min_p=args.min_p,
             seed=args.seed,
         )
-        if args.max_tokens < 1 or args.num_samples < 1:
-            raise PromptError("--max-tokens and --num-samples must be at least 1")
         model, tokenizer, config = load(args.path)
         generator = Generator(model, tokenizer, context=args.context or config.data.seq_len)
         if args.interactive:

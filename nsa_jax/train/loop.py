@@ -18,6 +18,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from nsa_jax import config as config_lib
+from nsa_jax.command_line import workdir_problems
 from nsa_jax.data import Pipeline, make_pipeline
 from nsa_jax.devices import keep_compiled_programs
 from nsa_jax.ops.nsa import forget_implementations_served, implementations_served
@@ -540,7 +541,7 @@ def run(
     Raises:
       ConfigError: with everything that is wrong, before any device is touched.
     """
-    config_lib.check(config)
+    config_lib.check(config, workdir_problems(workdir))
     keep_compiled_programs(config.compilation_cache_dir)
     made = Run(config, Path(workdir), resume, devices, profile)
     made.examine()

@@ -205,7 +205,7 @@ class _Attempts:
     """One attempt of each kind: what is run, and whether it may be accepted."""
 
     def __init__(self, rng: np.random.Generator, folder: Path):
-        self.rng, self.folder = rng, folder
+        self.rng, self.folder, self.edit = rng, folder, ""
         (folder / "text").mkdir(exist_ok=True)
         for i in range(12):
             (folder / "text" / f"{i}.txt").write_text(f"Document {i} counts to {i}. " * 60)
@@ -288,7 +288,9 @@ class _Attempts:
             b"class C:\n    def get_config(self): 1\nget_config = C()\n", b"# coding: nonsense\n",
         )  # fmt: skip
         path = self.folder / "bad.py"
-        path.write_bytes(self.one(list(sources)))
+        source = self.one(list(sources))
+        self.edit = str(source)
+        path.write_bytes(source)
         missing = ["nothing.py", str(self.folder), "/dev/null", "", ":", "nothing:x", f"{path}:argument", "x" * 5000]
         return [f"--config={self.one([str(path)] * 12 + missing)}"]
 
@@ -304,12 +306,13 @@ class _Attempts:
             "raise ValueError(c)",
             f"c.ignore_type().__enter__(); c.{section or 'train'} = 3", "c.train.steps = c.get_ref('train')",
         )  # fmt: skip
-        return [f"--config={_small(self.folder, self.one(list(edits)), 'edited.py')}"]
+        self.edit = self.one(list(edits))
+        return [f"--config={_small(self.folder, self.edit, 'edited.py')}"]
 
     def _edited(self, values: dict[type, list[str]], count: int) -> list[str]:
         lines = [f"c.{name} = {self.one(values[type(default)])}" for name, default in _fields(self.rng, count)]
-        edit = "\n        ".join(["with c.ignore_type():", *lines])
-        return [f"--config={_small(self.folder, edit, 'edited.py')}"]
+        self.edit = "\n        ".join(["with c.ignore_type():", *lines])
+        return [f"--config={_small(self.folder, self.edit, 'edited.py')}"]
 
     def values_of_another_type(self) -> list[str]:
         return self._edited(_OTHERS, int(self.rng.integers(1, 6)))
@@ -392,14 +395,15 @@ def attack(rng: np.random.Generator, folder: Path) -> Iterator[Outcome]:
         while True:
             kind = str(rng.choice(list(_KINDS), p=shares / shares.sum()))
             _, set_up, may_be_accepted = _KINDS[kind]
+            attempts.edit = ""
             argv = getattr(attempts, kind)()
             real = number % 20 == 19 and not may_be_accepted
-            if rng.random() < 0.15 and not set_up and kind != "bad_flag":
-                argv.append("--preflight")
+            if rng.random() < 0.15 and not set_up:
+                argv.insert(0, "--preflight")
             status, output = _real(argv, folder) if real else server(argv, set_up=set_up)
             failure = _judge(status, output, may_be_accepted)
             label = kind.replace("_", " ") + (", a real process" if real else "")
-            yield Outcome(label, failure and f"{' '.join(argv)[-300:]} -> {failure}")
+            yield Outcome(label, failure and f"{' '.join(argv)[-300:]} {attempts.edit} -> {failure}")
             number += 1
     finally:
         server.close()
