@@ -140,6 +140,8 @@ def attack(rng: np.random.Generator, folder: Path) -> Iterator[Outcome]:
                 other = root / str(rng.choice(steps)) / files[index].relative_to(root / str(step))
                 if _damage(rng, files[index], kind, other):
                     damaged.add(step)
+        if not damaged:  # such as a flip in an empty file, or a file that is the same in both steps
+            continue
         handler.texts.clear()
         logger.addHandler(handler)
         propagate, logger.propagate = logger.propagate, False

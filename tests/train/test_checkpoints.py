@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import optax
@@ -13,7 +14,7 @@ from orbax.checkpoint import v1 as ocp
 
 from nsa_jax import load
 from nsa_jax.loading import LoadError
-from nsa_jax.train import CheckpointError
+from nsa_jax.train import CheckpointError, digests, preflight
 from nsa_jax.train import checkpoint as checkpoint_lib
 from nsa_jax.train.checkpoint import parse_resume
 from tests.tools.runs import small_config, write_run
@@ -76,6 +77,43 @@ def test_a_flipped_bit_in_the_weights_falls_back_and_is_not_met_again(tmp_path, 
     checkpoints.save(3, state_at(3), position_at(3), 1.0)
     checkpoints.close()
     assert restored(tmp_path)[0] == 3
+
+
+def test_the_shares_of_several_processes_cover_every_file(tmp_path):
+    write_steps(tmp_path, {1: None})
+    files = [path for path in (tmp_path / "1").rglob("*") if path.is_file() and path.stat().st_size]
+    for path in files:
+        content = path.read_bytes()
+        flip(path)
+        seen = 0
+        for index in range(3):
+            try:
+                digests.verify(tmp_path / "1", index, 3)
+            except digests.Damage:
+                seen += 1
+        # Every process reads SHA256SUMS itself.
+        assert seen == (3 if path.name == digests.SUMS else 1), path
+        path.write_bytes(content)
+    digests.verify(tmp_path / "1")
+
+
+def test_what_another_process_finds_damaged_is_passed_over_here_too(tmp_path, monkeypatch, caplog):
+    write_steps(tmp_path, {1: None, 2: None})
+    answers = iter([False, True, True])
+    monkeypatch.setattr(checkpoint_lib.distributed, "all_agree", lambda mine: mine and next(answers))
+    with caplog.at_level(logging.WARNING, logger="nsa_jax"):
+        assert restored(tmp_path)[0] == 1
+    assert "another process found it damaged" in caplog.text and (tmp_path / "2.damaged").is_dir()
+
+
+def test_damaged_steps_are_no_room_for_those_to_come(tmp_path, monkeypatch):
+    for name in ("5", "5.damaged"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "state").write_bytes(bytes(1000))
+    config = tiny_config(train__save_every=1)  # five at a time: the last three, the best, and one being written
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3500))
+    (problem,) = preflight.check_disk(config, tmp_path, 1000)
+    assert problem.rule == "R024"
 
 
 def test_another_runs_damaged_step_is_passed_over_but_stays(tmp_path):
@@ -169,7 +207,7 @@ def test_a_file_that_may_not_be_read_is_no_damage(tmp_path, monkeypatch):
     def refused(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(checkpoint_lib.digests, "file_digest", refused)
+    monkeypatch.setattr(digests, "file_digest", refused)
     with pytest.raises(PermissionError, match="Permission denied"):
         restored(tmp_path)
     assert (tmp_path / "2").is_dir()
@@ -302,7 +340,7 @@ def test_a_failed_save_counts_as_no_step_and_deletes_none(tmp_path, monkeypatch)
     def full(directory):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_lib.digests, "write", full)
+    monkeypatch.setattr(digests, "write", full)
     checkpoints.save(2, state_at(2), position_at(2))
     with pytest.raises(OSError, match="No space left"):
         checkpoints.wait()
