@@ -80,7 +80,7 @@ def train(config, workdir: Path) -> tuple[int, str]:
     """Trains; returns the exit status and, unless it is 0, what went wrong."""
     from nsa_jax.config import ConfigError
     from nsa_jax.data import DataError
-    from nsa_jax.train import CheckpointError, TrainingError, distributed, run
+    from nsa_jax.train import CheckpointError, TrainingError, WorkdirInUse, distributed, run
     from nsa_jax.train.profiling import parse_window
 
     try:
@@ -93,7 +93,7 @@ def train(config, workdir: Path) -> tuple[int, str]:
             _tell_others_apart(cluster.process_id, cluster.num_processes)
             distributed.check_same_run(config, workdir)
         run(config, workdir, _RESUME.value, profile=window)
-    except (ConfigError, CheckpointError, DataError, distributed.DistributedError) as error:
+    except (ConfigError, CheckpointError, DataError, WorkdirInUse, distributed.DistributedError) as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG, str(error)
     except TrainingError as error:

@@ -133,7 +133,9 @@ class Checkpoints:
         found = min(((loss, step) for loss, step in scored if loss is not None), default=None)
         return (found[1], found[0]) if found else None
 
-    def save(self, step: int, state: State, data: Any, val_loss: float | None = None) -> None:
+    def save(
+        self, step: int, state: State, data: Any, val_loss: float | None = None, guards: dict[str, Any] | None = None
+    ) -> None:
         """Starts to write a checkpoint; returns when the arrays are copied, and waits for an earlier one first.
 
         Args:
@@ -141,6 +143,7 @@ class Checkpoints:
           state: the training state.
           data: the training iterator.
           val_loss: at this step, if it is known.
+          guards: what the guards remember (`Guards.state`).
         """
         self._checkpointer.save_checkpointables_async(
             step,
@@ -148,8 +151,12 @@ class Checkpoints:
             force=True,
             overwrite=step in self.steps(),
             metrics=None if val_loss is None else {"val_loss": val_loss},
-            custom_metadata=self._info,
+            custom_metadata={**self._info, "guards": guards or {}},
         )
+
+    def guards(self, step: int) -> dict[str, Any]:
+        """What was saved of the guards with a step; empty if nothing was."""
+        return (self._checkpointer.metadata(step).custom_metadata or {}).get("guards", {})
 
     def restore(self, target: State, data: Any, step: int | None = None) -> tuple[int, State] | None:
         """Loads the newest step that can be read.

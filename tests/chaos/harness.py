@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-ATTACKS: tuple[str, ...] = ()
+ATTACKS: tuple[str, ...] = ("kills",)
 
 
 @dataclasses.dataclass(frozen=True)
