@@ -13,14 +13,31 @@ devices; launch/README.md has examples. Without a launcher: --coordinator=HOST:P
 
 from __future__ import annotations
 
-import logging
 import os
+import signal
 import sys
-import traceback
-from pathlib import Path
 
-from absl import app, flags
-from ml_collections import config_flags
+EXIT_CONFIG = 2
+EXIT_STOPPED = 1
+EXIT_INTERRUPTED = 130
+
+
+def _end_at_once(number: int, _frame: object = None) -> None:
+    """Answers Ctrl-C while there is nothing to save or to undo, such as while modules are imported."""
+    if number == signal.SIGINT:
+        os.write(2, b"interrupted before training began; nothing was changed. Start again with the same command\n")
+        os._exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _end_at_once)
+
+import logging  # noqa: E402
+import traceback  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from absl import app, flags  # noqa: E402
+from ml_collections import config_flags  # noqa: E402
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The run's config, a file in configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is written; default: runs/<config.name>.")
@@ -50,9 +67,6 @@ _COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0,
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the run; with --coordinator.", lower_bound=1)
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process; with --coordinator.", lower_bound=0)
 
-EXIT_CONFIG = 2
-EXIT_STOPPED = 1
-
 
 def preflight(config, workdir: Path, target: str, devices: int) -> int:
     """Examines the run and prints the report; returns the exit status."""
@@ -62,10 +76,36 @@ def preflight(config, workdir: Path, target: str, devices: int) -> int:
     from rich.console import Console
 
     from nsa_jax.train import preflight as preflight_lib
+    from nsa_jax.train import stopping
 
-    report = preflight_lib.examine(config, workdir, target=target, devices=devices)
+    with stopping.listening(_end_at_once):
+        report = preflight_lib.examine(config, workdir, target=target, devices=devices)
     preflight_lib.show(report, Console(width=None if sys.stdout.isatty() else 120))
     return report.exit_code
+
+
+class _Interrupts:
+    """Ctrl-C until training begins: it is answered at once, and the main thread unwinds when it can.
+
+    The loop answers later ones.
+    """
+
+    def __init__(self):
+        self._count = 0
+        signal.signal(signal.SIGINT, self._unwind)
+
+    def heard(self, number: int) -> None:
+        """Called in another thread, also while the main thread compiles."""
+        if number != signal.SIGINT:
+            return
+        self._count += 1
+        if self._count > 1:
+            os._exit(EXIT_INTERRUPTED)
+        os.write(2, b"interrupted before training began: ending; once more ends at once\n")
+
+    def _unwind(self, number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+        raise KeyboardInterrupt
 
 
 def _tell_others_apart(process: int, count: int) -> None:
@@ -131,10 +171,15 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return EXIT_CONFIG
     # Imported after the check: from here on devices are used.
-    from nsa_jax.train import distributed
+    from nsa_jax.train import distributed, stopping
 
     try:
-        status, why = train(config, workdir)
+        with stopping.listening(_Interrupts().heard):
+            status, why = train(config, workdir)
+    except KeyboardInterrupt:
+        distributed.leave(EXIT_INTERRUPTED, "interrupted")
+        logging.shutdown()
+        os._exit(EXIT_INTERRUPTED)  # a normal exit crashes where a compilation was interrupted
     except BaseException as error:
         if distributed.peers() is not None:
             traceback.print_exc()

@@ -27,7 +27,10 @@ def is_full(error: BaseException) -> bool:
 
 
 def fullest(*directories: Path) -> Path:
-    """The directory, or the one above it that exists, whose disk has the least room: a write does not say where it failed."""
+    """The directory, or the one above it that exists, whose disk has the least room.
+
+    A write that fails does not say where.
+    """
     present = [next(path for path in (directory, *directory.parents) if path.is_dir()) for directory in directories]
     return min(present, key=lambda directory: shutil.disk_usage(directory).free)
 

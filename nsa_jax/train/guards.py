@@ -4,8 +4,8 @@ A guard that stops raises `TrainingError`, whose message names the step, the gua
 alarm is one line in the terminal and in alarms.jsonl, counts in the metrics (`alarm/<name>`) and ends up in
 summary.json; the same alarm is repeated at most every `_REPEAT` reports.
 
-  stop   non_finite, divergence, loss_floor, generalisation_gap, frozen_loader, recompilation, early stopping, key_count,
-         implementation, disk_full, checkpoint_write
+  stop   non_finite, divergence, loss_floor, generalisation_gap, frozen_loader, recompilation, early stopping,
+         key_count, implementation, disk_full, checkpoint_write
   alarm  spike, plateau, throughput, data_wait, memory_slope, gate_entropy, gate_share, gate_collapse
 """
 
@@ -355,8 +355,8 @@ class Guards:
 
     def _divergence(self, step: int, noticed: str) -> TrainingError:
         return TrainingError(
-            f"step {step}, guard divergence: the training loss has risen: {self._previous:.3f} now, {self._average:.3f} "
-            f"on average, after a best average of {self._best_average:.3f} at step {self._best_step} ({noticed}). "
+            f"step {step}, guard divergence: the training loss has risen to {self._previous:.3f}, on "
+            f"average {self._average:.3f}, after {self._best_average:.3f} at step {self._best_step} ({noticed}). "
             f"Likely causes: the learning rate is too high (config.optim.learning_rate="
             f"{self._config.optim.learning_rate:g}), the warm-up too short, gradients are not clipped. Lower "
             "config.optim.learning_rate, and resume from a checkpoint of before the rise or start anew",
@@ -484,7 +484,7 @@ def writing_checkpoint(step: int) -> Iterator[None]:
             raise
         raise TrainingError(
             f"step {step}, guard checkpoint_write: a checkpoint cannot be written ({type(error).__name__}: {error}). "
-            "Look at the disk, and start again",
+            "Fix: look at the disk, and start again",
             guard="checkpoint_write",
             step=step,
         ) from error

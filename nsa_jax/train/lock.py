@@ -28,6 +28,7 @@ LOCK = "lock.json"
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 45.0  # without a sign of life from another host: more than a network file system keeps to itself
 _DYING_SECONDS = 10.0  # a killed process keeps its lock until its memory is freed
+_ENDING_SECONDS = 3.0  # and is listed for a moment after its lock is free
 
 
 class WorkdirInUse(RuntimeError):
@@ -121,6 +122,10 @@ class _Lock:
     def _judge(self, old: dict[str, Any]) -> str:
         """Who still works here although the lock was free; empty if nobody does."""
         dead = _is_dead(old)
+        end = time.monotonic() + _ENDING_SECONDS
+        while dead is False and time.monotonic() < end:
+            time.sleep(0.1)
+            dead = _is_dead(old)
         if dead is None:  # another host
             logger.warning(
                 "%s names %s: waiting %.0f s for a sign of life (if it is gone for sure, delete that file instead)",

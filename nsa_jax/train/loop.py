@@ -298,7 +298,9 @@ class Run:
                 self.guards.tell(writer.say)
             self.profile = Profile(self._window, self.workdir, writer.say)
             stack.callback(self.profile.close)
-            stop = stack.enter_context(StopRequest(self.workdir, self.setup.mesh))
+            stop = stack.enter_context(
+                StopRequest(self.workdir, self.setup.mesh, writer.say, lambda: self.watchdog.doing())
+            )
             self.watchdog = stack.enter_context(
                 Watchdog(
                     self.workdir,
@@ -338,6 +340,9 @@ class Run:
             if reason:
                 break
             batch = next(batches)
+            if step == start:  # otherwise nothing would be heard for as long as that takes
+                self.watchdog.beat(step, "compiling the train step", finished=False)
+                writer.say("compiling the train step")
             self.profile.before(step + 1, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
                 state, values = self.train_step(state, batch)

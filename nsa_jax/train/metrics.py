@@ -103,7 +103,11 @@ def _drop_rows_after(path: Path, step: int) -> None:
 
 
 def last_rows(workdir: Path, step: int) -> tuple[dict[str, Any], tuple[int, dict[str, Any]] | None]:
-    """What metrics.jsonl holds of the steps up to `step`: the last training row, and step and row of the last validation."""
+    """What metrics.jsonl holds of the steps up to `step`.
+
+    Returns:
+      The last training row, and step and row of the last validation or None.
+    """
     row: dict[str, Any] = {}
     validation = None
     path = workdir / "metrics.jsonl"
