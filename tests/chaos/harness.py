@@ -21,7 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
-ATTACKS: tuple[str, ...] = ("kills",)
+ATTACKS: tuple[str, ...] = (
+    "disk",
+    "healthy",
+    "kills",
+    "twice",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,7 @@ def _unfinished(workdir: Path) -> set[str]:
     return {path.name for path in (workdir / "checkpoints").glob("*orbax-checkpoint-tmp*")}
 
 
-def _differences(workdir: Path, reference: Path) -> str:
+def differences(workdir: Path, reference: Path) -> str:
     """How a finished run differs from the one that was left alone."""
     got, want = logged(workdir), logged(reference)
     if got != want:
@@ -75,6 +75,6 @@ def attack(rng: np.random.Generator, folder: Path) -> Iterator[Outcome]:
             kinds = [str(kind) for kind in rng.choice(["starting", "training", "saving"], rng.integers(1, 4))]
             for kind in kinds:
                 _kill_sometime(rng, runs.start(workdir), workdir, kind, start_seconds)
-            broken = failure or runs.finish(workdir).complaint() or _differences(workdir, reference)
+            broken = failure or runs.finish(workdir).complaint() or differences(workdir, reference)
             for kind in kinds:
                 yield Outcome(f"killed while {kind}", broken)

@@ -62,7 +62,10 @@ class Runs:
 
     def finish(self, workdir: Path, *flags: str, seconds: float = 300.0) -> Run:
         """A run that has ended by itself."""
-        run = self.start(workdir, *flags)
+        return self.wait(self.start(workdir, *flags), seconds)
+
+    def wait(self, run: Run, seconds: float = 300.0) -> Run:
+        """The run when it has ended by itself, or was killed because it hangs."""
         if not wait_until(lambda: run.status() is not None, seconds):
             run.kill()
             run.hung = True
