@@ -22,7 +22,14 @@ CONFIG = "tests/chaos/run_config.py"
 
 
 class Runs:
-    """Starts runs; a context manager that ends what is left of them."""
+    """Starts runs; a context manager that ends what is left of them.
+
+    Args:
+      folder: where what they print is kept.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
 
     def __enter__(self) -> Runs:
         env = {
@@ -53,8 +60,8 @@ class Runs:
         return json.loads(self._server.stdout.readline())
 
     def start(self, workdir: Path, *flags: str) -> Run:
-        """A run of `CONFIG`; what it prints is kept beside the workdir."""
-        log = workdir.with_name(f"{workdir.name}_{len(self._started)}.log")
+        """A run of `CONFIG`."""
+        log = self._folder / f"{workdir.name}_{len(self._started)}.log"
         argv = ["train.py", f"--config={CONFIG}", f"--workdir={workdir}", *flags]
         run = Run(self, self.ask({"argv": argv, "log": str(log)})["pid"], log)
         self._started.append(run)
@@ -63,6 +70,10 @@ class Runs:
     def finish(self, workdir: Path, *flags: str, seconds: float = 300.0) -> Run:
         """A run that has ended by itself."""
         return self.wait(self.start(workdir, *flags), seconds)
+
+    def until_rows(self, run: Run, workdir: Path, count: int) -> None:
+        """Returns when so many rows have been logged, or the run has ended."""
+        wait_until(lambda: len(rows(workdir)) >= count or run.status() is not None, 120)
 
     def wait(self, run: Run, seconds: float = 300.0) -> Run:
         """The run when it has ended by itself, or was killed because it hangs."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from .harness import Outcome
 from .kills import differences
-from .runs import Run, Runs, rows, wait_until
+from .runs import Run, Runs
 
 QUICK = 2
 
@@ -31,7 +31,7 @@ def _check_pair(first: Run, second: Run, workdir: Path, reference: Path) -> str:
 
 def attack(rng: np.random.Generator, folder: Path) -> Iterator[Outcome]:
     """At a random moment of the first run; afterwards the finished run is started once more."""
-    with Runs() as runs:
+    with Runs(folder) as runs:
         reference = folder / "reference"
         broken = runs.finish(reference).complaint()
         for number in range(1 << 30):
@@ -42,7 +42,7 @@ def attack(rng: np.random.Generator, folder: Path) -> Iterator[Outcome]:
                 time.sleep(rng.uniform(0.1, 1.5))
             elif kind == "training":
                 goal = int(rng.integers(1, 30))
-                wait_until(lambda: len(rows(workdir)) >= goal or first.status() is not None, 120)
+                runs.until_rows(first, workdir, goal)
             second = runs.start(workdir)
             broken_now = broken or _check_pair(first, second, workdir, reference)
             before = (workdir / "summary.json").read_text()
