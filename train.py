@@ -152,7 +152,7 @@ def main(argv: list[str]) -> int:
     logging.getLogger("nsa_jax").setLevel(logging.INFO)
     logging.getLogger("absl").setLevel(logging.ERROR)
     # Each of Orbax's threads logs, with all its frames, the error that the trainer is given and explains.
-    logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in str(record.msg))
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
     config = _CONFIG.value
     workdir = Path(_WORKDIR.value or f"runs/{config.name}").absolute()
