@@ -153,7 +153,7 @@ class Guards:
         stride = max(tokens.size // (1 << 17), 1)  # a part of a large batch tells it apart as well
         sampled = np.ascontiguousarray(tokens.reshape(-1)[::stride])
         # 64 bits: 32 would call different batches equal in one of six long runs of many processes.
-        key = hashlib.blake2b(sampled, digest_size=8).hexdigest()
+        key = hashlib.blake2b(sampled.tobytes(), digest_size=8).hexdigest()
         if key in self._recent:
             raise TrainingError(
                 f"step {step}, guard frozen_loader: the batch equals that of step {self._recent[key]}. The loader "
@@ -183,7 +183,7 @@ class Guards:
             self._check_floor(step, row["loss"])
             self._check_spike(step, row["loss"])
             limit = self._guards.divergence
-            if limit and self._seen > 50 and self._average - self._best_average > limit:
+            if limit and self._seen > 50 and self._average is not None and self._average - self._best_average > limit:
                 raise self._divergence(step, f"limit config.guards.divergence={limit}")
 
     def on_report(
