@@ -13,18 +13,35 @@ devices; launch/README.md has examples. Without a launcher: --coordinator=HOST:P
 
 from __future__ import annotations
 
-import logging
 import os
+import signal
 import sys
-import traceback
-from pathlib import Path
 
-from absl import app, flags
-from ml_collections import ConfigDict
+EXIT_CONFIG = 2
+EXIT_STOPPED = 1
+EXIT_INTERRUPTED = 130
 
-from nsa_jax.command_line import OVERRIDE, collect_overrides, load_config, override, workdir_problems
-from nsa_jax.config import ConfigError, Problem, check, default_config
-from nsa_jax.fields import check_fields, nearest, walk
+
+def _end_at_once(number: int, _frame: object = None) -> None:
+    """Answers Ctrl-C while there is nothing to save or to undo, such as while modules are imported."""
+    if number == signal.SIGINT:
+        os.write(2, b"interrupted before training began; nothing was changed. Start again with the same command\n")
+        os._exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _end_at_once)
+
+import logging  # noqa: E402
+import traceback  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from absl import app, flags  # noqa: E402
+from ml_collections import ConfigDict  # noqa: E402
+
+from nsa_jax.command_line import OVERRIDE, collect_overrides, load_config, override, workdir_problems  # noqa: E402
+from nsa_jax.config import ConfigError, Problem, check, default_config  # noqa: E402
+from nsa_jax.fields import check_fields, nearest, walk  # noqa: E402
 
 _CONFIG = flags.DEFINE_string("config", None, "The run's config, a file in configs/.")
 _OVERRIDES = flags.DEFINE_multi_string(OVERRIDE, [], "Any field of the config, such as --config.train.steps=100.")
@@ -55,9 +72,6 @@ _COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0,
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the run; with --coordinator.", lower_bound=1)
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process; with --coordinator.", lower_bound=0)
 
-EXIT_CONFIG = 2
-EXIT_STOPPED = 1
-
 
 def preflight(config, workdir: str, target: str, devices: int) -> int:
     """Examines the run and prints the report; returns the exit status."""
@@ -67,10 +81,36 @@ def preflight(config, workdir: str, target: str, devices: int) -> int:
     from rich.console import Console
 
     from nsa_jax.train import preflight as preflight_lib
+    from nsa_jax.train import stopping
 
-    report = preflight_lib.examine(config, Path(workdir), target=target, devices=devices)
+    with stopping.listening(_end_at_once):
+        report = preflight_lib.examine(config, Path(workdir), target=target, devices=devices)
     preflight_lib.show(report, Console(width=None if sys.stdout.isatty() else 120))
     return report.exit_code
+
+
+class _Interrupts:
+    """Ctrl-C until training begins: it is answered at once, and the main thread unwinds when it can.
+
+    The loop answers later ones.
+    """
+
+    def __init__(self):
+        self._count = 0
+        signal.signal(signal.SIGINT, self._unwind)
+
+    def heard(self, number: int) -> None:
+        """Called in another thread, also while the main thread compiles."""
+        if number != signal.SIGINT:
+            return
+        self._count += 1
+        if self._count > 1:
+            os._exit(EXIT_INTERRUPTED)
+        os.write(2, b"interrupted before training began: ending; once more ends at once\n")
+
+    def _unwind(self, number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+        raise KeyboardInterrupt
 
 
 def _tell_others_apart(process: int, count: int) -> None:
@@ -85,7 +125,7 @@ def train(config, workdir: Path) -> tuple[int, str]:
     """Trains; returns the exit status and, unless it is 0, what went wrong."""
     from nsa_jax.data import DataError
     from nsa_jax.loading import LoadError
-    from nsa_jax.train import CheckpointError, TrainingError, distributed, run
+    from nsa_jax.train import CheckpointError, TrainingError, WorkdirInUse, distributed, run
     from nsa_jax.train.profiling import parse_window
 
     try:
@@ -98,7 +138,7 @@ def train(config, workdir: Path) -> tuple[int, str]:
             _tell_others_apart(cluster.process_id, cluster.num_processes)
             distributed.check_same_run(config, workdir)
         run(config, workdir, _RESUME.value, profile=window)
-    except (ConfigError, CheckpointError, DataError, LoadError, distributed.DistributedError) as error:
+    except (ConfigError, CheckpointError, DataError, LoadError, WorkdirInUse, distributed.DistributedError) as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG, str(error)
     except TrainingError as error:
@@ -126,6 +166,8 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("nsa_jax").setLevel(logging.INFO)
     logging.getLogger("absl").setLevel(logging.ERROR)
+    # Each of Orbax's threads logs, with all its frames, the error that the trainer is given and explains.
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
     try:
         config, problems = read_config()
@@ -146,10 +188,15 @@ def main(argv: list[str]) -> int:
         return preflight(config, workdir, target, _DEVICES.value or config.preflight.devices)
 
     # Imported after the check: from here on devices are used.
-    from nsa_jax.train import distributed
+    from nsa_jax.train import distributed, stopping
 
     try:
-        status, why = train(config, Path(workdir).absolute())
+        with stopping.listening(_Interrupts().heard):
+            status, why = train(config, Path(workdir).absolute())
+    except KeyboardInterrupt:
+        distributed.leave(EXIT_INTERRUPTED, "interrupted")
+        logging.shutdown()
+        os._exit(EXIT_INTERRUPTED)  # a normal exit crashes where a compilation was interrupted
     except BaseException as error:
         if distributed.peers() is not None:
             traceback.print_exc()

@@ -180,6 +180,7 @@ def default_config() -> ConfigDict:
     g.floor_steps = 1000  # how long floor_ratio applies
     g.late_floor_ratio = 0.05  # as floor_ratio, at any step
     g.max_gap = 1.5  # stop if validation loss exceeds training loss by this many nats; 0: off
+    g.divergence = 2.0  # stop if the average training loss (50 steps) rises over its best by this many nats; 0: off
     g.spike = 1.0  # alarm if the loss is this many nats (and 6 times its usual jitter) over its average; 0: off
     g.plateau_steps = 2000  # alarm if the loss has not fallen for so many steps; 0: off
     g.early_stop = 0  # stop after so many validations without improvement; 0: off
@@ -240,8 +241,8 @@ _AT_LEAST = {
     0: (
         "seed model.vocab_size model.value_head_dim model.mlp_dim data.max_documents data.num_workers train.eval_every "
         "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip "
-        "guards.floor_steps guards.max_gap guards.spike guards.plateau_steps guards.early_stop guards.early_stop_delta "
-        "guards.min_gate_entropy guards.stall_seconds"
+        "guards.floor_steps guards.max_gap guards.divergence guards.spike guards.plateau_steps guards.early_stop "
+        "guards.early_stop_delta guards.min_gate_entropy guards.stall_seconds"
     ),
 }
 

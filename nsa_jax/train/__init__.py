@@ -1,6 +1,7 @@
 """Training: state and sharding, the compiled step, the loop, checkpoints, metrics."""
 
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints
+from nsa_jax.train.lock import WorkdirInUse
 from nsa_jax.train.loop import TrainingError, run
 from nsa_jax.train.state import Setup, make_mesh, setup
 from nsa_jax.train.step import make_eval_step, make_train_step
@@ -10,6 +11,7 @@ __all__ = [
     "Checkpoints",
     "Setup",
     "TrainingError",
+    "WorkdirInUse",
     "make_eval_step",
     "make_mesh",
     "make_train_step",

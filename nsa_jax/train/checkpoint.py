@@ -170,7 +170,9 @@ class Checkpoints:
         loss = None if step is None else self._losses[step]
         return None if step is None or loss is None else (step, loss)
 
-    def save(self, step: int, state: State, data: Any, val_loss: float | None = None) -> None:
+    def save(
+        self, step: int, state: State, data: Any, val_loss: float | None = None, guards: dict[str, Any] | None = None
+    ) -> None:
         """Starts to write a checkpoint; returns when the arrays are copied, and waits for an earlier one first.
 
         Args:
@@ -178,6 +180,7 @@ class Checkpoints:
           state: the training state.
           data: the training iterator.
           val_loss: at this step, if it is known.
+          guards: what the guards remember (`Guards.state`).
         """
         self.wait()
         temporary = self._directory / f"{step}{_WRITING}"
@@ -187,13 +190,17 @@ class Checkpoints:
         surplus = self._surplus()
         for old in surplus:
             del self._losses[old]
-        info = {**self._info, "val_loss": self._losses[step]}
+        info = {**self._info, "val_loss": self._losses[step], "guards": guards or {}}
         self._writing = self._background.submit(self._finish, step, temporary, response, info, surplus)
 
     def _surplus(self) -> list[int]:
         """Steps to delete: all but the last and the best."""
         keep = {*self.steps()[-self._keep_last :], best_of(self._losses) if self._keep_best else None}
         return [step for step in self.steps() if step not in keep]
+
+    def guards(self, step: int) -> dict[str, Any]:
+        """What was saved of the guards with a step; empty if nothing was."""
+        return read_info(self._path(step)).get("guards", {})
 
     def _finish(self, step: int, temporary: Path, response: Any, info: dict[str, Any], surplus: list[int]) -> None:
         """In the background: waits for Orbax, adds info and digests, gives the step its name, deletes old steps."""

@@ -4,8 +4,8 @@ A guard that stops raises `TrainingError`, whose message names the step, the gua
 alarm is one line in the terminal and in alarms.jsonl, counts in the metrics (`alarm/<name>`) and ends up in
 summary.json; the same alarm is repeated at most every `_REPEAT` reports.
 
-  stop   non_finite, loss_floor, generalisation_gap, frozen_loader, recompilation, early stopping, key_count,
-         implementation, disk_full, checkpoint_write
+  stop   non_finite, divergence, loss_floor, generalisation_gap, frozen_loader, recompilation, early stopping,
+         key_count, implementation, disk_full, checkpoint_write
   alarm  spike, plateau, throughput, data_wait, memory_slope, gate_entropy, gate_share, gate_collapse
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import math
@@ -21,7 +22,6 @@ import os
 import shutil
 import statistics
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from nsa_jax.data import Pipeline
+from nsa_jax.train import disk
 
 logger = logging.getLogger("nsa_jax")
 
@@ -41,6 +42,10 @@ _SHORT_WAIT = 0.005  # seconds; only toys' steps are so short that waiting this 
 _RECENT = 256  # batches that a new one is compared with
 _MEMORY_POINTS = 12  # reports that a slope needs
 _OWN = ("data_wait", "memory_slope")  # alarms about one process; all others are the same on every process
+_REMEMBERED = (  # attributes that a checkpoint keeps
+    *("_average", "_previous", "_jitter", "_seen", "_best_average", "_best_step"),
+    *("_best_validation", "_without_improvement", "_reports"),
+)
 
 
 class TrainingError(RuntimeError):
@@ -113,10 +118,11 @@ class Guards:
         self._floor = bigram_entropy
         self._say = say or (lambda line: logger.warning("%s", line))
         self.alarms: list[Alarm] = []
+        self._before: collections.Counter[str] = collections.Counter()  # alarms before the run was interrupted
         self._fresh: list[str] = []  # alarms since the last report
         self._reports = 0
         self._told: dict[str, int] = {}
-        self._recent: collections.OrderedDict[int, int] = collections.OrderedDict()
+        self._recent: collections.OrderedDict[str, int] = collections.OrderedDict()
         self._average: float | None = None  # of the loss, over about 50 steps
         self._previous = 0.0
         self._jitter = 0.0  # average difference between the losses of neighbouring steps
@@ -145,7 +151,9 @@ class Guards:
         """
         tokens = batch["inputs"]
         stride = max(tokens.size // (1 << 17), 1)  # a part of a large batch tells it apart as well
-        key = zlib.crc32(np.ascontiguousarray(tokens.reshape(-1)[::stride]).tobytes())
+        sampled = np.ascontiguousarray(tokens.reshape(-1)[::stride])
+        # 64 bits: 32 would call different batches equal in one of six long runs of many processes.
+        key = hashlib.blake2b(sampled.tobytes(), digest_size=8).hexdigest()
         if key in self._recent:
             raise TrainingError(
                 f"step {step}, guard frozen_loader: the batch equals that of step {self._recent[key]}. The loader "
@@ -161,19 +169,22 @@ class Guards:
         """Metrics of consecutive steps, as the train step returns them.
 
         Raises:
-          TrainingError: loss or gradient is not finite, or the loss is too good to be true.
+          TrainingError: loss or gradient is not finite, or the loss has risen for long or is too good to be true.
         """
         for step, row in enumerate(rows, first_step):
             if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
                 raise TrainingError(
                     f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}, "
-                    f"learning rate {row['learning_rate']:.3g}: not finite. The last checkpoint is good; lower "
-                    "config.optim.learning_rate or set config.optim.clip, and start again to resume from it",
+                    f"learning rate {row['learning_rate']:.3g}: not finite. Lower "
+                    "config.optim.learning_rate or set config.optim.clip, and start again",
                     guard="non_finite",
                     step=step,
                 )
             self._check_floor(step, row["loss"])
             self._check_spike(step, row["loss"])
+            limit = self._guards.divergence
+            if limit and self._seen > 50 and self._average is not None and self._average - self._best_average > limit:
+                raise self._divergence(step, f"limit config.guards.divergence={limit}")
 
     def on_report(
         self,
@@ -213,7 +224,7 @@ class Guards:
         self._check_plateau(step)
         for name, (used, limit) in (memory_points() if memory is None else memory).items():
             self._check_memory(step, name, used, limit)
-        row = {"perf/data_wait_share": share, "alarm/total": float(len(self.alarms))}
+        row = {"perf/data_wait_share": share, "alarm/total": float(sum(self.summary().values()))}
         row.update({f"alarm/{name}": 1.0 for name in self._fresh})
         self._fresh = []
         return row
@@ -230,14 +241,18 @@ class Guards:
           Why the run should stop early, or None.
 
         Raises:
-          TrainingError: validation loss is beyond training loss by more than the limit, or not finite.
+          TrainingError: validation loss is beyond training loss by more than the limit, the training loss has risen,
+            or validation loss is not finite.
         """
         if not math.isfinite(val_loss):
-            message = f"step {step}: validation loss {val_loss}: not finite. The last checkpoint is good"
+            message = f"step {step}: validation loss {val_loss}: not finite. Lower config.optim.learning_rate"
             raise TrainingError(message, guard="non_finite", step=step)
-        train_loss = self._average if self._average is not None else train_loss
+        if self._average is not None:  # whichever is higher: validation is no worse than a spike that it falls into
+            train_loss = max(self._average, self._previous)
         limit = self._guards.max_gap
         if limit and step and train_loss is not None and val_loss - train_loss > limit:
+            if train_loss - self._best_average > limit / 2:  # who memorises has a training loss that falls
+                raise self._divergence(step, f"validation loss {val_loss:.3f}")
             raise TrainingError(
                 f"step {step}, guard generalisation_gap: validation loss {val_loss:.3f} is {val_loss - train_loss:.2f} "
                 f"nats above training loss {train_loss:.3f} (limit config.guards.max_gap={limit}). Likely causes: the "
@@ -251,10 +266,38 @@ class Guards:
             self._best_validation, self._without_improvement = val_loss, 0
             return None
         self._without_improvement += 1
+        return self.early_stop()
+
+    def early_stop(self) -> str | None:
+        """Why the run should stop early, by the validations so far, or None."""
         patience = self._guards.early_stop
         if patience and self._without_improvement >= patience:
             return f"early stopping: {patience} validations without improvement on {self._best_validation:.4f}"
         return None
+
+    # What a checkpoint keeps, so that a resumed run raises the same alarms at the same steps.
+
+    def state(self) -> dict[str, Any]:
+        """What the guards remember of the steps so far, as JSON values.
+
+        What was measured in seconds or bytes is left out: the run may continue on other devices.
+        """
+        return {
+            "values": {name: value for name in _REMEMBERED if _is_finite(value := getattr(self, name))},
+            "told": dict(self._told),
+            "recent": dict(self._recent),
+            "alarms": self.summary(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues with what `state` of the interrupted run returned."""
+        for name, value in state.get("values", {}).items():
+            if name in _REMEMBERED:
+                setattr(self, name, value)
+        self._told = dict(state.get("told", {}))
+        recent = sorted(state.get("recent", {}).items(), key=lambda entry: entry[1])
+        self._recent = collections.OrderedDict(recent)
+        self._before = collections.Counter(state.get("alarms", {}))
 
     def alarm(self, name: str, step: int, message: str) -> None:
         """Raises an alarm, unless the same one was told a moment ago."""
@@ -272,8 +315,8 @@ class Guards:
                 file.write(json.dumps(row) + "\n")
 
     def summary(self) -> dict[str, int]:
-        """How often each alarm was raised."""
-        return dict(collections.Counter(alarm.name for alarm in self.alarms))
+        """How often each alarm was raised, before the run was interrupted too."""
+        return dict(self._before + collections.Counter(alarm.name for alarm in self.alarms))
 
     # How it is decided.
 
@@ -309,6 +352,17 @@ class Guards:
         self._previous = loss
         if self._average < self._best_average - 1e-3:
             self._best_average, self._best_step = self._average, step
+
+    def _divergence(self, step: int, noticed: str) -> TrainingError:
+        return TrainingError(
+            f"step {step}, guard divergence: the training loss has risen to {self._previous:.3f}, on "
+            f"average {self._average:.3f}, after {self._best_average:.3f} at step {self._best_step} ({noticed}). "
+            f"Likely causes: the learning rate is too high (config.optim.learning_rate="
+            f"{self._config.optim.learning_rate:g}), the warm-up too short, gradients are not clipped. Lower "
+            "config.optim.learning_rate, and resume from a checkpoint of before the rise or start anew",
+            guard="divergence",
+            step=step,
+        )
 
     def _check_plateau(self, step: int) -> None:
         patience = self._guards.plateau_steps
@@ -365,6 +419,10 @@ class Guards:
             self.alarm("memory_slope", step, message)
 
 
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
 def programs(step: Callable) -> int | None:
     """How many versions of a jitted function have been compiled; None if it does not tell."""
     count = getattr(step, "_cache_size", None)
@@ -400,19 +458,14 @@ def dump(workdir: Path, step: int, pipeline: Pipeline, rows: list[dict[str, floa
     return path
 
 
-def check_room(workdir: Path, need: int) -> None:
+def check_room(workdir: Path, need: int, step: int = 0) -> None:
     """Stops before a checkpoint is begun that cannot be finished.
 
     Raises:
       TrainingError: the disk has less than `need` bytes left.
     """
-    free = shutil.disk_usage(workdir).free
-    if free < need:
-        raise TrainingError(
-            f"guard disk_full: {free / 2**30:.2f} GiB free in {workdir}, a checkpoint needs {need / 2**30:.2f} GiB. "
-            "The last checkpoint is good; free some space and start again to resume from it",
-            guard="disk_full",
-        )
+    if shutil.disk_usage(workdir).free < need:
+        raise TrainingError(disk.advice(workdir, need), guard="disk_full", step=step)
 
 
 @contextlib.contextmanager
@@ -420,16 +473,18 @@ def writing_checkpoint(step: int) -> Iterator[None]:
     """Turns whatever goes wrong while checkpoints are written into an explanation.
 
     Raises:
-      TrainingError: with the cause.
+      TrainingError: with the cause; a full disk is left for `loop.run` to explain.
     """
     try:
         yield
     except TrainingError:
         raise
     except Exception as error:  # Orbax reports what failed in the background in many types
+        if disk.is_full(error):
+            raise
         raise TrainingError(
             f"step {step}, guard checkpoint_write: a checkpoint cannot be written ({type(error).__name__}: {error}). "
-            "Older checkpoints are good; look at the disk, and start again to resume from the newest",
+            "Fix: look at the disk, and start again",
             guard="checkpoint_write",
             step=step,
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import logging
 import math
 import time
@@ -20,9 +21,10 @@ from ml_collections import ConfigDict
 from nsa_jax import config as config_lib
 from nsa_jax.command_line import workdir_problems
 from nsa_jax.data import Pipeline, make_pipeline
+from nsa_jax.data.cache import cache_root
 from nsa_jax.devices import keep_compiled_programs
 from nsa_jax.ops.nsa import forget_implementations_served, implementations_served
-from nsa_jax.train import data_check, distributed, env, flops, guards, health, metrics, preflight
+from nsa_jax.train import data_check, disk, distributed, env, flops, guards, health, lock, metrics, preflight
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences, parse_resume
 from nsa_jax.train.guards import Guards, TrainingError
 from nsa_jax.train.profiling import Profile, Window, check_window
@@ -210,6 +212,9 @@ class Run:
         own = checkpoints.restore(target, data, fresh_optimizer=fresh)
         if own is not None:
             self.best = checkpoints.best()
+            self.guards.restore(checkpoints.guards(own[0]))
+            self._early = self.guards.early_stop()
+            self._last_row, self._last_validation = metrics.last_rows(self.workdir, own[0])
             return (*own, str(self.workdir))
         if self._other is not None:
             directory, step = self._other
@@ -230,6 +235,17 @@ class Run:
                 )
             return (*found, str(directory))
         return 0, self.setup.init(), None
+
+    def _finished_before(self, start: int) -> dict[str, Any] | None:
+        """The summary of the start that finished the run; None if it was interrupted before it wrote one."""
+        try:
+            summary = json.loads((self.workdir / "summary.json").read_text())
+        except (OSError, ValueError):
+            return None
+        if not summary.get("finished") or summary.get("step") != start:
+            return None
+        logger.info("finished already, at step %d of %s: raise config.train.steps to go on", start, self.workdir)
+        return {**summary, "start_step": start}
 
     def _from_export(self, directory: Path, info: dict) -> State:
         """A fresh state with the weights of an exported (or imported) model."""
@@ -276,6 +292,8 @@ class Run:
             stack.callback(checkpoints.close)
             stack.callback(data.close)
             start, state, source = self._restore(checkpoints, info, data)
+            if start >= train.steps and (finished := self._finished_before(start)) is not None:
+                return finished
             if self._window is not None:
                 check_window(self._window, start + 1, train.steps)
             data.start_prefetch()
@@ -290,7 +308,9 @@ class Run:
                 self.guards.tell(writer.say)
             self.profile = Profile(self._window, self.workdir, writer.say)
             stack.callback(self.profile.close)
-            stop = stack.enter_context(StopRequest(self.workdir, self.setup.mesh))
+            stop = stack.enter_context(
+                StopRequest(self.workdir, self.setup.mesh, writer.say, lambda: self.watchdog.doing())
+            )
             self.watchdog = stack.enter_context(
                 Watchdog(
                     self.workdir,
@@ -330,6 +350,9 @@ class Run:
             if reason:
                 break
             batch = next(batches)
+            if step == start:  # otherwise nothing would be heard for as long as that takes
+                self.watchdog.beat(step, "compiling the train step", finished=False)
+                writer.say("compiling the train step")
             self.profile.before(step + 1, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
                 state, values = self.train_step(state, batch)
@@ -424,19 +447,40 @@ class Run:
                     self._save(checkpoints, step, state, data)
         with contextlib.suppress(Exception):
             checkpoints.wait()
-        if jax.process_index() == 0:
-            self._write_stopped(error, max(checkpoints.steps(), default=None))
+        self._write_stopped(error, max(checkpoints.steps(), default=None))
 
     def _write_stopped(self, error: TrainingError, last_checkpoint: int | None) -> None:
+        """Completes the error's message with the newest checkpoint, and writes stopped.json."""
+        newest = (
+            "there is no checkpoint" if last_checkpoint is None else f"the newest checkpoint is step {last_checkpoint}"
+        )
+        error.args = (f"{error}; {newest}",)
         stopped = {**guards.describe_stop(error), "last_checkpoint": last_checkpoint, "alarms": self.guards.summary()}
-        env.write_json(self.workdir / "stopped.json", stopped)
+        if jax.process_index() == 0:
+            try:
+                env.write_json(self.workdir / "stopped.json", stopped)
+            except OSError as failure:  # the error itself is more important
+                logger.error("stopped.json cannot be written (%s)", failure.strerror)
+
+    def stop_on_full_disk(self, directory: Path) -> TrainingError:
+        """Writes stopped.json, if there is room for that, and returns the error to raise."""
+        step = self._live[0] if self._live is not None else 0
+        need = preflight.checkpoint_bytes(self.setup) if self.config.train.save_every else 0
+        error = TrainingError(disk.advice(directory, need), guard="disk_full", step=step)
+        self._write_stopped(error, self._newest_checkpoint())
+        return error
+
+    def _newest_checkpoint(self) -> int | None:
+        """By the names of the directories: for when Orbax cannot be asked."""
+        directory = self.workdir / "checkpoints"
+        found = directory.iterdir() if directory.is_dir() else ()
+        return max((int(path.name) for path in found if path.name.isdigit()), default=None)
 
     def _on_loss(self, message: str) -> None:
         """Called in another thread when a process is gone, before this one ends."""
         self.watchdog.write("peer lost")
         step = self._live[0] if self._live is not None else 0
-        saved = [int(path.name) for path in (self.workdir / "checkpoints").iterdir() if path.name.isdigit()]
-        self._write_stopped(TrainingError(message, guard="peer", step=step), max(saved, default=None))
+        self._write_stopped(TrainingError(message, guard="peer", step=step), self._newest_checkpoint())
 
     def _validate(self, step: int, state: State, writer: metrics.MetricsWriter) -> None:
         self.watchdog.beat(step, "validating", finished=False)
@@ -462,9 +506,9 @@ class Run:
         if self._last_validation is not None and self._last_validation[0] == step:
             val_loss = self._last_validation[1]["val/loss"]
         self.watchdog.beat(step, "saving", finished=False)
-        guards.check_room(self.workdir, preflight.checkpoint_bytes(self.setup))
+        guards.check_room(self.workdir, preflight.checkpoint_bytes(self.setup), step)
         with guards.writing_checkpoint(step):
-            checkpoints.save(step, state, data, val_loss)
+            checkpoints.save(step, state, data, val_loss, self.guards.state())
 
     def _announce(self, writer: metrics.MetricsWriter, start: int, source: str | None) -> None:
         config, device = self.config, jax.devices()[0]
@@ -540,9 +584,22 @@ def run(
 
     Raises:
       ConfigError: with everything that is wrong, before any device is touched.
+      WorkdirInUse: another run is at work in the workdir.
+      TrainingError: a guard stopped the run, or a disk is full.
     """
     config_lib.check(config, workdir_problems(workdir))
     keep_compiled_programs(config.compilation_cache_dir)
-    made = Run(config, Path(workdir), resume, devices, profile)
-    made.examine()
-    return made.run()
+    workdir = Path(workdir).absolute()
+    made = None
+    try:
+        with lock.holding(workdir):
+            made = Run(config, workdir, resume, devices, profile)
+            made.examine()
+            return made.run()
+    except Exception as error:
+        if not disk.is_full(error):
+            raise
+        full = disk.fullest(workdir, cache_root(config.data.cache_dir))
+        if made is None:
+            raise TrainingError(disk.advice(full), guard="disk_full") from error
+        raise made.stop_on_full_disk(full) from error

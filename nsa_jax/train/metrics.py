@@ -11,11 +11,14 @@ Bits per byte counts the text bytes of the targets, so that tokenizers can be co
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import resource
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,7 +26,11 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar, text
+
+_FLUSH_SECONDS = 60.0  # between writes of TensorBoard's events to the disk
 
 TRAIN_NAMES = {
     "loss": "train/loss",
@@ -95,6 +102,57 @@ def _drop_rows_after(path: Path, step: int) -> None:
     temporary.replace(path)
 
 
+def last_rows(workdir: Path, step: int) -> tuple[dict[str, Any], tuple[int, dict[str, Any]] | None]:
+    """What metrics.jsonl holds of the steps up to `step`.
+
+    Returns:
+      The last training row, and step and row of the last validation or None.
+    """
+    row: dict[str, Any] = {}
+    validation = None
+    path = workdir / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            values = json.loads(line)
+            at = values.pop("step")
+        except (ValueError, KeyError):  # cut off
+            continue
+        values.pop("time", None)
+        if at <= step and "train/loss" in values:
+            row = values
+        elif at <= step and "val/loss" in values:
+            validation = (at, values)
+    return row, validation
+
+
+class _Board:
+    """TensorBoard's events, written in this thread.
+
+    tensorboardX's own writer hands them to another thread; when that meets a full disk it ends, and the run waits for
+    room in its queue for ever.
+    """
+
+    def __init__(self, directory: Path, purge_step: int | None):
+        directory.mkdir(parents=True, exist_ok=True)
+        self._events = EventsWriter(str(directory / "events"), f".{os.getpid()}")
+        self._flushed = time.monotonic()
+        if purge_step is not None:
+            self._events.write_event(Event(step=purge_step, file_version="brain.Event:2"))
+            start = SessionLog(status=SessionLog.START)
+            self._events.write_event(Event(step=purge_step, session_log=start))
+
+    def add(self, step: int, summaries: Iterable[Any]) -> None:
+        """Appends summaries of a step."""
+        for summary in summaries:
+            self._events.write_event(Event(wall_time=time.time(), step=step, summary=summary))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._events.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._events.close()
+
+
 class MetricsWriter:
     """Writes rows to metrics.jsonl and TensorBoard, texts to samples.jsonl, and tells the terminal.
 
@@ -118,11 +176,12 @@ class MetricsWriter:
         self._samples = workdir / "samples.jsonl"
         for kept in (path, self._samples, workdir / "health.jsonl"):
             if kept.exists():
-                _drop_rows_after(kept, start_step)
+                # A run that begins again validates at step 0 again.
+                _drop_rows_after(kept, start_step or -1)
         self._file = path.open("a")
         # Events of steps that are run again are purged, as the rows are.
         purge = start_step + 1 if start_step else None
-        self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=purge)
+        self._board = _Board(workdir / "tensorboard", purge)
         self._stream = stream or sys.stdout
         if self._stream.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -136,18 +195,19 @@ class MetricsWriter:
             return
         self._file.write(json.dumps({"step": step, **row, "time": round(time.time(), 3)}) + "\n")
         self._file.flush()
-        for name, value in row.items():
-            if isinstance(value, (int, float)):
-                self._board.add_scalar(name, value, step)
+        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
+        self._board.add(step, (scalar(name, value) for name, value in numbers.items()))
 
-    def text(self, step: int, name: str, text: str) -> None:
+    def text(self, step: int, name: str, content: str) -> None:
         """A text for samples.jsonl, TensorBoard and the terminal."""
         if self._active:
             with self._samples.open("a") as file:
-                file.write(json.dumps({"step": step, "name": name, "text": text, "time": round(time.time(), 3)}) + "\n")
-            text = printable(text)
-            self._board.add_text(name, f"```\n{text}\n```", step)
-            self.say(f"step {step}: {name}\n{text}")
+                file.write(
+                    json.dumps({"step": step, "name": name, "text": content, "time": round(time.time(), 3)}) + "\n"
+                )
+            content = printable(content)
+            self._board.add(step, [text(name, f"```\n{content}\n```")])
+            self.say(f"step {step}: {name}\n{content}")
 
     def say(self, line: str) -> None:
         """One line for the terminal."""
@@ -175,8 +235,9 @@ class MetricsWriter:
         """Flushes and closes everything."""
         if not self._active:
             return
-        if self._progress is not None:
-            self._progress.stop()
-        self._board.close()
-        self._file.close()
         self._active = False
+        with contextlib.ExitStack() as stack:  # each is closed, whatever the others meet
+            stack.callback(self._file.close)
+            stack.callback(self._board.close)
+            if self._progress is not None:
+                stack.callback(self._progress.stop)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +19,84 @@ from nsa_jax.train import distributed
 HALT = "HALT"
 
 
+@contextlib.contextmanager
+def listening(heard: Callable[[int], None]) -> Iterator[None]:
+    """Calls `heard` with the number of each signal that has a Python handler, in a thread and at once.
+
+    The handler itself waits until the main thread returns from compiled code, such as from compiling the train step.
+    """
+    with contextlib.ExitStack() as stack:
+        if not _listeners:
+            stack.enter_context(_thread())
+        _listeners.append(heard)
+        stack.callback(_listeners.pop)
+        yield
+
+
+_listeners: list[Callable[[int], None]] = []  # the last one is told
+
+
+@contextlib.contextmanager
+def _thread() -> Iterator[None]:
+    """The thread that tells the last listener of signals, unless somebody else already has their bytes."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    def listen() -> None:
+        while numbers := ours.recv(64):
+            for number in numbers:
+                if _listeners:
+                    _listeners[-1](number)
+
+    with ours:
+        with theirs:
+            try:
+                previous = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+            except ValueError:  # not the main thread: signals are not ours
+                yield
+                return
+            if previous != -1:  # the event loop of a notebook
+                signal.set_wakeup_fd(previous)
+                yield
+                return
+            thread = threading.Thread(target=listen, name="nsa_jax signals", daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(-1)
+        thread.join()
+
+
 class StopRequest:
     """SIGTERM, SIGINT or a file named HALT in the workdir ask the run to save and stop.
 
-    The second signal of a kind ends the process as if it were not handled.
+    The second signal of a kind ends the process at once.
 
     Args:
       workdir: of the run.
       mesh: of all devices: the processes stop at the same step.
+      say: where a signal is answered, as soon as it comes.
+      doing: what the run is doing, for the answer.
     """
 
-    def __init__(self, workdir: Path, mesh: jax.sharding.Mesh):
+    def __init__(
+        self,
+        workdir: Path,
+        mesh: jax.sharding.Mesh,
+        say: Callable[[str], None] = print,
+        doing: Callable[[], str] = lambda: "training",
+    ):
         self._halt = workdir / HALT
         self._vote = distributed.Vote(mesh) if jax.process_count() > 1 else None
         self._signal: str | None = None
         self._previous: dict[int, Any] = {}
+        self._say, self._doing = say, doing
+        self._heard: set[int] = set()
+        self._listening = listening(self._on_byte)
 
     def __enter__(self) -> StopRequest:
+        self._listening.__enter__()
         for number in (signal.SIGTERM, signal.SIGINT):
             # Only the main thread may install handlers; elsewhere (a notebook's thread, a test) HALT still works.
             with contextlib.suppress(ValueError):
@@ -40,12 +106,28 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._listening.__exit__(None, None, None)
         if jax.process_index() == 0:  # by now it has done its work on all: starting again resumes
             self._halt.unlink(missing_ok=True)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self._signal = signal.Signals(number).name
         signal.signal(number, self._previous[number])
+
+    def _on_byte(self, number: int) -> None:
+        """Answers a signal, in another thread."""
+        name = signal.Signals(number).name
+        if number not in self._previous:
+            return
+        if number not in self._heard:
+            self._heard.add(number)
+            self._say(
+                f"{name}: stopping after this step ({self._doing()}), then the run is saved. Once more ends it at "
+                "once, unsaved"
+            )
+        elif not hasattr(sys, "ps1"):  # a notebook's kernel outlives the run
+            self._say(f"{name} again: ended, not saved; start again to resume from the newest checkpoint")
+            os._exit(128 + number)
 
     def reason(self) -> str | None:
         """What asked to stop: on this process or, which all learn at the same step, on another."""

@@ -84,6 +84,10 @@ class Watchdog:
         self._step, self._doing, self._mark = step, doing, time.monotonic()
         self._finished_step = self._finished_step or finished
 
+    def doing(self) -> str:
+        """What the run is doing."""
+        return f"{self._doing} after step {self._step or 0}"
+
     def write(self, event: str) -> None:
         """One line of the heartbeat file."""
         row = {

@@ -24,10 +24,14 @@ import numpy as np
 ATTACKS: tuple[str, ...] = (
     "bad_config",
     "damage",
+    "disk",
+    "healthy",
     "hostile_export",
+    "kills",
     "nan",
     "saves",
     "token_cache",
+    "twice",
 )
 
 

@@ -1,5 +1,6 @@
 """Faults injected into real (tiny) runs: each is caught by the guard that is named for it, and a healthy run is not."""
 
+import errno
 import json
 import os
 import re
@@ -15,12 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorboardX.event_file_writer import EventsWriter
 
 from nsa_jax.config import ConfigError
 from nsa_jax.data.pipeline import TrainIterator
 from nsa_jax.ops import nsa
+from nsa_jax.train import loop
+from nsa_jax.train.checkpoint import Checkpoints
 from nsa_jax.train.guards import Guards, TrainingError
-from nsa_jax.train.loop import run
+from nsa_jax.train.loop import Run, run
+from nsa_jax.train.metrics import MetricsWriter
 from nsa_jax.train.watchdog import EXIT_STALLED, Watchdog
 
 from .tiny import make_run, one_device, tiny_config
@@ -172,6 +177,44 @@ def test_memorisation_shows_as_a_gap_and_stops(tmp_path):
     made.guards.on_batch = lambda step, batch: None  # four batches over and over
     record = stopped(with_batches(made, lambda step, batch: batches[step % 4]), "generalisation_gap")
     assert record["step"] <= 300 and "memorises" in record["message"]
+
+
+def test_a_learning_rate_of_ten_is_divergence(tmp_path):
+    made = make_run(tmp_path, train__steps=300, train__eval_every=20, train__eval_batches=2, optim__learning_rate=10.0)
+    record = stopped(made, "divergence")
+    assert record["step"] <= 60 and "learning_rate=10" in record["message"]
+    assert record["message"].endswith("there is no checkpoint")
+
+
+@pytest.mark.parametrize("place", ["metrics", "board", "summary", "checkpoint", "background", "tokens"])
+def test_a_full_disk_is_explained_wherever_it_is_met(place, tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(*_, **__):
+        raise full
+
+    def fail_otherwise(*_, **__):  # as libraries do, which keep the text alone
+        raise ValueError(f"INTERNAL: write failed: {full.strerror}")
+
+    workdir = tmp_path / "run"
+    patched = {
+        "metrics": (MetricsWriter, "write", fail),
+        "board": (EventsWriter, "write_event", fail),
+        "summary": (Run, "_summarise", fail),
+        "checkpoint": (Checkpoints, "save", fail_otherwise),
+        "background": (Checkpoints, "wait", fail_otherwise),
+        "tokens": (loop, "make_pipeline", fail),
+    }
+    config = tiny_config(train__save_every=3, train__steps=6, preflight__selftest=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(*patched[place])
+        with pytest.raises(TrainingError, match=r"^the disk of .* is full: .* Fix: free some space .*") as caught:
+            run(config, workdir, devices=one_device())
+    assert caught.value.guard == "disk_full" and "\n" not in str(caught.value)
+    if place != "tokens":
+        record = json.loads((workdir / "stopped.json").read_text())
+        assert record["guard"] == "disk_full" and record["message"] == str(caught.value)
+    assert run(config, workdir, devices=one_device())["finished"] and not (workdir / "lock.json").exists()
 
 
 def test_a_full_disk_stops_before_the_checkpoint(tmp_path, monkeypatch):

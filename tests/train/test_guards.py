@@ -1,5 +1,8 @@
 """Guards decide on numbers alone: what raises an alarm, what stops, what must not."""
 
+import json
+import zlib
+
 import numpy as np
 import pytest
 
@@ -41,7 +44,7 @@ def test_a_healthy_loss_and_speed_raise_nothing(guards):
 
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), 1.0), (3.0, float("nan"))])
 def test_values_that_are_not_finite_stop(guards, loss, norm):
-    with pytest.raises(TrainingError, match=r"step 12: .*not finite\. The last checkpoint is good") as caught:
+    with pytest.raises(TrainingError, match=r"step 12: .*not finite\. Lower config\.optim\.learning_rate") as caught:
         guards.on_steps(11, [{"loss": 3.0, "grad_norm": 1.0, "learning_rate": 1e-3},
                              {"loss": loss, "grad_norm": norm, "learning_rate": 1e-3}])  # fmt: skip
     assert (caught.value.guard, caught.value.step, caught.value.save) == ("non_finite", 12, False)
@@ -160,6 +163,74 @@ def test_a_batch_may_not_come_twice_but_the_next_epoch_may(guards):
     guards.on_batch(301, batches[0])  # long ago
     with pytest.raises(TrainingError, match="step 302, guard frozen_loader: the batch equals that of step 300"):
         guards.on_batch(302, batches[299])
+
+
+def test_batches_of_one_crc32_are_not_taken_for_equal(guards):
+    batches = [np.array([row], np.int32) for row in ((3, 1), (5, 627793885))]
+    assert zlib.crc32(batches[0].tobytes()) == zlib.crc32(batches[1].tobytes())
+    for step, batch in enumerate(batches, 1):
+        guards.on_batch(step, {"inputs": batch})
+
+
+def test_a_loss_that_rises_for_long_is_divergence(guards):
+    feed(guards, falling(400))
+    with pytest.raises(TrainingError, match=r"guard divergence: .*learning_rate=0.003\).* Lower config") as caught:
+        feed(guards, np.linspace(2.0, 6.0, 200), 401)
+    assert caught.value.guard == "divergence" and not caught.value.save
+
+
+def test_a_spike_that_passes_is_no_divergence(guards):
+    feed(guards, falling(400))
+    feed(guards, [6.0] * 20 + [2.0] * 100, 401)
+    assert set(guards.summary()) == {"spike"}
+
+
+def test_a_gap_in_a_spike_or_after_a_rise_is_not_memorisation(guards):
+    feed(guards, falling(400))
+    feed(guards, [5.0], 401)
+    assert guards.on_validation(401, 5.2, None) is None  # validation is no worse than training at this moment
+    feed(guards, [3.6] * 60, 402)
+    with pytest.raises(TrainingError, match="guard divergence"):
+        guards.on_validation(461, 9.0, None)
+
+
+@pytest.mark.parametrize("interruption", [1, 40, 230, 310, 420])
+def test_interrupted_guards_raise_the_same_alarms(tmp_path, interruption):
+    losses = np.concatenate([falling(200), [6.0], np.full(600, 2.1)])
+
+    def told(interruptions):
+        """(step, alarm) of a run, with the step at which early stopping came, interrupted after some steps."""
+        config = tiny_config(train__steps=10_000, guards__plateau_steps=100, guards__early_stop=3)
+        found = []
+
+        def start(state=None):
+            made = Guards(config, say=lambda line: found.append(line))
+            if state is not None:
+                made.restore(json.loads(json.dumps(state)))
+            return made
+
+        guards = start()
+        for step in range(1, len(losses) + 1):
+            batch = np.arange(8) + (step if step < 450 else 449 - 60 * (step == 500))
+            if step < 450 or step == 500:
+                try:
+                    guards.on_batch(step, {"inputs": batch})
+                except TrainingError as error:
+                    found.append(str(error))
+            feed(guards, [losses[step - 1]], step)
+            if step % 10 == 0:
+                report(guards, step)
+            if step % 50 == 0 and (reason := guards.on_validation(step, 2.5 + (step > 200), None)):
+                found.append(f"step {step}: {reason}")
+            if step in interruptions:
+                guards = start(guards.state())
+        return found, guards.summary()
+
+    uninterrupted = told(())
+    assert any("spike" in line for line in uninterrupted[0]) and uninterrupted[1]["plateau"] >= 2
+    assert any("early stopping" in line for line in uninterrupted[0])
+    assert any("frozen_loader" in line for line in uninterrupted[0])
+    assert told((interruption,)) == uninterrupted
 
 
 def test_alarms_are_not_repeated_at_every_report(guards):

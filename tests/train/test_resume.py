@@ -17,7 +17,7 @@ from nsa_jax.train import CheckpointError, TrainingError, loop
 from nsa_jax.train.checkpoint import Checkpoints, differences, parse_resume
 from nsa_jax.train.loop import HALT
 
-from .tiny import losses, make_run, one_device, rows
+from .tiny import losses, make_run, one_device, rows, tiny_config
 
 # Dropout and accumulation on: both must continue exactly, too.
 FULL = dict(train__steps=10, train__save_every=4, train__grad_accum=2, model__dropout=0.2)
@@ -115,6 +115,44 @@ def test_a_finished_run_is_not_trained_further(uninterrupted):
     summary = make_run(uninterrupted, **FULL).run()
     assert summary["start_step"] == summary["step"] == 10 and summary["finished"]
     assert (uninterrupted / "metrics.jsonl").read_text() == before
+
+
+def test_a_finished_run_keeps_its_summary(tmp_path, caplog):
+    config = tiny_config(**DENSE, train__eval_batches=1, preflight__selftest=False)
+    loop.run(config, tmp_path, devices=one_device())
+    before = (tmp_path / "summary.json").read_text()
+    with caplog.at_level(logging.INFO, logger="nsa_jax"):
+        again = loop.run(config, tmp_path, devices=one_device())
+    assert (tmp_path / "summary.json").read_text() == before and again["last"] == json.loads(before)["last"] != {}
+    assert any("finished already, at step 4" in record.getMessage() for record in caplog.records)
+    (tmp_path / "summary.json").unlink()  # killed after the last save
+    loop.run(config, tmp_path, devices=one_device())
+    assert {**json.loads((tmp_path / "summary.json").read_text()), "start_step": 0} == json.loads(before)
+
+
+def test_patience_survives_a_kill(tmp_path, monkeypatch):
+    patient = dict(DENSE, train__steps=9, train__eval_every=1, train__eval_batches=1, guards__early_stop=4)
+    patient["guards__early_stop_delta"] = 100.0  # only the first validation counts as an improvement
+
+    def die():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        stop_before(patch, 3, die)
+        with pytest.raises(KeyboardInterrupt):
+            make_run(tmp_path, **patient).run()
+    summary = make_run(tmp_path, **patient).run()
+    assert summary["start_step"] == 2 and summary["step"] == 4 and "4 validations" in summary["stopped_by"]
+    again = make_run(tmp_path, **patient).run()  # its patience is still at an end
+    assert again["step"] == 4 and again["last"] == {**again["last"], "train/loss": losses(tmp_path)[4]}
+
+
+def test_step_0_is_logged_once_if_the_run_begins_again(tmp_path, monkeypatch):
+    changes = dict(DENSE, train__eval_batches=1, train__save_every=0)
+    for _ in range(2):
+        make_run(tmp_path, **changes).run()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2, 3, 4, 4]
 
 
 def test_keeps_the_last_and_the_best(tmp_path):

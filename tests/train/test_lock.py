@@ -1,0 +1,112 @@
+"""A workdir belongs to one run at a time, whatever the other one left behind."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from nsa_jax.train import lock
+from nsa_jax.train.lock import WorkdirInUse, holding
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from nsa_jax.train.lock import holding
+with holding(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the workdir."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_second_run_is_refused_and_told_of_the_first(tmp_path, holder):
+    before = (tmp_path / "lock.json").read_text()
+    with pytest.raises(WorkdirInUse, match=rf"in use by process {holder.pid} on host .*; nothing was touched. Fix: "):
+        with holding(tmp_path):
+            raise AssertionError
+    assert (tmp_path / "lock.json").read_text() == before and holder.poll() is None
+    holder.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # dead, but still listed
+    with holding(tmp_path):
+        assert json.loads((tmp_path / "lock.json").read_text())["pid"] == os.getpid()
+    assert not (tmp_path / "lock.json").exists()
+
+
+def test_the_lock_holds_within_a_process_too(tmp_path):
+    with holding(tmp_path):
+        with pytest.raises(WorkdirInUse, match=f"process {os.getpid()} "), holding(tmp_path):
+            raise AssertionError
+
+
+def leave(workdir, **changes):
+    """A lock file that no system lock protects: its process was killed, or works on a host that shares none."""
+    (workdir / "lock.json").write_text(json.dumps({**lock._me(), **changes}))
+
+
+@pytest.mark.parametrize("changes", [{"pid": 2**22 + 1}, {"process_start": "1"}], ids=["dead", "another of its id"])
+def test_what_a_dead_process_left_is_taken_over_at_once(tmp_path, caplog, changes):
+    leave(tmp_path, **changes)
+    began = time.monotonic()
+    with holding(tmp_path):
+        assert time.monotonic() - began < 2
+    assert "taking over" in caplog.text and "which is gone" in caplog.text
+
+
+def test_a_living_process_is_believed_without_a_system_lock(tmp_path):
+    leave(tmp_path)
+    with pytest.raises(WorkdirInUse), holding(tmp_path):
+        raise AssertionError
+    assert (tmp_path / "lock.json").exists()
+
+
+def test_another_host_is_believed_while_it_gives_signs_of_life(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(lock, "_SILENT_SECONDS", 1.0)
+    leave(tmp_path, host="elsewhere", machine="elsewhere")
+    stop = threading.Event()
+
+    def beat():
+        while not stop.wait(0.1):
+            os.utime(tmp_path / "lock.json")
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(WorkdirInUse, match="on host elsewhere"), holding(tmp_path):
+        raise AssertionError
+    stop.set()
+    thread.join()
+    with holding(tmp_path):
+        assert "waiting 1 s for a sign of life" in caplog.text
+
+
+def test_the_holder_gives_signs_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.05)
+    with holding(tmp_path):
+        os.utime(tmp_path / "lock.json", (1, 1))
+        time.sleep(0.5)
+        assert (tmp_path / "lock.json").stat().st_mtime > 1e9
+
+
+def test_file_systems_without_locks_are_served(tmp_path, monkeypatch, caplog):
+    def unsupported(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with holding(tmp_path):
+        with pytest.raises(WorkdirInUse), holding(tmp_path):
+            raise AssertionError
+    assert "cannot be locked here (No locks available)" in caplog.text
