@@ -31,6 +31,7 @@ from nsa_jax.nn.sharding import (
     on_shards,
     swap_mirrored,
     tensor_size,
+    token_spec,
     with_tokens_after,
     with_tokens_before,
 )
@@ -71,9 +72,11 @@ def _cut_bwd(widths, total, _, gradients):
     pieces = lax.optimization_barrier(gradients)
     missing = total - sum(piece.shape[-1] for piece in pieces)
     whole = jnp.concatenate([*pieces, jnp.zeros((*pieces[0].shape[:-1], missing), pieces[0].dtype)], axis=-1)
-    # Or the compiler lays it out for the weights' gradient, feature by feature.
-    whole = with_layout_constraint(whole, Layout(tuple(range(whole.ndim))))
-    return (whole,)
+    # Without this constraint XLA picks a feature-major layout for the weight gradient and copies the activation. The
+    # constraint is a custom call that XLA does not partition: outside `on_shards` each device would gather the batch.
+    row_major = Layout(tuple(range(whole.ndim)))
+    tokens = token_spec(*whole.shape[:2])
+    return (on_shards(lambda x: with_layout_constraint(x, row_major), (whole,), (tokens,), tokens),)
 
 
 _cut_activations.defvjp(_cut_fwd, _cut_bwd)
