@@ -9,11 +9,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn.config import ModelConfig
-from nsa_jax.nn.sharding import TENSOR, constrain_tensor, constrain_tokens, on_shards, tensor_size, token_spec
+from nsa_jax.nn.sharding import (
+    TENSOR,
+    constrain_tensor,
+    constrain_tokens,
+    on_shards,
+    parameter_spec,
+    tensor_size,
+    token_spec,
+    whole_weight,
+)
 from nsa_jax.ops import blocks
 from nsa_jax.ops.nsa import mean_compress
 from nsa_jax.ops.target import current_target
@@ -66,6 +75,34 @@ def _has_kernels(width: int) -> bool:
     """Whether the GPU's kernels for gradients of layers of this width exist; a custom gradient has no forward mode."""
     target = current_target()
     return target.is_gpu and (target.compute_capability or (0, 0)) >= (8, 0) and width % 64 == 0
+
+
+def _rows(table: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """table[index] in `dtype`; 0 where the index is outside."""
+    inside = (index >= 0) & (index < len(table))
+    return jnp.where(inside[..., None], table[jnp.where(inside, index, 0)].astype(dtype), 0)
+
+
+def embed(table: Float[Array, "vocab D"], tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
+    """Rows of the embedding for tokens in [0, vocab), in `dtype`.
+
+    Every device of a mesh looks up its own tokens. A table that fsdp splits is fetched in `dtype`; where a tensor axis
+    splits the vocabulary, devices look up in their own rows and the results are summed.
+    """
+    stored, spec = parameter_spec(table.shape, 0), token_spec(*tokens.shape)
+    split = tensor_size() > 1 and len(table) % tensor_size() == 0
+
+    def local(shard, tokens):
+        table = whole_weight(shard, stored, dtype)
+        if not split:
+            return table[tokens].astype(dtype)
+        return _rows(table, tokens - jax.lax.axis_index(TENSOR) * len(table), dtype)[None]
+
+    if not split:
+        return on_shards(local, (table, tokens), (stored, spec), spec)
+    # Summed outside, where the sum's gradient needs no communication: that of `psum` is one more `psum`.
+    shares = on_shards(local, (table, tokens), (stored, spec), P(TENSOR, *spec))
+    return jax.lax.reduce_sum(shares, (0,))
 
 
 def _normed(x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype) -> jax.Array:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from nsa_jax.nn.attention import DenseAttention, NSAttention
 from nsa_jax.nn.config import ModelConfig
-from nsa_jax.nn.layers import HIDDEN, RMSNorm, SwiGLU, dropout, init_normal
+from nsa_jax.nn.layers import HIDDEN, RMSNorm, SwiGLU, dropout, embed, init_normal
 from nsa_jax.nn.sharding import constrain_tokens
 
 # Named by the ops; saved under every policy, since choosing blocks again could choose differently and costs time.
@@ -176,7 +176,7 @@ class Transformer(nnx.Module):
                 raise ValueError("rngs=None: must be nnx.Rngs or a PRNG key for dropout > 0 and deterministic=False")
             key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs
             keys = jax.random.split(key, config.num_layers)
-        x = constrain_tokens(self.embedding[...][tokens].astype(config.dtype))
+        x = constrain_tokens(embed(self.embedding[...], tokens, config.dtype))
         x = self._run_blocks(x, segment_start, keys)
         return self.norm(x)
 
