@@ -21,7 +21,7 @@ from nsa_jax.nn.sharding import (
     parameter_spec,
     tensor_size,
     token_spec,
-    whole_weight,
+    whole_weights,
 )
 from nsa_jax.ops import blocks
 from nsa_jax.ops.nsa import mean_compress
@@ -93,7 +93,7 @@ def embed(table: Float[Array, "vocab D"], tokens: Int[Array, "B T"], dtype: jnp.
     split = tensor_size() > 1 and len(table) % tensor_size() == 0
 
     def local(shard, tokens):
-        table = whole_weight(shard, stored, dtype)
+        table = whole_weights(shard, stored, dtype)
         if not split:
             return table[tokens].astype(dtype)
         return _rows(table, tokens - jax.lax.axis_index(TENSOR) * len(table), dtype)[None]

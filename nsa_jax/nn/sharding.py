@@ -126,10 +126,10 @@ def on_shards(function: Callable, arrays: tuple, in_specs: tuple, out_specs: Any
     Args:
       function: of arrays or pytrees of arrays alone.
       arrays: its arguments; None is passed on.
-      in_specs: a PartitionSpec for each.
+      in_specs: a PartitionSpec for each, or a pytree of them.
       out_specs: of what it returns.
     """
-    if not any(axis for spec in in_specs for axis in spec):
+    if not any(axis for spec in jax.tree.leaves(in_specs) for axis in spec):
         return function(*arrays)
     present = [index for index, array in enumerate(arrays) if array is not None]
 
@@ -197,20 +197,24 @@ def head_split(batch_size: int, length: int, num_kv_heads: int, multiple: int = 
 # Below, functions for use inside `on_shards`.
 
 
-def whole_weight(shard: jax.Array, spec: P, dtype: jnp.dtype) -> jax.Array:
-    """The weight of which the devices of the fsdp axis hold parts, fetched in `dtype` and returned in its own.
+def whole_weights(shards: Any, specs: Any, dtype: jnp.dtype | None = None) -> Any:
+    """The weights of which the devices of the fsdp axis hold parts, fetched in `dtype` and returned in their own.
 
-    The gradient is added up over devices in the weight's own dtype, and each device is given that of its part alone.
+    A gradient is added up over devices in its weight's own dtype, and each device receives that of its part alone.
 
     Args:
-      shard: this device's part of it.
-      spec: how the weight is split; without the fsdp axis the shard is returned as it is.
-      dtype: what the weight is about to be cast to.
+      shards: this device's parts, a pytree.
+      specs: how each weight is split; what the fsdp axis does not split is returned as it is.
+      dtype: what the weights are about to be cast to; None means their own.
     """
-    for dimension, axes in enumerate(spec):
-        if FSDP in (axes if isinstance(axes, tuple) else (axes,)):
-            return _gathered(shard, dimension, dtype)
-    return shard
+
+    def fetch(shard, spec):
+        for dimension, axes in enumerate(spec):
+            if FSDP in (axes if isinstance(axes, tuple) else (axes,)):
+                return _gathered(shard, dimension, dtype or shard.dtype)
+        return shard
+
+    return jax.tree.map(fetch, shards, specs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from nsa_jax.nn import Transformer
 from nsa_jax.nn.attention import WIDTH_MULTIPLE
-from nsa_jax.nn.sharding import TENSOR, on_shards, parameter_spec, tensor_size, token_spec, whole_weight
+from nsa_jax.nn.sharding import TENSOR, on_shards, parameter_spec, tensor_size, token_spec, whole_weights
 from nsa_jax.train.state import Setup, State, batch_sharding, learning_rate
 
 Batch = dict[str, jax.Array]
@@ -59,7 +59,7 @@ def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> j
     weight_spec = parameter_spec(weight.shape, 0 if tied else 1)
 
     def losses(hidden, shard, targets):
-        return _local_token_losses(tied, split, hidden, whole_weight(shard, weight_spec, hidden.dtype), targets)
+        return _local_token_losses(tied, split, hidden, whole_weights(shard, weight_spec, hidden.dtype), targets)
 
     return on_shards(losses, (hidden, weight, targets), (tokens, weight_spec, tokens), tokens)
 
