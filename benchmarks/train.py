@@ -46,6 +46,8 @@ def make_config(options: argparse.Namespace, case: dict[str, Any]) -> Any:
     config.data.tokenizer, config.data.packing, config.data.seq_len = "byte", False, case["length"]
     config.train.batch_size = case["tokens"] // case["length"] * case["devices"]
     config.train.grad_accum = 1
+    # Dense attention is measured at its fastest: cuDNN's backward pass is not deterministic.
+    config.train.deterministic = case["attention"] != "dense"
     config.model.scan_layers = case["layers"] == "scanned"
     if case["layout"] == "fsdp":
         config.mesh.fsdp = case["devices"]

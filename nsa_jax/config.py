@@ -132,6 +132,7 @@ def default_config() -> ConfigDict:
     t.save_every = 500  # steps between checkpoints; 0: none
     t.keep_last = 3  # checkpoints kept besides the best
     t.keep_best = True  # also keep the checkpoint with the lowest validation loss
+    t.deterministic = True  # on GPUs, sums in one order and untuned matrix products: runs are bit-equal
     t.sample_tokens = 128  # length of the text sample written at each validation; 0: none
     t.sample_prompt = ""  # the sample continues this
 

@@ -292,9 +292,8 @@ class NSAttention(nnx.Module):
             pieces = projected.split_projection(fused, cos, sin, num_kv_heads=kv_heads, **sizes)
             if first_position.ndim > 1:
                 first_position = jnp.repeat(first_position, kv_heads, axis=0)
-            key_cmp, value_cmp = _compress(
-                nnx.merge(graphdef, whole_weights(phi, phi_specs)), pieces.key_raw, pieces.value_raw, first_position, config
-            )
+            compressors = nnx.merge(graphdef, whole_weights(phi, phi_specs))
+            key_cmp, value_cmp = _compress(compressors, pieces.key_raw, pieces.value_raw, first_position, config)
             logits = _heads(pieces.logits.astype(jnp.float32), config.num_heads) + bias.astype(jnp.float32)
             gates = jax.nn.sigmoid(logits).reshape(*logits.shape[:2], kv_heads, group, 3).swapaxes(1, 2)
             others = (key_cmp, value_cmp, *pieces[3:7], gates.reshape(-1, *gates.shape[2:]))
@@ -345,7 +344,8 @@ class NSAttention(nnx.Module):
                 with_tokens_after(x, nsa.compress_block - nsa.compress_stride, context)
                 for x in (p.key_raw, p.value_raw)
             )
-            pair = _compress(nnx.merge(graphdef, whole_weights(phi, phi_specs)), key_raw, value_raw, first_position + start, self.config)
+            compressors = nnx.merge(graphdef, whole_weights(phi, phi_specs))
+            pair = _compress(compressors, key_raw, value_raw, first_position + start, self.config)
             # The last device's last blocks reach beyond the row.
             count = blocks.num_compressed(p.query.shape[1] * context, nsa)
             key_cmp, value_cmp = (all_tokens(x)[:, :count] for x in pair)
@@ -378,24 +378,26 @@ def _compress(phi: tuple, key_raw: jax.Array, value_raw: jax.Array, first_positi
     return rope(key, last, config.rope_theta), value
 
 
-def dense_attention(query, key, value, *, segment_start=None):
+def dense_attention(query, key, value, *, segment_start=None, deterministic=False):
     """Causal softmax attention over the whole document: time quadratic in T.
 
     On a GPU, cuDNN serves bfloat16 rows of one document, and the window kernels, with a window as long as the row, all
     others (cuDNN takes no document boundaries here): memory is linear in T. Elsewhere XLA with a mask: quadratic.
+    cuDNN's backward pass adds the query's gradient with atomics, in an order that differs from run to run.
 
     Args:
       query: [B, T, N, H].
       key: [B, T, K, H].
       value: [B, T, K, V].
       segment_start: int [B, T] or None.
+      deterministic: the window kernels serve in cuDNN's place.
 
     Returns:
       [B, T, N, V] in query's dtype.
     """
     length, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     unpacked = segment_start is None and query.dtype == jnp.bfloat16 and head_dim == value_dim
-    if current_target().is_gpu and unpacked and head_dim % 8 == 0 and head_dim <= 128:
+    if current_target().is_gpu and unpacked and not deterministic and head_dim % 8 == 0 and head_dim <= 128:
         return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
     if current_target().is_gpu:
         return window_attention(query, key, value, window=length, segment_start=segment_start)
@@ -461,7 +463,8 @@ class DenseAttention(nnx.Module):
         """Attention of whole rows."""
         del context
         if self.config.attention != "window":
-            return dense_attention(query, key, value, segment_start=segment_start)
+            deterministic = self.config.deterministic
+            return dense_attention(query, key, value, segment_start=segment_start, deterministic=deterministic)
         return window_attention(
             query,
             key,

@@ -42,6 +42,8 @@ class ModelConfig:
       param_dtype: of parameters.
       scan_layers: run the layers by `jax.lax.scan`; otherwise one after the other. The parameters are the same.
       remat: what the backward pass recomputes; see `nsa_jax.nn.Transformer`.
+      deterministic: leave out cuDNN's dense attention, whose backward pass adds in an order that differs from run to
+        run on GPUs. NSA, window attention and packed rows never use it. Set from `config.train.deterministic`.
 
     Raises:
       ValueError: naming the field.
@@ -68,6 +70,7 @@ class ModelConfig:
     param_dtype: str = "float32"
     scan_layers: bool = True
     remat: str = "block"
+    deterministic: bool = False
 
     def __post_init__(self):
         if not self.value_head_dim:
@@ -108,7 +111,12 @@ class ModelConfig:
           config: as `nsa_jax.config.default_config` returns it.
           vocab_size: the tokenizer's; used where `config.model.vocab_size` is 0.
         """
-        fields = {field.name for field in dataclasses.fields(cls)} - {"nsa", "implementation", "vocab_size"}
+        fields = {field.name for field in dataclasses.fields(cls)} - {
+            "nsa",
+            "implementation",
+            "vocab_size",
+            "deterministic",
+        }
         values = {name: getattr(config.model, name) for name in fields}
         implementation = None if config.model.implementation == "auto" else config.model.implementation
         return cls(
@@ -116,4 +124,5 @@ class ModelConfig:
             nsa=nsa_config(config),
             implementation=implementation,
             vocab_size=config.model.vocab_size or vocab_size,
+            deterministic=config.train.deterministic,
         )

@@ -77,30 +77,53 @@ def _has_kernels(width: int) -> bool:
     return target.is_gpu and (target.compute_capability or (0, 0)) >= (8, 0) and width % 64 == 0
 
 
-def _rows(table: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _rows_plain(table: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """table[index] in `dtype`; 0 where the index is outside."""
     inside = (index >= 0) & (index < len(table))
     return jnp.where(inside[..., None], table[jnp.where(inside, index, 0)].astype(dtype), 0)
+
+
+# XLA's gradient of a lookup adds with atomics on GPUs: runs differ.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rows(table: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return _rows_plain(table, index, dtype)
+
+
+def _rows_fwd(table, index, dtype):
+    return _rows_plain(table, index, dtype), (index, jnp.zeros((len(table), 0), table.dtype))
+
+
+def _rows_bwd(dtype, residuals, grad):
+    from nsa_jax.ops.pallas.embedding import lookup_gradient
+
+    index, like = residuals  # the latter only carries the table's length and dtype
+    total = lookup_gradient(index.reshape(-1), grad.reshape(-1, grad.shape[-1]), len(like))
+    return total.astype(like.dtype), None
+
+
+_rows.defvjp(_rows_fwd, _rows_bwd)
 
 
 def embed(table: Float[Array, "vocab D"], tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
     """Rows of the embedding for tokens in [0, vocab), in `dtype`.
 
     Every device of a mesh looks up its own tokens. A table that fsdp splits is fetched in `dtype`; where a tensor axis
-    splits the vocabulary, devices look up in their own rows and the results are summed.
+    splits the vocabulary, devices look up in their own rows, and the results are summed. The gradient of the table is
+    added in float32 in an order that is the same in every run.
     """
     stored, spec = parameter_spec(table.shape, 0), token_spec(*tokens.shape)
     split = tensor_size() > 1 and len(table) % tensor_size() == 0
+    rows = _rows if _has_kernels(table.shape[1]) else _rows_plain
 
     def local(shard, tokens):
         table = whole_weights(shard, stored, dtype)
         if not split:
-            return table[tokens].astype(dtype)
-        return _rows(table, tokens - jax.lax.axis_index(TENSOR) * len(table), dtype)[None]
+            return rows(table, tokens, dtype)
+        return rows(table, tokens - jax.lax.axis_index(TENSOR) * len(table), dtype)[None]
 
     if not split:
         return on_shards(local, (table, tokens), (stored, spec), spec)
-    # Summed outside, where the sum's gradient needs no communication: that of `psum` is one more `psum`.
+    # Summed outside: there the gradient of the sum needs no communication, while that of a `psum` is another `psum`.
     shares = on_shards(local, (table, tokens), (stored, spec), P(TENSOR, *spec))
     return jax.lax.reduce_sum(shares, (0,))
 

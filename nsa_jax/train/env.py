@@ -82,6 +82,7 @@ def environment(setup: Setup, *, start_step: int, resumed_from: str | None, data
             "forward": forward_flops_per_token(setup.model_config, seq_len),
         },
         "implementations": implementations_served(),
+        "deterministic": setup.config.train.deterministic,
         "start_step": start_step,
         "resumed_from": resumed_from,
         "data": data,

@@ -111,7 +111,11 @@ def make_health(setup: Setup) -> Callable:
         start = batch["segment_start"][:1] if packed else None
         return forward_with_health(setup.model(params), batch["inputs"][:1], start)[1]
 
-    return jax.jit(health, in_shardings=(setup.sharding["params"], batch_sharding(setup.mesh)))
+    return jax.jit(
+        health,
+        in_shardings=(setup.sharding["params"], batch_sharding(setup.mesh)),
+        compiler_options=setup.compiler_options,
+    )
 
 
 def wanted(setup: Setup) -> bool:

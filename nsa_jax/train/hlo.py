@@ -1,4 +1,4 @@
-"""What a compiled program does besides arithmetic: collectives by kind, and anything that talks to the host."""
+"""What a compiled program does besides arithmetic: collectives by kind, and operations whose results differ by run."""
 
 from __future__ import annotations
 
@@ -126,3 +126,20 @@ def collectives(text: str) -> list[Collective]:
             counts[kind, dtype] = counts.get((kind, dtype), 0) + times
     found = [Collective(*key, counts[key], size) for key, size in sizes.items()]
     return sorted(found, key=lambda c: -c.bytes)
+
+
+def nondeterministic(text: str) -> list[str]:
+    """Instructions of a program compiled for GPUs whose result depends on the order in which threads come to add.
+
+    Those are scatters that may meet an element twice, and cuDNN's attention backward. This package's kernels have no
+    atomics.
+
+    Args:
+      text: `compiled.as_text()`.
+    """
+    found = []
+    for line in text.splitlines():
+        scatters = re.search(r" (scatter|select-and-scatter)\(", line) and "unique_indices=true" not in line
+        if scatters or re.search(r'custom_call_target="__cudnn\$fmha\w*Backward', line):
+            found.append(line.strip())
+    return found

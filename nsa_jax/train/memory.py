@@ -74,6 +74,7 @@ class Compiled:
       seconds: of compiling the two.
       collectives: of one train step.
       host: instructions that talk to the host, of both steps.
+      nondeterministic: instructions of the train step whose results differ from run to run on a GPU.
     """
 
     memory: Memory
@@ -81,6 +82,7 @@ class Compiled:
     seconds: dict[str, float]
     collectives: list[hlo.Collective]
     host: list[str]
+    nondeterministic: list[str]
 
 
 def pool_bytes(memory_bytes: int) -> int:
@@ -243,6 +245,7 @@ def compile_run(made: Setup, gpu: str) -> Compiled:
         seconds=seconds,
         collectives=hlo.collectives(text),
         host=host_transfers(text) + host_transfers(evaluation.as_text()),
+        nondeterministic=hlo.nondeterministic(text) if gpu else [],
     )
 
 

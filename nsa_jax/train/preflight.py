@@ -265,13 +265,23 @@ def _memory_facts(report: Report, gpu: str) -> list[tuple[str, str]]:
     return lines
 
 
-def _program_facts(compiled: memory_lib.Compiled) -> list[tuple[str, str]]:
+def _program_facts(config: ConfigDict, compiled: memory_lib.Compiled) -> list[tuple[str, str]]:
     lines = [("compiled", ", ".join(f"{name} step in {s:.0f} s" for name, s in compiled.seconds.items()))]
     for found in compiled.collectives:
         lines.append((f"{found.kind} {found.dtype}", f"{found.count} per step, {_gib(found.bytes)}"))
     if not compiled.collectives:
         lines.append(("collectives", "none"))
-    return [*lines, ("host callbacks", str(len(compiled.host)) if compiled.host else "none")]
+    lines.append(("host callbacks", str(len(compiled.host)) if compiled.host else "none"))
+    return [*lines, ("deterministic", _determinism(config, compiled))]
+
+
+def _determinism(config: ConfigDict, compiled: memory_lib.Compiled) -> str:
+    """Whether two runs of the step give the same bits on GPUs, and why not."""
+    if found := compiled.nondeterministic:
+        return f"no: {len(found)} operations add in any order, such as {found[0][:80]}"
+    if not config.train.deterministic:
+        return "not promised: config.train.deterministic=False lets the compiler choose by measuring"
+    return "yes: every run gives the same bits"
 
 
 def _compile_part(config: ConfigDict, made: Setup, gpu: str, vocab: int, start: float, report: Report):
@@ -291,7 +301,7 @@ def _compile_part(config: ConfigDict, made: Setup, gpu: str, vocab: int, start: 
     report.problems += check_memory(report, gpu, devices)
     report.facts["memory per device"] = _memory_facts(report, gpu)
     if report.compiled:
-        report.facts["compiled program"] = _program_facts(report.compiled)
+        report.facts["compiled program"] = _program_facts(config, report.compiled)
 
 
 def _runnable(config: ConfigDict) -> bool:

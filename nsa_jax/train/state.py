@@ -200,6 +200,17 @@ class Setup:
         """Into how many parts the tokens of a batch are split: its rows, and each row over the context axis."""
         return self.batch_shards * self.mesh.shape[CONTEXT]
 
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """What XLA is told so that a step gives the same bits in every run; None where nothing needs to be said.
+
+        On a GPU, operations that add with atomics are excluded, and matrix products take the algorithm that cuBLAS
+        proposes: measuring which is fastest could choose another one in another process.
+        """
+        if not self.config.train.deterministic or self.mesh.devices.flat[0].platform == "cpu":
+            return None
+        return {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": 0}
+
     def num_parameters(self) -> int:
         """Measured from the arrays."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_state["params"]))

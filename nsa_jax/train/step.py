@@ -245,6 +245,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         donate_argnums=0,
         in_shardings=(setup.sharding, batch_sharding(setup.mesh)),
         out_shardings=(setup.sharding, None),
+        compiler_options=setup.compiler_options,
     )
 
 
@@ -271,7 +272,11 @@ def make_eval_step(setup: Setup, token_bytes) -> Callable[[State, Batch], dict[s
         parts = jax.lax.map(sums, _split_micro_batches(batch, config.train.grad_accum))
         return jax.tree.map(jnp.sum, parts)
 
-    return jax.jit(step, in_shardings=(setup.sharding["params"], batch_sharding(setup.mesh)))
+    return jax.jit(
+        step,
+        in_shardings=(setup.sharding["params"], batch_sharding(setup.mesh)),
+        compiler_options=setup.compiler_options,
+    )
 
 
 def make_sampler(setup: Setup, length: int, vocab_size: int, temperature: float = 0.8) -> Callable:
@@ -293,7 +298,11 @@ def make_sampler(setup: Setup, length: int, vocab_size: int, temperature: float 
 
         return jax.lax.fori_loop(prompt_length, length, extend, tokens)
 
-    return jax.jit(sample, in_shardings=(setup.sharding["params"], None, None, None))
+    return jax.jit(
+        sample,
+        in_shardings=(setup.sharding["params"], None, None, None),
+        compiler_options=setup.compiler_options,
+    )
 
 
 def host_transfers(hlo_text: str) -> list[str]:

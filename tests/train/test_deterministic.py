@@ -1,0 +1,72 @@
+"""Compiled training steps hold no operation whose result depends on the order in which GPU threads add."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from nsa_jax import aot
+from nsa_jax.train import memory
+from nsa_jax.train.hlo import nondeterministic
+from nsa_jax.train.step import make_train_step
+
+from .tiny import tiny_config
+
+VOCAB = 320
+
+# name: devices, GPU, changes of the config
+CASES = {
+    "nsa_a100_untied_accumulated_dropout": (
+        1,
+        "a100-80gb",
+        dict(model__tie_embeddings=False, train__grad_accum=2, model__dropout=0.1),
+    ),
+    "nsa_scanned_fsdp": (4, "h100", dict(mesh__fsdp=4, model__scan_layers=True, model__num_layers=2)),
+    "dense_unpacked": (1, "h100", dict(model__attention="dense", data__packing=False)),
+    "xla": (1, "h100", dict(model__implementation="xla")),
+}
+
+
+def _step_text(count, gpu, changes):
+    """The compiled step of a model whose layers are wide enough for the GPU's kernels."""
+    nsa = dict(compress_block=32, compress_stride=16, select_block=64, num_selected=4, window=64)
+    config = tiny_config(
+        **dict(model__dim=64, model__mlp_dim=64, model__head_dim=32, model__implementation="auto"),
+        **dict(model__compute_dtype="bfloat16", model__scan_layers=False, data__seq_len=512, model__num_layers=1),
+        **{f"model__nsa__{name}": value for name, value in nsa.items()},
+    )
+    for name, value in changes.items():
+        *path, field = name.split("__")
+        target = config
+        for part in path:
+            target = target[part]
+        target[field] = value
+    made = memory.for_target(config, gpu, count, VOCAB)
+    step = make_train_step(made, np.ones(VOCAB, np.int32))
+    return memory._compile(made, gpu, step, made.target(), memory._batch(made)).as_text()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_steps_are_deterministic(name):
+    count, gpu, changes = CASES[name]
+    text = _step_text(count, gpu, changes)
+    assert nondeterministic(text) == []
+    if changes.get("model__implementation") != "xla":
+        # The embedding's gradient is our kernel, not a scatter that the compiler made deterministic by a scan.
+        assert "embedding_gradient" in text and " scatter(" not in text
+
+
+@pytest.mark.parametrize("excluded", [False, True])
+def test_a_scatter_that_adds_with_atomics_is_found(excluded):
+    mesh = Mesh(np.array(aot.devices("h100")), ("device",), axis_types=(AxisType.Auto,))
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    options = {"xla_gpu_exclude_nondeterministic_ops": True} if excluded else None
+    add = jax.jit(lambda table, index, rows: table.at[index].add(rows), compiler_options=options)
+    arrays = array((128, 64), jnp.float32), array((500,), jnp.int32), array((500, 64), jnp.float32)
+    with aot.tracing_for("h100", mesh):
+        compiled = add.trace(*arrays).lower(lowering_platforms=("cuda",)).compile()
+    assert bool(nondeterministic(compiled.as_text())) != excluded
