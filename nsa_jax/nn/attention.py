@@ -29,8 +29,11 @@ from nsa_jax.nn.sharding import (
     head_split,
     mirrored_first_token,
     on_shards,
+    parameter_spec,
     swap_mirrored,
     tensor_size,
+    token_spec,
+    whole_weights,
     with_tokens_after,
     with_tokens_before,
 )
@@ -71,9 +74,11 @@ def _cut_bwd(widths, total, _, gradients):
     pieces = lax.optimization_barrier(gradients)
     missing = total - sum(piece.shape[-1] for piece in pieces)
     whole = jnp.concatenate([*pieces, jnp.zeros((*pieces[0].shape[:-1], missing), pieces[0].dtype)], axis=-1)
-    # Or the compiler lays it out for the weights' gradient, feature by feature.
-    whole = with_layout_constraint(whole, Layout(tuple(range(whole.ndim))))
-    return (whole,)
+    # Without this constraint XLA picks a feature-major layout for the weight gradient and copies the activation. The
+    # constraint is a custom call that XLA does not partition: outside `on_shards` each device would gather the batch.
+    row_major = Layout(tuple(range(whole.ndim)))
+    tokens = token_spec(*whole.shape[:2])
+    return (on_shards(lambda x: with_layout_constraint(x, row_major), (whole,), (tokens,), tokens),)
 
 
 _cut_activations.defvjp(_cut_fwd, _cut_bwd)
@@ -273,23 +278,22 @@ class NSAttention(nnx.Module):
         """Projection and attention of whole rows; key/value heads are batch entries from the projection on."""
         config, kv_heads = self.config, self.config.num_kv_heads
         group = config.num_heads // kv_heads
-        graphdef, phi = nnx.split((self.compress_key, self.compress_value))
+        graphdef, phi, phi_specs = self._compressors()
         turns = rope_turns(positions, config.head_dim, config.rope_theta)
         cos, sin = turns if positions.ndim > 1 else (turn[None] for turn in turns)
         first_position = positions[..., :1]
         rows = split.rows if positions.ndim > 1 else P()
         fused = _fused_product(x, self.w_in[...], config.dtype)
         arrays = (segment_start, first_position, cos, sin, phi, self.gate_bias[...], fused)
-        specs = (split.tokens, rows, rows, rows, P(), P(), split.tokens)
+        specs = (split.tokens, rows, rows, rows, phi_specs, P(), split.tokens)
 
         def local(segment_start, first_position, cos, sin, phi, bias, fused):
             sizes = dict(num_heads=config.num_heads, head_dim=config.head_dim, value_dim=config.value_head_dim)
             pieces = projected.split_projection(fused, cos, sin, num_kv_heads=kv_heads, **sizes)
             if first_position.ndim > 1:
                 first_position = jnp.repeat(first_position, kv_heads, axis=0)
-            key_cmp, value_cmp = _compress(
-                nnx.merge(graphdef, phi), pieces.key_raw, pieces.value_raw, first_position, config
-            )
+            compressors = nnx.merge(graphdef, whole_weights(phi, phi_specs))
+            key_cmp, value_cmp = _compress(compressors, pieces.key_raw, pieces.value_raw, first_position, config)
             logits = _heads(pieces.logits.astype(jnp.float32), config.num_heads) + bias.astype(jnp.float32)
             gates = jax.nn.sigmoid(logits).reshape(*logits.shape[:2], kv_heads, group, 3).swapaxes(1, 2)
             others = (key_cmp, value_cmp, *pieces[3:7], gates.reshape(-1, *gates.shape[2:]))
@@ -304,6 +308,12 @@ class NSAttention(nnx.Module):
             )
 
         return on_shards(local, arrays, specs, (split.heads, split.heads))
+
+    def _compressors(self) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+        """The pair of compressors, cast to the compute dtype in which they travel, and how their weights are stored."""
+        graphdef, phi = nnx.split((self.compress_key, self.compress_value))
+        phi = jax.tree.map(lambda x: x.astype(self.config.dtype), phi)
+        return graphdef, phi, jax.tree.map(lambda x: parameter_spec(x.shape), phi)
 
     def _attend_split(
         self, p: Projections, first_position: jax.Array, segment_start: jax.Array | None, split: HeadSplit
@@ -322,10 +332,10 @@ class NSAttention(nnx.Module):
         Gradients go the same ways back.
         """
         nsa, context = self.config.nsa, split.context
-        graphdef, phi = nnx.split((self.compress_key, self.compress_value))
+        graphdef, phi, phi_specs = self._compressors()
         arrays = (segment_start, first_position, phi, *p)
         first_spec = split.rows if first_position.ndim > 1 else P()
-        specs = (split.tokens, first_spec, P(), *(split.heads,) * len(p))
+        specs = (split.tokens, first_spec, phi_specs, *(split.heads,) * len(p))
 
         def local(segment_start, first_position, phi, *projected):
             p = Projections(*projected)
@@ -334,7 +344,8 @@ class NSAttention(nnx.Module):
                 with_tokens_after(x, nsa.compress_block - nsa.compress_stride, context)
                 for x in (p.key_raw, p.value_raw)
             )
-            pair = _compress(nnx.merge(graphdef, phi), key_raw, value_raw, first_position + start, self.config)
+            compressors = nnx.merge(graphdef, whole_weights(phi, phi_specs))
+            pair = _compress(compressors, key_raw, value_raw, first_position + start, self.config)
             # The last device's last blocks reach beyond the row.
             count = blocks.num_compressed(p.query.shape[1] * context, nsa)
             key_cmp, value_cmp = (all_tokens(x)[:, :count] for x in pair)

@@ -13,7 +13,16 @@ from jaxtyping import Array, Float, Int
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn.config import ModelConfig
-from nsa_jax.nn.sharding import TENSOR, constrain_tensor, constrain_tokens, on_shards, tensor_size, token_spec
+from nsa_jax.nn.sharding import (
+    TENSOR,
+    constrain_tensor,
+    constrain_tokens,
+    on_shards,
+    parameter_spec,
+    tensor_size,
+    token_spec,
+    whole_weights,
+)
 from nsa_jax.ops import blocks
 from nsa_jax.ops.nsa import mean_compress
 from nsa_jax.ops.target import current_target
@@ -98,21 +107,25 @@ _rows.defvjp(_rows_fwd, _rows_bwd)
 def embed(table: Float[Array, "vocab D"], tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
     """Rows of the embedding for tokens in [0, vocab), in `dtype`.
 
-    Every device of a mesh looks up its own tokens; where a tensor axis splits the vocabulary, in its own rows, and the
-    results are summed. The gradient of the table is added in float32 in an order that is the same in every run.
+    Every device of a mesh looks up its own tokens. A table that fsdp splits is fetched in `dtype`; where a tensor axis
+    splits the vocabulary, devices look up in their own rows, and the results are summed. The gradient of the table is
+    added in float32 in an order that is the same in every run.
     """
+    stored, spec = parameter_spec(table.shape, 0), token_spec(*tokens.shape)
     split = tensor_size() > 1 and len(table) % tensor_size() == 0
-
     rows = _rows if _has_kernels(table.shape[1]) else _rows_plain
 
-    def local(table, tokens):
+    def local(shard, tokens):
+        table = whole_weights(shard, stored, dtype)
         if not split:
             return rows(table, tokens, dtype)
-        own = rows(table, tokens - jax.lax.axis_index(TENSOR) * len(table), dtype)
-        return jax.lax.psum(own, TENSOR)
+        return rows(table, tokens - jax.lax.axis_index(TENSOR) * len(table), dtype)[None]
 
-    spec = token_spec(*tokens.shape)
-    return on_shards(local, (table, tokens), (P(TENSOR) if split else P(), spec), spec)
+    if not split:
+        return on_shards(local, (table, tokens), (stored, spec), spec)
+    # Summed outside: there the gradient of the sum needs no communication, while that of a `psum` is another `psum`.
+    shares = on_shards(local, (table, tokens), (stored, spec), P(TENSOR, *spec))
+    return jax.lax.reduce_sum(shares, (0,))
 
 
 def _normed(x: jax.Array, scale: jax.Array, eps: float, dtype: jnp.dtype) -> jax.Array:

@@ -14,6 +14,8 @@ single device, everything here does nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +23,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-BATCH_AXES = ("data", "fsdp")
+FSDP = "fsdp"
+BATCH_AXES = ("data", FSDP)
 CONTEXT, TENSOR = "context", "tensor"
 # From the one that talks least to the one that talks most: neighbouring devices should have the fastest links.
 MESH_AXES = (*BATCH_AXES, CONTEXT, TENSOR)
+
+# Below this many elements a parameter is cheaper to keep everywhere than to gather.
+_REPLICATE_BELOW = 4096
 
 
 def _axis_sizes() -> dict[str, int]:
@@ -87,6 +93,31 @@ def constrain_tensor(x: jax.Array, dimension: int) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(*(None,) * dimension, TENSOR))
 
 
+def parameter_spec(shape: tuple[int, ...], tensor_dimension: int | None = None, first: int = 0, sizes=None) -> P:
+    """How a parameter is stored: `tensor` splits one dimension, then `fsdp` the largest that it divides.
+
+    Args:
+      shape: of the parameter.
+      tensor_dimension: what `tensor` splits, where it divides it; None means nothing.
+      first: dimensions before this one are never split.
+      sizes: of the mesh's axes by name; None means those of the mesh in context.
+    """
+    sizes = _axis_sizes() if sizes is None else sizes
+    tensor, fsdp = sizes.get(TENSOR, 1), sizes.get(FSDP, 1)
+    axes: list[tuple[str, ...]] = [()] * len(shape)
+    local = list(shape)  # sizes on one device
+    if tensor > 1 and tensor_dimension is not None and shape[tensor_dimension] % tensor == 0:
+        axes[tensor_dimension] = (TENSOR,)
+        local[tensor_dimension] //= tensor
+    dims = [dim for dim in range(first, len(shape)) if local[dim] % fsdp == 0]
+    if fsdp > 1 and dims and math.prod(shape) >= _REPLICATE_BELOW:
+        best = max(dims, key=lambda dim: local[dim])
+        axes[best] = (*axes[best], FSDP)
+    while axes and not axes[-1]:
+        axes.pop()
+    return P(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in axes))
+
+
 def on_shards(function: Callable, arrays: tuple, in_specs: tuple, out_specs: Any):
     """Runs `function(*arrays)` on every device's share, where the mesh in context splits any of them.
 
@@ -95,10 +126,10 @@ def on_shards(function: Callable, arrays: tuple, in_specs: tuple, out_specs: Any
     Args:
       function: of arrays or pytrees of arrays alone.
       arrays: its arguments; None is passed on.
-      in_specs: a PartitionSpec for each.
+      in_specs: a PartitionSpec for each, or a pytree of them.
       out_specs: of what it returns.
     """
-    if not any(axis for spec in in_specs for axis in spec):
+    if not any(axis for spec in jax.tree.leaves(in_specs) for axis in spec):
         return function(*arrays)
     present = [index for index, array in enumerate(arrays) if array is not None]
 
@@ -163,7 +194,46 @@ def head_split(batch_size: int, length: int, num_kv_heads: int, multiple: int = 
     return HeadSplit(P(rows, axis), P(rows, axis, tensor), P(rows), context)
 
 
-# Below, functions for use inside `on_shards`, on a device's tokens x [B, T / context, ...].
+# Below, functions for use inside `on_shards`.
+
+
+def whole_weights(shards: Any, specs: Any, dtype: jnp.dtype | None = None) -> Any:
+    """The weights of which the devices of the fsdp axis hold parts, fetched in `dtype` and returned in their own.
+
+    A gradient is added up over devices in its weight's own dtype, and each device receives that of its part alone.
+
+    Args:
+      shards: this device's parts, a pytree.
+      specs: how each weight is split; what the fsdp axis does not split is returned as it is.
+      dtype: what the weights are about to be cast to; None means their own.
+    """
+
+    def fetch(shard, spec):
+        for dimension, axes in enumerate(spec):
+            if FSDP in (axes if isinstance(axes, tuple) else (axes,)):
+                return _gathered(shard, dimension, dtype or shard.dtype)
+        return shard
+
+    return jax.tree.map(fetch, shards, specs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(shard: jax.Array, dimension: int, dtype: jnp.dtype) -> jax.Array:
+    return jax.lax.all_gather(shard.astype(dtype), FSDP, axis=dimension, tiled=True).astype(shard.dtype)
+
+
+def _gathered_fwd(shard, dimension, dtype):
+    return _gathered(shard, dimension, dtype), None
+
+
+def _gathered_bwd(dimension, dtype, _, gradient):
+    return (jax.lax.psum_scatter(gradient, FSDP, scatter_dimension=dimension, tiled=True),)
+
+
+_gathered.defvjp(_gathered_fwd, _gathered_bwd)
+
+
+# Below, those on a device's tokens x [B, T / context, ...].
 
 
 def first_token(x: jax.Array) -> jax.Array:

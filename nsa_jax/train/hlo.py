@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 
 _ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 _ITEM_BYTES.update({"s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16})
@@ -27,7 +28,7 @@ class Collective:
       kind: such as "all-reduce".
       dtype: element type.
       count: how many are run, loops counted.
-      bytes: of their results on one device, in all.
+      bytes: of their results on one device, in all. The result of a reduce-scatter is one device's part of the sum.
     """
 
     kind: str
@@ -71,16 +72,42 @@ def _runs(computations: dict[str, list[str]], entry: str) -> dict[str, int]:
     return times
 
 
-def _last_part(shape: str) -> str:
-    """Of a tuple shape, its last element at the top level: what an asynchronous start hands on."""
-    if not shape.startswith("("):
-        return shape
-    depth, start = 0, 1
-    for index, char in enumerate(shape[:-1]):
+def _parts(shape: str) -> list[str]:
+    """The elements at the top level of a tuple shape."""
+    depth, parts = 0, [""]
+    for char in shape[1:-1]:
         depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 1:
-            start = index + 1
-    return shape[start:-1].strip()
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
+
+
+def instructions(text: str) -> Iterator[tuple[str, int, list[tuple[str, tuple[int, ...]]]]]:
+    """Each collective of a compiled program: its kind, how often it is run, and dtype and shape of its results.
+
+    The compiler combines collectives, so that one may have several results. An asynchronous one is its start.
+
+    Args:
+      text: `compiled.as_text()`.
+    """
+    computations, entry = _computations(text)
+    times = _runs(computations, entry)
+    for name, lines in computations.items():
+        for line in lines if times.get(name) else ():
+            match = _OPERATION.search(line)
+            if not match:
+                continue
+            shape, operation = match.groups()
+            kind = operation.removesuffix("-start")
+            if kind not in _KINDS:
+                continue
+            # A start returns (operands, results, and for some kinds its own state); that of an all-reduce its results.
+            if operation.endswith("-start") and kind != "all-reduce" and shape.startswith("("):
+                shape = _parts(shape)[1]
+            found = _SHAPE.findall(shape)
+            yield kind, times[name], [(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in found]
 
 
 def collectives(text: str) -> list[Collective]:
@@ -89,26 +116,15 @@ def collectives(text: str) -> list[Collective]:
     Args:
       text: `compiled.as_text()`.
     """
-    computations, entry = _computations(text)
-    times = _runs(computations, entry)
-    totals: dict[tuple[str, str], list[int]] = {}
-    for name, lines in computations.items():
-        for line in lines:
-            match = _OPERATION.search(line)
-            if not match or not times.get(name):
-                continue
-            shape, operation = match.groups()
-            kind = operation.removesuffix("-start")
-            if kind not in _KINDS:
-                continue
-            if operation.endswith("-start"):
-                shape = _last_part(shape)
-            for index, (dtype, dims) in enumerate(_SHAPE.findall(shape)):
-                size = math.prod(int(d) for d in dims.split(",") if d) * _ITEM_BYTES.get(dtype, 4)
-                total = totals.setdefault((kind, dtype), [0, 0])
-                total[0] += times[name] if index == 0 else 0
-                total[1] += times[name] * size
-    found = [Collective(kind, dtype, count, size) for (kind, dtype), (count, size) in totals.items()]
+    counts: dict[tuple[str, str], int] = {}
+    sizes: dict[tuple[str, str], int] = {}
+    for kind, times, results in instructions(text):
+        for dtype, shape in results:
+            size = math.prod(shape) * _ITEM_BYTES.get(dtype, 4)
+            sizes[kind, dtype] = sizes.get((kind, dtype), 0) + times * size
+        for dtype in {dtype for dtype, _ in results}:
+            counts[kind, dtype] = counts.get((kind, dtype), 0) + times
+    found = [Collective(*key, counts[key], size) for key, size in sizes.items()]
     return sorted(found, key=lambda c: -c.bytes)
 
 

@@ -22,12 +22,9 @@ from ml_collections import ConfigDict
 
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.nn import ModelConfig, Transformer
-from nsa_jax.nn.sharding import BATCH_AXES, CONTEXT, MESH_AXES, TENSOR
+from nsa_jax.nn.sharding import BATCH_AXES, CONTEXT, MESH_AXES, parameter_spec
 
 State = dict[str, Any]
-
-# Below this many elements a parameter is cheaper to keep everywhere than to gather.
-_REPLICATE_BELOW = 4096
 
 # Tensor parallelism: which dimension of a parameter its mesh axis splits (a stacked layer axis not counted). All others
 # (norms, biases, the compressors, which every head shares) are whole on each of its devices. Then fsdp splits the
@@ -107,20 +104,9 @@ def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
     """
     names = _names(path)
     first = 1 if "blocks" in names else 0
-    axes: list[tuple[str, ...]] = [()] * len(shape)
-    local = list(shape)  # sizes on one device
-    tensor, fsdp = mesh.shape.get(TENSOR, 1), mesh.shape["fsdp"]
     rule = next((r for r in ("/".join(names[-2:]), "".join(names[-1:])) if r in _TENSOR_DIMENSIONS), None)
-    if tensor > 1 and rule is not None and shape[first + _TENSOR_DIMENSIONS[rule]] % tensor == 0:
-        axes[first + _TENSOR_DIMENSIONS[rule]] = (TENSOR,)
-        local[first + _TENSOR_DIMENSIONS[rule]] //= tensor
-    dims = [dim for dim in range(first, len(shape)) if local[dim] % fsdp == 0]
-    if fsdp > 1 and dims and math.prod(shape) >= _REPLICATE_BELOW:
-        best = max(dims, key=lambda dim: local[dim])
-        axes[best] = (*axes[best], "fsdp")
-    while axes and not axes[-1]:
-        axes.pop()
-    return P(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in axes))
+    dimension = None if rule is None else first + _TENSOR_DIMENSIONS[rule]
+    return parameter_spec(shape, dimension, first, mesh.shape)
 
 
 def state_sharding(state: State, mesh: Mesh) -> State:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from nsa_jax.nn import Transformer
 from nsa_jax.nn.attention import WIDTH_MULTIPLE
-from nsa_jax.nn.sharding import TENSOR, on_shards, tensor_size, token_spec
+from nsa_jax.nn.sharding import TENSOR, on_shards, parameter_spec, tensor_size, token_spec, whole_weights
 from nsa_jax.train.state import Setup, State, batch_sharding, learning_rate
 
 Batch = dict[str, jax.Array]
@@ -43,9 +43,10 @@ def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> j
 
     Computed in chunks of the sequence whose logits are computed again in the backward pass, where all logits at once
     would be large. Every device of a mesh works on its own tokens, with its share of the vocabulary where a tensor axis
-    splits it (only maxima and sums are exchanged then), and the head's gradient is summed over devices once, not per
-    chunk. Logits and the head's gradient are float32; the gradient of the logits is rounded to the compute dtype, as
-    every factor of a matrix product is.
+    splits it (only maxima and sums are exchanged then). A head that fsdp splits is fetched in the compute dtype. Its
+    gradient is summed over devices once, not per chunk, and each device receives that of its own part. Logits and the
+    head's gradient are float32; the gradient of the logits is rounded to the compute dtype, as every factor of a matrix
+    product is.
 
     Args:
       model: for its output head.
@@ -53,10 +54,14 @@ def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> j
       targets: int32 [B, T].
     """
     tokens = token_spec(*targets.shape)
+    weight, tied = model.output_weight(), model.config.tie_embeddings
     split = model.config.vocab_size % tensor_size() == 0 and tensor_size() > 1
-    weight_spec = P() if not split else P(TENSOR) if model.config.tie_embeddings else P(None, TENSOR)
-    losses = functools.partial(_local_token_losses, model.config.tie_embeddings, split)
-    return on_shards(losses, (hidden, model.output_weight(), targets), (tokens, weight_spec, tokens), tokens)
+    weight_spec = parameter_spec(weight.shape, 0 if tied else 1)
+
+    def losses(hidden, shard, targets):
+        return _local_token_losses(tied, split, hidden, whole_weights(shard, weight_spec, hidden.dtype), targets)
+
+    return on_shards(losses, (hidden, weight, targets), (tokens, weight_spec, tokens), tokens)
 
 
 def _head(weight: jax.Array, tied: bool, dtype: jnp.dtype) -> jax.Array:

@@ -50,7 +50,7 @@ def twenty_steps(**mesh):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=name)
 def test_every_mesh_gives_the_losses_of_one_device(mesh, monkeypatch):
-    monkeypatch.setattr("nsa_jax.train.state._REPLICATE_BELOW", 1)
+    monkeypatch.setattr("nsa_jax.nn.sharding._REPLICATE_BELOW", 1)
     want, _ = twenty_steps(data=1)
     got, state = twenty_steps(**mesh)
     for step, (one, many) in enumerate(zip(want, got, strict=True)):
@@ -59,7 +59,7 @@ def test_every_mesh_gives_the_losses_of_one_device(mesh, monkeypatch):
 
 
 def test_the_state_is_split_by_the_table_and_over_fsdp(monkeypatch):
-    monkeypatch.setattr("nsa_jax.train.state._REPLICATE_BELOW", 1)
+    monkeypatch.setattr("nsa_jax.nn.sharding._REPLICATE_BELOW", 1)
     _, state = twenty_steps(fsdp=2, tensor=2, context=2)
     matrices = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
     split = [

@@ -182,7 +182,7 @@ def twenty_steps(data, fsdp):
 
 @pytest.mark.parametrize(("data", "fsdp"), [(8, 1), (1, 8), (2, 4)])
 def test_eight_devices_give_the_losses_of_one(data, fsdp, monkeypatch):
-    monkeypatch.setattr("nsa_jax.train.state._REPLICATE_BELOW", 1)
+    monkeypatch.setattr("nsa_jax.nn.sharding._REPLICATE_BELOW", 1)
     want, _ = twenty_steps(1, 1)
     got, state = twenty_steps(data, fsdp)
     for one, eight in zip(want, got, strict=True):

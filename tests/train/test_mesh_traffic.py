@@ -1,0 +1,153 @@
+"""What goes over the links in a step compiled for eight GPUs that are not here, beside what the layout needs.
+
+Nothing else sees GPU code under a mesh: on a CPU other kernels, other layouts and no custom calls are compiled.
+"""
+
+import collections
+import math
+
+import jax
+import pytest
+
+from nsa_jax import aot
+from nsa_jax.config import default_config
+from nsa_jax.nn.sharding import FSDP, TENSOR
+from nsa_jax.train import hlo, memory
+from nsa_jax.train.step import make_train_step
+
+GPU = "a100-80gb"
+# Of tokens and rows per device: with factors of their own, so that shapes tell whose tokens a result holds.
+LENGTH, ROWS = 64 * 17, 5
+BYTES = {"s32": 4, "f32": 4, "bf16": 2}
+
+
+def small_config(**changes):
+    """Two layers of the width that the GPU's kernels serve, in bfloat16, with weights much smaller than a batch."""
+    c = default_config()
+    c.model.dim, c.model.num_layers, c.model.mlp_dim = 128, 2, 256
+    c.model.num_heads, c.model.num_kv_heads, c.model.head_dim = 6, 2, 64
+    c.model.compute_dtype, c.model.remat, c.model.vocab_size = "bfloat16", "dots_saved", 512
+    c.data.source, c.data.synthetic, c.data.synthetic_vocab, c.data.seq_len = "synthetic", "copy", 512, LENGTH
+    for name, value in changes.items():
+        part, field = name.split("__")
+        c[part][field] = value
+    shards = 8 // (c.mesh.tensor * c.mesh.context)
+    c.train.batch_size = ROWS * shards * c.train.grad_accum
+    return c
+
+
+def compiled(config):
+    """The run's setup and the text of its step compiled for eight GPUs."""
+    try:
+        made = memory.for_target(config, GPU, 8, config.model.vocab_size)
+    except aot.AheadOfTimeUnavailable as error:
+        pytest.skip(str(error))
+    step = make_train_step(made, memory._token_bytes(made))
+    return made, memory._compile(made, GPU, step, made.target(), memory._batch(made)).as_text()
+
+
+def moved(text):
+    """Bytes of results by kind of collective; what is exchanged between pairs of devices counts as one kind."""
+    total = collections.Counter()
+    for kind, times, results in hlo.instructions(text):
+        kind = "exchange" if kind in ("all-to-all", "collective-permute") else kind
+        total[kind] += times * sum(math.prod(shape) * BYTES[dtype] for dtype, shape in results)
+    return total
+
+
+def needed(made):
+    """The same, as the layout needs it."""
+    config, m = made.config, made.model_config
+    data, fsdp, context, tensor = (config.mesh[axis] for axis in ("data", "fsdp", "context", "tensor"))
+    data = 8 // (fsdp * context * tensor) if data < 0 else data
+    micro, layers, item = config.train.grad_accum, m.num_layers, m.dtype.itemsize
+    rows, length = ROWS, LENGTH // context
+    need = collections.Counter()
+
+    # Parameters. Those of layers travel in the compute dtype, and so do their gradients; those of embedding and head
+    # are fetched in it once, and have float32 gradients.
+    leaves = jax.tree_util.tree_leaves_with_path(made.abstract_state["params"])
+    shardings = jax.tree.leaves(made.sharding["params"])
+    for (path, leaf), sharding in zip(leaves, shardings, strict=True):
+        axes = [axis for dim in sharding.spec if dim for axis in (dim if isinstance(dim, tuple) else (dim,))]
+        in_layer = "blocks" in jax.tree_util.keystr(path)
+        own = leaf.size // (tensor if TENSOR in axes else 1)  # without fsdp
+        wide = 4 if path[-1].key in ("embedding", "head", "scale", "gate_bias") else item
+        if FSDP in axes:
+            need["all-gather"] += micro * own * item * (2 if in_layer else 1)  # for each pass
+            need["reduce-scatter"] += micro * own * wide / fsdp
+            own //= fsdp
+        if data == 8 and m.dropout == 0:
+            need["all-reduce"] += own * 4  # once per step, whatever the number of micro-batches
+        elif data * context > 1 or (TENSOR not in axes and tensor > 1):
+            need["all-reduce"] += micro * own * wide
+        if in_layer and path[-1].key == "w_in" and tensor > 1:
+            need["exchange"] += micro * 3 * leaf.size // tensor * item  # from rows to heads in two passes, and back
+
+    # Activations.
+    stream = rows * length * m.dim * item
+    if tensor > 1:  # sums after attention and MLP, of gradients before them, of the lookup and of the head's gradient
+        need["all-reduce"] += micro * (4 * layers + 2) * stream
+    if context > 1:
+        keys_values = rows * m.num_kv_heads // tensor * (m.head_dim + m.value_head_dim) * item  # of one token
+        query, out = (rows * m.num_heads // tensor * dim * item for dim in (m.head_dim, m.value_head_dim))
+        gates = rows * m.num_heads // tensor * 3 * 4
+        before = m.nsa.window - 1
+        if m.attention == "nsa":
+            gathered = LENGTH * keys_values * (1 + 1 / m.nsa.compress_stride)
+            half = length // 2
+            halos = (m.nsa.compress_block - m.nsa.compress_stride + before) * keys_values
+            mirrored = half * (query + gates) + (half + before) * keys_values
+            # Forward, its recomputation, backward. The output is kept.
+            need["exchange"] += micro * layers * (3 * (halos + mirrored) + 2 * half * out)
+        elif m.attention == "dense":
+            gathered = LENGTH * keys_values
+        else:
+            gathered = 0
+            need["exchange"] += micro * layers * 3 * before * keys_values
+        need["all-gather"] += micro * layers * 2 * gathered
+        need["reduce-scatter"] += micro * layers * gathered / context
+    return need
+
+
+# Every axis, with and without each kind of attention, scan, dropout, accumulation and a head of its own.
+CASES = {
+    "fsdp": dict(mesh__fsdp=8),
+    "fsdp-unscanned": dict(
+        mesh__fsdp=8, model__attention="dense", model__scan_layers=False, model__tie_embeddings=False,
+        model__dropout=0.1, train__grad_accum=2,
+    ),
+    "data": dict(mesh__data=8, model__attention="window", train__grad_accum=2),
+    "data-dropout": dict(mesh__data=8, model__attention="dense", model__scan_layers=False, model__dropout=0.1),
+    "context": dict(mesh__context=2, mesh__fsdp=4),
+    "context-dense": dict(mesh__context=2, mesh__fsdp=4, model__attention="dense"),
+    "context-window": dict(mesh__context=4, mesh__data=2, model__attention="window", model__scan_layers=False),
+    "tensor": dict(mesh__tensor=2, mesh__fsdp=4),
+    "nsa-unscanned": dict(mesh__fsdp=8, model__scan_layers=False, model__dropout=0.1, train__grad_accum=2),
+}  # fmt: skip
+SLOW = ("context", "tensor", "nsa-unscanned")
+
+
+def spans(shape, tokens):
+    """Whether a result has a number or a vector for each of this many tokens: neighbouring dimensions multiply to it.
+
+    All dimensions of an array with features may do so by chance.
+    """
+    runs = [shape[i:j] for i in range(len(shape)) for j in range(i + 1, len(shape) + 1)]
+    return any(math.prod(run) == tokens for run in runs if run != shape or len(shape) <= 2)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES])
+def test_a_step_moves_what_its_layout_needs(case):
+    config = small_config(**CASES[case])
+    made, text = compiled(config)
+    tokens = config.train.batch_size // config.train.grad_accum * LENGTH
+    for kind, _, results in hlo.instructions(text):
+        for dtype, shape in results:
+            assert not spans(shape, tokens), f"{kind} {dtype}{shape} spans the tokens of all devices"
+    got, need = moved(text), needed(made)
+    print(case, {k: (got[k], round(need[k]), round(got[k] / max(need[k], 1), 3)) for k in {*got, *need}})
+    slack = 64 * 1024  # sums of losses, norms and the like
+    for kind in {*got, *need}:
+        assert got[kind] <= 1.2 * need[kind] + slack, kind
+        assert got[kind] >= 0.7 * need[kind] - slack, f"{kind}: the formula asks for more than is moved"
