@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -35,9 +36,9 @@ class Sampling:
 
     def __post_init__(self):
         for name, good, rule in (
-            ("repetition_penalty", self.repetition_penalty > 0, "must be positive"),
-            ("temperature", self.temperature >= 0, "must be 0 (greedy) or positive"),
-            ("top_k", self.top_k >= 0, "must be 0 (off) or positive"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be positive and finite"),
+            ("temperature", 0 <= self.temperature < math.inf, "must be 0 (greedy) or positive, and finite"),
+            ("top_k", 0 <= self.top_k < 2**31, "must be 0 (off) or positive, below 2**31"),
             ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "must be in [0, 1)"),
         ):

@@ -48,10 +48,12 @@ NUMBERS = {
     ids=lambda value: getattr(value, "__module__", value)[-20:],
 )
 def test_numbers_out_of_range_are_refused_before_a_model_is_looked_for(main, flag, value, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["no-such-run", f"{flag}={value}"])
+    try:
+        status = main(["no-such-run", f"{flag}={value}"])
+    except SystemExit as error:  # of argparse
+        status = error.code
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert caught.value.code == 2 and f"argument {flag}" in last
+    assert status == 2 and (f"argument {flag}" in last or f"error: {flag[2:].replace('-', '_')}=" in last)
 
 
 @pytest.mark.parametrize(
