@@ -149,4 +149,6 @@ def test_a_step_moves_what_its_layout_needs(case):
     slack = 64 * 1024  # sums of losses, norms and the like
     for kind in {*got, *need}:
         told = f"{kind}: {got[kind]:,} bytes where the layout needs {need[kind]:,.0f}"
-        assert 0.7 * need[kind] - slack <= got[kind] <= 1.2 * need[kind] + slack, told
+        assert got[kind] <= 1.2 * need[kind] + slack, told
+        # A formula that asks for too much would hold nothing. XLA may gather fused matrices instead of exchanging them.
+        assert kind == "exchange" or got[kind] >= 0.7 * need[kind] - slack, told
