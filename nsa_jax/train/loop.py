@@ -447,16 +447,16 @@ class Run:
                     self._save(checkpoints, step, state, data)
         with contextlib.suppress(Exception):
             checkpoints.wait()
-        self._write_stopped(error, max(checkpoints.steps(), default=None))
+        self._write_stopped(error, max(checkpoints.steps(), default=None), write=jax.process_index() == 0)
 
-    def _write_stopped(self, error: TrainingError, last_checkpoint: int | None) -> None:
+    def _write_stopped(self, error: TrainingError, last_checkpoint: int | None, *, write: bool = True) -> None:
         """Completes the error's message with the newest checkpoint, and writes stopped.json."""
         newest = (
             "there is no checkpoint" if last_checkpoint is None else f"the newest checkpoint is step {last_checkpoint}"
         )
         error.args = (f"{error}; {newest}",)
         stopped = {**guards.describe_stop(error), "last_checkpoint": last_checkpoint, "alarms": self.guards.summary()}
-        if jax.process_index() == 0:
+        if write:
             try:
                 env.write_json(self.workdir / "stopped.json", stopped)
             except OSError as failure:  # the error itself is more important
