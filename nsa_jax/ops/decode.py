@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.ops import blocks, nsa, reference, xla
+from nsa_jax.ops import blocks, checks, nsa, reference, xla
 
 
 class DecodeInfo(NamedTuple):
@@ -179,25 +179,27 @@ def decode_attention(
       ValueError: an argument has the wrong shape, dtype or value.
       NotImplementedError: the named implementation cannot serve these inputs.
     """
-    nsa._check_config(config)
-    sizes = nsa._check_query(query)
-    nsa._check_key_value(("key_cmp", "value_cmp"), key_cmp, value_cmp, query, sizes, "C")
-    nsa._check_key_value(("key_slc", "value_slc"), key_slc, value_slc, query, sizes, "S")
-    nsa._check_key_value(("key_win", "value_win"), key_win, value_win, query, sizes, "W")
-    nsa._check_array("gates", gates, "BTN3", {**sizes, "3": 3})
-    nsa._check_float("gates", gates)
-    nsa._check_array("lengths", lengths, "B", sizes)
-    nsa._require(jnp.issubdtype(lengths.dtype, jnp.integer), f"lengths has dtype {lengths.dtype}: must be an integer")
-    nsa._check_segments(segment_start, sizes)
+    checks.nsa_config(config)
+    sizes = checks.query(query)
+    checks.key_value(("key_cmp", "value_cmp"), key_cmp, value_cmp, query, sizes, "C")
+    checks.key_value(("key_slc", "value_slc"), key_slc, value_slc, query, sizes, "S")
+    checks.key_value(("key_win", "value_win"), key_win, value_win, query, sizes, "W")
+    checks.array("gates", gates, "BTN3", {**sizes, "3": 3})
+    checks.floating("gates", gates)
+    checks.array("lengths", lengths, "B", sizes)
+    checks.require(jnp.issubdtype(lengths.dtype, jnp.integer), f"lengths has dtype {lengths.dtype}: must be an integer")
+    checks.segments(segment_start, sizes)
     capacity, num_cmp, slots = sizes["S"], sizes["C"], sizes["W"]
-    nsa._require(
+    checks.require(
         capacity % config.select_block == 0,
         f"key_slc has length {capacity}: must be a multiple of select_block={config.select_block}",
     )
     need = blocks.num_compressed(capacity, config)
-    nsa._require(num_cmp >= need, f"key_cmp has length {num_cmp}: must be at least {need} for a capacity of {capacity}")
+    message = f"key_cmp has length {num_cmp}: must be at least {need} for a capacity of {capacity}"
+    checks.require(num_cmp >= need, message)
     need = min(config.window + sizes["T"] - 1, capacity)
-    nsa._require(slots >= need, f"key_win has length {slots}: must be at least {need} for {sizes['T']} queries per row")
+    message = f"key_win has length {slots}: must be at least {need} for {sizes['T']} queries per row"
+    checks.require(slots >= need, message)
 
     module = nsa._choose("decode_attention", implementation, query, key_slc, value_slc, config=config)
     kernel_lengths, lengths = lengths, jnp.minimum(lengths, capacity)
@@ -205,7 +207,7 @@ def decode_attention(
     serve = {reference: _reference, xla: _xla}.get(module)
     if serve is None:  # the kernels bound the lengths themselves, which spares the step one more launch
         serve, lengths = module.decode_attention, kernel_lengths
-    segment_start = nsa._segments(segment_start)
+    segment_start = checks.clip_segments(segment_start)
     out, lists = serve(*arrays, lengths, config, segment_start)
     if not return_info:
         return out

@@ -18,26 +18,23 @@ from __future__ import annotations
 
 import importlib
 import logging
-import operator
 import types
 import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.ops import blocks
+from nsa_jax.ops import blocks, checks
 from nsa_jax.ops.target import current_target
 
 logger = logging.getLogger("nsa_jax")
 
 IMPLEMENTATIONS = ("reference", "xla", "pallas")  # modules of nsa_jax.ops
 
-_DTYPES = (jnp.float32, jnp.bfloat16)
 _SERVED: dict[str, str] = {}
 _WARNED: set[str] = set()
 
@@ -50,126 +47,6 @@ def implementations_served() -> dict[str, str]:
 def forget_implementations_served() -> None:
     """Empties what `implementations_served` returns: a run that starts is not to be told what another one used."""
     _SERVED.clear()
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _check_array(name: str, array, symbols: str, sizes: dict[str, int], origin: str = "query") -> None:
-    """Checks rank and every dimension already known in `sizes`; learns the others."""
-    _require(hasattr(array, "shape"), f"{name}={array!r}: must be an array [{', '.join(symbols)}]")
-    _require(
-        len(array.shape) == len(symbols),
-        f"{name} has shape {tuple(array.shape)}: must have {len(symbols)} dimensions [{', '.join(symbols)}]",
-    )
-    for axis, symbol in enumerate(symbols):
-        size = array.shape[axis]
-        known = sizes.setdefault(symbol, size)
-        _require(
-            known == size,
-            f"{name} has shape {tuple(array.shape)}: dimension {axis} ({symbol}) must be {known} to match {origin}",
-        )
-
-
-def _check_float(name: str, array, like=None) -> None:
-    dtype = like.dtype if like is not None else None
-    _require(array.dtype in _DTYPES, f"{name} has dtype {array.dtype}: must be float32 or bfloat16")
-    _require(dtype is None or array.dtype == dtype, f"{name} has dtype {array.dtype}: must be {dtype} to match query")
-
-
-def _check_query(query) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    _check_array("query", query, "BTNH", sizes)
-    _check_float("query", query)
-    _require(all(size >= 1 for size in query.shape), f"query has shape {tuple(query.shape)}: every size must be >= 1")
-    return sizes
-
-
-def _check_heads(name: str, sizes: dict[str, int]) -> None:
-    _require(
-        sizes["K"] >= 1 and sizes["N"] % sizes["K"] == 0,
-        f"{name} has {sizes['K']} key/value heads: must divide query's {sizes['N']} heads",
-    )
-
-
-def _check_key_value(names: tuple[str, str], key, value, query, sizes: dict[str, int], symbol: str) -> None:
-    """Key [B, symbol, K, H] and value [B, symbol, K, V] against the query's sizes."""
-    _check_array(names[0], key, f"B{symbol}KH", sizes)
-    _check_array(names[1], value, f"B{symbol}KV", sizes, origin=names[0])
-    _check_float(names[0], key, query)
-    _check_float(names[1], value, query)
-    _check_heads(names[0], sizes)
-    _require(value.shape[-1] >= 1, f"{names[1]} has shape {tuple(value.shape)}: every size must be >= 1")
-
-
-def _check_length(name: str, have: int, query_offset, num_queries: int, need: int) -> None:
-    """Keys must be exactly the queries' tokens, or, with a query_offset, reach at least the last query."""
-    if query_offset is None:
-        _require(
-            have == need, f"{name} has length {have}: must be {need} for {num_queries} query tokens (no query_offset)"
-        )
-    else:
-        _require(have >= need, f"{name} has length {have}: must be at least {need} to reach the last query")
-
-
-def _check_segments(segment_start, sizes: dict[str, int]) -> None:
-    if segment_start is not None:
-        _check_array("segment_start", segment_start, "BT", sizes)
-        _require(
-            jnp.issubdtype(segment_start.dtype, jnp.integer),
-            f"segment_start has dtype {segment_start.dtype}: must be an integer type",
-        )
-
-
-def _segments(segment_start):
-    """The segment starts that implementations take: int32, with room for block arithmetic around them."""
-    return None if segment_start is None else jnp.clip(segment_start, 0, 2**30).astype(jnp.int32)
-
-
-def _check_config(config) -> None:
-    _require(isinstance(config, NSAConfig), f"config={config!r}: must be an nsa_jax.NSAConfig")
-
-
-def _check_positive(name: str, value) -> int:
-    known = not isinstance(value, bool) and isinstance(value, (int, np.integer))
-    _require(known and 1 <= value < 2**31, f"{name}={value!r}: must be a positive int below 2**31")
-    return int(value)
-
-
-def _check_position(name: str, position, least: int = 0):
-    """A position in the keys' row as a Python int or, if it is an array, as that; None stays None.
-
-    Its value is checked if it is known.
-    """
-    if position is None:
-        return None
-    shape, dtype = getattr(position, "shape", ()), getattr(position, "dtype", np.dtype(type(position)))
-    _require(
-        shape == () and jnp.issubdtype(dtype, jnp.integer),
-        f"{name}={position!r}: must be an int or an integer scalar, not {dtype} of shape {shape}",
-    )
-    if not isinstance(position, jax.core.Tracer):
-        value = operator.index(position)
-        _require(least <= value < 2**31, f"{name}={value}: must be >= {least} and below 2**31")
-        position = position if isinstance(position, jax.Array) else value
-    return position
-
-
-def _last_position(query_offset, num_queries: int) -> int:
-    """One past the last query's position; of a traced offset, the least that it can be."""
-    known = query_offset is not None and not isinstance(query_offset, jax.core.Tracer)
-    return (int(query_offset) if known else 0) + num_queries
-
-
-def _offset(query_offset, most: int | None = None):
-    """The offset that implementations take: a traced one within [0, most], since it could not be checked."""
-    if query_offset is None:
-        return 0
-    if isinstance(query_offset, jax.core.Tracer):
-        return jnp.clip(query_offset, 0, most).astype(jnp.int32)
-    return query_offset
 
 
 def _module(implementation: str) -> types.ModuleType:
@@ -185,7 +62,7 @@ def _warn_once(message: str) -> None:
 
 def _choose(op: str, implementation: str | None, query, key, value, **static) -> types.ModuleType:
     """Picks the module that serves `op`, records it and logs it once."""
-    _require(
+    checks.require(
         implementation is None or implementation in IMPLEMENTATIONS,
         f"implementation={implementation!r}: must be None or one of {sorted(IMPLEMENTATIONS)}",
     )
@@ -249,27 +126,27 @@ def compressed_attention(
       ValueError: an argument has the wrong shape, dtype or value.
       NotImplementedError: the named implementation cannot serve these inputs.
     """
-    _check_config(config)
-    sizes = _check_query(query)
-    _check_key_value(("key_cmp", "value_cmp"), key_cmp, value_cmp, query, sizes, "C")
-    query_offset = _check_position("query_offset", query_offset)
+    checks.nsa_config(config)
+    sizes = checks.query(query)
+    checks.key_value(("key_cmp", "value_cmp"), key_cmp, value_cmp, query, sizes, "C")
+    query_offset = checks.position("query_offset", query_offset)
     length = sizes["T"]
-    _check_length(
+    checks.length(
         "key_cmp",
         sizes["C"],
         query_offset,
         length,
-        blocks.num_compressed(_last_position(query_offset, length), config),
+        blocks.num_compressed(checks.last_position(query_offset, length), config),
     )
-    _check_segments(segment_start, sizes)
+    checks.segments(segment_start, sizes)
     module = _choose("compressed_attention", implementation, query, key_cmp, value_cmp, config=config)
     out, lse = module.compressed_attention(
         query,
         key_cmp,
         value_cmp,
         config=config,
-        segment_start=_segments(segment_start),
-        query_offset=_offset(query_offset),
+        segment_start=checks.clip_segments(segment_start),
+        query_offset=checks.clip_offset(query_offset),
     )
     return out, jax.lax.stop_gradient(lse)
 
@@ -308,33 +185,33 @@ def select_blocks(
       ValueError: an argument has the wrong shape, dtype or value.
       NotImplementedError: the named implementation cannot serve these inputs.
     """
-    _check_config(config)
-    sizes = _check_query(query)
-    _check_array("key_cmp", key_cmp, "BCKH", sizes)
-    _check_float("key_cmp", key_cmp, query)
-    _check_heads("key_cmp", sizes)
-    _check_array("lse", lse, "BTN", sizes)
-    _require(
+    checks.nsa_config(config)
+    sizes = checks.query(query)
+    checks.array("key_cmp", key_cmp, "BCKH", sizes)
+    checks.floating("key_cmp", key_cmp, query)
+    checks.heads("key_cmp", sizes)
+    checks.array("lse", lse, "BTN", sizes)
+    checks.require(
         lse.dtype == jnp.float32, f"lse has dtype {lse.dtype}: must be float32, as compressed_attention returns it"
     )
-    query_offset = _check_position("query_offset", query_offset)
+    query_offset = checks.position("query_offset", query_offset)
     length = sizes["T"]
-    _check_length(
+    checks.length(
         "key_cmp",
         sizes["C"],
         query_offset,
         length,
-        blocks.num_compressed(_last_position(query_offset, length), config),
+        blocks.num_compressed(checks.last_position(query_offset, length), config),
     )
-    _check_segments(segment_start, sizes)
-    _require(
+    checks.segments(segment_start, sizes)
+    checks.require(
         query_offset is None or num_keys is not None,
         "num_keys=None: must be the number of keys when query_offset is given",
     )
-    num_keys = length if num_keys is None else _check_positive("num_keys", num_keys)
-    _require(
-        num_keys >= _last_position(query_offset, length),
-        f"num_keys={num_keys}: must be at least {_last_position(query_offset, length)} to reach the last query",
+    num_keys = length if num_keys is None else checks.positive("num_keys", num_keys)
+    checks.require(
+        num_keys >= checks.last_position(query_offset, length),
+        f"num_keys={num_keys}: must be at least {checks.last_position(query_offset, length)} to reach the last query",
     )
     query, key_cmp, lse = jax.lax.stop_gradient((query, key_cmp, lse))
     module = _choose("select_blocks", implementation, query, key_cmp, None, config=config, num_keys=num_keys)
@@ -344,8 +221,8 @@ def select_blocks(
         lse,
         config=config,
         num_keys=num_keys,
-        segment_start=_segments(segment_start),
-        query_offset=_offset(query_offset, num_keys - length),
+        segment_start=checks.clip_segments(segment_start),
+        query_offset=checks.clip_offset(query_offset, num_keys - length),
     )
     return checkpoint_name(indices, "nsa_block_indices")
 
@@ -381,15 +258,15 @@ def selected_attention(
       ValueError: an argument has the wrong shape, dtype or value.
       NotImplementedError: the named implementation cannot serve these inputs.
     """
-    sizes = _check_query(query)
-    _check_key_value(("key", "value"), key, value, query, sizes, "S")
-    query_offset = _check_position("query_offset", query_offset)
-    _check_length("key", sizes["S"], query_offset, sizes["T"], _last_position(query_offset, sizes["T"]))
-    _check_array("block_indices", block_indices, "BTKn", sizes, origin="query and key")
-    _require(block_indices.dtype == jnp.int32, f"block_indices has dtype {block_indices.dtype}: must be int32")
-    _require(sizes["n"] >= 1, f"block_indices has shape {tuple(block_indices.shape)}: every size must be >= 1")
-    select_block = _check_positive("select_block", select_block)
-    _check_segments(segment_start, sizes)
+    sizes = checks.query(query)
+    checks.key_value(("key", "value"), key, value, query, sizes, "S")
+    query_offset = checks.position("query_offset", query_offset)
+    checks.length("key", sizes["S"], query_offset, sizes["T"], checks.last_position(query_offset, sizes["T"]))
+    checks.array("block_indices", block_indices, "BTKn", sizes, origin="query and key")
+    checks.require(block_indices.dtype == jnp.int32, f"block_indices has dtype {block_indices.dtype}: must be int32")
+    checks.require(sizes["n"] >= 1, f"block_indices has shape {tuple(block_indices.shape)}: every size must be >= 1")
+    select_block = checks.positive("select_block", select_block)
+    checks.segments(segment_start, sizes)
     module = _choose("selected_attention", implementation, query, key, value, select_block=select_block)
     return module.selected_attention(
         query,
@@ -397,8 +274,8 @@ def selected_attention(
         value,
         blocks.clean_lists(block_indices, blocks.num_selection_blocks(sizes["S"], select_block)),
         select_block=select_block,
-        segment_start=_segments(segment_start),
-        query_offset=_offset(query_offset, sizes["S"] - sizes["T"]),
+        segment_start=checks.clip_segments(segment_start),
+        query_offset=checks.clip_offset(query_offset, sizes["S"] - sizes["T"]),
     )
 
 
@@ -430,17 +307,17 @@ def window_attention(
       ValueError: an argument has the wrong shape, dtype or value.
       NotImplementedError: the named implementation cannot serve these inputs.
     """
-    sizes = _check_query(query)
-    _check_key_value(("key", "value"), key, value, query, sizes, "S")
-    query_offset = _check_position("query_offset", query_offset)
-    _check_length("key", sizes["S"], query_offset, sizes["T"], _last_position(query_offset, sizes["T"]))
-    window = _check_positive("window", window)
-    _check_segments(segment_start, sizes)
+    sizes = checks.query(query)
+    checks.key_value(("key", "value"), key, value, query, sizes, "S")
+    query_offset = checks.position("query_offset", query_offset)
+    checks.length("key", sizes["S"], query_offset, sizes["T"], checks.last_position(query_offset, sizes["T"]))
+    window = checks.positive("window", window)
+    checks.segments(segment_start, sizes)
     module = _choose(
         "window_attention", implementation, query, key, value, window=window, packed=segment_start is not None
     )
-    offset = _offset(query_offset, sizes["S"] - sizes["T"])
-    start = _segments(segment_start)
+    offset = checks.clip_offset(query_offset, sizes["S"] - sizes["T"])
+    start = checks.clip_segments(segment_start)
     return module.window_attention(query, key, value, window=window, segment_start=start, query_offset=offset)
 
 
@@ -449,32 +326,32 @@ def _check_branches(
 ) -> dict[str, int]:
     """Checks the arguments of `nsa_attention`, the first seven as one tuple, and returns their sizes by symbol."""
     query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = tensors
-    _check_config(config)
-    sizes = _check_query(query)
-    _check_key_value(("key_cmp", "value_cmp"), key_cmp, value_cmp, query, dict(sizes), "C")
-    _check_key_value(("key_slc", "value_slc"), key_slc, value_slc, query, sizes, "S")
+    checks.nsa_config(config)
+    sizes = checks.query(query)
+    checks.key_value(("key_cmp", "value_cmp"), key_cmp, value_cmp, query, dict(sizes), "C")
+    checks.key_value(("key_slc", "value_slc"), key_slc, value_slc, query, sizes, "S")
     window_symbol = "S" if window_start is None else "W"
-    _check_key_value(("key_win", "value_win"), key_win, value_win, query, sizes, window_symbol)
-    _require(
+    checks.key_value(("key_win", "value_win"), key_win, value_win, query, sizes, window_symbol)
+    checks.require(
         window_start is None or query_offset is not None,
         f"window_start={window_start!r}: must be None without a query_offset",
     )
-    _require(
+    checks.require(
         key_cmp.shape[2] == sizes["K"] and value_cmp.shape[3] == sizes["V"],
         f"key_cmp and value_cmp have shapes {tuple(key_cmp.shape)} and {tuple(value_cmp.shape)}: must have "
         f"K={sizes['K']} heads and V={sizes['V']} to match key_slc and value_slc",
     )
-    _require(hasattr(gates, "shape"), f"gates={gates!r}: must be an array [B, T, N, 3]")
-    _require(
+    checks.require(hasattr(gates, "shape"), f"gates={gates!r}: must be an array [B, T, N, 3]")
+    checks.require(
         tuple(gates.shape) == (sizes["B"], sizes["T"], sizes["N"], 3),
         f"gates has shape {tuple(gates.shape)}: must be {(sizes['B'], sizes['T'], sizes['N'], 3)}",
     )
-    _check_float("gates", gates)
+    checks.floating("gates", gates)
     length = sizes["T"]
-    last = _last_position(query_offset, length)
-    _check_length("key_cmp", key_cmp.shape[1], query_offset, length, blocks.num_compressed(last, config))
-    _check_length("key_slc", sizes["S"], query_offset, length, last)
-    _check_segments(segment_start, sizes)
+    last = checks.last_position(query_offset, length)
+    checks.length("key_cmp", key_cmp.shape[1], query_offset, length, blocks.num_compressed(last, config))
+    checks.length("key_slc", sizes["S"], query_offset, length, last)
+    checks.segments(segment_start, sizes)
     return sizes
 
 
@@ -537,12 +414,12 @@ def nsa_attention(
       NotImplementedError: the named implementation cannot serve these inputs.
     """
     tensors = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
-    query_offset = _check_position("query_offset", query_offset)
-    window_start = _check_position("window_start", window_start, least=-(2**31) + 1)
+    query_offset = checks.position("query_offset", query_offset)
+    window_start = checks.position("window_start", window_start, least=-(2**31) + 1)
     positions = dict(segment_start=segment_start, query_offset=query_offset, window_start=window_start)
     sizes = _check_branches(tensors, gates, config=config, **positions)
     length = sizes["T"]
-    offset, segment_start = _offset(query_offset, sizes["S"] - length), _segments(segment_start)
+    offset, segment_start = checks.clip_offset(query_offset, sizes["S"] - length), checks.clip_segments(segment_start)
     branches = _branches(tensors, config=config, packed=segment_start is not None)
     modules = [_choose(op, implementation, *arrays, **static) for op, arrays, static in branches]
     if set(modules) == {_module("pallas")}:
@@ -591,9 +468,9 @@ def mean_compress(x: Float[Array, "B S K H"], *, config: NSAConfig) -> Float[Arr
     Raises:
       ValueError: x has the wrong shape or dtype.
     """
-    _check_config(config)
-    _check_array("x", x, "BSKH", {})
-    _check_float("x", x)
+    checks.nsa_config(config)
+    checks.array("x", x, "BSKH", {})
+    checks.floating("x", x)
     batch, length, heads, dim = x.shape
     num_cmp = blocks.num_compressed(length, config)
     if num_cmp == 0:

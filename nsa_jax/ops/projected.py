@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.ops import blocks, nsa
+from nsa_jax.ops import blocks, checks, nsa
 from nsa_jax.ops.target import current_target
 
 
@@ -87,6 +87,6 @@ def attend(
         others,
         kv_heads=kv_heads,
         config=config,
-        segment_start=nsa._segments(segment_start),
+        segment_start=checks.clip_segments(segment_start),
         nonnegative_gates=nonnegative_gates,
     )

@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ml_collections import ConfigDict
 
 from nsa_jax import config as config_lib
 from nsa_jax.command_line import workdir_problems
-from nsa_jax.data import Pipeline, make_pipeline
+from nsa_jax.data import make_pipeline
 from nsa_jax.data.cache import cache_root
 from nsa_jax.devices import keep_compiled_programs
 from nsa_jax.ops.nsa import forget_implementations_served, implementations_served
@@ -28,24 +27,16 @@ from nsa_jax.train import data_check, disk, distributed, env, flops, guards, hea
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences, parse_resume
 from nsa_jax.train.guards import Guards, TrainingError
 from nsa_jax.train.profiling import Profile, Window, check_window
-from nsa_jax.train.state import Setup, State, batch_sharding, setup
-from nsa_jax.train.step import make_eval_step, make_sampler, make_train_step
+from nsa_jax.train.state import Setup, State, batch_sharding, setup, to_device
+from nsa_jax.train.step import make_eval_step, make_train_step
 from nsa_jax.train.stopping import HALT, StopRequest
+from nsa_jax.train.timing import Clock, Interval
+from nsa_jax.train.validation import Sampler, evaluate
 from nsa_jax.train.watchdog import Watchdog
 
 logger = logging.getLogger("nsa_jax")
 
 __all__ = ["HALT", "Run", "TrainingError", "run"]
-
-# Notes when steps end. Reading their metrics would tell too late: that happens a log line later, takes milliseconds,
-# and the host may have been held back meanwhile.
-_watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step-end")
-
-
-def _end_of(values: Any) -> float:
-    """Waits until the device has computed `values`; returns the time."""
-    jax.block_until_ready(values)
-    return time.perf_counter()
 
 
 class _Batches:
@@ -72,74 +63,9 @@ class _Batches:
         return waits
 
 
-def to_device(batch: dict[str, np.ndarray], sharding: jax.sharding.NamedSharding) -> dict[str, jax.Array]:
-    """This process's rows as part of a global array."""
-    return {name: jax.make_array_from_process_local_data(sharding, value) for name, value in batch.items()}
-
-
 def _put(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     """A value that every process has, laid out over the devices of all."""
     return jax.make_array_from_callback(value.shape, sharding, np.asarray(value).__getitem__)
-
-
-def evaluate(eval_step, params, batches, sharding) -> dict[str, float]:
-    """Validation metrics over the fixed validation batches."""
-    parts = [eval_step(params, to_device(batch, sharding)) for batch in batches]
-    sums = {name: math.fsum(float(part[name]) for part in jax.device_get(parts)) for name in parts[0]}
-    return metrics.validation_row(sums["nats"], sums["tokens"], sums["bytes"])
-
-
-class _Sampler:
-    """Writes a text sample with the current parameters."""
-
-    def __init__(self, setup: Setup, pipeline: Pipeline):
-        train, tokenizer = setup.config.train, pipeline.tokenizer
-        # As a document begins in training, where no token sees the end of the document before it, and none is trained
-        # to predict a document's first token: an empty prompt is a line break.
-        prompt = np.asarray(tokenizer.encode(train.sample_prompt or "\n"), np.int32)
-        if not prompt.size:  # a tokenizer that leaves white space out
-            prompt = np.array([tokenizer.eos_id], np.int32)
-        # The row must not be longer than training's: the model has seen no later position.
-        self._prompt = prompt[: max(setup.config.data.seq_len - 1, 1)]
-        length = min(len(self._prompt) + train.sample_tokens, setup.config.data.seq_len)
-        self._tokens = np.zeros((1, length), np.int32)
-        self._tokens[0, : len(self._prompt)] = self._prompt
-        self._sample = make_sampler(setup, length, tokenizer.vocab_size)
-        self._key = jax.random.key(setup.config.seed)
-        self._tokenizer = tokenizer
-
-    def __call__(self, params, step: int) -> str:
-        key = jax.random.fold_in(self._key, step)
-        row = np.asarray(self._sample(params, self._tokens, len(self._prompt), key))[0]
-        (ends,) = np.nonzero(row[len(self._prompt) :] == self._tokenizer.eos_id)
-        return self._tokenizer.decode(row[: len(self._prompt) + ends[0]] if ends.size else row)
-
-
-class _Interval:
-    """Metrics of the steps since the last log line; read only after the next line's steps have been dispatched."""
-
-    def __init__(self, first_step: int):
-        self.first_step = first_step
-        self.values: list[dict[str, jax.Array]] = []
-        self.waits: list[float] = []
-        self.health: dict[str, jax.Array] | None = None  # of NSA after the last step
-        self.untimed = 0  # steps before the clock's last restart
-        self._end: Future[float] | None = None
-
-    def close(self, waits: list[float]) -> None:
-        """Called when the last step has been dispatched."""
-        self.waits = waits
-        if self.values:
-            self._end = _watcher.submit(_end_of, self.values[-1])
-
-    def end(self) -> float:
-        """When the device finished the last step, on the clock of `time.perf_counter`."""
-        assert self._end is not None, "close() comes first"
-        return self._end.result()
-
-    def read(self) -> list[dict[str, float]]:
-        """Waits for the last of the steps."""
-        return [{name: float(value) for name, value in row.items()} for row in jax.device_get(self.values)]
 
 
 class Run:
@@ -180,7 +106,7 @@ class Run:
         token_bytes[: tokenizer.vocab_size] = tokenizer.token_bytes
         self.train_step = make_train_step(self.setup, token_bytes)
         self.eval_step = make_eval_step(self.setup, token_bytes)
-        self.sampler = _Sampler(self.setup, self.pipeline) if config.train.sample_tokens else None
+        self.sampler = Sampler(self.setup, self.pipeline) if config.train.sample_tokens else None
         self.health = health.Health(self.setup, self.workdir) if health.wanted(self.setup) else None
         self.preflight: preflight.Report | None = None
         self.guards = Guards(config, self.workdir, active=jax.process_index() == 0)
@@ -338,9 +264,9 @@ class Run:
         """The loop. Returns the last finished step, the state, and what stopped it early (or None)."""
         config, train = self.config, self.config.train
         batches = _Batches(data, self.setup, start, self.guards.on_batch)
-        pending: collections.deque[_Interval] = collections.deque()
-        interval = _Interval(start + 1)
-        clock = _Clock()
+        pending: collections.deque[Interval] = collections.deque()
+        interval = Interval(start + 1)
+        clock = Clock()
         if start == 0 and train.eval_batches:
             self._validate(0, state, writer)
         clock.restart()
@@ -375,7 +301,7 @@ class Run:
                     interval.health = self.health.start(state["params"], batch)
                 interval.close(batches.take_waits())
                 pending.append(interval)
-                interval = _Interval(step + 1)
+                interval = Interval(step + 1)
                 # The newest interval is still running on the device: report the one before it.
                 while len(pending) > 1:
                     self._report(pending.popleft(), writer, clock)
@@ -393,7 +319,7 @@ class Run:
                 self._report(rest, writer, clock)
         return step, state, reason
 
-    def _report(self, interval: _Interval, writer: metrics.MetricsWriter, clock: _Clock) -> None:
+    def _report(self, interval: Interval, writer: metrics.MetricsWriter, clock: Clock) -> None:
         """Logs the last step of an interval, and the speed over all of it."""
         rows, seconds = clock.lap(interval)
         step = interval.first_step + len(rows) - 1
@@ -548,22 +474,6 @@ class Run:
         stopped = f"stopped by {reason}" if reason else "done"
         writer.say(f"{stopped} at step {step}; the run is in {self.workdir}")
         return summary
-
-
-class _Clock:
-    """Seconds that intervals of steps took on the device, without the time of validation and saving."""
-
-    def __init__(self):
-        self.restart()
-
-    def restart(self) -> None:
-        self._mark = time.perf_counter()
-
-    def lap(self, interval: _Interval) -> tuple[list[dict[str, float]], float]:
-        """Waits for the interval; returns its metrics and the seconds from the end of the one before to its own."""
-        end = max(interval.end(), self._mark)
-        seconds, self._mark = end - self._mark, end
-        return interval.read(), max(seconds, 1e-9)
 
 
 def run(

@@ -121,6 +121,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH_AXES, CONTEXT))
 
 
+def to_device(batch: dict[str, np.ndarray], sharding: jax.sharding.NamedSharding) -> dict[str, jax.Array]:
+    """This process's rows as part of a global array."""
+    return {name: jax.make_array_from_process_local_data(sharding, value) for name, value in batch.items()}
+
+
 def decays(path: tuple, _leaf=None) -> bool:
     """Whether weight decay applies: to matrices (by name), not to norms, biases and position embeddings."""
     name = _names(path)[-1]

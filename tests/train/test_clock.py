@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from nsa_jax.train import loop
+from nsa_jax.train import timing
 
 
 class _Machine:
@@ -23,7 +23,7 @@ class _Machine:
         assert self._over[values["loss"]].wait(timeout=30)
 
     def interval(self, first_step):
-        interval = loop._Interval(first_step)
+        interval = timing.Interval(first_step)
         interval.values = [{"loss": first_step}]
         self._over[first_step] = threading.Event()
         interval.close([])
@@ -39,7 +39,7 @@ class _Machine:
 @pytest.fixture
 def machine(monkeypatch):
     fake = _Machine()
-    monkeypatch.setattr(loop.time, "perf_counter", fake.perf_counter)
+    monkeypatch.setattr(timing.time, "perf_counter", fake.perf_counter)
     monkeypatch.setattr(jax, "block_until_ready", fake.block_until_ready)
     monkeypatch.setattr(jax, "device_get", lambda values: values)
     return fake
@@ -47,7 +47,7 @@ def machine(monkeypatch):
 
 def test_intervals_that_are_read_late_keep_their_own_time(machine):
     """The host reads the first interval when the second is over too: neither takes the other's time."""
-    clock = loop._Clock()
+    clock = timing.Clock()
     first, second = machine.interval(1), machine.interval(11)
     machine.finish(first, at=110.0)
     machine.finish(second, at=140.0)
@@ -57,7 +57,7 @@ def test_intervals_that_are_read_late_keep_their_own_time(machine):
 
 def test_reading_slowly_is_nobodys_time(machine, monkeypatch):
     """Fetching metrics takes the host a while: the steps meanwhile on the device are not faster or slower for it."""
-    clock = loop._Clock()
+    clock = timing.Clock()
     first, second = machine.interval(1), machine.interval(11)
     machine.finish(first, at=110.0)
 
@@ -73,7 +73,7 @@ def test_reading_slowly_is_nobodys_time(machine, monkeypatch):
 
 
 def test_validation_is_not_counted(machine):
-    clock = loop._Clock()
+    clock = timing.Clock()
     machine.finish(machine.interval(1), at=110.0)
     machine.now = 150.0
     clock.restart()

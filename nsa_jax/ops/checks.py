@@ -1,0 +1,133 @@
+"""Checks of the public ops' arguments: a ValueError names the argument, what it was and what it must be."""
+
+from __future__ import annotations
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax.config import NSAConfig
+
+_DTYPES = (jnp.float32, jnp.bfloat16)
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def array(name: str, array, symbols: str, sizes: dict[str, int], origin: str = "query") -> None:
+    """Checks rank and every dimension already known in `sizes`; learns the others."""
+    require(hasattr(array, "shape"), f"{name}={array!r}: must be an array [{', '.join(symbols)}]")
+    require(
+        len(array.shape) == len(symbols),
+        f"{name} has shape {tuple(array.shape)}: must have {len(symbols)} dimensions [{', '.join(symbols)}]",
+    )
+    for axis, symbol in enumerate(symbols):
+        size = array.shape[axis]
+        known = sizes.setdefault(symbol, size)
+        require(
+            known == size,
+            f"{name} has shape {tuple(array.shape)}: dimension {axis} ({symbol}) must be {known} to match {origin}",
+        )
+
+
+def floating(name: str, array, like=None) -> None:
+    dtype = like.dtype if like is not None else None
+    require(array.dtype in _DTYPES, f"{name} has dtype {array.dtype}: must be float32 or bfloat16")
+    require(dtype is None or array.dtype == dtype, f"{name} has dtype {array.dtype}: must be {dtype} to match query")
+
+
+def query(query) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    array("query", query, "BTNH", sizes)
+    floating("query", query)
+    require(all(size >= 1 for size in query.shape), f"query has shape {tuple(query.shape)}: every size must be >= 1")
+    return sizes
+
+
+def heads(name: str, sizes: dict[str, int]) -> None:
+    require(
+        sizes["K"] >= 1 and sizes["N"] % sizes["K"] == 0,
+        f"{name} has {sizes['K']} key/value heads: must divide query's {sizes['N']} heads",
+    )
+
+
+def key_value(names: tuple[str, str], key, value, query, sizes: dict[str, int], symbol: str) -> None:
+    """Key [B, symbol, K, H] and value [B, symbol, K, V] against the query's sizes."""
+    array(names[0], key, f"B{symbol}KH", sizes)
+    array(names[1], value, f"B{symbol}KV", sizes, origin=names[0])
+    floating(names[0], key, query)
+    floating(names[1], value, query)
+    heads(names[0], sizes)
+    require(value.shape[-1] >= 1, f"{names[1]} has shape {tuple(value.shape)}: every size must be >= 1")
+
+
+def length(name: str, have: int, query_offset, num_queries: int, need: int) -> None:
+    """Keys must be exactly the queries' tokens, or, with a query_offset, reach at least the last query."""
+    if query_offset is None:
+        require(
+            have == need, f"{name} has length {have}: must be {need} for {num_queries} query tokens (no query_offset)"
+        )
+    else:
+        require(have >= need, f"{name} has length {have}: must be at least {need} to reach the last query")
+
+
+def segments(segment_start, sizes: dict[str, int]) -> None:
+    if segment_start is not None:
+        array("segment_start", segment_start, "BT", sizes)
+        require(
+            jnp.issubdtype(segment_start.dtype, jnp.integer),
+            f"segment_start has dtype {segment_start.dtype}: must be an integer type",
+        )
+
+
+def clip_segments(segment_start):
+    """The segment starts that implementations take: int32, with room for block arithmetic around them."""
+    return None if segment_start is None else jnp.clip(segment_start, 0, 2**30).astype(jnp.int32)
+
+
+def nsa_config(config) -> None:
+    require(isinstance(config, NSAConfig), f"config={config!r}: must be an nsa_jax.NSAConfig")
+
+
+def positive(name: str, value) -> int:
+    known = not isinstance(value, bool) and isinstance(value, (int, np.integer))
+    require(known and 1 <= value < 2**31, f"{name}={value!r}: must be a positive int below 2**31")
+    return int(value)
+
+
+def position(name: str, position, least: int = 0):
+    """A position in the keys' row as a Python int or, if it is an array, as that; None stays None.
+
+    Its value is checked if it is known.
+    """
+    if position is None:
+        return None
+    shape, dtype = getattr(position, "shape", ()), getattr(position, "dtype", np.dtype(type(position)))
+    require(
+        shape == () and jnp.issubdtype(dtype, jnp.integer),
+        f"{name}={position!r}: must be an int or an integer scalar, not {dtype} of shape {shape}",
+    )
+    if not isinstance(position, jax.core.Tracer):
+        value = operator.index(position)
+        require(least <= value < 2**31, f"{name}={value}: must be >= {least} and below 2**31")
+        position = position if isinstance(position, jax.Array) else value
+    return position
+
+
+def last_position(query_offset, num_queries: int) -> int:
+    """One past the last query's position; of a traced offset, the least that it can be."""
+    known = query_offset is not None and not isinstance(query_offset, jax.core.Tracer)
+    return (int(query_offset) if known else 0) + num_queries
+
+
+def clip_offset(query_offset, most: int | None = None):
+    """The offset that implementations take: a traced one within [0, most], since it could not be checked."""
+    if query_offset is None:
+        return 0
+    if isinstance(query_offset, jax.core.Tracer):
+        return jnp.clip(query_offset, 0, most).astype(jnp.int32)
+    return query_offset

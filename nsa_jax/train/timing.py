@@ -1,0 +1,62 @@
+"""How long steps take on the device: intervals of steps between log lines, and the clock that they are read by."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+# This thread records when each step ends. Fetching metrics comes too late for that: it happens a log line later, takes
+# milliseconds, and the host may have been held back meanwhile.
+_watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step-end")
+
+
+def _end_of(values: Any) -> float:
+    """Waits until the device has computed `values`; returns the time."""
+    jax.block_until_ready(values)
+    return time.perf_counter()
+
+
+class Interval:
+    """Metrics of the steps since the last log line; read only after the next line's steps have been dispatched."""
+
+    def __init__(self, first_step: int):
+        self.first_step = first_step
+        self.values: list[dict[str, jax.Array]] = []
+        self.waits: list[float] = []
+        self.health: dict[str, jax.Array] | None = None  # of NSA after the last step
+        self.untimed = 0  # steps before the clock's last restart
+        self._end: Future[float] | None = None
+
+    def close(self, waits: list[float]) -> None:
+        """Called when the last step has been dispatched."""
+        self.waits = waits
+        if self.values:
+            self._end = _watcher.submit(_end_of, self.values[-1])
+
+    def end(self) -> float:
+        """When the device finished the last step, on the clock of `time.perf_counter`."""
+        assert self._end is not None, "close() comes first"
+        return self._end.result()
+
+    def read(self) -> list[dict[str, float]]:
+        """Waits for the last of the steps."""
+        return [{name: float(value) for name, value in row.items()} for row in jax.device_get(self.values)]
+
+
+class Clock:
+    """Seconds that intervals of steps took on the device, without the time of validation and saving."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self) -> None:
+        self._mark = time.perf_counter()
+
+    def lap(self, interval: Interval) -> tuple[list[dict[str, float]], float]:
+        """Waits for the interval; returns its metrics and the seconds from the end of the one before to its own."""
+        end = max(interval.end(), self._mark)
+        seconds, self._mark = end - self._mark, end
+        return interval.read(), max(seconds, 1e-9)
