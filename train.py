@@ -163,6 +163,12 @@ def main(argv: list[str]) -> int:
     if len(argv) > 1:
         print(f"unexpected arguments: {' '.join(argv[1:])}; flags start with --", file=sys.stderr)
         return EXIT_CONFIG
+    if (_TARGET.value or _DEVICES.value) and not _PREFLIGHT.value:
+        print(
+            "--target and --devices say what --preflight compiles for: add --preflight, or leave them out",
+            file=sys.stderr,
+        )
+        return EXIT_CONFIG
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("nsa_jax").setLevel(logging.INFO)
     logging.getLogger("absl").setLevel(logging.ERROR)
@@ -171,7 +177,7 @@ def main(argv: list[str]) -> int:
 
     try:
         config, problems = read_config()
-        workdir = _WORKDIR.value or f"runs/{check_fields(config, default_config())[0].name}"
+        workdir = os.path.expanduser(_WORKDIR.value or f"runs/{check_fields(config, default_config())[0].name}")
         problems += workdir_problems(workdir)
         if problems or not _PREFLIGHT.value:  # otherwise the preflight's report shows what there is
             for problem in check(config, problems):

@@ -80,7 +80,7 @@ def abstract_model(model_config: ModelConfig) -> tuple[Any, dict[str, Any]]:
 def _split_step(path: str) -> tuple[Path, str]:
     """PATH[@STEP]: STEP is a number, "best" or "" for the newest."""
     name, at, step = path.rpartition("@")
-    if at and not Path(path).exists() and (step == "best" or step.isdigit()):
+    if at and not Path(path).exists() and (step == "best" or step.isdecimal()):
         return Path(name), step
     return Path(path), ""
 
@@ -120,13 +120,16 @@ def _load_workdir(workdir: Path, step: str) -> tuple[Transformer, Tokenizer, Con
     import jax
     from flax import nnx
 
-    from nsa_jax.data import Tokenizer
+    from nsa_jax.data import DataError, Tokenizer
     from nsa_jax.nn import ModelConfig
     from nsa_jax.train.checkpoint_files import load_part, read_info
 
     directory = (workdir / "checkpoints").absolute() / str(_choose_step(workdir, step))
     config = config_from_dict(read_info(directory)["config"])
-    tokenizer = Tokenizer.load(workdir / "tokenizer")
+    try:
+        tokenizer = Tokenizer.load(workdir / "tokenizer")
+    except DataError as error:
+        raise LoadError(f"{workdir}: its tokenizer cannot be read: {error}") from error
     model_config = ModelConfig.from_config(config, tokenizer.vocab_size)
     graphdef, params = abstract_model(model_config)
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -270,11 +270,13 @@ def test_rules_without_which_no_run_could_follow_cannot_be_ignored():
         (["--config.guards.min_gate_entropy=nan"], "config.guards.min_gate_entropy=nan: out of range"),
         (["--workdir=gs://bucket/run"], "gs:// is not supported"),
         (["--workdir=train.py"], "train.py is a file"),
+        (["--workdir=~/run"], "/proc/run: cannot be written"),
+        (["--target=h100"], "add --preflight"),
         (["--workdir=/proc/run", "--config.train.stepz=1"], "/proc/run"),
     ],
 )
 def test_train_says_it_in_one_line_and_status_2_before_touching_a_device(arguments, expected):
-    env = {"JAX_PLATFORMS": "nowhere", "PATH": os.environ["PATH"], "HOME": "/nonexistent", "PYTHONPATH": str(ROOT)}
+    env = {"JAX_PLATFORMS": "nowhere", "PATH": os.environ["PATH"], "HOME": "/proc", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "train.py", "--config=configs/quickstart.py", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr

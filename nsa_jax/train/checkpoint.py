@@ -105,7 +105,7 @@ def parse_resume(text: str) -> tuple[Path, int | None]:
       CheckpointError: there is no such directory, or STEP is no number.
     """
     name, at, step = text.rpartition("@")
-    if not at or not step.isdigit():
+    if not at or not step.isdecimal():
         name, step = text, ""
     directory = Path(name)
     if (directory / "checkpoints").is_dir():

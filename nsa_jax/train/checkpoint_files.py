@@ -84,7 +84,7 @@ def find_steps(directory: Path) -> tuple[dict[int, float | None], dict[int, str]
     """
     losses: dict[int, float | None] = {}
     damaged: dict[int, str] = {}
-    paths = [path for path in directory.iterdir() if path.name.isdigit()] if directory.is_dir() else []
+    paths = [path for path in directory.iterdir() if path.name.isdecimal()] if directory.is_dir() else []
     for path in sorted(paths, key=lambda path: int(path.name)):
         try:
             losses[int(path.name)] = read_info(path)["val_loss"]

@@ -400,7 +400,7 @@ class Run:
         """By the names of the directories: for when Orbax cannot be asked."""
         directory = self.workdir / "checkpoints"
         found = directory.iterdir() if directory.is_dir() else ()
-        return max((int(path.name) for path in found if path.name.isdigit()), default=None)
+        return max((int(path.name) for path in found if path.name.isdecimal()), default=None)
 
     def _on_loss(self, message: str) -> None:
         """Called in another thread when a process is gone, before this one ends."""

@@ -151,7 +151,7 @@ def check_disk(config: ConfigDict, workdir: Path, one_checkpoint: int) -> list[P
     while not parent.exists():
         parent = parent.parent
     free = shutil.disk_usage(parent).free
-    steps = [path for path in (workdir / "checkpoints").glob("*") if path.name.isdigit()]  # damaged ones stay besides
+    steps = [path for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal()]  # damaged ones stay besides
     present = sum(f.stat().st_size for step in steps for f in step.rglob("*") if f.is_file())
     need = kept * one_checkpoint - present
     if free >= need:

@@ -350,6 +350,14 @@ def test_a_failed_save_counts_as_no_step_and_deletes_none(tmp_path, monkeypatch)
     assert restored(tmp_path)[0] == 1 and not list(tmp_path.glob("*.writing"))
 
 
+def test_loading_names_a_damaged_tokenizer(tmp_path):
+    write_run(tmp_path, small_config())
+    for path in (tmp_path / "tokenizer").iterdir():
+        path.write_text("{")
+    with pytest.raises(LoadError, match="its tokenizer cannot be read"):
+        load(tmp_path)
+
+
 def test_loading_falls_back_or_names_the_damage(tmp_path, caplog):
     params = write_run(tmp_path, small_config())
     root = tmp_path / "checkpoints"
