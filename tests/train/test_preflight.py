@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -316,6 +317,7 @@ def test_examine_compiles_for_gpus_that_are_not_here(tmp_path):
     compiled = memory.compile_run(made, "a100-80gb")
     parameters = made.num_parameters() * 4
     assert compiled.memory.compiled and compiled.memory.fits and compiled.host == []
+    assert compiled.nondeterministic == []
     assert compiled.memory.parameters == parameters
     assert compiled.memory.optimizer == pytest.approx(2 * parameters, abs=64)
     assert compiled.memory.activations > 0
@@ -389,3 +391,13 @@ def test_selection_figures_on_a_list_written_by_hand():
     assert float(found["blocks_distinct"]) == pytest.approx(counts.mean())
     assert float(found["blocks_beyond"]) == pytest.approx(3 / counts.sum())
     assert float(found["key_mismatches"]) == 0  # short lists of early queries hold all their candidates
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "says"),
+    [(True, [], "yes"), (False, [], "not promised"), (True, ["%x = f32[8] scatter(%a, %b, %c)"], "no: 1 operations")],
+)
+def test_preflight_says_whether_the_compiled_step_is_deterministic(asked, found, says):
+    compiled = SimpleNamespace(seconds={}, collectives=[], host=[], nondeterministic=found)
+    facts = dict(preflight._program_facts(tiny_config(train__deterministic=asked), compiled))
+    assert facts["deterministic"].startswith(says)
