@@ -7,6 +7,7 @@ import pytest
 from .harness import ATTACKS, Outcome, Tally, failures, run_attack, table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_promises_hold(name, tmp_path):
     quick = importlib.import_module(f"{__package__}.{name}").QUICK

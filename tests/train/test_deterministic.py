@@ -47,6 +47,7 @@ def _step_text(count, gpu, changes):
     return memory._compile(made, gpu, step, made.target(), memory._batch(made)).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_training_steps_are_deterministic(name):
     count, gpu, changes = CASES[name]
