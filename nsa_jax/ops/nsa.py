@@ -438,9 +438,8 @@ def nsa_attention(
         common = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
         out_cmp, lse = compressed_attention(query, key_cmp, value_cmp, config=config, **common)
         block_indices = select_blocks(query, key_cmp, lse, config=config, num_keys=sizes["S"], **common)
-        where = dict(segment_start=segment_start, query_offset=offset)
-        out_slc = modules[2].selected_attention(  # the lists are the operator's own and need no cleaning
-            query, key_slc, value_slc, block_indices, select_block=config.select_block, **where
+        out_slc = selected_attention(
+            query, key_slc, value_slc, block_indices, select_block=config.select_block, **common
         )
         if window_start is not None:
             # Positions are counted from the window's first key; what lies before the row is nobody's document.
