@@ -18,7 +18,7 @@ from .harness import Outcome
 from .kills import differences
 from .runs import Runs
 
-QUICK = 2
+QUICK = 1
 
 _MOST_LINES = 130  # a line for each of 48 steps, and what a start tells
 _FLAGS = ('--config.preflight.ignore=("R024",)', "--config.train.log_every=1")

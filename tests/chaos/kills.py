@@ -12,7 +12,7 @@ import numpy as np
 from .harness import Outcome
 from .runs import Runs, rows, wait_until
 
-QUICK = 4
+QUICK = 2
 
 _MEASURED = ("perf/", "memory/", "time")  # seconds and bytes differ from run to run
 TIMED_ALARMS = ("throughput", "data_wait", "memory_slope")  # a busy machine raises them rightly
