@@ -213,9 +213,14 @@ class Setup:
         On a GPU, operations that add with atomics are excluded, and matrix products take the algorithm that cuBLAS
         proposes: measuring which is fastest could choose another one in another process.
         """
-        if not self.config.train.deterministic or self.mesh.devices.flat[0].platform == "cpu":
+        device = self.mesh.devices.flat[0]
+        if not self.config.train.deterministic or device.platform == "cpu":
             return None
-        return {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": 0}
+        options = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": 0}
+        if jax.__version_info__ >= (0, 12) and device not in jax.devices():
+            # Without the GPU, XLA of JAX 0.12 cannot choose a deterministic kernel for Triton's matrix products.
+            options["xla_gpu_enable_triton_gemm"] = False
+        return options
 
     def num_parameters(self) -> int:
         """Measured from the arrays."""
