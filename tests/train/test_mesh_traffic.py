@@ -125,7 +125,7 @@ CASES = {
     "tensor": dict(mesh__tensor=2, mesh__fsdp=4),
     "nsa-unscanned": dict(mesh__fsdp=8, model__scan_layers=False, model__dropout=0.1, train__grad_accum=2),
 }  # fmt: skip
-# These run on the older of the tested JAX versions. In data-dropout, XLA of JAX 0.12 adds the layers' gradients in float32.
+# These run on the older of CI's two JAX versions. In data-dropout, XLA of JAX 0.12 adds layers' gradients in float32.
 SLOW = ("context", "tensor", "nsa-unscanned", "data-dropout")
 
 
