@@ -1,4 +1,4 @@
-r"""Searches the kernel configurations of `nsa_jax.ops.pallas.tuning` by timing them on the GPU at hand.
+r"""Searches the kernel configurations of `nsa_jax.ops.tiles` by timing them on the GPU at hand.
 
     python benchmarks/tune.py --op selected --lists shared --length 65536 --json tuned.json
     python benchmarks/tune.py --op compressed --pass bwd --shape 12,2,64,64 --length 32768
@@ -32,7 +32,7 @@ from benchmarks.attention import Bench, make_lists, split_passes  # noqa: E402
 from benchmarks.timing import environment, measure  # noqa: E402
 from nsa_jax.aot import GPUS  # noqa: E402
 from nsa_jax.ops import blocks  # noqa: E402
-from nsa_jax.ops.pallas import tuning  # noqa: E402
+from nsa_jax.ops import tiles as tuning  # noqa: E402
 from nsa_jax.ops.target import Target, compile_for, current_target  # noqa: E402
 
 # Function of tuning.py -> values to try for each field of the dataclass that it returns.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import tune
-from nsa_jax.ops.pallas import tuning
+from nsa_jax.ops import tiles as tuning
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from nsa_jax.nn.attention import DenseAttention, NSAttention, Projections
 from nsa_jax.nn.config import ModelConfig
 from nsa_jax.nn.layers import MeanCompressor, MLPCompressor, rope_turns
 from nsa_jax.nn.sharding import batch_axes, constrain_batch, sharded_attention, tensor_size
-from nsa_jax.ops import blocks, nsa, pallas
+from nsa_jax.ops import blocks, kernels, nsa
 from nsa_jax.ops.decode import decode_attention, gated_sum, slot_positions
 from nsa_jax.ops.target import current_target
 
@@ -219,7 +219,7 @@ def _append_by_kernels(attention: NSAttention, layer: NSALayerCache, batch: int)
     if not all(type(phi) in (MLPCompressor, MeanCompressor) for phi in compressors):
         return False
     query = jax.ShapeDtypeStruct((batch, 1, config.num_heads, config.head_dim), config.dtype)
-    return pallas.unsupported("decode_attention", query, layer.key_slc, layer.value_slc, target=target) is None
+    return kernels.unsupported("decode_attention", query, layer.key_slc, layer.value_slc, target=target) is None
 
 
 def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths):
@@ -227,11 +227,11 @@ def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths
     config = attention.config
     turn = jnp.stack(rope_turns(lengths, config.head_dim, config.rope_theta), axis=1)
     phis = [
-        pallas.Phi(*(x[...].astype(config.dtype) for x in (phi.position, phi.w_1, phi.b_1, phi.w_2)))
+        kernels.Phi(*(x[...].astype(config.dtype) for x in (phi.position, phi.w_1, phi.b_1, phi.w_2)))
         for phi in (attention.compress_key, attention.compress_value)
         if isinstance(phi, MLPCompressor)
     ]
-    query, gates, arrays = pallas.append_token(
+    query, gates, arrays = kernels.append_token(
         h[:, 0] @ attention.w_in[...].astype(config.dtype),
         attention.gate_bias[...],
         turn,
@@ -347,8 +347,8 @@ def _step_dense(attention: DenseAttention, h, layer: DenseLayerCache, lengths, s
 
     def attend(query, key, value, lengths, start):
         target = current_target()
-        if target.is_gpu and pallas.unsupported("decode_attention", query, key, value, target=target) is None:
-            return pallas.dense_decode_attention(query, key, value, lengths + 1, start[:, None])
+        if target.is_gpu and kernels.unsupported("decode_attention", query, key, value, target=target) is None:
+            return kernels.dense_decode_attention(query, key, value, lengths + 1, start[:, None])
         return _masked_attention(query, key, value, lengths[:, None], start[:, None])
 
     attended = sharded_attention(attend, query, key, value, lengths, segment_start)

@@ -94,7 +94,7 @@ def _rows_fwd(table, index, dtype):
 
 
 def _rows_bwd(dtype, residuals, grad):
-    from nsa_jax.ops.pallas.embedding import lookup_gradient
+    from nsa_jax.ops.kernels.layer.embedding import lookup_gradient
 
     index, like = residuals  # the latter only carries the table's length and dtype
     total = lookup_gradient(index.reshape(-1), grad.reshape(-1, grad.shape[-1]), len(like))
@@ -145,7 +145,7 @@ def _pass_and_norm_fwd(x, scale, eps, dtype):
 
 
 def _pass_and_norm_bwd(eps, dtype, residuals, gradients):
-    from nsa_jax.ops.pallas import layer_kernels
+    from nsa_jax.ops.kernels.layer import norm_swiglu
 
     x, scale = residuals
     passed, grad = gradients
@@ -153,7 +153,7 @@ def _pass_and_norm_bwd(eps, dtype, residuals, gradients):
     def local(x, scale, grad, passed):
         flat, flat_grad, flat_passed = (a.reshape(-1, a.shape[-1]) for a in (x, grad, passed))
         scale = scale.astype(jnp.float32)
-        d_x, shares = layer_kernels.rms_norm_gradients(flat, scale, flat_grad, flat_passed, eps)
+        d_x, shares = norm_swiglu.rms_norm_gradients(flat, scale, flat_grad, flat_passed, eps)
         return d_x.reshape(x.shape), shares[None, None]
 
     spec = token_spec(*x.shape[:2])
@@ -208,13 +208,13 @@ def _gated_product_fwd(both, w_out, keep):
 
 
 def _gated_product_bwd(keep, residuals, d_out):
-    from nsa_jax.ops.pallas import layer_kernels
+    from nsa_jax.ops.kernels.layer import norm_swiglu
 
     both, hidden, w_out = residuals
 
     def local(both, d_hidden):
         flat, grad = (a.reshape(-1, a.shape[-1]) for a in (both, d_hidden))
-        return tuple(a.reshape(*both.shape[:2], -1) for a in layer_kernels.swiglu_gradients(flat, grad, not keep))
+        return tuple(a.reshape(*both.shape[:2], -1) for a in norm_swiglu.swiglu_gradients(flat, grad, not keep))
 
     spec = token_spec(*both.shape[:2])
     d_both, *again = on_shards(local, (both, d_out @ w_out.T), (spec, spec), (spec,) * (1 if keep else 2))

@@ -33,7 +33,7 @@ from nsa_jax.ops.target import current_target
 
 logger = logging.getLogger("nsa_jax")
 
-IMPLEMENTATIONS = ("reference", "xla", "pallas")  # modules of nsa_jax.ops
+IMPLEMENTATIONS = {"reference": "reference", "xla": "xla", "pallas": "kernels"}  # to modules of nsa_jax.ops
 
 _SERVED: dict[str, str] = {}
 _WARNED: set[str] = set()
@@ -51,7 +51,7 @@ def forget_implementations_served() -> None:
 
 def _module(implementation: str) -> types.ModuleType:
     """An implementation's module, imported when first used: the kernels' dependencies load only where they run."""
-    return importlib.import_module(f"nsa_jax.ops.{implementation}")
+    return importlib.import_module(f"nsa_jax.ops.{IMPLEMENTATIONS[implementation]}")
 
 
 def _warn_once(message: str) -> None:

@@ -50,7 +50,7 @@ def serves(
 
 
 def split_projection(projected: jax.Array, cos: jax.Array, sin: jax.Array, **sizes: int):
-    """See `nsa_jax.ops.pallas.projection.split_projection`."""
+    """See `nsa_jax.ops.kernels.layer.projection.split_projection`."""
     return nsa._module("pallas").split_projection(projected, cos, sin, **sizes)
 
 

@@ -34,7 +34,7 @@ from nsa_jax.command_line import workdir_problems
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.data import Pipeline
 from nsa_jax.fields import check_fields
-from nsa_jax.ops import pallas
+from nsa_jax.ops import kernels
 from nsa_jax.ops.target import current_target
 from nsa_jax.train import cost as cost_lib
 from nsa_jax.train import data_check
@@ -179,7 +179,7 @@ def check_kernels(config: ConfigDict, made: Setup, gpu: str) -> list[Problem]:
         "selected_attention": {"select_block": m.nsa.select_block},
         "window_attention": {"window": m.nsa.window, "packed": packed},
     }
-    reasons = {op: pallas.unsupported(op, query, key, value, target=target, **args) for op, args in static.items()}
+    reasons = {op: kernels.unsupported(op, query, key, value, target=target, **args) for op, args in static.items()}
     found = sorted({reason for reason in reasons.values() if reason})
     if not found:
         return []

@@ -14,7 +14,7 @@ import pytest
 import nsa_jax
 from nsa_jax import aot
 from nsa_jax.ops import blocks, reference
-from nsa_jax.ops.pallas import tuning
+from nsa_jax.ops import tiles as tuning
 
 SMALL = nsa_jax.NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12)
 PAPER = nsa_jax.NSAConfig()
@@ -257,7 +257,7 @@ def test_kernels_compile_ahead_of_time(gpu, batch):
 
 @pytest.mark.filterwarnings("ignore:.*interpret mode")
 def test_dense_decoding_kernel_equals_masked_attention():
-    from nsa_jax.ops.pallas import dense_decode_attention
+    from nsa_jax.ops.kernels import dense_decode_attention
 
     arrays, _, _ = filled_cache(SMALL, LENGTHS, group=3, v_dim=32, tokens=2)
     query, key, value, lengths = arrays[0], arrays[3], arrays[4], arrays[-1]

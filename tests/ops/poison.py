@@ -11,8 +11,9 @@ from jax.experimental import pallas as pl
 
 from nsa_jax import NSAConfig
 from nsa_jax.ops import blocks
-from nsa_jax.ops.pallas import decode, select
-from nsa_jax.ops.pallas.common import triton_call
+from nsa_jax.ops.kernels.decode import step as decode
+from nsa_jax.ops.kernels.selection import select
+from nsa_jax.ops.kernels.triton import triton_call
 
 # First and last bit pattern of every class of float32.
 CLASSES = {

@@ -1,0 +1,1 @@
+"""One query token per row against a KV cache."""

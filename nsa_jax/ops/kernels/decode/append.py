@@ -1,0 +1,304 @@
+"""A new token's way into the cache on GPUs, in two launches instead of some twenty: they bound small batches.
+
+append: splits the layer's projection of the token, turns query and keys, and writes keys and values in place. Where
+  the token completes a compressed block, further programs compute the hidden layer of phi, each over some of the
+  block's tokens; otherwise they end at once.
+emit: the rest of phi, written to the compressed keys and values in place; ends at once where no block is complete.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.ops.kernels.decode.softmax_parts import iota
+from nsa_jax.ops.kernels.triton import pieces, triton_call
+
+_TILE = 8192  # elements of a weight tile in registers
+
+
+class Phi(NamedTuple):
+    """The learned compressor of keys or of values; F features, M hidden ones."""
+
+    position: jax.Array  # [l, F]
+    w_1: jax.Array  # [l, F, M]
+    b_1: jax.Array  # [M]
+    w_2: jax.Array  # [M, F]
+
+
+def _completes(lengths_ref, config: NSAConfig):
+    """First token of the compressed block that ends at this row's new token, and whether one does."""
+    first = lengths_ref[0] + 1 - config.compress_block
+    return first, (first >= 0) & (first % config.compress_stride == 0)
+
+
+def _halves(half: int):
+    """Indices of the first and the second half of a head; the tile is a power of two, its padding repeats an index."""
+    index = jnp.minimum(iota(pl.next_power_of_2(half)), half - 1)
+    return index, half + index
+
+
+def _turned(first, second, turn_ref):
+    """RoPE of the halves [..., H/2], as `nsa_jax.nn.layers.rope`, from cosines and sines [2, H/2]."""
+    index, _ = _halves(turn_ref.shape[1])
+    cos, sin = turn_ref[0, index], turn_ref[1, index]
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+def _divisor(x: int, most: int) -> int:
+    """The largest power of two that divides x and is at most `most`."""
+    return min(x & -x, 1 << max(most, 1).bit_length() - 1)
+
+
+def _hidden(y_ref, offset, tail_ref, position_ref, w_ref, out_ref, begin, count: int, newest, config: NSAConfig):
+    """Adds up what `count` tokens of the block, from the begin-th, give to the hidden layer [M]."""
+    features, block = tail_ref.shape[1], config.compress_block
+    for at, size in pieces(out_ref.shape[0]):
+        step = _divisor(features, _TILE // size)
+        chunks = features // step
+
+        def body(i, acc, at=at, size=size, step=step, chunks=chunks):
+            token, run = (begin + i // chunks, i % chunks) if chunks > 1 else (begin + i, 0)
+            feature = run * step + iota(step)
+            slot = (newest + 1 + token) % block  # the block's tokens are the tail, the oldest first
+            x = tail_ref[slot, feature]
+            x = jnp.where(token == block - 1, y_ref[offset + feature], x)  # another program writes the newest one
+            x = x.astype(jnp.float32) + position_ref[token, feature].astype(jnp.float32)
+            weight = w_ref[token, feature, pl.ds(at, size)].astype(jnp.float32)
+            return acc + x[:, None] * weight
+
+        acc = lax.fori_loop(0, count * chunks, body, jnp.zeros((step, size), jnp.float32))
+        out_ref[pl.ds(at, size)] = acc.sum(0)
+
+
+def _append_kernel(*refs, h_dim, v_dim, num_kv, offsets, chunks, learned, config: NSAConfig):
+    """refs: lengths [1], projection [F], gate bias [3G], cos and sin [2, H/2], key and value tails [l, H or V], the
+    other four caches (aliased), then position and W_1 of both compressors if learned;
+    out: query [G, H], gates [3G], the six caches, then hidden layers of keys and values [M] if learned.
+    """
+    lengths_ref, y_ref, bias_ref, turn_ref, key_tail_ref, value_tail_ref = refs[:6]
+    phi_refs, outs = refs[10 : 10 + 4 * learned], refs[10 + 4 * learned :]
+    q_ref, gates_ref, ks_ref, vs_ref, kw_ref, vw_ref, kt_ref, vt_ref = outs[:8]
+    at, (part, kv) = lengths_ref[0], (pl.program_id(0) - 1, pl.program_id(1))
+    group = q_ref.shape[0]
+    at_query, at_key_raw, at_value_raw, at_key_slc, at_value_slc, at_key_win, at_value_win, at_gates = offsets
+
+    @pl.when(part < 0)
+    def _():
+        first, second = _halves(h_dim // 2)
+        head = jnp.minimum(iota(pl.next_power_of_2(group)), group - 1)[:, None]
+        base = at_query + (kv * group + head) * h_dim
+        turned = _turned(y_ref[base + first[None, :]], y_ref[base + second[None, :]], turn_ref)
+        for half, value in zip((first, second), turned, strict=True):
+            q_ref[head, half[None, :]] = value.astype(q_ref.dtype)
+        gate = jnp.minimum(iota(pl.next_power_of_2(3 * group)), 3 * group - 1)
+        logits = y_ref[at_gates + kv * 3 * group + gate].astype(jnp.float32) + bias_ref[gate].astype(jnp.float32)
+        gates_ref[gate] = 1.0 / (1.0 + jnp.exp(-logits))
+
+        def keys(source, ref, slot, turn):
+            base = source + kv * h_dim
+            halves = y_ref[base + first], y_ref[base + second]
+            halves = _turned(halves[0], halves[1], turn_ref) if turn else halves
+            for half, value in zip((first, second), halves, strict=True):
+                ref[slot, half] = value.astype(ref.dtype)
+
+        def values(source, ref, slot):
+            for begin, size in pieces(v_dim):
+                index = begin + iota(size)
+                ref[slot, index] = y_ref[source + kv * v_dim + index].astype(ref.dtype)
+
+        keys(at_key_raw, kt_ref, at % kt_ref.shape[0], False)
+        values(at_value_raw, vt_ref, at % vt_ref.shape[0])
+        keys(at_key_win, kw_ref, at % kw_ref.shape[0], True)
+        values(at_value_win, vw_ref, at % vw_ref.shape[0])
+
+        @pl.when(at < ks_ref.shape[0])  # a full row stays as it is
+        def _():
+            keys(at_key_slc, ks_ref, at, True)
+            values(at_value_slc, vs_ref, at)
+
+    if learned:
+        _, complete = _completes(lengths_ref, config)
+        count = config.compress_block // chunks
+        for role, (tail_ref, source, dim) in enumerate(
+            ((key_tail_ref, at_key_raw, h_dim), (value_tail_ref, at_value_raw, v_dim))
+        ):
+
+            @pl.when(complete & (part >= role * chunks) & (part < (role + 1) * chunks))
+            def _(role=role, tail_ref=tail_ref, source=source, dim=dim):
+                position_ref, w_ref = phi_refs[2 * role : 2 * role + 2]
+                begin = (part - role * chunks) * count
+                _hidden(
+                    y_ref, source + kv * dim, tail_ref, position_ref, w_ref, outs[8 + role], begin, count, at, config
+                )
+
+
+def _compressed(features, tail_ref, phi_refs, config: NSAConfig):
+    """Features `features` of phi of the tokens in the tail, float32."""
+    block = config.compress_block
+    token = iota(pl.next_power_of_2(block))
+    x = tail_ref[jnp.minimum(token, block - 1)[:, None], features[None, :]].astype(jnp.float32)
+    out = jnp.where(token[:, None] < block, x, 0.0).sum(0) / block
+    if not phi_refs:
+        return out
+    hidden_ref, b_ref, w_ref = phi_refs
+    chunks, width = hidden_ref.shape
+    step = _divisor(width, _TILE // features.shape[0])
+    share = iota(pl.next_power_of_2(chunks))[:, None]
+
+    def body(i, acc):
+        index = i * step + iota(step)
+        shares = hidden_ref[jnp.minimum(share, chunks - 1), index[None, :]]
+        hidden = jnp.where(share < chunks, shares, 0.0).sum(0) + b_ref[index].astype(jnp.float32)
+        hidden = hidden / (1.0 + jnp.exp(-hidden))
+        return acc + hidden[:, None] * w_ref[index[:, None], features[None, :]].astype(jnp.float32)
+
+    acc = lax.fori_loop(0, width // step, body, jnp.zeros((step, features.shape[0]), jnp.float32))
+    return out + acc.sum(0)
+
+
+def _emit_kernel(*refs, v_dim, learned, config: NSAConfig):
+    """refs: lengths [1], cos and sin [2, H/2], key and value tails [l, H or V], compressed keys and values (aliased),
+    then hidden [chunks, M], b_1 and W_2 of both compressors if learned; out: compressed keys [C, H], values [C, V]."""
+    lengths_ref, turn_ref, key_tail_ref, value_tail_ref = refs[:4]
+    phi_refs, (key_ref, value_ref) = refs[6:-2], refs[-2:]
+    role, used = pl.program_id(0), 3 * learned
+    first, complete = _completes(lengths_ref, config)
+    index = first // config.compress_stride
+    complete = complete & (index < key_ref.shape[0])
+
+    @pl.when(complete & (role == 0))
+    def _():
+        halves = _halves(turn_ref.shape[1])
+        one, two = (_compressed(half, key_tail_ref, phi_refs[:used], config) for half in halves)
+        for half, value in zip(halves, _turned(one, two, turn_ref), strict=True):
+            key_ref[index, half] = value.astype(key_ref.dtype)
+
+    @pl.when(complete & (role == 1))
+    def _():
+        for begin, size in pieces(v_dim):
+            features = begin + iota(size)
+            value = _compressed(features, value_tail_ref, phi_refs[used:], config)
+            value_ref[index, features] = value.astype(value_ref.dtype)
+
+
+def append_token(
+    projected, gate_bias, turn, lengths, caches, key_cmp, value_cmp, phis: Sequence[Phi] | None, *, config: NSAConfig
+):
+    """Writes one token per row into a layer's cache.
+
+    Args:
+      projected: [B, F], the layer's projection, in the order of `NSAttention.widths`; F may be padded.
+      gate_bias: [N, 3].
+      turn: float32 [B, 2, H/2], cosine and sine of RoPE at the token's position.
+      lengths: int32 [B], the token's position. A row at the capacity keeps its cache, apart from the rings.
+      caches: key_slc, value_slc, key_win, value_win, key_tail, value_tail; all are written in place.
+      key_cmp: [B, C, K, H].
+      value_cmp: [B, C, K, V].
+      phis: the compressors of keys and values; None for the mean.
+      config: block geometry.
+
+    Returns:
+      query [B, 1, N, H], gates float32 [B, 1, N, 3], and the eight arrays of the cache in the same order.
+    """
+    batch, num_heads = projected.shape[0], gate_bias.shape[0]
+    num_kv, h_dim = key_cmp.shape[2:]
+    v_dim = value_cmp.shape[3]
+    group = num_heads // num_kv
+    widths = (num_heads * h_dim, *(num_kv * dim for dim in (h_dim, v_dim) * 3))
+    offsets = tuple(sum(widths[:i]) for i in range(8))
+    learned = int(phis is not None)
+    # Enough programs that reading W_1 takes no longer than a launch.
+    chunks = _divisor(config.compress_block, 8) if learned else 0
+
+    def one_row(*shape):
+        return pl.BlockSpec((None, *shape), lambda s, k, b: (b, *(0 for _ in shape)))
+
+    def whole(array):
+        return pl.BlockSpec(array.shape, lambda s, k, b: (0,) * array.ndim)
+
+    def cache(array):
+        return pl.BlockSpec((None, array.shape[1], None, array.shape[3]), lambda s, k, b: (b, 0, k, 0))
+
+    def shape_of(array):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+    per_group = pl.BlockSpec((None, 3 * group), lambda s, k, b: (k, 0))
+    length_spec, turn_spec = pl.BlockSpec((1,), lambda s, k, b: (b,)), one_row(2, h_dim // 2)
+    key_slc, value_slc, key_win, value_win, key_tail, value_tail = caches
+    ordered = (key_tail, value_tail, key_slc, value_slc, key_win, value_win)
+    inputs = [lengths, projected, gate_bias.reshape(num_kv, 3 * group), turn, *ordered]
+    in_specs = [length_spec, one_row(projected.shape[1]), per_group, turn_spec, *map(cache, ordered)]
+    out_specs = [
+        pl.BlockSpec((None, None, group, h_dim), lambda s, k, b: (b, k, 0, 0)),
+        pl.BlockSpec((None, None, 3 * group), lambda s, k, b: (b, k, 0)),
+        *map(cache, caches),
+    ]
+    out_shape = [
+        jax.ShapeDtypeStruct((batch, num_kv, group, h_dim), projected.dtype),
+        jax.ShapeDtypeStruct((batch, num_kv, 3 * group), jnp.float32),
+        *map(shape_of, caches),
+    ]
+    for role, phi in enumerate(phis or ()):
+        inputs += [phi.position, phi.w_1]
+        in_specs += [whole(phi.position), whole(phi.w_1)]
+        width = phi.b_1.shape[0]
+        out_shape.append(jax.ShapeDtypeStruct((batch, num_kv, chunks, width), jnp.float32))
+        out_specs.append(
+            pl.BlockSpec(
+                (None, None, None, width),
+                lambda s, k, b, role=role: (b, k, jnp.clip(s - 1 - role * chunks, 0, chunks - 1), 0),
+            )
+        )
+    query, gates, *written = triton_call(
+        functools.partial(
+            _append_kernel,
+            h_dim=h_dim,
+            v_dim=v_dim,
+            num_kv=num_kv,
+            offsets=offsets,
+            chunks=chunks,
+            learned=learned,
+            config=config,
+        ),  # fmt: skip
+        grid=(1 + 2 * chunks, num_kv, batch),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        input_output_aliases={4: 6, 5: 7, 6: 2, 7: 3, 8: 4, 9: 5},
+        num_warps=4,
+        num_stages=2,
+        name="nsa_decode_append",
+    )(*inputs)
+    caches, hidden = tuple(written[:6]), written[6:]
+
+    inputs = [lengths, turn, *caches[4:], key_cmp, value_cmp]
+    in_specs = [length_spec, turn_spec, *map(cache, inputs[2:])]
+    for phi, shares in zip(phis or (), hidden, strict=True):
+        inputs += [shares, phi.b_1, phi.w_2]
+        in_specs += [
+            pl.BlockSpec((None, None, *shares.shape[2:]), lambda s, k, b: (b, k, 0, 0)),
+            whole(phi.b_1),
+            whole(phi.w_2),
+        ]
+    key_cmp, value_cmp = triton_call(
+        functools.partial(_emit_kernel, v_dim=v_dim, learned=learned, config=config),
+        grid=(2, num_kv, batch),
+        in_specs=in_specs,
+        out_specs=[cache(key_cmp), cache(value_cmp)],
+        out_shape=[shape_of(key_cmp), shape_of(value_cmp)],
+        input_output_aliases={4: 0, 5: 1},
+        num_warps=4,
+        num_stages=2,
+        name="nsa_decode_emit",
+    )(*inputs)
+    query = query.reshape(batch, 1, num_heads, h_dim)
+    return query, gates.reshape(batch, 1, num_heads, 3), (*caches, key_cmp, value_cmp)

@@ -1,0 +1,87 @@
+"""Full attention of new tokens to a cache, split like the sparse kernels: what NSA's decoding is compared with."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.kernels.decode.softmax_parts import (
+    SplitSoftmax,
+    combine,
+    iota,
+    partials,
+    query_position,
+    share_of,
+)
+from nsa_jax.ops.kernels.triton import LOG2E, triton_call
+
+
+def _dense_kernel(*refs, num_starts, num_queries, group, rows, keys, scale):
+    """One share of all keys. refs: lengths [1], segment_start [1] if packed, query [G, H], key [S, H], value [S, V];
+    out: partial output [G, V], stats [2, G]."""
+    lengths_ref, start_refs = refs[0], refs[1 : 1 + num_starts]
+    q_ref, k_ref, v_ref, acc_ref, stats_ref = refs[1 + num_starts :]
+    t, start = query_position(lengths_ref, start_refs, num_queries, k_ref.shape[0])
+    softmax = SplitSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
+    count = pl.cdiv(jnp.maximum(t + 1 - start, 0), keys)
+    begin, end = share_of(count, pl.num_programs(0), pl.program_id(0))
+
+    def body(i, carry):
+        position = start + i * keys + iota(keys)
+        slots = jnp.minimum(position, k_ref.shape[0] - 1)
+        return softmax.step(carry, k_ref, v_ref, slots, position <= t)[0]
+
+    softmax.store(lax.fori_loop(begin, end, body, softmax.init()), acc_ref, stats_ref)
+
+
+def dense_decode_attention(query, key, value, lengths, segment_start=None):
+    """Full attention of the newest T tokens of each row to a cache: the baseline, split like the sparse kernels.
+
+    Args:
+      query: [B, T, N, H].
+      key: [B, S, K, H], of which lengths[b] tokens are in use, the T queries' own included.
+      value: [B, S, K, V].
+      lengths: int [B].
+      segment_start: int [B, T] or None.
+
+    Returns:
+      [B, T, N, V] in query's dtype.
+    """
+    batch, num_queries, num_heads, h_dim = query.shape
+    capacity, num_kv, v_dim = value.shape[1:]
+    group, num_rows = num_heads // num_kv, batch * num_queries
+    row_bytes = (h_dim + v_dim) * jnp.dtype(query.dtype).itemsize
+    tile = tuning.decode_config(num_rows * num_kv, capacity, NSAConfig(), row_bytes)
+    starts = [] if segment_start is None else [segment_start.astype(jnp.int32).reshape(num_rows, 1)]
+    specs, shapes = partials(num_rows, num_kv, tile.compressed_parts, group, v_dim)
+    acc, stats = triton_call(
+        functools.partial(
+            _dense_kernel,
+            num_starts=len(starts),
+            num_queries=num_queries,
+            group=group,
+            rows=max(16, pl.next_power_of_2(group)),
+            keys=tile.keys,
+            scale=LOG2E * h_dim**-0.5,
+        ),
+        grid=(tile.compressed_parts, num_kv, num_rows),
+        in_specs=[
+            pl.BlockSpec((1,), lambda s, k, r: (r // num_queries,)),
+            *(pl.BlockSpec((None, 1), lambda s, k, r: (r, 0)) for _ in starts),
+            pl.BlockSpec((None, None, group, h_dim), lambda s, k, r: (r, k, 0, 0)),
+            pl.BlockSpec((None, capacity, None, h_dim), lambda s, k, r: (r // num_queries, 0, k, 0)),
+            pl.BlockSpec((None, capacity, None, v_dim), lambda s, k, r: (r // num_queries, 0, k, 0)),
+        ],
+        out_specs=specs,
+        out_shape=shapes,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        name="dense_decode",
+    )(lengths.astype(jnp.int32), *starts, query.reshape(num_rows, num_kv, group, h_dim), key, value)
+    out = combine(None, (acc, stats), ((0, 0, tile.compressed_parts),), query.dtype)
+    return out.reshape(batch, num_queries, num_heads, v_dim)

@@ -1,0 +1,150 @@
+"""What the kernels of decoding share: a running softmax over one share of the keys, and the sum of the shares."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops.kernels.triton import dot, pieces, triton_call
+
+# Stands for minus infinity inside kernels: finite, so that differences of two of them are 0 and never NaN.
+NEGATIVE = -1e30
+
+
+def iota(size: int) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, (size,), 0)
+
+
+def query_position(lengths_ref, start_refs, num_queries: int, capacity: int):
+    """Position and segment start of this program's query; the last grid axis runs over B * T.
+
+    A row that claims more tokens than the cache holds is read up to its end: nothing outside the cache is touched.
+    """
+    t = jnp.minimum(lengths_ref[0], capacity) - num_queries + pl.program_id(2) % num_queries
+    return t, jnp.maximum(start_refs[0][0], 0) if start_refs else jnp.int32(0)
+
+
+def share_of(count, parts, part):
+    """[begin, end) of the part-th of `parts` nearly equal shares of `count` steps."""
+    each = pl.cdiv(count, parts)
+    begin = jnp.minimum(part * each, count)
+    return begin, jnp.minimum(begin + each, count)
+
+
+class SplitSoftmax:
+    """A running softmax over tiles of keys for the G query heads of one group, padded to `rows`."""
+
+    def __init__(self, q_ref, *, rows: int, group: int, keys: int, v_dim: int, scale: float):
+        self.head = jnp.minimum(iota(rows), group - 1)
+        self.q = [q_ref[self.head, pl.ds(at, size)] for at, size in pieces(q_ref.shape[-1])]
+        self.v_dim, self.rows, self.keys, self.scale = v_dim, rows, keys, scale
+
+    def init(self):
+        acc = tuple(jnp.zeros((self.rows, size), jnp.float32) for _, size in pieces(self.v_dim))
+        # One sum per column: adding the columns up would make the warps wait for each other in every step.
+        total = jnp.zeros((self.rows, self.keys), jnp.float32)
+        return acc, jnp.full((self.rows,), NEGATIVE, jnp.float32), total
+
+    def step(self, carry, k_ref, v_ref, slots, visible):
+        """Adds the keys at rows `slots` of which `visible` count; returns the carry and base-2 scores [rows, keys]."""
+        acc, peak, total = carry
+        scores: Any = None
+        at = 0
+        for piece in self.q:
+            part = dot(piece, k_ref[slots, pl.ds(at, piece.shape[1])], (1, 1))
+            scores = part if scores is None else scores + part
+            at += piece.shape[1]
+        scores = jnp.where(visible[None, :], scores * self.scale, NEGATIVE)
+        new_peak = jnp.maximum(peak, scores.max(1))
+        alpha = jnp.exp2(peak - new_peak)
+        weights = jnp.where(visible[None, :], jnp.exp2(scores - new_peak[:, None]), 0.0)
+        total = total * alpha[:, None] + weights
+        weights = weights.astype(v_ref.dtype)
+        acc = tuple(
+            a * alpha[:, None] + dot(weights, v_ref[slots, pl.ds(at, size)], (1, 0))
+            for a, (at, size) in zip(acc, pieces(self.v_dim), strict=True)
+        )
+        return (acc, new_peak, total), scores
+
+    def store(self, carry, acc_ref, stats_ref):
+        """Into acc_ref [G, V] the unnormalised output, into stats_ref [2, G] peak and sum (padding repeats a row)."""
+        acc, peak, total = carry
+        for a, (at, size) in zip(acc, pieces(self.v_dim), strict=True):
+            acc_ref[self.head, pl.ds(at, size)] = a
+        stats_ref[0, self.head] = peak
+        stats_ref[1, self.head] = total.sum(1)
+
+
+def _combine_kernel(*refs, branches, v_dim):
+    """The sum of the branches for one head.
+
+    refs: gates [branches] if there are several, then partial outputs [shares, V] and stats [shares, 2] for every group
+    of shares; out: [V]. A branch is (group, first share, end).
+    """
+    gates_ref, groups = (refs[0], refs[1:-1]) if len(branches) > 1 else (None, refs[:-1])
+    o_ref = refs[-1]
+    outs = [jnp.zeros((size,), jnp.float32) for _, size in pieces(v_dim)]
+    for i, (which, begin, end) in enumerate(branches):
+        acc_ref, stats_ref = groups[2 * which : 2 * which + 2]
+        index = begin + iota(pl.next_power_of_2(end - begin))
+        inside = index < end
+        index = jnp.minimum(index, end - 1)
+        peaks = jnp.where(inside, stats_ref[index, 0], NEGATIVE)
+        weight = jnp.where(inside, jnp.exp2(peaks - peaks.max()), 0.0)
+        total = (weight * stats_ref[index, 1]).sum()
+        gate = 1.0 if gates_ref is None else gates_ref[i].astype(jnp.float32)
+        weight = weight * (gate / jnp.where(total > 0, total, 1.0))
+        for j, (at, size) in enumerate(pieces(v_dim)):
+            outs[j] += (acc_ref[index, pl.ds(at, size)] * weight[:, None]).sum(0)
+    for out, (at, size) in zip(outs, pieces(v_dim), strict=True):
+        o_ref[pl.ds(at, size)] = out.astype(o_ref.dtype)
+
+
+def combine(gates, partials, branches, dtype):
+    """Output [rows, N, V] from gates [rows, N, branches] or None and partial results, a pair for every group."""
+    num_rows, num_kv, _, group, v_dim = partials[0].shape
+
+    specs = []
+    for acc in partials[::2]:  # all shares of one head
+        shares = acc.shape[2]
+        specs.append(pl.BlockSpec((None, None, shares, None, v_dim), lambda h, r: (r, h // group, 0, h % group, 0)))
+        specs.append(pl.BlockSpec((None, None, shares, 2, None), lambda h, r: (r, h // group, 0, 0, h % group)))
+    arrays = list(partials)
+    if gates is not None:
+        specs.insert(0, pl.BlockSpec((None, None, len(branches)), lambda h, r: (r, h, 0)))
+        arrays.insert(0, gates)
+    return triton_call(
+        functools.partial(_combine_kernel, branches=branches, v_dim=v_dim),
+        grid=(num_kv * group, num_rows),
+        in_specs=specs,
+        out_specs=pl.BlockSpec((None, None, v_dim), lambda h, r: (r, h, 0)),
+        out_shape=jax.ShapeDtypeStruct((num_rows, num_kv * group, v_dim), dtype),
+        num_warps=4,
+        num_stages=1,
+        name="nsa_decode_combine",
+    )(*arrays)
+
+
+def partials(num_rows, num_kv, shares, group, v_dim, first=0):
+    """Partial outputs and stats of every share: specs to write one, and shapes.
+
+    Programs before `first` have no share; their blocks are the first one's, which they leave alone.
+    """
+
+    def share(s):
+        return jnp.maximum(s - first, 0) if first else s
+
+    specs = [
+        pl.BlockSpec((None, None, None, group, v_dim), lambda s, k, r: (r, k, share(s), 0, 0)),
+        pl.BlockSpec((None, None, None, 2, group), lambda s, k, r: (r, k, share(s), 0, 0)),
+    ]
+    shapes = [
+        jax.ShapeDtypeStruct((num_rows, num_kv, shares, group, v_dim), jnp.float32),
+        jax.ShapeDtypeStruct((num_rows, num_kv, shares, 2, group), jnp.float32),
+    ]
+    return specs, shapes

@@ -1,0 +1,267 @@
+"""All of NSA with one backward pass: the gated sum of the three branches (paper eq. 5).
+
+Run as three ops, each branch would keep its output to sum it with its cotangent row by row (`row_delta`). But that sum
+is the gate's gradient times the gate, so it is computed once for all branches here, which frees the three outputs, each
+as large as the query, before any branch's backward pass begins. The branches' passes then run one after the other:
+optimization barriers keep the compiler from holding several cotangents at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.ops.kernels.layer import gate_kernels
+from nsa_jax.ops.kernels.range_attention import attention as range_attention
+from nsa_jax.ops.kernels.range_attention import sm90_forward, window_cudnn
+from nsa_jax.ops.kernels.range_attention.triton_backward import ranged_backward
+from nsa_jax.ops.kernels.selected.attention import selected_forward
+from nsa_jax.ops.kernels.selected.backward import selected_backward
+from nsa_jax.ops.kernels.selection.select import select_blocks
+from nsa_jax.ops.kernels.triton import first_derivative
+from nsa_jax.ops.target import current_target
+
+# Under these names remat policies keep what the backward pass needs.
+_RESIDUALS = "nsa_attention_residuals"
+_INDICES = "nsa_block_indices"
+_QUERY = "nsa_query"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What is known while tracing."""
+
+    config: NSAConfig
+    packed: bool  # rows hold several documents
+    cudnn: bool  # cuDNN can serve the window's forward pass
+    fold_gates: bool  # no gate is negative: the backward pass takes them into the log-sum-exp
+    kv_heads: int  # how many key/value heads of a batch entry have become batch entries; 1 if they have not
+    offset: int | None  # query_offset, where it is a Python int
+    separate: bool  # the branches' gradients of the query are handed out one by one, not added up
+
+
+def nsa_attention(
+    query,
+    key_cmp,
+    value_cmp,
+    key_slc,
+    value_slc,
+    key_win,
+    value_win,
+    gates,
+    *,
+    config: NSAConfig,
+    segment_start=None,
+    query_offset=0,
+    window_start=None,
+    nonnegative_gates: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `nsa_jax.nsa_attention`; returns the output and the block lists."""
+    tensors: tuple[jax.Array, ...] = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
+    kv_heads = key_slc.shape[2] if sm90_forward.rearranges(query, value_slc, current_target()) else 1
+    if kv_heads > 1:
+        # Hopper's kernels want the heads of a group beside each other. Rearranged here, all branches share one copy,
+        # forward and backward; as batch entries the key/value heads need no kernels of their own.
+        tensors = tuple(_heads_to_batch(x, kv_heads) for x in tensors)
+    return nsa_attention_by_kv_head(
+        (checkpoint_name(tensors[0], _QUERY),),
+        tensors[1:],
+        kv_heads=kv_heads,
+        config=config,
+        segment_start=segment_start,
+        query_offset=query_offset,
+        window_start=window_start,
+        nonnegative_gates=nonnegative_gates,
+    )
+
+
+def nsa_attention_by_kv_head(
+    queries: tuple[jax.Array, ...],
+    others: tuple[jax.Array, ...],
+    *,
+    kv_heads: int,
+    config: NSAConfig,
+    segment_start=None,
+    query_offset=0,
+    window_start=None,
+    nonnegative_gates: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """As `nsa_attention`, of tensors whose key/value heads are batch entries already.
+
+    Args:
+      queries: the query [B * K, T, G, H]. Given three times, each gets the gradient of one branch; given once, it gets
+        their sum.
+      others: the arguments of `nsa_jax.nsa_attention` after it: keys and values [B * K, S, 1, H or V], gates
+        [B * K, T, G, 3].
+      kv_heads: K; 1 for tensors as `nsa_attention` takes them, whose key/value heads are no batch entries.
+      config, query_offset, window_start, nonnegative_gates: see `nsa_jax.nsa_attention`.
+      segment_start: int [B, T] or None.
+
+    Returns:
+      [B, T, K * G, V] and the block lists, int32 [B, T, K, n].
+    """
+    query, (*_, key_win, value_win, _) = queries[0], others
+    packed = segment_start is not None
+    cudnn = not packed and window_start is None and window_cudnn.serves_window(query, key_win, value_win, query_offset)
+    if segment_start is None:
+        segment_start = jnp.zeros(query.shape[:2], jnp.int32)
+    elif kv_heads > 1:
+        segment_start = jnp.repeat(segment_start, kv_heads, axis=0)
+    offset = jnp.asarray(query_offset, jnp.int32)
+    static_offset = query_offset if isinstance(query_offset, int) else None
+    static = _Static(config, packed, cudnn, nonnegative_gates, kv_heads, static_offset, len(queries) > 1)
+    positions = (
+        segment_start.astype(jnp.int32),
+        offset,
+        jnp.asarray(0 if window_start is None else window_start, jnp.int32),
+    )
+    out, indices = _nsa(static, queries, others, positions)
+    if kv_heads > 1:
+        indices = indices.reshape(-1, kv_heads, *indices.shape[1:2], indices.shape[-1]).swapaxes(1, 2)
+    return out, indices
+
+
+def _heads_to_batch(x: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, T, K * G, D] as [B * K, T, G, D]."""
+    batch, length, heads, dim = x.shape
+    x = x.reshape(batch, length, kv_heads, heads // kv_heads, dim).swapaxes(1, 2)
+    return x.reshape(batch * kv_heads, length, heads // kv_heads, dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _nsa(static: _Static, queries, others, positions):
+    return _forward(static, queries, others, positions)[0]
+
+
+def _ranges(static: _Static, query, key_cmp, key_win, positions):
+    """(low, high) of the compressed and of the window branch."""
+    segment_start, offset, window_start = positions
+    compressed = range_attention.compressed_ranges(query, segment_start, offset, static.config)
+    low, high = range_attention.window_ranges(query, segment_start, offset, static.config.window)
+    window = (low - window_start, high - window_start)
+    clip = range_attention.clip_ranges
+    return clip(*compressed, key_cmp.shape[1]), clip(*window, key_win.shape[1])
+
+
+def _forward(static: _Static, queries, others, positions):
+    """((output, block lists), residuals); positions are (segment_start, query_offset, window_start)."""
+    segment_start, offset, _ = positions
+    query = queries[0]  # one residual, however often it was given
+    key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = others
+    config = static.config
+    (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, positions)
+    # One branch after the other: some kernels work on rearranged copies as large as the query. The barrier is on keys
+    # and not on the query, so that branches that rearrange the query alike share one copy.
+    out_win, lse_win = range_attention.dispatch_forward(
+        query, key_win, value_win, low_win, high_win, config.window, static.cudnn
+    )
+    key_cmp, out_win = lax.optimization_barrier((key_cmp, out_win))
+    if key_cmp.shape[1]:
+        out_cmp, lse_cmp = range_attention.dispatch_forward(query, key_cmp, value_cmp, low_cmp, high_cmp, None, False)
+    else:
+        out_cmp = jnp.zeros((*query.shape[:3], value_cmp.shape[-1]), query.dtype)
+        lse_cmp = jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
+    indices = select_blocks(
+        query,
+        key_cmp,
+        lse_cmp,
+        config=config,
+        num_keys=key_slc.shape[1],
+        segment_start=segment_start if static.packed else None,
+        query_offset=offset if static.offset is None else static.offset,
+    )
+    indices = checkpoint_name(indices, _INDICES)
+    out_slc, lse_slc = selected_forward(
+        query, key_slc, value_slc, indices, segment_start, offset, config.select_block, static.packed
+    )
+    # The barrier hides the kernels from XLA's dynamic-slice fusion. In a scan over layers that keeps their results, JAX
+    # 0.11's lets a kernel write into the array of all layers, and runs it again for whoever else reads them.
+    branches = (lax.optimization_barrier(x) for x in ((out_cmp, lse_cmp), (out_slc, lse_slc), (out_win, lse_win)))
+    outs, lses = checkpoint_name(tuple(zip(*branches, strict=True)), _RESIDUALS)
+    residuals = (query, others, positions, indices, outs, lses)
+    return (gate_kernels.gated_sum(gates, outs, static.kv_heads), indices), residuals
+
+
+def _nsa_fwd(static: _Static, queries, others, positions):
+    query, *others = first_derivative(queries[0], *others)
+    return _forward(static, (query,), tuple(others), positions)
+
+
+def _nsa_bwd(static: _Static, residuals, cotangents):
+    query, others, positions, indices, outs, lses = residuals
+    segment_start, offset, _ = positions
+    key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = others
+    (d_out,) = first_derivative(cotangents[0])
+    gate = gates.astype(jnp.float32)
+    d_gates, d_out = gate_kernels.gate_gradients(outs, d_out, static.kv_heads)
+    # From here on the outputs are not needed.
+    d_out, d_gates = lax.optimization_barrier((d_out, d_gates))
+    (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, positions)
+
+    def branch(i: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(delta, lse, cotangent) of a branch's backward pass."""
+        if static.fold_gates:
+            # A smaller log-sum-exp makes the recomputed weights come out times the gate. That is all the gate does: to
+            # dv = weights^T d_out, and to the scores' gradients weights * (d_out v^T - sum(out * d_out)). No cotangent
+            # of the branch's own is written, and branches that rearrange d_out share one copy.
+            lse = lses[i] - jnp.log(gate[..., i])
+            return d_gates[..., i], jnp.where(lses[i] == -jnp.inf, -jnp.inf, lse), d_out
+        cotangent = gate[..., i, None] * d_out.astype(jnp.float32)
+        return gate[..., i] * d_gates[..., i], lses[i], cotangent.astype(query.dtype)
+
+    d_queries: list[jax.Array] = []
+
+    def add(d_query: jax.Array) -> None:
+        """Takes a branch's gradient of the query: beside those of the branches before, or onto their sum."""
+        if d_queries and not static.separate:
+            d_query = _add(d_queries.pop(), d_query)
+        d_queries.append(d_query)
+
+    def after(key: jax.Array) -> jax.Array:
+        """Lets the next branch wait for those before: through its key, or its cotangent would be written early."""
+        nonlocal d_out
+        if static.fold_gates:
+            d_queries[-1], key = lax.optimization_barrier((d_queries[-1], key))
+        else:
+            d_queries[-1], key, d_out = lax.optimization_barrier((d_queries[-1], key, d_out))
+        return key
+
+    d_query, d_key_slc, d_value_slc = selected_backward(
+        query,
+        key_slc,
+        value_slc,
+        indices,
+        *branch(1),
+        select_block=static.config.select_block,
+        segment_start=segment_start,
+        query_offset=offset,
+    )
+    add(d_query)
+    if key_cmp.shape[1]:
+        key_cmp = after(key_cmp)
+        d_query, d_key_cmp, d_value_cmp = ranged_backward(query, key_cmp, value_cmp, low_cmp, high_cmp, *branch(0))
+        add(d_query)
+    else:
+        d_key_cmp, d_value_cmp = jnp.zeros_like(key_cmp), jnp.zeros_like(value_cmp)
+    key_win = after(key_win)
+    d_query, d_key_win, d_value_win = ranged_backward(
+        query, key_win, value_win, low_win, high_win, *branch(2), static.config.window
+    )
+    add(d_query)
+    if static.separate and len(d_queries) < 3:
+        d_queries.append(jnp.zeros_like(query))
+    d_others = (d_key_cmp, d_value_cmp, d_key_slc, d_value_slc, d_key_win, d_value_win, d_gates.astype(gates.dtype))
+    return tuple(d_queries), d_others, None
+
+
+def _add(a: jax.Array, b: jax.Array) -> jax.Array:
+    return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
+
+
+_nsa.defvjp(_nsa_fwd, _nsa_bwd)

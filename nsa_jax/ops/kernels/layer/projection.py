@@ -1,0 +1,274 @@
+"""The attention layer's fused projection, cut into what the branches read, and its gradient: one kernel each way.
+
+Hopper's kernels want key/value heads as batch entries. Left to the compiler, rotating and rearranging the query ran at
+40 % of the memory's bandwidth, every key and value had a kernel of its own, and the gradient was written twice more on
+its way into one array. Here each direction reads and writes every number once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops.kernels.triton import first_derivative, pieces, triton_call
+
+# The forward kernel's name, by which remat policies know it: cheap enough to run again.
+NAME = "nsa_split_projection"
+# The name under which they can keep what it writes.
+_PIECES = "nsa_projection"
+
+# Numbers of one load: with 128 threads, 16 bytes of bfloat16 each.
+_TILE = 1024
+_WARPS = 4
+# Loads on their way at a time. Stores end a batch of them: the compiler cannot know that they are to other arrays.
+_LOADS = 8
+
+
+class Pieces(NamedTuple):
+    """A projection by key/value head: these are batch entries, with their query heads beside each other.
+
+    The query comes three times, once for each branch: the gradients that come back are added in float32 where they are
+    rotated.
+    """
+
+    queries: tuple[jax.Array, jax.Array, jax.Array]  # one array [B * K, T, G, H], roped
+    key_raw: jax.Array  # [B * K, T, 1, H]
+    value_raw: jax.Array  # [B * K, T, 1, V]
+    key_slc: jax.Array  # [B * K, T, 1, H], roped
+    value_slc: jax.Array  # [B * K, T, 1, V]
+    key_win: jax.Array  # [B * K, T, 1, H], roped
+    value_win: jax.Array  # [B * K, T, 1, V]
+    logits: jax.Array  # [B, T, 3 * N], of the gates
+
+
+class _Head(NamedTuple):
+    """Where one head lies: columns of the projection, and an array by key/value head, its entry and columns there."""
+
+    column: int
+    array: int  # 0 is the query, then as in `Pieces`
+    entry: int
+    offset: int
+    width: int
+    turned: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """The columns of a projection [B, T, width]; see `split_projection`."""
+
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.kv_heads
+
+    @property
+    def logits(self) -> int:
+        """Where the gates' logits begin."""
+        return self.num_heads * self.head_dim + 3 * self.kv_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of the arrays by key/value head."""
+        return (self.group * self.head_dim, *(self.head_dim, self.value_dim) * 3)
+
+    def heads(self) -> list[_Head]:
+        """All heads in the order of their columns, but the gates."""
+        dim, group = self.head_dim, self.group
+        found = [_Head(n * dim, 0, n // group, n % group * dim, dim, True) for n in range(self.num_heads)]
+        column = self.num_heads * dim
+        for array, width in enumerate(self.widths[1:], 1):
+            for entry in range(self.kv_heads):
+                found.append(_Head(column, array, entry, 0, width, array in (3, 5)))
+                column += width
+        return found
+
+
+def _where(rows: int, length: int, batched_turns: bool):
+    """The program's tokens, as rows of the projection, of the turns, and of an array by key/value head.
+
+    Past the row's end they repeat the last token. The last is a function of (key/value heads, one of them).
+    """
+    batch = pl.program_id(1)
+    token = jnp.minimum(pl.program_id(0) * rows + lax.broadcasted_iota(jnp.int32, (rows,), 0), length - 1)
+    row = batch * length + token
+    return row, row if batched_turns else token, lambda kv_heads, entry: (batch * kv_heads + entry) * length + token
+
+
+def _load_turns(cos_ref, sin_ref, row) -> list:
+    """[(cosines, sines)] of the columns that `pieces` of half a head names."""
+    return [tuple(ref[row, pl.ds(*piece)] for ref in (cos_ref, sin_ref)) for piece in pieces(cos_ref.shape[1])]
+
+
+def _head_pieces(head: _Head) -> list[tuple[int, int]]:
+    """(offset, size) within a head; where it is turned, pairs of them: of the first half and of the second."""
+    if not head.turned:
+        return pieces(head.width)
+    half = head.width // 2
+    return [(start + at, size) for at, size in pieces(half) for start in (0, half)]
+
+
+def _batches(heads: Iterable[_Head], loads: Callable[[_Head], int]) -> list[list[_Head]]:
+    """Neighbouring heads, so many that they are loaded by `_LOADS` loads."""
+    out: list[list[_Head]] = []
+    free = 0
+    for head in heads:
+        if loads(head) > free or not out:
+            out.append([])
+            free = _LOADS
+        out[-1].append(head)
+        free -= loads(head)
+    return out
+
+
+def _turn(values: list, turns: list, sign: int) -> list:
+    """Halves of a head in float32, turned by their positions; backwards if the sign is negative."""
+    out = []
+    for first, second, (cos, sin) in zip(values[::2], values[1::2], turns, strict=True):
+        sin = sign * sin
+        out += [first * cos - second * sin, second * cos + first * sin]
+    return out
+
+
+def _split_kernel(projected_ref, cos_ref, sin_ref, *out_refs, rows: int, length: int, layout: _Layout):
+    """projected_ref [B * T, width], turns [(B *) T, H / 2]; out: arrays by key/value head [B * K * T, columns]."""
+    row, turn_row, row_of = _where(rows, length, cos_ref.shape[0] > length)
+    turns = _load_turns(cos_ref, sin_ref, turn_row)
+    for heads in _batches(layout.heads(), lambda head: len(_head_pieces(head))):
+        loaded = [
+            [projected_ref[row, pl.ds(head.column + at, size)] for at, size in _head_pieces(head)] for head in heads
+        ]
+        for head, values in zip(heads, loaded, strict=True):
+            if head.turned:
+                values = _turn([x.astype(jnp.float32) for x in values], turns, 1)
+            out_ref, out_row = out_refs[head.array], row_of(layout.kv_heads, head.entry)
+            for (at, size), value in zip(_head_pieces(head), values, strict=True):
+                out_ref[out_row, pl.ds(head.offset + at, size)] = value.astype(out_ref.dtype)
+
+
+def _join_kernel(cos_ref, sin_ref, *refs, rows: int, length: int, layout: _Layout):
+    """Turns, three gradients of the query, those of the other arrays by key/value head, and of the logits with the
+    padding behind them [B * T, columns]; out: the projection's gradient [B * T, width]."""
+    *grad_refs, tail_ref, out_ref = refs
+    queries, others = grad_refs[:3], grad_refs[3:]
+    row, turn_row, row_of = _where(rows, length, cos_ref.shape[0] > length)
+    turns = _load_turns(cos_ref, sin_ref, turn_row)
+
+    def sources(head: _Head) -> list:
+        return queries if head.array == 0 else [others[head.array - 1]]
+
+    def load(head: _Head) -> list[list]:
+        grad_row = row_of(layout.kv_heads, head.entry)
+        columns = [pl.ds(head.offset + at, size) for at, size in _head_pieces(head)]
+        return [[ref[grad_row, column] for ref in sources(head)] for column in columns]
+
+    for heads in _batches(layout.heads(), lambda head: len(sources(head)) * len(_head_pieces(head))):
+        loaded = [load(head) for head in heads]
+        for head, values in zip(heads, loaded, strict=True):
+            sums = [x[0] for x in values]
+            if head.turned:
+                wide = [[part.astype(jnp.float32) for part in x] for x in values]
+                sums = _turn([sum(x[1:], x[0]) for x in wide], turns, -1)
+            for (at, size), value in zip(_head_pieces(head), sums, strict=True):
+                out_ref[row, pl.ds(head.column + at, size)] = value.astype(out_ref.dtype)
+    for at, size in pieces(tail_ref.shape[1]):
+        out_ref[row, pl.ds(layout.logits + at, size)] = tail_ref[row, pl.ds(at, size)]
+
+
+def _call(kernel, name: str, out_shape, batch: int, length: int, layout: _Layout, *arrays):
+    widest = max(size for dim in (layout.head_dim // 2, layout.value_dim) for _, size in pieces(dim))
+    rows = 1 << (max(16, min(64, 2 * _TILE // widest)).bit_length() - 1)
+    return triton_call(
+        functools.partial(kernel, rows=rows, length=length, layout=layout),
+        num_warps=_WARPS,
+        num_stages=1,
+        grid=(pl.cdiv(length, rows), batch),
+        out_shape=out_shape,
+        name=name,
+    )(*arrays)
+
+
+def _flat(x: jax.Array, columns: int) -> jax.Array:
+    return x.reshape(-1, columns)
+
+
+def _forward(projected: jax.Array, cos: jax.Array, sin: jax.Array, layout: _Layout) -> Pieces:
+    batch, length, width = projected.shape
+    entries = batch * layout.kv_heads
+    shapes = [jax.ShapeDtypeStruct((entries * length, columns), projected.dtype) for columns in layout.widths]
+    arrays = (_flat(projected, width), *(_flat(x, layout.head_dim // 2) for x in (cos, sin)))
+    query, *others = _call(_split_kernel, NAME, shapes, batch, length, layout, *arrays)
+    query = query.reshape(entries, length, layout.group, layout.head_dim)
+    others = [x.reshape(entries, length, 1, x.shape[-1]) for x in others]
+    logits = lax.slice_in_dim(projected, layout.logits, layout.logits + 3 * layout.num_heads, axis=2)
+    # The barrier hides the kernel from XLA's dynamic-slice fusion, see `layer.nsa`: a scan may keep these arrays.
+    query, others, logits = checkpoint_name(lax.optimization_barrier((query, others, logits)), _PIECES)
+    return Pieces._make([(query,) * 3, *others, logits])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _split(projected: jax.Array, cos: jax.Array, sin: jax.Array, layout: _Layout) -> Pieces:
+    return _forward(projected, cos, sin, layout)
+
+
+def _split_fwd(projected, cos, sin, layout: _Layout):
+    (projected,) = first_derivative(projected)
+    return _forward(projected, cos, sin, layout), (cos, sin)
+
+
+def _split_bwd(layout: _Layout, residuals, gradients: Pieces):
+    queries, *others, logits = jax.tree.map(lambda x: first_derivative(x)[0], gradients)
+    (batch, length), dtype = logits.shape[:2], logits.dtype
+    columns = layout.width - layout.logits
+    # Padded here, so that the kernel copies whole widths.
+    tail = jnp.pad(_flat(logits, logits.shape[-1]), ((0, 0), (0, columns - logits.shape[-1])))
+    arrays = (
+        *(_flat(x, layout.head_dim // 2) for x in residuals),
+        *(_flat(x, layout.widths[0]) for x in queries),
+        *(_flat(x, x.shape[-1]) for x in others),
+        tail,
+    )
+    out_shape = jax.ShapeDtypeStruct((batch * length, layout.width), dtype)
+    out = _call(_join_kernel, NAME + "_gradient", out_shape, batch, length, layout, *arrays)
+    return out.reshape(batch, length, layout.width), None, None  # the turns are of integer positions
+
+
+_split.defvjp(_split_fwd, _split_bwd)
+
+
+def split_projection(
+    projected: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+) -> Pieces:
+    """Cuts a fused projection into its parts, rotates query and keys (RoPE), and puts key/value heads into the batch.
+
+    Args:
+      projected: [B, T, W], whose columns are the query (N*H), raw key (K*H) and value (K*V), the selected branch's key
+        and value, the window's key and value, the gates' logits (3*N), then padding, whose gradient is 0. H must be a
+        multiple of 16.
+      cos, sin: float32 [1 or B, T, H / 2], see `nsa_jax.nn.layers.rope_turns`. They get no gradient.
+      num_heads: N.
+      num_kv_heads: K.
+      head_dim: H.
+      value_dim: V.
+    """
+    layout = _Layout(num_heads, num_kv_heads, head_dim, value_dim, projected.shape[-1])
+    return _split(projected, cos, sin, layout)

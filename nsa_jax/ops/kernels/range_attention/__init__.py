@@ -1,0 +1,1 @@
+"""Attention of every query over one contiguous range of keys: the compressed and the window branch."""

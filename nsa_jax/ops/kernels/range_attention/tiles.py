@@ -1,0 +1,118 @@
+"""Tiles of ranged attention: what its forward and backward kernels share.
+
+The query rows of one key/value head are (token, head) pairs in that order: row r is token `r // G`, head `r % G`. A
+query tile is a run of rows, so any G fills it. Past the last row it repeats that row: the same values are computed and
+stored.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.kernels.triton import dot
+
+# Stands for the log-sum-exp of a row that must get no weight: exp2(score - this) is exactly 0.
+NO_WEIGHT = 1e30
+
+
+def row_products(a, b) -> jax.Array:
+    """Products of the rows of `a` [R, D] with those of `b` [M, D], both in pieces of a head dim: float32 [R, M]."""
+    total = dot(a[0], b[0], (1, 1))
+    for x, y in zip(a[1:], b[1:], strict=True):
+        total += dot(x, y, (1, 1))
+    return total
+
+
+def rows_spec(rows: int, dim: int | None = None) -> pl.BlockSpec:
+    """One batch entry of an array [B, rows] or [B, rows, dim]; the batch is the grid's last dimension."""
+    if dim is None:
+        return pl.BlockSpec((None, rows), lambda *g: (g[-1], 0))
+    return pl.BlockSpec((None, rows, dim), lambda *g: (g[-1], 0, 0))
+
+
+def query_rows(tile, rows: int, group: int, heads: int, kv_head, length: int):
+    """Token of each row of a query tile and its index into the [T * N] view, both int32 [rows]."""
+    r = tile * rows + lax.broadcasted_iota(jnp.int32, (rows,), 0)
+    if length * group % rows:
+        r = jnp.minimum(r, length * group - 1)
+    token = lax.div(r, jnp.int32(group))
+    return token, token * heads + kv_head * group + lax.rem(r, jnp.int32(group))
+
+
+def key_block(i, size: int, num_keys: int, exact: bool):
+    """Index of the i-th block of keys; an `exact` one lies within the keys, others repeat the last key past the end."""
+    if (exact and num_keys >= size) or num_keys % size == 0:
+        return pl.ds(pl.multiple_of(i * size, size), size)
+    return jnp.minimum(i * size + lax.broadcasted_iota(jnp.int32, (size,), 0), num_keys - 1)
+
+
+def key_loops(step, low, high, size: int, carry):
+    """Runs step(exact, i, carry) over the key blocks that a query tile sees.
+
+    Args:
+      step: `exact` is True where every row sees the whole block, so that nothing needs a mask.
+      low, high: int32 [rows] ranges; rows that see nothing have low = S and high = 0.
+      size: keys per block.
+      carry: the loop's state.
+    """
+    size = jnp.int32(size)
+    begin = lax.div(low.min(), size)
+    end = jnp.maximum(lax.div(high.max() + size - 1, size), begin)
+    exact_begin = jnp.clip(lax.div(low.max() + size - 1, size), begin, end)
+    exact_end = jnp.clip(lax.div(high.min(), size), exact_begin, end)
+    carry = lax.fori_loop(begin, exact_begin, lambda i, c: step(False, i, c), carry)
+    carry = lax.fori_loop(exact_begin, exact_end, lambda i, c: step(True, i, c), carry)
+    return lax.fori_loop(exact_end, end, lambda i, c: step(False, i, c), carry)
+
+
+def query_tile_ranges(low, high, group: int, rows: int, keys: int, num_keys: int) -> jax.Array:
+    """Which query tiles each key block must visit, for any `low` and `high`, monotone or not.
+
+    Args:
+      low, high: int32 [B, T] ranges; queries that see nothing have low = S and high = 0.
+      group: G.
+      rows: rows per query tile.
+      keys: keys per block.
+      num_keys: S.
+
+    Returns:
+      int32 [B, 4, number of key blocks] tile indices (first, whole_begin, whole_end, last): every tile that sees
+      anything of the block is in [first, last), and all rows of the tiles in [whole_begin, whole_end) see all of it or
+      nothing of any key.
+    """
+    low, high = jnp.repeat(low, group, axis=1), jnp.repeat(high, group, axis=1)
+    batch, num_rows = low.shape
+    tiles = pl.cdiv(num_rows, rows)
+    pad = ((0, 0), (0, tiles * rows - num_rows))
+
+    def per_tile(x, fill, reduce):
+        return reduce(jnp.pad(x, pad, constant_values=fill).reshape(batch, tiles, rows), axis=2)[:, :, None]
+
+    empty = high <= low
+    lowest, highest = per_tile(low, num_keys, jnp.min), per_tile(high, 0, jnp.max)
+    # A row without keys has weights 0 whatever the mask says, so it does not keep a tile from being whole.
+    low_max = per_tile(jnp.where(empty, 0, low), 0, jnp.max)
+    high_min = per_tile(jnp.where(empty, num_keys, high), num_keys, jnp.min)
+    begin = jnp.arange(0, num_keys, keys, dtype=jnp.int32)
+    end = jnp.minimum(begin + keys, num_keys)
+    tile = jnp.arange(tiles, dtype=jnp.int32)[:, None]
+    seen = (lowest < end) & (highest > begin)
+    whole = (low_max <= begin) & (high_min >= end)
+    last = jnp.max(jnp.where(seen, tile + 1, 0), axis=1)
+    first = jnp.minimum(jnp.min(jnp.where(seen, tile, tiles), axis=1), last)
+    inside = (tile >= first[:, None]) & (tile < last[:, None])
+    whole_begin = jnp.min(jnp.where(inside & whole, tile, last[:, None]), axis=1)
+    after = inside & ~whole & (tile >= whole_begin[:, None])
+    whole_end = jnp.min(jnp.where(after, tile, last[:, None]), axis=1)
+    return jnp.stack([first, whole_begin, whole_end, last], axis=1)
+
+
+def splits_for(key, value, num_rows: int, *, keys: int, rows: int) -> int:
+    """Programs per block of `keys` keys in the dk, dv kernel, for `num_rows` query rows per key/value head."""
+    batch, num_keys, kv_heads, h_dim = key.shape
+    share_bytes = batch * num_keys * kv_heads * (h_dim + value.shape[-1]) * 4
+    return tuning.ranged_splits(pl.cdiv(num_keys, keys) * kv_heads * batch, pl.cdiv(num_rows, rows), share_bytes)

@@ -1,0 +1,1 @@
+"""Attention of every query over its own list of key blocks."""

@@ -1,0 +1,305 @@
+"""Selected attention by key block: the queries that listed a block are gathered to it, then each adds up its shares.
+
+For few query heads per key/value head (small G) the per-token loop reads 64 keys and values for G rows. Here a program
+holds one key block and walks the queries that listed it, many of them in one matrix product: the traffic per list entry
+falls from K and V of a block to one query and one share of the output. The shares pass through memory, one per list
+entry, in a buffer of bounded size; a second kernel adds them up in list order, so results are bit-reproducible.
+
+On Hopper `by_block_sm90` computes the shares of groups of 6 heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.kernels.readers import InvertedLists, invert
+from nsa_jax.ops.kernels.selected import by_block_sm90
+from nsa_jax.ops.kernels.selected.softmax import NEG, key_rows, store_once
+from nsa_jax.ops.kernels.triton import LN2, LOG2E, dot, pieces, triton_call
+from nsa_jax.ops.target import current_target
+
+# Shares that are in flight together. On an H200 two took 0.85 ms and four 0.89 (4 rows of 65,536, N=6, K=1, H=64, 8 to
+# 13 shares of every token; without the guard for tokens that have none).
+_SHARES_AT_ONCE = 2
+
+
+def _share_kernel(
+    offset_ref, row_ref, order_ref, block_ref, begin_ref, end_ref, start_ref, q_ref, k_ref, v_ref, share_ref, lse_ref,
+    *, rows, group, chunk_tokens, num_chunks, num_listed, longest, select_block, size, scale, num_keys, packed, exact,
+):  # fmt: skip
+    """One work item: a key block and up to `longest` of the list entries that name it.
+
+    order_ref [rows, E]; block_ref, begin_ref, end_ref [rows, W]; start_ref [B, T]; q_ref [B, T, K, G, H];
+    k_ref [B, S, K, H]; v_ref [B, S, K, V]; share_ref [R, E, G, V] and lse_ref [R, E, G] for the R rows of this call.
+    """
+    item, here = pl.program_id(0), pl.program_id(1)
+    line = row_ref[0] + here
+    num_kv, v_dim = v_ref.shape[2:]
+    batch, kv_head, chunk = line // (num_kv * num_chunks), line // num_chunks % num_kv, line % num_chunks
+    begin, end = begin_ref[line, item], end_ref[line, item]
+    start = block_ref[line, item] * select_block
+    step = rows // group
+    row = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows,), 0), step * group - 1)
+    head = row % group
+    last = jnp.minimum(num_keys - 1 - start, select_block - 1)
+
+    @pl.when(end > begin)
+    def attend():
+        # K and V stay on chip for all the queries of the item.
+        at = batch, kv_head
+        keys = [
+            key_rows(k_ref, at, start, size, num_keys, offset, width, exact)
+            for offset, width in pieces(k_ref.shape[-1])
+        ]
+        values = [key_rows(v_ref, at, start, size, num_keys, offset, width, exact) for offset, width in pieces(v_dim)]
+
+        def entries_at(index):
+            """Of list entries from `begin` on: (place in the lists, token), past the end those of the last."""
+            entry = order_ref[line, jnp.minimum(begin + index, end - 1)]
+            return entry, chunk * chunk_tokens + entry // num_listed
+
+        def body(i, carry, masked):
+            # Rows past the item's end repeat its last entry and write the same values to the same place.
+            entry, token = entries_at(i * step + row // group)
+            scores = functools.reduce(
+                operator.add,
+                (
+                    dot(q_ref[batch, token, kv_head, head, pl.ds(offset, width)], key, (1, 1))
+                    for key, (offset, width) in zip(keys, pieces(q_ref.shape[-1]), strict=True)
+                ),
+            )
+            if masked:
+                column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+                visible = column <= jnp.minimum(token + offset_ref[0] - start, last)[:, None]
+                if packed:
+                    visible &= column >= (start_ref[batch, token] - start)[:, None]
+                scores = jnp.where(visible, scores, NEG)
+            peak = jnp.max(scores, axis=1) * scale
+            weights = jnp.exp2(scores * scale - peak[:, None])
+            total = jnp.sum(weights, axis=1)
+            weights = weights.astype(v_ref.dtype)
+            inverse = (1.0 / total)[:, None]
+            for value, (offset, width) in zip(values, pieces(v_dim), strict=True):
+                share = (dot(weights, value, (1, 0)) * inverse).astype(share_ref.dtype)
+                store_once(share_ref, (here, entry, head, pl.ds(offset, width)), share)
+            lse_ref[here, entry, head] = peak + jnp.log2(total)
+            return carry
+
+        # Queries ascend, so those that see a part of the block only come first, unless rows are packed.
+        index = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(longest),), 0)
+        _, token = entries_at(index)
+        whole = (token + offset_ref[0] - start >= size - 1) & (last == size - 1)
+        if packed:
+            whole &= start_ref[batch, token] <= start
+        partial = jnp.max(jnp.where(whole | (begin + index >= end), 0, index + 1))
+        lax.fori_loop(0, pl.cdiv(partial, step), functools.partial(body, masked=True), 0)
+        lax.fori_loop(pl.cdiv(partial, step), pl.cdiv(end - begin, step), functools.partial(body, masked=False), 0)
+
+
+def _sum_kernel(
+    row_ref, count_ref, share_ref, share_lse_ref, before_ref, before_lse_ref, o_ref, lse_ref,
+    *, rows, group, length, chunk_tokens, num_chunks, num_listed,
+):  # fmt: skip
+    """Adds the shares of a tile of tokens to what their shared blocks gave.
+
+    count_ref [rows, tokens], how many shares a token has; share_ref [R, E, G, V]; share_lse_ref [R, E, G], base 2;
+    before_ref and o_ref [B, T, K, G, V]; before_lse_ref and lse_ref [B, T, K, G], natural.
+    """
+    here = pl.program_id(1)
+    line = row_ref[0] + here
+    num_kv, _, v_dim = o_ref.shape[2:]
+    batch, kv_head, chunk = line // (num_kv * num_chunks), line // num_chunks % num_kv, line % num_chunks
+    step = rows // group
+    row = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows,), 0), step * group - 1)
+    head = row % group
+    last = jnp.minimum(chunk_tokens, length - chunk * chunk_tokens) - 1
+    begin = pl.program_id(0) * step
+    inside = jnp.maximum(jnp.minimum(begin + row // group, last), 0)
+    count = count_ref[line, inside]
+    most = jnp.max(count)
+
+    # Tokens are updated in place: no program but the last one's own may repeat it.
+    @pl.when((most > 0) & (begin <= last))
+    def add():
+        token = chunk * chunk_tokens + inside
+        before = before_lse_ref[batch, token, kv_head, head] * LOG2E
+        some = before > -jnp.inf
+        acc = tuple(
+            before_ref[batch, token, kv_head, head, pl.ds(at, width)].astype(jnp.float32) for at, width in pieces(v_dim)
+        )
+
+        def body(step, state):
+            acc, peak, total = state
+            # Several shares at a time, so that their loads are in flight together.
+            slots = [step * _SHARES_AT_ONCE + i for i in range(_SHARES_AT_ONCE)]
+            real = [slot < count for slot in slots]
+            entries = [inside * num_listed + jnp.minimum(slot, jnp.maximum(count - 1, 0)) for slot in slots]
+            # The shares first: what follows waits at barriers for the small loads.
+            shares = [
+                [share_ref[here, entry, head, pl.ds(at, width)] for at, width in pieces(v_dim)] for entry in entries
+            ]
+            lses = [jnp.where(r, share_lse_ref[here, entry, head], NEG) for r, entry in zip(real, entries, strict=True)]
+            new_peak = functools.reduce(jnp.maximum, lses, peak)
+            alpha = jnp.exp2(peak - new_peak)
+            weights = [jnp.where(r, jnp.exp2(x - new_peak), 0.0) for r, x in zip(real, lses, strict=True)]
+            sums = [a * alpha[:, None] for a in acc]
+            for weight, share in zip(weights, shares, strict=True):
+                sums = [a + x.astype(jnp.float32) * weight[:, None] for a, x in zip(sums, share, strict=True)]
+            return tuple(sums), new_peak, sum(weights, start=total * alpha)
+
+        state = acc, jnp.where(some, before, NEG), jnp.where(some, 1.0, 0.0)
+        sums, peak, total = lax.fori_loop(0, pl.cdiv(most, _SHARES_AT_ONCE), body, state)
+        # Where a token has no share at all, what was read was never written and may be anything, NaN included.
+        acc = tuple(jnp.where((count > 0)[:, None], new, old) for new, old in zip(sums, acc, strict=True))
+        some = peak > 0.5 * NEG
+        total = jnp.where(some, total, 1.0)
+        inverse = jnp.where(some, 1.0 / total, 0.0)
+        for a, (at, width) in zip(acc, pieces(v_dim), strict=True):
+            o_ref[batch, token, kv_head, head, pl.ds(at, width)] = (a * inverse[:, None]).astype(o_ref.dtype)
+        lse_ref[batch, token, kv_head, head] = jnp.where(some, (peak + jnp.log2(total)) * LN2, -jnp.inf)
+
+
+def _full(array) -> pl.BlockSpec:
+    """The whole array: the kernels index it themselves, since which row they serve is known at run time only."""
+    return pl.BlockSpec(array.shape, lambda *_: (0,) * len(array.shape))
+
+
+def _shares(
+    query_offset, first_row, inverted: InvertedLists, segment_start, query, key, value,
+    *, select_block: int, at_once: int, chunk_tokens: int, num_listed: int, packed: bool, config,
+):  # fmt: skip
+    """`_share_kernel` over `at_once` rows of the inverted lists; see `by_block_sm90.shares`."""
+    batch, _, num_kv, group, h_dim = query.shape
+    num_keys, v_dim = value.shape[1], value.shape[-1]
+    entries, size = chunk_tokens * num_listed, config.keys
+    lists = inverted.order, inverted.block, inverted.begin, inverted.end
+    args = (query_offset, first_row, *lists, segment_start, query, key, value)
+    out_shape = [
+        jax.ShapeDtypeStruct((at_once, entries, group, v_dim), query.dtype),
+        jax.ShapeDtypeStruct((at_once, entries, group), jnp.float32),
+    ]
+    return triton_call(
+        functools.partial(
+            _share_kernel,
+            rows=max(config.gather_rows, pl.next_power_of_2(group)),
+            group=group,
+            chunk_tokens=chunk_tokens,
+            num_chunks=inverted.block.shape[0] // (batch * num_kv),
+            num_listed=num_listed,
+            longest=config.chunk,
+            select_block=select_block,
+            size=size,
+            scale=LOG2E / math.sqrt(h_dim),
+            num_keys=num_keys,
+            packed=packed,
+            exact=num_keys % size == 0 and select_block == size,
+        ),
+        num_warps=config.gather_warps,
+        num_stages=config.gather_stages,
+        grid=(inverted.block.shape[1], at_once),
+        in_specs=[_full(x) for x in args],
+        out_specs=[_full(x) for x in out_shape],
+        out_shape=out_shape,
+        name="nsa_selected_forward_shares",
+    )(*args)
+
+
+def _add_shares(first_row, count, share, share_lse, out, lse, *, num_listed: int):
+    """`_sum_kernel` over as many rows of the inverted lists as `share` has: the new (out, lse)."""
+    at_once, _, group, v_dim = share.shape
+    batch, length, num_kv = out.shape[:3]
+    rows, chunk_tokens = max(32, pl.next_power_of_2(group)), count.shape[1]
+    args = (first_row, count, share, share_lse, out, lse)
+    total = triton_call(
+        functools.partial(
+            _sum_kernel,
+            rows=rows,
+            group=group,
+            length=length,
+            chunk_tokens=chunk_tokens,
+            num_chunks=count.shape[0] // (batch * num_kv),
+            num_listed=num_listed,
+        ),
+        num_warps=max(1, min(8, rows * v_dim // 256)),
+        num_stages=2,
+        grid=(pl.cdiv(chunk_tokens, rows // group), at_once),
+        in_specs=[_full(x) for x in args],
+        out_specs=[_full(out), _full(lse)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)],
+        input_output_aliases={4: 0, 5: 1},
+        name="nsa_selected_forward_sum",
+    )(*args)
+    return tuple(total)
+
+
+def continue_by_key_block(
+    query, key, value, lists, segment_start, query_offset, out, lse, *, select_block, packed, config
+):
+    """Adds the listed blocks to the attention of every query.
+
+    Args:
+      query: [B, T, K, G, H].
+      key: [B, S, K, H].
+      value: [B, S, K, V].
+      lists: int32 [B, T, K, n], blocks that overlap each query's visible range, padded with J at the end.
+      segment_start: int32 [B, T].
+      query_offset: int32 [1].
+      out: [B, T, K, G, V] attention over other blocks so far, exactly 0 where there was none.
+      lse: float32 [B, T, K, G], its natural-log log-sum-exp, -inf where there was none.
+      select_block: l'.
+      packed: whether segment_start matters.
+      config: a `tuning.SelectedConfig`.
+
+    Returns:
+      The new (out, lse).
+    """
+    batch, length, num_kv, group, h_dim = query.shape
+    num_keys, v_dim = value.shape[1], value.shape[-1]
+    num_listed = lists.shape[-1]
+    num_blocks = pl.cdiv(num_keys, select_block)
+    hopper = by_block_sm90.serves(query, value, select_block, current_target())
+    limits: Any = tuning.selected_gather_config() if hopper else config
+
+    # A row is one (batch row, kv head, range of tokens): what shares a buffer of shares and is sorted together.
+    per_token = num_listed * group * (v_dim * query.dtype.itemsize + 4)
+    most_tokens = min(limits.row_tokens, limits.buffer_bytes // per_token)
+    num_chunks = pl.cdiv(length, max(1, most_tokens))
+    chunk_tokens = pl.cdiv(length, num_chunks)
+    num_rows = batch * num_kv * num_chunks
+    pad = ((0, 0), (0, num_chunks * chunk_tokens - length), (0, 0), (0, 0))
+    lists = jnp.pad(lists, pad, constant_values=num_blocks).swapaxes(1, 2).reshape(num_rows, chunk_tokens, num_listed)
+    inverted: InvertedLists = invert(lists.reshape(num_rows, chunk_tokens * num_listed), num_blocks, limits.chunk)
+
+    at_once = max(
+        n
+        for n in range(1, num_rows + 1)
+        if num_rows % n == 0 and (n == 1 or n * chunk_tokens * per_token <= limits.buffer_bytes)
+    )
+    serve_entries = by_block_sm90.shares if hopper else functools.partial(_shares, select_block=select_block)
+    shares = functools.partial(
+        serve_entries,
+        at_once=at_once,
+        chunk_tokens=chunk_tokens,
+        num_listed=num_listed,
+        packed=packed,
+        config=limits,
+    )
+    count = (lists < num_blocks).sum(-1, dtype=jnp.int32)
+
+    def serve(i, state):
+        row = (i * at_once).astype(jnp.int32).reshape(1)
+        args = query_offset, row, inverted, segment_start, query, key, value
+        return _add_shares(row, count, *shares(*args), *state, num_listed=num_listed)
+
+    if num_rows == at_once:
+        return serve(jnp.zeros((), jnp.int32), (out, lse))
+    return lax.fori_loop(0, num_rows // at_once, serve, (out, lse))

@@ -1,0 +1,225 @@
+"""Key-major pass of the selected branch's backward for Hopper, for shares of dq: the counterpart of the Triton kernel
+in `selected_backward` for groups of heads that no tile of 64 rows holds a whole number of, 6 heads above all.
+
+A warpgroup has a work item of its own and walks the rows, (query, head) pairs, of its list entries, 64 at a time, as
+the forward's does in `by_block_sm90`. Each thread copies its part of the rows of queries and of the output's
+cotangents to shared memory, where three products need them, and stores its part of the shares of dq from registers
+(`sm90_gather`). So warpgroups wait for nobody, and three on a multiprocessor hide each other's latency.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nsa_jax.ops.kernels import readers
+from nsa_jax.ops.kernels.range_attention.sm90_forward import ROWS
+from nsa_jax.ops.kernels.triton import LOG2E
+from nsa_jax.ops.target import Target
+
+if TYPE_CHECKING:
+    from nsa_jax.ops.kernels.selected.backward import Plan
+
+_WARPGROUPS = 3  # as many as there is shared memory for
+_LEAST_CHUNK = 1024
+
+
+def serves(query, value, group: int, select_block: int, chunk: int, target: Target) -> bool:
+    """Whether this kernel should serve these inputs on `target`; `chunk` is the most list entries of a work item.
+
+    On an H200 2.50 ms, where the Triton kernel took 3.77 and one fed by TMA 3.05, and 0.22 for statistics gathered
+    before (4 rows of 65,536, N=6, K=1, H=64, lists random). Other groups of heads would do as well; they have not been
+    measured, nor have short work items.
+    """
+    return (
+        target.is_hopper
+        and query.dtype == jnp.bfloat16
+        and query.shape[-1] == value.shape[-1] == select_block == ROWS
+        and group == 6
+        and max(query.size, value.size) // ROWS < 2**31
+        and chunk >= _LEAST_CHUNK
+    )
+
+
+def prepare(inverted: readers.InvertedLists, segment_start, query_offset, plan: Plan):
+    """What all steps share: whether rows are packed, the list entries, and work items as (item, its block, begin, end).
+
+    Items int32 [B*K*ranges, W'], W' the next multiple of `_WARPGROUPS`, by falling length: the warpgroups of a program
+    take about as long as each other, and what takes long starts first. Arguments as `grad_scores_sm90.prepare`.
+    """
+    del query_offset
+    pad = ((0, 0), (0, -plan.items % _WARPGROUPS))
+    block, begin, end = (jnp.pad(x, pad) for x in (inverted.block, inverted.begin, inverted.end))
+    longest = plan.config.chunk
+    _, item = readers.sort_entries(longest - (end - begin), longest + 1)
+    sorted_items = (jnp.take_along_axis(x, item, axis=1) for x in (block, begin, end))
+    # Queries of one document see whole blocks from the block's end on.
+    packed = (segment_start > 0).any().astype(jnp.int32).reshape(1)
+    return packed, inverted.order.reshape(-1), item, *sorted_items
+
+
+def key_major(step, prepared, tensors, plan: Plan):
+    """One step of the pass; `prepared` is `prepare`'s result, the rest as in `grad_scores_sm90.key_major`."""
+    # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from nsa_jax.ops.kernels import sm90, sm90_gather
+
+    query, key, value, d_out, lse, delta, start = tensors
+    group, num_kv, scale = plan.group, plan.num_kv, plan.scale
+    packed, *work = prepared
+    step = jnp.concatenate([step, packed])
+    spare_row = plan.pairs * plan.entries * group
+
+    def nsa_selected_backward_key_major(*refs):
+        step_ref, order_ref, item_ref, block_ref, begin_ref, end_ref, start_ref, lse_ref, delta_ref, *arrays = refs
+        query_ref, grad_ref, key_ref, value_ref, buffer_ref, dk_ref, dv_ref, *buffers = arrays
+        wg = lax.axis_index("wg")
+        local_pair, position = lax.axis_index("pair"), lax.axis_index("item") * _WARPGROUPS + wg
+        pair = step_ref[0] + local_pair
+        batch, kv_head = lax.div(pair, jnp.int32(num_kv)), lax.rem(pair, jnp.int32(num_kv))
+        line = pair * plan.ranges + step_ref[1]
+        begin, end, item = begin_ref[line, position], end_ref[line, position], item_ref[line, position]
+        first_key = block_ref[line, position] * ROWS
+        # Of the range's first query, among those of all batch rows and in the keys' row.
+        first_query = batch * plan.length + step_ref[1] * plan.range_length
+        first_position = step_ref[1] * plan.range_length + step_ref[2]
+        shape = (ROWS, ROWS)
+        last = jnp.minimum(plan.num_keys - 1 - first_key, ROWS - 1)
+        rows = (end - begin) * group
+
+        def numbers_of(tile):
+            return sm90_gather.rows_of_tile(tile, rows, group)
+
+        def entries_of(tile):
+            return sm90_gather.load_numbers(order_ref, numbers_of(tile)[1] + (line * plan.entries + begin))
+
+        def local_token(entry):
+            return lax.div(entry, jnp.int32(plan.slots))
+
+        def query_rows(tile, entry):
+            """Where a tile's rows are among those of all queries."""
+            _, _, head = numbers_of(tile)
+            return local_token(entry) * plan.num_heads + (first_query * plan.num_heads + kv_head * group) + head
+
+        def statistics(tile, at):
+            """Base-2 lse and delta of the rows."""
+            row_lse, row_delta = (sm90_gather.load_numbers(x, at) for x in (lse_ref, delta_ref))
+            # A row that must not count has no probability anywhere.
+            return jnp.where(numbers_of(tile)[0], row_lse, jnp.inf), row_delta
+
+        def tiles_of(tile, wg):
+            """Where the queries of a tile and their output's cotangents lie in shared memory."""
+            slot = wg * 2 + lax.rem(tile, jnp.int32(2))
+            return tuple(x.at[slot] for x in buffers[5:])
+
+        def copy(tile, at, wg):
+            for ref, rows_tile in zip((query_ref, grad_ref), tiles_of(tile, wg), strict=True):
+                sm90_gather.copy_rows(ref, at, rows_tile)
+
+        def sees_whole(number):
+            """Whether the query of an entry of the item, and so those after it, see all that follow up to its end."""
+            entry = order_ref[line * plan.entries + jnp.minimum(begin + number, end - 1)]
+            return local_token(entry) + first_position - first_key >= ROWS - 1
+
+        @pl.when(end > begin)
+        def _():
+            entry, following = entries_of(0), entries_of(1)
+            # The queries of the block itself, which see a part of it, come first; lists may also name later blocks.
+            num_tiles = lax.div(rows + ROWS - 1, jnp.int32(ROWS))
+            num_masked = jnp.where(
+                sees_whole(ROWS - 1), jnp.minimum(num_tiles, pl.cdiv((ROWS - 1) * group, ROWS)), num_tiles
+            )
+            num_masked = jnp.where(sees_whole(0), 0, num_masked)
+            num_masked = jnp.where((step_ref[3] != 0) | (last < ROWS - 1), num_tiles, num_masked)
+
+            key_row = sm90_gather.rows_of_block(first_key, plan.num_keys, batch, kv_head, num_kv)
+            sm90_gather.copy_rows(key_ref, key_row, buffers[0].at[wg])
+            sm90_gather.copy_rows(value_ref, key_row, buffers[1].at[wg])
+            at = query_rows(0, entry)
+            copy(0, at, wg)
+            row_lse, row_delta = statistics(0, at)
+            buffers[2].at[wg][...] = sm90_gather.load_rows(key_ref, key_row)  # their columns are those of the shares
+
+            def mask(weights, low, high):
+                return jnp.where(sm90_gather.visible(low, high), weights, 0.0)
+
+            def body(masked, tile, carry):
+                dk, dv, entry, row_lse, row_delta, following = carry
+                wg_here = sm90_gather.computed_here(wg)
+                keys, values, dq_keys, probs_tile, scores_tile = (x.at[wg_here] for x in buffers[:5])
+                queries, grads = tiles_of(tile, wg_here)
+                if masked:
+                    token = local_token(entry)
+                    low = sm90_gather.load_numbers(start_ref, token + first_query) - first_key
+                    high = jnp.minimum(token + (first_position - first_key), last)
+                # Behind this all threads' copies have arrived, and all products of the tile before are done: its
+                # queries' memory is free for those of the next tile, its probabilities' for new ones.
+                sm90_gather.wait_copies()
+                plgpu.commit_smem()
+                at = query_rows(tile + 1, following)
+
+                def score(refs):
+                    plgpu.wgmma(refs[0], queries, sm90.transpose(keys))
+                    plgpu.wgmma(refs[1], grads, sm90.transpose(values))
+                    copy(tile + 1, at, wg_here)
+
+                zeros = lambda: plgpu.ACC.init(sm90_gather.zeros(ROWS))  # noqa: E731
+                # The gradient of the weights begins with what is to be subtracted from it.
+                accs = zeros(), plgpu.ACC.init(lax.broadcast_in_dim(-row_delta, shape, [0]))
+                scores, d_weights = pl.run_state(score)(accs)
+                weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_lse, shape, [0]))
+                if masked:
+                    any_hidden = sm90_gather.any_in_warp(jnp.maximum(low, 0) | (ROWS - 1 - high))
+                    weights = lax.cond(any_hidden, lambda x: mask(x, low, high), lambda x: x, weights)
+                probs_tile[...] = weights.astype(query_ref.dtype)
+                d_scores = (weights * d_weights).astype(query_ref.dtype)
+                scores_tile[...] = d_scores
+                plgpu.commit_smem()
+                # Here, where registers are free: what the next tile needs, and the queries after those.
+                next_statistics = statistics(tile + 1, query_rows(tile + 1, following))
+                after = entries_of(tile + 2)
+
+                def accumulate(refs):
+                    plgpu.wgmma(refs[0], d_scores, dq_keys)
+                    plgpu.wgmma(refs[1], sm90.transpose(scores_tile), queries)
+                    plgpu.wgmma(refs[2], sm90.transpose(probs_tile), grads)
+
+                all_sums = zeros(), plgpu.ACC.init(dk), plgpu.ACC.init(dv)
+                share, dk, dv = pl.run_state(accumulate)(all_sums)
+                counts, _, head = numbers_of(tile)
+                place = jnp.where(counts, (entry + local_pair * plan.entries) * group + head, spare_row)
+                sm90_gather.store_rows(buffer_ref, place, share.astype(buffer_ref.dtype))
+                return dk, dv, following, *next_statistics, after
+
+            sums = sm90.zeros(shape), sm90.zeros(shape)
+            carry = *sums, entry, row_lse, row_delta, following
+            carry = lax.fori_loop(0, num_masked, functools.partial(body, True), carry)
+            dk, dv, *_ = lax.fori_loop(num_masked, num_tiles, functools.partial(body, False), carry)
+            sm90_gather.wait_copies()  # of the tile behind the last one
+            sm90.store(dk_ref.at[local_pair, item], dk * scale)
+            sm90.store(dv_ref.at[local_pair, item], dv)
+
+    tiled = functools.partial(sm90.tiled, dtype=query.dtype)
+    once, twice = (tiled(n * _WARPGROUPS, ROWS, ROWS) for n in (1, 2))
+    buffer, dk, dv = plgpu.kernel(
+        nsa_selected_backward_key_major,
+        out_type=[
+            jax.ShapeDtypeStruct((spare_row + group, ROWS), query.dtype),
+            *[jax.ShapeDtypeStruct((plan.pairs, plan.items, ROWS, ROWS), jnp.float32)] * 2,
+        ],
+        scratch_types=[*[once] * 5, *[twice] * 2],
+        grid=(pl.cdiv(plan.items, _WARPGROUPS), plan.pairs),  # the last runs fastest
+        grid_names=("item", "pair"),
+        num_threads=_WARPGROUPS,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )(step, *work, start, lse, delta, query, d_out, key, value)
+    return tuple(x.reshape(-1, ROWS) for x in (buffer, dk, dv))

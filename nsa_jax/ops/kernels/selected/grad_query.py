@@ -1,0 +1,185 @@
+"""dq of selected attention from the score gradients that the key-major pass left in a buffer.
+
+A query's dq is the sum over its list of score gradients times keys. As in the forward, blocks that several tokens of a
+tile list are read once for the whole tile, and the rest of each list token by token, on top of that sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from nsa_jax.ops.kernels.selected.neighbours import Split, can_have_slots, slot_of, split_lists
+from nsa_jax.ops.kernels.triton import dot, load_rows, pieces, store_rows, triton_call
+
+if TYPE_CHECKING:
+    from nsa_jax.ops.kernels.selected.backward import Plan
+
+
+def split_for(block_indices, segment_start, query_offset, plan: Plan) -> Split | None:
+    """The lists split by tiles, or None where every token goes by itself."""
+    config = plan.config
+    if not config.keep_scores or config.tile == 1 or not can_have_slots(config.tile, plan.slots):
+        return None
+    return split_lists(
+        block_indices, segment_start, query_offset, tile=config.tile, share=config.share,
+        select_block=plan.select_block, num_keys=plan.num_keys, packed=True, with_slots=True,
+    )  # fmt: skip
+
+
+def _token_kernel(step_ref, *refs, plan: Plan, rows: int, resume: bool):
+    """dq [B*T*N, H] of one query and key/value head: its score gradients times the keys of its blocks.
+
+    refs: what tells the list (with `resume` `Split.rest` and `num_rest`, else how many entries each query has and the
+    entries of every range), d_scores [(pairs*E + 1) * G, columns], key [B*S*K, H], dq so far, dq.
+    """
+    *list_refs, d_scores_ref, key_ref, before_ref, d_query_ref = refs
+    local, local_pair = pl.program_id(0), pl.program_id(1)
+    pair = step_ref[0] + local_pair
+    token = step_ref[1] * plan.range_length + local
+    batch, head = pair // plan.num_kv, pair % plan.num_kv
+
+    @pl.when(token < plan.length)
+    def _():
+        if resume:
+            tile, padded = plan.config.tile, pl.next_power_of_2(plan.slots)
+            at = batch, token // tile, token % tile, head
+            # One element for most programs where neighbours share their lists: there is nothing left to do.
+            count = list_refs[1][batch, head, token // tile, token % tile]
+        else:
+            count = list_refs[0][pair, token]
+        member = jnp.minimum(lax.iota(jnp.int32, rows), plan.group - 1)  # surplus rows repeat the last head
+        out_row = (batch * plan.length + token) * plan.num_heads + head * plan.group + member
+
+        def entry(i):
+            """(block, slot) of the i-th entry."""
+            if resume:
+                value = list_refs[0][(*at, i)]
+                return value // padded, value % padded
+            return list_refs[1][pair * plan.ranges + step_ref[1], local * plan.slots + i], i
+
+        def add(i, carry):
+            total, (block, slot) = carry
+            following = entry(jnp.minimum(i + 1, plan.slots - 1))
+            key = load_rows(key_ref, plan.key_rows(batch, head, block, 0, plan.columns)[0], plan.head_dim)
+            share = local_pair * plan.entries + local * plan.slots + slot
+            d_scores = d_scores_ref[share * plan.group + member, :]
+            total = [acc + dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)]
+            return total, following
+
+        def run():
+            if resume:
+                before = load_rows(before_ref, out_row, plan.head_dim)
+                total = [piece.astype(jnp.float32) * (1.0 / plan.scale) for piece in before]
+            else:
+                total = [jnp.zeros((rows, size), jnp.float32) for _, size in pieces(plan.head_dim)]
+            total, _ = lax.fori_loop(0, count, add, (total, entry(0)))
+            store_rows(d_query_ref, out_row, [piece * plan.scale for piece in total])
+
+        if resume:
+            pl.when(count > 0)(run)
+        else:
+            run()
+
+
+def _tile_kernel(
+    step_ref,
+    block_ref,
+    bits_ref,
+    slots_ref,
+    count_ref,
+    d_scores_ref,
+    key_ref,
+    _dq,
+    d_query_ref,
+    *,
+    plan: Plan,
+    rows: int,
+):
+    """dq [B*T*N, H] of a tile of tokens over the blocks that they share.
+
+    block_ref, bits_ref, slots_ref [B, K, tiles, U + 1] and count_ref [B, K, tiles, 2] as in `Split`.
+    """
+    tile = plan.config.tile
+    local, local_pair = pl.program_id(0) * tile, pl.program_id(1)
+    pair = step_ref[0] + local_pair
+    batch, head = pair // plan.num_kv, pair % plan.num_kv
+    first = step_ref[1] * plan.range_length + local
+
+    @pl.when(first < plan.length)
+    def _():
+        at = batch, head, first // tile
+        # Rows past the last token or head repeat the last one and write the same values to the same place.
+        row = jnp.minimum(lax.iota(jnp.int32, rows), tile * plan.group - 1)
+        last = jnp.minimum(tile, plan.length - first) - 1
+        inside, member = jnp.minimum(row // plan.group, last), row % plan.group
+        first_share = (local_pair * plan.entries + (local + inside) * plan.slots) * plan.group + member
+        shape = rows, plan.columns
+        column = lax.broadcasted_iota(jnp.int32, shape, 1)
+
+        def entry(u):
+            return block_ref[(*at, u)], bits_ref[(*at, u)], slots_ref[(*at, u)]
+
+        def add(u, carry):
+            total, (block, bits, places) = carry
+            # One step ahead in registers: as loads of this step they would take a stage of the pipeline of the tiles.
+            following = entry(u + 1)
+            share = lax.broadcast_in_dim(first_share + slot_of(places, inside) * plan.group, shape, (0,))
+            mine = lax.broadcast_in_dim(((bits >> inside) & 1) == 1, shape, (0,))
+            # The copy to shared memory fills in the zeros, and the product takes both tiles from there: a `where` after
+            # the load would take this one through registers and back.
+            d_scores = pltriton.load(d_scores_ref.at[share, column], mask=mine, other=0.0)
+            key = load_rows(key_ref, plan.key_rows(batch, head, block, 0, plan.columns)[0], plan.head_dim)
+            total = [acc + dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)]
+            return total, following
+
+        total = [jnp.zeros((rows, size), jnp.float32) for _, size in pieces(plan.head_dim)]
+        total, _ = lax.fori_loop(0, count_ref[(*at, 0)], add, (total, entry(0)))
+        out_row = (batch * plan.length + first + inside) * plan.num_heads + head * plan.group + member
+        store_rows(d_query_ref, out_row, [piece * plan.scale for piece in total])
+
+
+def finish_query(step, split: Split | None, counts, entries, buffer, key, d_query, plan: Plan):
+    """Adds one step's score gradients into the rows of d_query [B*T*N, H] that the step owns.
+
+    Args:
+      step: int32 [3], first pair, range index, query_offset.
+      split: `split_for`'s result.
+      counts: int32 [B*K, at least T], entries of every query.
+      entries: int32 [B*K*ranges, E], block lists.
+      buffer: score gradients [(pairs*E + 1) * G, columns].
+      key: [B*S*K, H].
+      d_query: [B*T*N, H].
+      plan: static sizes.
+    """
+    out_shape = jax.ShapeDtypeStruct(d_query.shape, d_query.dtype)
+    config = plan.config
+    lists: tuple[jax.Array, ...] = (counts, entries)
+    if split is not None:
+        assert split.slots is not None and split.num_rest is not None
+        lists = (split.rest, split.num_rest)
+        d_query = triton_call(
+            functools.partial(_tile_kernel, plan=plan, rows=max(16, pl.next_power_of_2(config.tile * plan.group))),
+            grid=(pl.cdiv(plan.range_length, config.tile), plan.pairs),
+            out_shape=out_shape,
+            input_output_aliases={7: 0},
+            num_warps=config.tile_warps,
+            num_stages=3,
+            name="nsa_selected_backward_query_tiles",
+        )(step, split.block, split.bits, split.slots, split.num_shared, buffer, key, d_query)
+    rows = max(16, pl.next_power_of_2(plan.group))
+    return triton_call(
+        functools.partial(_token_kernel, plan=plan, rows=rows, resume=split is not None),
+        grid=(plan.range_length, plan.pairs),
+        out_shape=out_shape,
+        input_output_aliases={3 + len(lists): 0},
+        num_warps=2 if rows * plan.head_dim <= 2048 else 4,
+        num_stages=3 if d_query.dtype == jnp.bfloat16 else 1,
+        name="nsa_selected_backward_query_major",
+    )(step, *lists, buffer, key, d_query)

@@ -1,0 +1,277 @@
+"""Key-major pass of the selected branch's backward for Hopper: the counterpart of the Triton kernel in
+`selected_backward`, for score gradients kept in the buffer and blocks of 64 keys.
+
+Two warpgroups compute, each on a work item of its own, so that one's exponentials overlap the other's products. Each
+has one that serves it: the queries of a work item are G rows of memory each, wherever its list points, and TMA copies
+them to a tile of 64 rows. The transposed score gradients leave through shared memory, G rows per list entry, also by
+TMA; the serving warpgroup starts those copies, which cost the computing one a fifth of its time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nsa_jax.ops.kernels import readers
+from nsa_jax.ops.kernels.range_attention.sm90_forward import ROWS
+from nsa_jax.ops.kernels.triton import LOG2E
+from nsa_jax.ops.target import Target
+
+if TYPE_CHECKING:
+    from nsa_jax.ops.kernels.selected.backward import Plan
+
+_WARPGROUPS = 2
+# In `order` of `prepare`'s result: the entry's query does not see all of its block.
+_MASKED = 1 << 30
+
+
+def serves(query, value, group: int, select_block: int, target: Target) -> bool:
+    """Whether this kernel can serve these inputs on `target`."""
+    narrow = all(dim in (64, 128) for dim in (query.shape[-1], value.shape[-1]))
+    return (
+        target.is_hopper
+        and query.dtype == jnp.bfloat16
+        and narrow
+        and select_block == ROWS
+        and group in (8, 16, 32, 64)
+    )
+
+
+def prepare(inverted: readers.InvertedLists, segment_start, query_offset, plan: Plan) -> readers.InvertedLists:
+    """What all steps share: the inverted lists, with a mark in `order` where a query does not see the whole block.
+
+    Args:
+      inverted: inverted lists.
+      segment_start: int32 [B, T].
+      query_offset: int32 scalar.
+      plan: static sizes.
+    """
+    row = jnp.arange(inverted.order.shape[0], dtype=jnp.int32)[:, None]
+    token = jnp.minimum(row % plan.ranges * plan.range_length + inverted.order // plan.slots, plan.length - 1)
+    start = segment_start[row // plan.ranges // plan.num_kv, token]
+    first = inverted.entry_block * ROWS
+    whole = (token + query_offset >= first + ROWS - 1) & (start <= first)
+    return inverted._replace(order=jnp.where(whole, inverted.order, inverted.order | _MASKED))
+
+
+def key_major(step, inverted: readers.InvertedLists, tensors, plan: Plan):
+    """One step of the pass: (buffer, dk and dv of every work item), as the Triton kernel writes them.
+
+    Args:
+      step: int32 [3], first pair, range index, query_offset.
+      inverted: `prepare`'s result.
+      tensors: query [B*T*N, H], key [B*S*K, H], value [B*S*K, V], d_out [B*T*N, V], base-2 lse and delta float32
+        [B*T*N], segment_start int32 [B*T].
+      plan: static sizes.
+    """
+    # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from nsa_jax.ops.kernels import sm90
+
+    query, key, value, d_out, lse, delta, start = tensors
+    group, num_kv, items = plan.group, plan.num_kv, plan.items
+    rows_of = (plan.batch, plan.length, plan.num_heads)
+    query, d_out = query.reshape(*rows_of, -1), d_out.reshape(*rows_of, -1)
+    key, value = (sm90.whole_tiles(x.reshape(plan.batch, plan.num_keys, num_kv, -1)) for x in (key, value))
+    start = start.reshape(plan.batch, plan.length)
+    per_tile = ROWS // group
+    stages = 2 if plan.head_dim + plan.value_dim > 128 else 3
+    scale = plan.scale
+
+    # Rows that a tile gathers lie apart; their statistics are gathered here, for TMA takes no rows of 4 * G bytes.
+    pair = step[0] + jnp.arange(plan.pairs, dtype=jnp.int32)[:, None]
+    here = inverted.order[pair[:, 0] * plan.ranges + step[1]] & (_MASKED - 1)
+    token = jnp.minimum(step[1] * plan.range_length + here // plan.slots, plan.length - 1)
+    by_head = (plan.batch, plan.length, num_kv, group)
+    statistics = [
+        x.reshape(by_head)[pair // num_kv, token, pair % num_kv].reshape(plan.pairs, -1) for x in (lse, delta)
+    ]
+
+    def kernel(*refs, buffers, barriers):
+        step_ref, order_ref, block_ref, begin_ref, end_ref, start_ref, lse_ref, delta_ref, *arrays = refs
+        query_ref, grad_ref, key_ref, value_ref, buffer_ref, dk_ref, dv_ref = arrays
+        key_smem, value_smem, query_smem, grad_smem, out_smem, lse_smem, delta_smem, partial_smem = buffers
+        keys_loaded, query_loaded, grad_loaded, query_freed, grad_freed, out_freed = barriers
+        wg = lax.axis_index("wg")
+        mine = lax.rem(wg, jnp.int32(_WARPGROUPS))
+        local_pair, item = lax.axis_index("pair"), lax.axis_index("item") * _WARPGROUPS + mine
+        pair = step_ref[0] + local_pair
+        batch, head = lax.div(pair, jnp.int32(num_kv)), lax.rem(pair, jnp.int32(num_kv))
+        row = pair * plan.ranges + step_ref[1]
+        first_query, offset = step_ref[1] * plan.range_length, step_ref[2]
+        inside = jnp.minimum(item, items - 1)
+        begin, block = begin_ref[row, inside], block_ref[row, inside]
+        end = jnp.where(item < items, end_ref[row, inside], begin)
+        first_key = block * ROWS
+        last_key = jnp.minimum(first_key + ROWS, plan.num_keys) - 1
+        tiles = lax.div(end - begin + per_tile - 1, jnp.int32(per_tile))
+        heads = pl.ds(head * group, group)
+
+        def entries_of(tile):
+            """The tile's list entries; past the item's end they repeat the last one."""
+            return tuple(order_ref[row, jnp.minimum(begin + tile * per_tile + i, end - 1)] for i in range(per_tile))
+
+        def token_of(entry):
+            return first_query + lax.div(entry & (_MASKED - 1), jnp.int32(plan.slots))
+
+        @pl.when((wg < _WARPGROUPS) & (tiles > 0))
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+            index = (batch, pl.ds(first_key, ROWS), head)
+            plgpu.copy_gmem_to_smem(key_ref.at[index], key_smem.at[mine], keys_loaded.at[mine])
+            plgpu.copy_gmem_to_smem(value_ref.at[index], value_smem.at[mine], keys_loaded.at[mine])
+            plgpu.barrier_wait(keys_loaded.at[mine])
+            layout, shape = plgpu.Layout.WGMMA.reduce(0), (ROWS, ROWS)
+
+            def mask(weights, tile, count):
+                """Weights [keys, rows] with what a query does not see, and whole entries from `count` on, set to 0."""
+                position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + first_key
+                which = lax.div(
+                    plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA), jnp.int32(group)
+                )
+                for i, entry in enumerate(entries_of(tile)):
+                    token = token_of(entry)
+                    high = jnp.where(i < count, jnp.minimum(token + offset, last_key), -1)
+                    hidden = (position > high) | (position < start_ref[batch, token])
+                    weights = jnp.where((which == i) & hidden, 0.0, weights)
+                return weights
+
+            def body(tile, carry):
+                dk, dv = carry
+                slot = mine * stages + lax.rem(tile, jnp.int32(stages))
+                plgpu.barrier_wait(query_loaded.at[slot])
+
+                def multiply(scores_ref):
+                    plgpu.wgmma(scores_ref, key_smem.at[mine], sm90.transpose(query_smem.at[slot]))
+                    return scores_ref[...]
+
+                scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+                row_lse = lax.broadcast_in_dim(sm90.load(lse_smem.at[slot], layout), shape, [1])
+                weights = jnp.exp2(scores * (scale * LOG2E) - row_lse)
+                weights = lax.cond(
+                    partial_smem[slot] != 0,
+                    lambda weights: mask(weights, tile, end - begin - tile * per_tile),
+                    lambda weights: weights,
+                    weights,
+                )
+                half = weights.astype(query_ref.dtype)
+                plgpu.barrier_wait(grad_loaded.at[slot])
+
+                def multiply_grad(refs):
+                    dv_acc, d_weights_ref = refs
+                    plgpu.wgmma(dv_acc, half, grad_smem.at[slot])
+                    plgpu.wgmma(d_weights_ref, value_smem.at[mine], sm90.transpose(grad_smem.at[slot]))
+
+                accs = plgpu.ACC.init(dv), plgpu.ACC.init(sm90.zeros(shape))
+                dv, d_weights = pl.run_state(multiply_grad)(accs)
+                row_delta = lax.broadcast_in_dim(sm90.load(delta_smem.at[slot], layout), shape, [1])
+                plgpu.barrier_arrive(grad_freed.at[slot])
+                d_scores = (weights * (d_weights - row_delta)).astype(query_ref.dtype)
+
+                def accumulate(dk_acc):
+                    plgpu.wgmma(dk_acc, d_scores, query_smem.at[slot])
+                    transposed = plgpu.layout_cast(d_scores, plgpu.Layout.WGMMA_TRANSPOSED)
+                    pl.when(tile > 0)(lambda: plgpu.barrier_wait(out_freed.at[mine]))
+                    sm90.transpose(out_smem.at[mine])[...] = transposed
+                    plgpu.commit_smem()
+
+                dk = pl.run_state(accumulate)(plgpu.ACC.init(dk))
+                plgpu.barrier_arrive(query_freed.at[slot])
+                return dk, dv
+
+            carry = sm90.zeros((ROWS, plan.head_dim)), sm90.zeros((ROWS, plan.value_dim))
+            dk, dv = lax.fori_loop(0, tiles, body, carry)
+            sm90.store(dk_ref.at[local_pair, item], dk * scale)
+            sm90.store(dv_ref.at[local_pair, item], dv)
+
+        @pl.when((wg >= _WARPGROUPS) & (tiles > 0))
+        def _serve():
+            plgpu.set_max_registers(24, action="decrease")
+
+            def load(tile, slot, entries):
+                count = end - begin - tile * per_tile
+                partial = (functools.reduce(jnp.bitwise_or, entries) >= _MASKED) | (count < per_tile)
+                partial_smem[slot] = partial.astype(jnp.int32)
+                plgpu.barrier_arrive(query_loaded.at[slot])
+                rows = pl.ds((begin + tile * per_tile) * group, ROWS)
+                for ref, smem, row_ref, row_smem, loaded, freed in (
+                    (query_ref, query_smem, lse_ref, lse_smem, query_loaded, None),
+                    (grad_ref, grad_smem, delta_ref, delta_smem, grad_loaded, grad_freed),
+                ):
+                    if freed is not None:
+                        pl.when(tile >= stages)(functools.partial(plgpu.barrier_wait, freed.at[slot]))
+                    for i, entry in enumerate(entries):
+                        part = smem.at[slot, pl.ds(i * group, group)]
+                        plgpu.copy_gmem_to_smem(ref.at[batch, token_of(entry), heads], part, loaded.at[slot])
+                    plgpu.copy_gmem_to_smem(row_ref.at[local_pair, rows], row_smem.at[slot], loaded.at[slot])
+
+            def store(tile):
+                count = end - begin - tile * per_tile
+                for i, entry in enumerate(entries_of(tile)):
+                    place = local_pair * plan.entries + (entry & (_MASKED - 1))
+                    # What repeats the last entry must not be written over it.
+                    place = jnp.where(i < count, place, plan.pairs * plan.entries)
+                    part = out_smem.at[mine, pl.ds(i * group, group)]
+                    plgpu.copy_smem_to_gmem(part, buffer_ref.at[place], commit_group=i == per_tile - 1)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(out_freed.at[mine])
+
+            def serve(tile, entries):
+                following = entries_of(tile + 1)
+                slot = mine * stages + lax.rem(tile, jnp.int32(stages))
+                pl.when(tile >= stages)(lambda: plgpu.barrier_wait(query_freed.at[slot]))
+                pl.when(tile < tiles)(lambda: load(tile, slot, entries))
+                pl.when(tile >= stages)(lambda: store(tile - stages))
+                return following
+
+            lax.fori_loop(0, tiles + stages, serve, entries_of(0))
+            plgpu.wait_smem_to_gmem(0)
+
+    def nsa_selected_backward_key_major(*refs):
+        tiled = functools.partial(sm90.tiled, dtype=query.dtype)
+        slots = _WARPGROUPS * stages
+        vector = plgpu.SMEM((slots, ROWS), jnp.float32)
+        loaded = lambda arrivals: plgpu.Barrier(num_barriers=slots, num_arrivals=arrivals)  # noqa: E731
+        freed = plgpu.Barrier(num_barriers=slots)
+        pl.run_scoped(
+            lambda buffers, barriers: kernel(*refs, buffers=buffers, barriers=barriers),
+            (
+                tiled(_WARPGROUPS, ROWS, plan.head_dim),
+                tiled(_WARPGROUPS, ROWS, plan.value_dim),
+                tiled(slots, ROWS, plan.head_dim),
+                tiled(slots, ROWS, plan.value_dim),
+                tiled(_WARPGROUPS, ROWS, ROWS),
+                vector,
+                vector,
+                plgpu.SMEM((slots,), jnp.int32),
+            ),
+            (
+                plgpu.Barrier(num_barriers=_WARPGROUPS, num_arrivals=2),
+                loaded(per_tile + 2),
+                loaded(per_tile + 1),
+                freed,
+                freed,
+                plgpu.Barrier(num_barriers=_WARPGROUPS),
+            ),
+            collective_axes="wg",
+        )
+
+    buffer, dk, dv = plgpu.kernel(
+        nsa_selected_backward_key_major,
+        out_type=[
+            jax.ShapeDtypeStruct((plan.pairs * plan.entries + 1, group, ROWS), query.dtype),
+            *[jax.ShapeDtypeStruct((plan.pairs, items, ROWS, x.shape[-1]), jnp.float32) for x in (key, value)],
+        ],
+        grid=(-(-items // _WARPGROUPS), plan.pairs),
+        grid_names=("item", "pair"),
+        num_threads=2 * _WARPGROUPS,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(step, inverted.order, inverted.block, inverted.begin, inverted.end, start, *statistics, query, d_out, key, value)
+    return buffer.reshape(-1, ROWS), *(x.reshape(-1, x.shape[-1]) for x in (dk, dv))

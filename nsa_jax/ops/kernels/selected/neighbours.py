@@ -1,0 +1,194 @@
+"""Block lists split by tiles of neighbouring tokens: what a tile shares and what is left to each token.
+
+A block that several tokens of a tile list is read once for all of them, by a program with many rows; the rest of each
+list is read token by token. Forward and the backward's query-major pass work this way.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops.kernels.triton import triton_call
+
+# Bits of a word that tell a block's place in one token's list.
+_SLOT_BITS = 4
+
+
+def can_have_slots(tile: int, num_listed: int) -> bool:
+    """Whether `Split.slots` can hold the places of a tile's tokens in lists of this length."""
+    return tile * _SLOT_BITS <= 32 and num_listed <= 1 << _SLOT_BITS
+
+
+def slot_of(word, token):
+    """The place in the list of token `token` of the tile, from an element of `Split.slots`."""
+    return (word >> _SLOT_BITS * token) & ((1 << _SLOT_BITS) - 1)
+
+
+def _split_kernel(
+    offset_ref, list_ref, start_ref, block_ref, bits_ref, count_ref, rest_ref, slots_ref=None, num_rest_ref=None,
+    *, length, num_listed, num_keys, select_block, share, packed,
+):  # fmt: skip
+    """Splits the lists of a tile of tokens: list_ref and rest_ref [Q, n], block_ref and bits_ref [U + 1]."""
+    tile = list_ref.shape[0]
+    begin = pl.program_id(0) * tile
+    shape = (pl.next_power_of_2(tile), pl.next_power_of_2(num_listed))
+    token = lax.broadcasted_iota(jnp.int32, shape, 0)
+    slot = lax.broadcasted_iota(jnp.int32, shape, 1)
+    inside = jnp.minimum(token, jnp.minimum(tile, length - begin) - 1)
+    t = jnp.minimum(begin + inside + offset_ref[0], num_keys - 1)
+    listed = list_ref[inside, jnp.minimum(slot, num_listed - 1)]
+    useful = (token == inside) & (slot < num_listed) & (listed <= t // select_block)
+    if packed:
+        start = start_ref[inside]
+        useful &= (listed >= start // select_block) & (start <= t)
+    listed = jnp.where(useful, listed, -1)
+
+    def mark(u, carry):
+        bits, slots = carry
+        # Scalar loads against the whole tile: an all-to-all comparison in one array would spill registers.
+        t_u = jnp.minimum(begin + u + offset_ref[0], num_keys - 1)
+        low, high = 0, t_u // select_block
+        if packed:
+            low = start_ref[u] // select_block
+            high = jnp.where(start_ref[u] <= t_u, high, -1)
+        same = jnp.zeros(shape, jnp.bool_)
+        place = jnp.zeros(shape, jnp.int32)
+        for i in range(num_listed):
+            other = list_ref[u, i]
+            here = listed == jnp.where((other >= low) & (other <= high), other, -2)
+            same |= here
+            if slots_ref is not None:
+                place = jnp.where(here, i, place)
+        return bits | jnp.where(same, 1 << u, 0), slots | place << _SLOT_BITS * u
+
+    zero = jnp.zeros(shape, jnp.int32)
+    bits, slots = lax.fori_loop(0, jnp.minimum(tile, length - begin), mark, (zero, zero))
+    shared = lax.population_count(bits) >= share
+    # The first token that lists a shared block enters it into the tile's list; blocks that every token reads whole go
+    # first, since they need no mask.
+    leader = shared & ((bits & -bits) == (1 << token))
+    full = leader & (listed < jnp.minimum(begin + offset_ref[0], num_keys - 1) // select_block)
+    everyone = jnp.minimum(tile, length - begin)
+    full &= lax.population_count(bits) == everyone
+    if packed:
+        full &= False
+
+    def ranks(chosen):
+        chosen = chosen.astype(jnp.int32)
+        per_token = jnp.sum(chosen, axis=1)
+        before = jnp.cumsum(per_token, axis=0) - per_token
+        return before[:, None] + jnp.cumsum(chosen, axis=1) - chosen, jnp.sum(per_token)
+
+    full_rank, num_full = ranks(full)
+    other_rank, num_other = ranks(leader & ~full)
+    rank = jnp.where(full, full_rank, num_full + other_rank)
+    rank = jnp.where(leader, rank, block_ref.shape[0] - 1)  # the last element takes what is not wanted
+    block_ref[rank] = listed
+    bits_ref[rank] = bits
+    if slots_ref is not None:
+        slots_ref[rank] = slots
+    count_ref[0] = num_full + num_other
+    count_ref[1] = num_full
+
+    keep = (useful & ~shared).astype(jnp.int32)
+    drop = ((slot < num_listed) & ~(useful & ~shared)).astype(jnp.int32)
+    num_kept = jnp.sum(keep, axis=1)
+    kept = num_kept[:, None]
+    place = jnp.where(keep == 1, jnp.cumsum(keep, axis=1) - 1, kept + jnp.cumsum(drop, axis=1) - 1)
+    place = jnp.where(slot < num_listed, place, num_listed)  # a column more than the list has takes the padding
+    left, padding = listed, pl.cdiv(num_keys, select_block)
+    if slots_ref is not None:
+        left, padding = listed * shape[1] + slot, padding * shape[1]
+    rest_ref[token, place] = jnp.where(keep == 1, left, padding)
+    if num_rest_ref is not None:
+        num_rest_ref[...] = num_kept
+
+
+class Split(NamedTuple):
+    """Lists split by tiles of Q tokens: what a tile shares, and what is left to each token.
+
+    Attributes:
+      block, bits: int32 [B, K, tiles, U + 1], a shared block and the tokens of the tile that list it.
+      num_shared: int32 [B, K, tiles, 2], how many shared blocks there are, and how many of them all
+        tokens read whole; those come first.
+      rest: int32 [B, tiles * Q', K, n + 1], the other blocks of every token, ascending, padded with J.
+      slots: int32 [B, K, tiles, U + 1], the shared block's place in the list of every token that lists it, 4 bits for
+        each token of the tile; None if they were not asked for.
+      num_rest: int32 [B, K, tiles, Q'], how many entries of `rest` are blocks; with `slots` alone.
+    """
+
+    block: jax.Array
+    bits: jax.Array
+    num_shared: jax.Array
+    rest: jax.Array
+    slots: jax.Array | None = None
+    num_rest: jax.Array | None = None
+
+
+def split_lists(
+    block_indices, segment_start, query_offset, *, tile, share, select_block, num_keys, packed, with_slots=False
+) -> Split:
+    """Splits lists by tiles of tokens.
+
+    Args:
+      block_indices: int32 [B, T, K, n].
+      segment_start: int32 [B, T].
+      query_offset: int32 scalar.
+      tile: tokens of a tile, at most 32.
+      share: how many tokens of a tile must list a block for it to count as shared.
+      select_block: l'.
+      num_keys: S.
+      packed: whether segment_start matters.
+      with_slots: `slots` and `num_rest` are wanted, see `can_have_slots`, and `rest` holds block * n' + slot, where n'
+        is n rounded up to a power of two and the slot is the block's place in its token's list; its padding is J * n'.
+    """
+    batch, length, num_kv, num_listed = block_indices.shape
+    tiles = pl.cdiv(length, tile)
+    width = tile * num_listed // share + 1
+    tile_shape = jax.ShapeDtypeStruct((batch, num_kv, tiles, width), jnp.int32)
+    padded = pl.next_power_of_2(tile)
+    if with_slots and not can_have_slots(tile, num_listed):
+        raise ValueError(f"tile={tile}, {num_listed} listed blocks: slots have {_SLOT_BITS} bits of 32")
+    tile_spec = pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0))
+    token_spec = pl.BlockSpec((None, None, None, padded), lambda i, k, b: (b, k, i, 0))
+    split = triton_call(
+        functools.partial(
+            _split_kernel,
+            length=length,
+            num_listed=num_listed,
+            num_keys=num_keys,
+            select_block=select_block,
+            share=share,
+            packed=packed,
+        ),
+        num_warps=1 if padded * num_listed <= 256 else 4,
+        num_stages=1,
+        grid=(tiles, num_kv, batch),
+        in_specs=[
+            pl.BlockSpec((1,), lambda i, k, b: (0,)),
+            pl.BlockSpec((None, tile, None, num_listed), lambda i, k, b: (b, i, k, 0)),
+            pl.BlockSpec((None, tile), lambda i, k, b: (b, i)),
+        ],
+        out_specs=[
+            tile_spec,
+            tile_spec,
+            pl.BlockSpec((None, None, None, 2), lambda i, k, b: (b, k, i, 0)),
+            pl.BlockSpec((None, None, padded, None, num_listed + 1), lambda i, k, b: (b, i, 0, k, 0)),
+            *([tile_spec, token_spec] if with_slots else ()),
+        ],
+        out_shape=[
+            tile_shape,
+            tile_shape,
+            jax.ShapeDtypeStruct((batch, num_kv, tiles, 2), jnp.int32),
+            jax.ShapeDtypeStruct((batch, tiles, padded, num_kv, num_listed + 1), jnp.int32),
+            *([tile_shape, jax.ShapeDtypeStruct((batch, num_kv, tiles, padded), jnp.int32)] if with_slots else ()),
+        ],
+        name="nsa_selected_split",
+    )(query_offset.reshape(1), block_indices, segment_start)
+    return Split(*split)

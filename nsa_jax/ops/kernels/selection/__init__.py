@@ -1,0 +1,1 @@
+"""Which blocks each query reads: importance scores and the top n."""

@@ -1,0 +1,265 @@
+"""Rows that lie scattered in memory, straight between global memory and the registers of Hopper's matrix products.
+
+A tile of 64 gathered rows that passes through shared memory costs a copy of TMA's for each run of rows, fences and
+barriers. But a product takes its left operand from registers, where 4 threads hold a row, so that each of them can
+fetch its part of it: no shared memory, and nobody to wait for.
+
+Rows that other products need as well, or as their right operand, `copy_rows` takes to shared memory, each thread its
+part.
+
+Threads fetch 16 bytes at a time, 8 neighbouring columns, where a product gives them 2 of every 8. So columns arrive in
+another order, the same for all rows, and `store_rows` puts them back. In a product of rows from `load_rows` the right
+operand must come from it too, and so must the one whose columns a result for `store_rows` has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from nsa_jax.ops.kernels.range_attention.sm90_forward import ROWS
+
+_BYTES = 16  # of one load or store
+_THREADS = 4  # that share a row
+_SWIZZLE = 128  # bytes of a row of a swizzled tile
+_SWIZZLE_ROWS = 8  # after which its pattern repeats
+_GLOBAL = 1  # LLVM's number of the address space
+
+# Of one number per row, as a product's row sums have it.
+LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+
+
+def _i32():
+    return ir.IntegerType.get_signless(32)
+
+
+def _constant(value: int):
+    return mgpu.c(value, _i32())
+
+
+def _array(registers, shape, layout, is_signed=None):
+    """A register array [shape] of a thread's registers in the order of the layout."""
+    shaped = np.empty(layout.to_mgpu().registers_shape(shape), object)
+    shaped.flat[:] = registers
+    return mgpu.FragmentedArray(_registers=shaped, _layout=layout.to_mgpu(), _is_signed=is_signed)
+
+
+def _pointers(ref, index, size: int):
+    """Where the elements of `size` bytes that a thread's registers of `index` name begin in global memory."""
+    base = mgpu.utils.memref_ptr(ref)
+    base = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), base)
+    i64 = ir.IntegerType.get_signless(64)
+    element = ir.Type.parse(f"!llvm.array<{size} x i8>")
+    for register in index.registers.flat:
+        number = llvm.extractelement(register, _constant(0))
+        yield mgpu.utils.getelementptr(base, [arith.extui(i64, number)], element)
+
+
+def _pieces(pointer, width: int):
+    """Pointers to a thread's pieces of a row of `width` bytes: of every 64 bytes, each of 4 threads has 16."""
+    thread = arith.remui(mgpu.thread_idx(), _constant(_THREADS))
+    piece = ir.Type.parse(f"!llvm.array<{_BYTES} x i8>")
+    for first in range(0, width // _BYTES, _THREADS):
+        at = arith.addi(thread, _constant(first)) if first else thread
+        yield mgpu.utils.getelementptr(pointer, [at], piece)
+
+
+def _asm(result, operands, text: str, constraints: str):
+    return llvm.inline_asm(result, operands, text, constraints, has_side_effects=True, asm_dialect=0)
+
+
+def load_rows(ref, rows):
+    """Rows of an array [R, D] in global memory, of 16-bit elements: [64, D], columns in the order of products.
+
+    Args:
+      ref: the whole array; D is a multiple of 32.
+      rows: int32 [64] in `LAYOUT`.
+    """
+    columns = ref.shape[1]
+    shape = ROWS, columns
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), LAYOUT), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout)
+    )
+    def load(_, ref, rows):
+        pair = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
+        words = llvm.StructType.get_literal([_i32()] * 4)
+        by_row: list[list[Any]] = []
+        for pointer in _pointers(ref, rows, columns * 2):
+            by_row.append([])
+            for piece in _pieces(pointer, columns * 2):
+                got = _asm(words, [piece], "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l")
+                by_row[-1] += [mgpu.utils.bitcast(llvm.extractvalue(_i32(), got, [i]), pair) for i in range(4)]
+        return _array([x for both in zip(*by_row, strict=True) for x in both], shape, layout)
+
+    return load(ref, rows)
+
+
+def store_rows(ref, rows, values) -> None:
+    """Stores what `load_rows` would load; rows that occur twice must have the same values."""
+    columns = ref.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, plgpu.Layout.WGMMA))
+    def store(_, ref, rows, values):
+        registers = list(values.registers.flat)
+        for half, pointer in enumerate(_pointers(ref, rows, columns * 2)):
+            own = registers[half::2]
+            for i, piece in enumerate(_pieces(pointer, columns * 2)):
+                words = [mgpu.utils.bitcast(x, _i32()) for x in own[i * 4 : i * 4 + 4]]
+                text = "st.global.cs.v4.b32 [$0], {$1, $2, $3, $4};"
+                _asm(ir.Type.parse("!llvm.void"), [piece, *words], text, "l,r,r,r,r")
+
+    store(ref, rows, values)
+
+
+def copy_rows(ref, rows, tile) -> None:
+    """Starts to copy rows of an array [R, 64] in global memory, of 16-bit elements, to shared memory.
+
+    Every thread copies on its own what `load_rows` would give it; `wait_copies`, then `plgpu.commit_smem`, makes the
+    tile whole for products.
+
+    Args:
+      ref: the whole array.
+      rows: int32 [64] in `LAYOUT`.
+      tile: [64, 64] of `sm90.tiled`; its columns keep their order.
+    """
+    # Rows of 128 bytes, swizzled: piece c of row r lies where c ^ (r % 8) would.
+    transforms: Any = (plgpu.TilingTransform((8, ROWS)), plgpu.SwizzleTransform(_SWIZZLE))  # type: ignore[abstract]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, plgpu.RefType(transforms)))
+    def copy(_, ref, rows, tile):
+        thread = mgpu.thread_idx()
+        of_row = arith.remui(thread, _constant(_THREADS))
+        row = arith.remui(arith.divui(thread, _constant(_THREADS)), _constant(_SWIZZLE_ROWS))  # and the one 8 further
+        warp = arith.remui(arith.divui(thread, _constant(32)), _constant(4))
+        at = arith.muli(warp, _constant(2 * _SWIZZLE_ROWS * _SWIZZLE))
+        at = arith.addi(at, arith.muli(row, _constant(_SWIZZLE)))
+        at = arith.addi(at, arith.muli(arith.xori(of_row, row), _constant(_BYTES)))
+        base = llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(tile))
+        for half, pointer in enumerate(_pointers(ref, rows, _SWIZZLE)):
+            for i, piece in enumerate(_pieces(pointer, _SWIZZLE)):
+                place = arith.addi(base, arith.xori(at, _constant(i * _THREADS * _BYTES)))
+                text = f"cp.async.cg.shared.global [$0 + {half * _SWIZZLE_ROWS * _SWIZZLE}], [$1], {_BYTES};"
+                _asm(ir.Type.parse("!llvm.void"), [place, piece], text, "r,l")
+
+    copy(ref, rows, tile)
+
+
+def wait_copies() -> None:
+    """Waits until all that a thread copied with `copy_rows` has arrived."""
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        _asm(ir.Type.parse("!llvm.void"), [], "cp.async.wait_all;", "~{memory}")
+
+    wait()
+
+
+def rows_of_tile(tile, total, group: int):
+    """Of a tile's rows, (list entry, head) pairs: whether there are that many, entry and head, int32 [64] in `LAYOUT`.
+
+    Rows from `total` on repeat the last one.
+    """
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=LAYOUT) + tile * ROWS
+    inside = jnp.minimum(row, total - 1)
+    entry = lax.div(inside, jnp.int32(group))
+    return row < total, entry, inside - entry * group
+
+
+def rows_of_block(first_key, num_keys: int, batch, kv_head, num_kv: int):
+    """Rows in [B*S*K, D] of 64 keys from `first_key` on, int32 in `LAYOUT`; behind the last key it repeats."""
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=LAYOUT) + first_key
+    return (jnp.minimum(row, num_keys - 1) + batch * num_keys) * num_kv + kv_head
+
+
+def visible(low, high):
+    """Which of 64 keys each row sees, those from `low`, int32 [64] in `LAYOUT` or None for 0, to `high`."""
+    shape = (ROWS, ROWS)
+    key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    seen = key <= lax.broadcast_in_dim(high, shape, [0])
+    return seen if low is None else seen & (key >= lax.broadcast_in_dim(low, shape, [0]))
+
+
+def load_numbers(ref, index):
+    """int32 or float32 numbers of an array [n] in global memory: [64] in `LAYOUT`, like `index`."""
+    whole = jnp.issubdtype(ref.dtype, jnp.integer)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), LAYOUT), return_type=plgpu.ShapeDtypeStruct((ROWS,), ref.dtype, layout=LAYOUT)
+    )
+    def load(_, ref, index):
+        number = ir.MemRefType(ref.type).element_type
+        single = ir.VectorType.get((1,), number)
+        text, constraints = "ld.global.nc.b32 $0, [$1];", "=r,l" if whole else "=f,l"
+        got = [_asm(number, [x], text, constraints) for x in _pointers(ref, index, 4)]
+        return _array([vector.broadcast(single, x) for x in got], (ROWS,), LAYOUT, is_signed=True if whole else None)
+
+    return load(ref, index)
+
+
+def store_numbers(ref, index, values) -> None:
+    """Stores float32 numbers [64] to an array [n] in global memory; places that occur twice must have the same ones."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT))
+    def store(_, ref, index, values):
+        for pointer, register in zip(_pointers(ref, index, 4), values.registers.flat, strict=True):
+            word = llvm.extractelement(register, _constant(0))
+            _asm(ir.Type.parse("!llvm.void"), [pointer, word], "st.global.cs.b32 [$0], $1;", "l,f")
+
+    store(ref, index, values)
+
+
+def zeros(columns: int):
+    """float32 zeros [64, columns] for a product to add to, which the compiler then leaves out.
+
+    It does so where it finds a zero in the basic block of the product, not where it had one in a register before: of
+    where this one comes from LLVM knows nothing.
+    """
+    shape, layout = (ROWS, columns), plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout))
+    def make(_):
+        zero = _asm(ir.F32Type.get(), [], "mov.b32 $0, 0;", "=f")
+        return mgpu.FragmentedArray.splat(zero, shape, layout.to_mgpu())
+
+    return make()
+
+
+def any_in_warp(numbers):
+    """Whether any of the rows of a warp has a number, of int32 [64] in `LAYOUT`, other than 0: its threads agree."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(LAYOUT,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def vote(_, numbers):
+        word, *others = (llvm.extractelement(x, _constant(0)) for x in numbers.registers.flat)
+        for other in others:
+            word = arith.ori(word, other)
+        text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+        return mgpu.FragmentedArray.splat(_asm(_i32(), [word], text, "=r,r"), (), is_signed=True)
+
+    return vote(numbers) != 0
+
+
+def computed_here(number):
+    """An int32 number, such that what depends on it is computed where it is used rather than kept in registers.
+
+    LLVM would compute it once, before a loop, for all iterations, and run out of registers there.
+    """
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(scalar,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    def move(_, number):
+        moved = _asm(_i32(), [number.registers.item()], "mov.b32 $0, $1;", "=r,r")
+        return mgpu.FragmentedArray.splat(moved, (), is_signed=True)
+
+    return move(number)

@@ -1,0 +1,256 @@
+"""Runs Mosaic GPU (Hopper) kernels on the CPU in JAX's interpreter for them, which lacks a little.
+
+The interpreter simulates warpgroups, shared memory, TMA and barriers and finds data races. What changes in JAX 0.12's:
+
+- It does not know `pl.run_state` on accumulators: a scoped one starts at zero and its initial value is added behind.
+- It does not know products whose left operand is in registers, nor look for races in what products read.
+- It asks for a fence between a warpgroup's read and TMA's writing over it, where a barrier is enough: every read counts
+  as a fence. A missing barrier is still found; a missing fence only where nobody reads between the two accesses.
+- What a warpgroup writes, fences and multiplies would be a race: a fence takes time of its own here.
+- It lets TMA read from any address: here only from multiples of 16 bytes, as the hardware does.
+- It keeps a buffer for each view of `boxed_tiles`: here the two views of a tile are one.
+- It cannot reshape what TMA copies: here that takes the shape of the place it is copied to.
+- It knows nothing of `sm90_gather`, which is written in MLIR: here the same is done row by row, with columns in the
+  order that products have them in, so that they do not fit those of a matrix that came otherwise.
+- It compiles a kernel anew for every warpgroup of every program: here once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops.target import Target, compile_for
+
+
+def skip_where_missing() -> None:
+    """Skips the test module where JAX cannot interpret the kernels."""
+    if jax.__version_info__ < (0, 12):
+        pytest.skip("needs the Mosaic GPU interpreter of JAX 0.12, which knows plgpu.load", allow_module_level=True)
+    pytest.importorskip("jax.experimental.pallas.mosaic_gpu", exc_type=ImportError)
+
+
+@contextlib.contextmanager
+def interpret(monkeypatch, *, unread_row: int | None = None):
+    """Makes ops traced in this context choose Hopper's kernels and interpret them; a data race raises.
+
+    Args:
+      monkeypatch: pytest's, whose end undoes all changes to JAX.
+      unread_row: a row of an output that several writers may fill at once, since nobody reads it.
+
+    Yields:
+      A list that takes the module names of the Mosaic kernels as they are called.
+    """
+    from jax._src.pallas.mosaic.interpret import thread_map
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, race_detection_state
+    from jax._src.state.types import ReshapeTransform
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from nsa_jax.ops.kernels import sm90
+
+    called: list[str] = []
+    # Copies take turns on the simulated threads of TMA; those that share one look as if they were ordered.
+    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
+    kernel = plgpu.kernel
+
+    def recording_kernel(entry, **kwargs):
+        called.append(entry.__module__.rpartition(".")[-1])
+        return kernel(entry, interpret=params, **kwargs)
+
+    def run_state(body):
+        def run(init):
+            leaves, tree = jax.tree.flatten(init)
+
+            def scoped(*refs):
+                body(jax.tree.unflatten(tree, refs))
+                return [ref[...] for ref in refs]
+
+            sums = pl.run_scoped(scoped, *(plgpu.ACC(x.shape, x.dtype) for x in leaves))
+            return jax.tree.unflatten(tree, [x + total for x, total in zip(leaves, sums, strict=True)])
+
+        return run
+
+    races = race_detection_state.GPURaceDetectionState
+    check_write = races.check_write
+
+    def check_write_of_read_rows(self, thread, clock, key, place, *args, **kwargs):
+        if unread_row is None or place.range[:1] != (unread_row,):
+            check_write(self, thread, clock, key, place, *args, **kwargs)
+
+    def boxed_tiles(slots, width, dtype):
+        return [plgpu.SMEM((slots, sm90.ROWS, width), dtype), None]
+
+    def box_rows(tiles, slot, tokens, group):
+        return tiles[0].at[slot, pl.ds(0, tokens * group)].reshape(tokens, group, tiles[0].shape[-1])
+
+    memory = gpu_callbacks.memory.GPUSharedMemory
+    commit, store = memory.commit_smem, memory.store_buffer_content
+
+    def commit_later(self, thread):
+        self.incr_clock(thread)
+        commit(self, thread)
+
+    for replacement in _ROWS:
+        monkeypatch.setattr(sm90_gather, replacement.__name__[1:], replacement)
+    monkeypatch.setattr(memory, "commit_smem", commit_later)
+    monkeypatch.setattr(gpu_callbacks, "AsyncCopyGmemToSmemTask", _aligned_copy(gpu_callbacks))
+    monkeypatch.setattr(races, "check_write", check_write_of_read_rows)
+    monkeypatch.setattr(plgpu, "kernel", recording_kernel)
+
+    def store_reshaped(self, key, place, value, *args, **kwargs):
+        return store(self, key, place, value.reshape(place.shape), *args, **kwargs)
+
+    clip, remove_noops = gpu_callbacks._clip_store_to_shape, gpu_callbacks._remove_noop_transforms
+
+    def remove_reshapes(transforms):
+        return tuple(x for x in remove_noops(transforms) if not isinstance(x, ReshapeTransform))
+
+    monkeypatch.setattr(gpu_callbacks, "_remove_noop_transforms", remove_reshapes)
+    monkeypatch.setattr(
+        gpu_callbacks, "_clip_store_to_shape", lambda at, value, shape: clip(at, value.reshape(at.shape), shape)
+    )
+    monkeypatch.setattr(memory, "store_buffer_content", store_reshaped)
+    monkeypatch.setattr(sm90, "boxed_tiles", boxed_tiles)
+    monkeypatch.setattr(sm90, "box_rows", box_rows)
+    monkeypatch.setattr(pl, "run_state", run_state)
+    monkeypatch.setattr(plgpu.ACC, "init", staticmethod(lambda x: x))
+    monkeypatch.setattr(gpu_callbacks, "_get", _read_and_fence(gpu_callbacks))
+    multiply = gpu_callbacks.fail_on_exception(_multiply)
+    monkeypatch.setattr(gpu_callbacks, "wgmma", functools.partial(multiply, gpu_callbacks))
+    monkeypatch.setattr(thread_map, "_run_jaxpr", _run_compiled(thread_map._run))
+    try:
+        # A CPU with Hopper's compute capability: Triton kernels between the Mosaic ones are interpreted as well.
+        with jax.default_device(jax.devices("cpu")[0]), compile_for(Target("cpu", (9, 0))):
+            yield called
+    finally:
+        gpu_callbacks.reset_gpu_interpret_mode_state()  # a kernel that failed leaves its memory behind
+
+
+def _reorder(rows):
+    """Swaps the columns that threads hold 8 of with those that products want 2 of; its own inverse."""
+    parts = rows.reshape(rows.shape[0], -1, 4, 4, 2)
+    return parts.swapaxes(2, 3).reshape(rows.shape)
+
+
+def _load_rows(ref, rows):
+    return _reorder(ref[...][rows])
+
+
+def _store_rows(ref, rows, values):
+    values = _reorder(values)
+
+    def store(i, _):
+        ref[rows[i]] = values[i]
+
+    jax.lax.fori_loop(0, rows.shape[0], store, None)
+
+
+def _copy_rows(ref, rows, tile):
+    tile[...] = ref[...][rows]
+
+
+def _wait_copies():
+    """A copy here is one at once."""
+
+
+def _load_numbers(ref, index):
+    return ref[...][index]
+
+
+def _store_numbers(ref, index, values):
+    def store(i, _):
+        ref[index[i]] = values[i]
+
+    jax.lax.fori_loop(0, index.shape[0], store, None)
+
+
+def _zeros(columns):
+    return jnp.zeros((64, columns), jnp.float32)
+
+
+def _any_in_warp(numbers):
+    return (numbers != 0).any()
+
+
+def _computed_here(number):
+    return number
+
+
+_ROWS = (
+    _load_rows, _store_rows, _copy_rows, _wait_copies, _load_numbers, _store_numbers, _zeros, _any_in_warp,
+    _computed_here,
+)  # fmt: skip
+
+
+def _aligned_copy(callbacks):
+    """As the interpreter's copy to shared memory; one from an address that TMA cannot take raises."""
+    copy = callbacks.AsyncCopyGmemToSmemTask
+
+    def aligned(*, src_allocation_key, src_access, **kwargs):
+        array = callbacks._get_shared_memory().buffer_shape_and_dtype(src_allocation_key)
+        first = [part.start or 0 if isinstance(part, slice) else part for part in src_access.range]
+        first += [0] * (len(array.shape) - len(first))
+        strides = np.cumprod((1, *array.shape[:0:-1]))[::-1]
+        at = int(np.dot(first, strides)) * np.dtype(array.dtype).itemsize
+        if at % 16:
+            raise ValueError(f"TMA reads from byte {at} of {array}: no multiple of 16")
+        return copy(src_allocation_key=src_allocation_key, src_access=src_access, **kwargs)
+
+    return aligned
+
+
+def _read_and_fence(callbacks):
+    """As the interpreter's `_get`, followed by the fence of `plgpu.commit_smem`."""
+    read = callbacks._get
+
+    def get(token, mesh_location, thread, *args, **kwargs):
+        result = read(token, mesh_location, thread, *args, **kwargs)
+        if thread is not None:
+            callbacks._get_shared_memory().commit_smem(thread)
+        return result
+
+    return get
+
+
+def _multiply(callbacks, *, token, mesh_location, thread, source_info=None, **operands):
+    """Adds a product to an accumulator; the left operand is a buffer or, from registers, the matrix itself."""
+    memory = callbacks._get_shared_memory()
+    log = callbacks.memory.GPULoggingInfo(mesh_location, thread, source_info)
+
+    def access(name):
+        key = callbacks.HostAllocationKey.from_array(operands[f"{name}_allocation_key_as_array"])
+        transforms = callbacks._remove_noop_transforms(operands[f"{name}_transforms"])
+        return key, memory.access(key, jax.tree.map(int, transforms))
+
+    def read(name):
+        key, place = access(name)
+        content, _, clock = memory.get_buffer_content(key, place, thread, logging_info=log)
+        if memory.detect_races and name != "acc":
+            callbacks.get_races().check_read(thread, clock.async_smem_clock, key, place, source_info=source_info)
+        return np.asarray(content, np.float32)
+
+    left = np.asarray(operands["a_allocation_key_as_array"])
+    left = left.astype(np.float32) if left.ndim == 2 else read("a")
+    total = read("acc") + left @ read("b")
+    memory.store_buffer_content(*access("acc"), total, thread, logging_info=log)
+    return token
+
+
+def _run_compiled(run):
+    """As the interpreter's `_run_jaxpr`, compiling once."""
+    compiled, lock = {}, threading.Lock()
+
+    def run_jaxpr(jaxpr, consts, *args):
+        with lock:
+            if jaxpr not in compiled:
+                compiled[jaxpr] = jax.jit(run, static_argnums=0).trace(jaxpr, consts, *args).lower().compile()
+        compiled[jaxpr](consts, *args)
+
+    return run_jaxpr

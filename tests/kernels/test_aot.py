@@ -1,0 +1,142 @@
+"""Every kernel, forward and backward, compiles for A100 and H100 at the real shapes, on a machine without a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import nsa_jax
+from nsa_jax import aot
+from nsa_jax.ops import blocks
+
+CONFIG = nsa_jax.NSAConfig()
+RESIDUALS = ("nsa_attention_residuals", "nsa_block_indices")
+
+# 4 GiB is the bar, on the versions that GPU work is verified on. JAX 0.12 keeps one more copy: 4.35 GiB.
+MAX_TEMP_GIB = 4.0 if jax.__version_info__ < (0, 12) else 4.5
+
+# name: B, T, N, K, H, V
+SHAPES = {
+    "a100_prod": (8, 2048, 12, 2, 64, 64),
+    "h200_long": (1, 65536, 12, 2, 64, 64),
+    "paper": (1, 65536, 64, 4, 128, 128),
+    "paper_192": (1, 8192, 64, 4, 192, 128),
+}
+
+
+def _inputs(shape):
+    batch, length, heads, kv_heads, head, value_head = shape
+    num_cmp = blocks.num_compressed(length, CONFIG)
+
+    def array(*dims):
+        return jax.ShapeDtypeStruct((batch, *dims), jnp.bfloat16)
+
+    key, value = array(length, kv_heads, head), array(length, kv_heads, value_head)
+    compressed = array(num_cmp, kv_heads, head), array(num_cmp, kv_heads, value_head)
+    return array(length, heads, head), *compressed, key, value, key, value, array(length, heads, 3)
+
+
+def _loss(packed):
+    def loss(*args):
+        *inputs, segment_start = args if packed else (*args, None)
+        out = nsa_jax.nsa_attention(*inputs, config=CONFIG, segment_start=segment_start, implementation="pallas")
+        return out.astype(jnp.float32).sum()
+
+    return loss
+
+
+def _cases():
+    """Shape, GPU and packing: what packing changes does not depend on the shape. Few enough are not slow."""
+    for name in SHAPES:
+        for gpu in ("a100-80gb", "h100"):
+            for packed in (False, True) if name in ("a100_prod", "paper") else (False,):
+                quick = (name, packed) == ("a100_prod", True) or (name, gpu, packed) == ("paper", "h100", False)
+                label = f"{name}-{gpu}-{'packed' if packed else 'plain'}"
+                yield pytest.param(name, gpu, packed, id=label, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name,gpu,packed", list(_cases()))
+def test_forward_and_backward_compile_for_gpus_that_are_not_here(name, gpu, packed):
+    inputs = _inputs(SHAPES[name])
+    segments = (jax.ShapeDtypeStruct(inputs[0].shape[:2], jnp.int32),) if packed else ()
+    gradient = jax.grad(_loss(packed), argnums=tuple(range(8)))
+    compiled = aot.compile_for_gpu(gradient, *inputs, *segments, gpu=gpu)
+    assert "__gpu$xla.gpu.triton" in compiled.as_text()
+    temp_gib = compiled.memory_analysis().temp_size_in_bytes / 2**30
+    assert temp_gib <= MAX_TEMP_GIB
+
+
+def test_too_much_shared_memory_is_refused():
+    """The compiler really checks the GPU's limit: a kernel that needs 512 KiB must not compile for an A100."""
+    from nsa_jax.ops.kernels.triton import triton_call
+
+    def kernel(a_ref, b_ref, out_ref):
+        out_ref[...] = jnp.dot(a_ref[...], b_ref[...], preferred_element_type=jnp.float32).astype(out_ref.dtype)
+
+    square = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+
+    def run(a, b):
+        return triton_call(kernel, num_warps=8, num_stages=2, out_shape=square, grid=(1,))(a, b)
+
+    with pytest.raises(Exception, match="Shared memory size limit exceeded"):
+        aot.compile_for_gpu(run, square, square, gpu="a100-80gb")
+
+
+def test_unknown_gpu_names_the_known_ones():
+    with pytest.raises(ValueError, match="a100-80gb"):
+        aot.devices("v100")
+
+
+@pytest.mark.parametrize("heads", [16, 12])
+def test_kernels_of_layers_in_a_scan_run_once(heads):
+    """XLA would let a kernel write into the scan's residuals, and run it a second time for its other readers.
+
+    Three branches have three Hopper kernels each; in rows this short the scores have a Triton kernel.
+    """
+    query, *rest = _inputs((2, 1024, heads, 2, 64, 64))
+
+    def loss(query, keys_values, gates):
+        @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*RESIDUALS))
+        def layer(query, _):
+            out = nsa_jax.nsa_attention(query, *keys_values, gates, config=CONFIG, implementation="pallas")
+            return out, None
+
+        return jax.lax.scan(layer, query, None, length=3)[0].astype(jnp.float32).sum()
+
+    gradient = jax.grad(loss, argnums=(0, 1, 2))
+    compiled = aot.compile_for_gpu(gradient, query, tuple(rest[:6]), rest[6], gpu="h100")
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 9
+
+
+def test_long_rows_of_six_heads_per_group_get_hoppers_kernels():
+    """One for the blocks that tiles share, one for the other list entries and one for shares of dq."""
+    query = jax.ShapeDtypeStruct((4, 32768, 6, 64), jnp.bfloat16)
+    key = value = jax.ShapeDtypeStruct((4, 32768, 1, 64), jnp.bfloat16)
+    indices = jax.ShapeDtypeStruct((4, 32768, 1, 16), jnp.int32)
+
+    def gradients(query, key, value, indices):
+        def loss(*tensors):
+            attend = functools.partial(nsa_jax.selected_attention, select_block=64, implementation="pallas")
+            return attend(*tensors, indices).astype(jnp.float32).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
+
+    compiled = aot.compile_for_gpu(gradients, query, key, value, indices, gpu="h100")
+    replaced = ("selected_forward_tiles", "selected_forward_shares", "selected_backward_key_major")
+    triton = "\n".join(line for line in compiled.as_text().splitlines() if "__gpu$xla.gpu.triton" in line)
+    assert "selected_forward_sum" in triton and not any(name in triton for name in replaced)
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 3
+
+
+@pytest.mark.slow
+def test_kernels_compile_where_64_bit_types_are_enabled():
+    """Python integers and sums of integers are 64 bits wide then, outside of the kernels."""
+    query, *rest = inputs = _inputs((1, 512, 12, 2, 64, 64))
+    segments = jax.ShapeDtypeStruct(query.shape[:2], jnp.int32)
+    newest = [jax.ShapeDtypeStruct((1, 1, *x.shape[2:]), x.dtype) for x in (query, inputs[7])]
+    decode = functools.partial(nsa_jax.decode_attention, config=CONFIG, implementation="pallas", return_info=True)
+    with jax.enable_x64(True):
+        aot.compile_for_gpu(jax.grad(_loss(packed=True), argnums=(0, 3)), *inputs, segments, gpu="a100-80gb")
+        lengths = jax.ShapeDtypeStruct((1,), jnp.int64)
+        aot.compile_for_gpu(decode, newest[0], *rest[:6], newest[1], lengths, gpu="a100-80gb")

@@ -1,0 +1,326 @@
+"""Values of the Hopper kernels without a GPU: each runs in JAX's Mosaic GPU interpreter against the float32 reference.
+
+The interpreter also looks for data races between warpgroups and TMA and for barriers out of step: either fails a test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.ops import blocks, reference
+from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.kernels.range_attention import attention as range_attention
+from nsa_jax.ops.kernels.selected import attention as selected
+from nsa_jax.ops.kernels.selected import backward as selected_backward
+from nsa_jax.ops.kernels.selected import whole_row_sm90
+from nsa_jax.ops.kernels.selection import select
+from nsa_jax.ops.kernels.triton import row_delta
+from tests.kernels import mosaic_interpreter, test_ranged, test_select
+from tests.kernels import test_selected_backward as selected_cases
+
+mosaic_interpreter.skip_where_missing()
+
+# A kernel that waits for a barrier for ever blocks outside Python, where only the thread method gets through.
+pytestmark = pytest.mark.timeout(240, method="thread")
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Interprets Hopper's kernels during a test; the names of those that were called."""
+    with mosaic_interpreter.interpret(monkeypatch) as names:
+        yield names
+
+
+FORWARD_AND_BACKWARD = ["sm90_forward", "sm90_backward", "sm90_backward"]
+
+COMPRESSED = NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4)
+NARROW = dataclasses.replace(COMPRESSED, window=40)
+WIDE = dataclasses.replace(COMPRESSED, window=1100)
+
+# name: branch, config, query tiles per program of the forward, programs per key block of the dk, dv kernel, shape
+RANGED_CASES = {
+    "compressed_offset_two_key_blocks": (
+        "compressed", COMPRESSED, 2, 3, dict(length=33, offset=621, group=16, h_dim=128, v_dim=128),
+    ),
+    "compressed_group_1_three_part_keys": (
+        "compressed", COMPRESSED, 1, 1, dict(length=150, group=1, h_dim=192, v_dim=128),
+    ),
+    "narrow_window_group_8": ("window", NARROW, 3, 1, dict(length=45, offset=30, group=8, h_dim=64, v_dim=128)),
+    "narrow_window_group_6": ("window", NARROW, 2, 1, dict(length=45, group=6, h_dim=64, v_dim=64)),
+    "wide_window_group_6": ("window", WIDE, 2, 2, dict(batch=2, length=45, offset=100, group=6, h_dim=64, v_dim=64)),
+}  # fmt: skip
+
+
+def divide_work(monkeypatch, tiles: int, splits: int):
+    """Sets the query tiles per program of the forward and the programs per key block of the dk, dv kernel."""
+    monkeypatch.setattr(tuning, "ranged_hopper_tiles_per_program", lambda *_: tiles)
+    monkeypatch.setattr(tuning, "ranged_splits", lambda *_: splits)
+
+
+@pytest.mark.parametrize("name", RANGED_CASES)
+def test_compressed_and_window_attention_match_the_reference(name, called, monkeypatch):
+    """Rows are packed and end with two queries that see nothing."""
+    branch, config, tiles, splits, shape = RANGED_CASES[name]
+    divide_work(monkeypatch, tiles, splits)
+    if name == "compressed_offset_two_key_blocks":
+        for choose in ("ranged_hopper_config", "ranged_hopper_dq_config"):
+            long_rows = functools.partial(getattr(tuning, choose), num_keys=4096)
+            monkeypatch.setattr(tuning, choose, lambda h, v, span, _, long_rows=long_rows: long_rows(h, v, span))
+            assert long_rows(shape["h_dim"], shape["v_dim"], None).keys == 128
+    inputs = test_ranged.make_inputs(branch, packed=True, dtype=jnp.bfloat16, config=config, **shape)
+    test_ranged.check_against_reference(branch, *inputs, config, forward=4e-3, gradient=1e-2)
+    assert called == FORWARD_AND_BACKWARD
+
+
+@pytest.mark.parametrize(("num_keys", "warpgroups"), [(301, 2), (401, 3)])
+def test_arbitrary_ranges_match_dense_attention(num_keys, warpgroups, called, monkeypatch):
+    """Ranges that do not grow with the query, a fifth of them empty; key blocks that some queries see whole.
+
+    Warpgroups of the dk, dv kernel have 64 keys each; the last one of the last program has none.
+    """
+    assert tuning.ranged_hopper_dkv_config(64, 64, None, num_keys).warpgroups == warpgroups
+    divide_work(monkeypatch, 2, 2)
+    rng = np.random.default_rng(0)
+    length = 65
+    low, high = (jnp.asarray(x) for x in test_ranged.random_ranges(rng, 1, length, num_keys))
+    shapes = (length, 4), (num_keys, 1), (num_keys, 1), (length, 4)
+    *inputs, cotangent = (jnp.asarray(rng.normal(size=(1, *shape, 64)), jnp.bfloat16) for shape in shapes)
+    position = jnp.arange(num_keys)
+    mask = ((position >= low[..., None]) & (position < high[..., None]))[:, :, None, :]
+
+    def gradients(attend, inputs, cotangent):
+        out, vjp = jax.vjp(lambda *x: attend(*x)[0], *inputs)
+        return out, *vjp(cotangent)
+
+    attend = lambda *x: range_attention.ranged_attention(*x, low, high)  # noqa: E731
+    got = jax.jit(lambda *a: gradients(attend, *a))(inputs, cotangent)
+    exact = [x.astype(jnp.float32) for x in inputs], cotangent.astype(jnp.float32)
+    want = gradients(lambda *x: reference._attend(*x, mask), *exact)
+    check_errors(got, want)
+    assert called == FORWARD_AND_BACKWARD
+
+
+def check_errors(got, want):
+    """Output, then gradients, within the bounds that bfloat16 has in this project; NaN is within none."""
+    errors = [test_ranged.relative_error(g, w) for g, w in zip(got, want, strict=True)]
+    assert errors[0] <= 4e-3 and all(error <= 1e-2 for error in errors[1:]), errors
+
+
+def check_forward_and_backward(attend, differentiate, arrays, block_indices, start, offset):
+    """`attend()` -> (out, lse) and `differentiate(delta, lse)` of selected attention against the reference."""
+    query, key, value, d_out = arrays
+    want, want_lse, want_grads = selected_cases._reference(query, key, value, block_indices, d_out, start, 64, offset)
+    out, lse = attend() if attend else (want.astype(query.dtype), want_lse)
+    grads = differentiate(row_delta(out, d_out), lse)
+    check_errors((out, *grads), (want, *want_grads))
+    unseen = check_unseen(out, lse, want_lse)
+    assert not np.asarray(grads[0])[unseen].any()
+
+
+def check_unseen(out, lse, want_lse) -> np.ndarray:
+    """Which rows see nothing: some do, and they get 0 and -inf; the others get the reference's lse."""
+    unseen = np.isneginf(want_lse)
+    assert unseen.any() and not np.asarray(out)[unseen].any()
+    np.testing.assert_array_equal(np.isneginf(lse), unseen)
+    np.testing.assert_allclose(np.where(unseen, 0, lse), np.where(unseen, 0, want_lse), atol=1e-4)
+    return unseen
+
+
+SELECTED = dict(batch=1, num_kv=1, h_dim=64, v_dim=64, slots=3, select_block=64, packed=False, offset=0)
+
+# The first two numbers are `divide_work`'s.
+MASKED_CASES = {
+    "group_6": (3, 2, dict(length=151, num_keys=151, num_heads=12, num_kv=2)),
+    "group_16_packed": (2, 1, dict(length=71, num_keys=71, num_heads=16, h_dim=128, v_dim=128, packed=True)),
+    # 35 blocks: two words of 32 bits. Of three warpgroups one has block 32, the first of the second word.
+    "group_4_many_blocks": (1, 1, dict(length=15, num_keys=2201, num_heads=4, v_dim=128, slots=20, offset=2186)),
+    "group_6_many_blocks": (1, 1, dict(length=15, num_keys=2201, num_heads=6, slots=20, offset=2186)),
+}
+
+
+@pytest.mark.parametrize("name", MASKED_CASES)
+def test_selected_attention_under_a_mask_matches_the_reference(name, called, monkeypatch):
+    """Lists have random lengths and name blocks of the future; one is empty."""
+    tiles, splits, shape = MASKED_CASES[name]
+    divide_work(monkeypatch, tiles, splits)
+    case = SELECTED | shape
+    *inputs, block_indices, d_out, start = selected_cases._inputs(0, dtype=jnp.bfloat16, **case)
+    block_indices = block_indices.at[:, 7].set(blocks.num_selection_blocks(case["num_keys"], 64))
+    offset = case["offset"]
+
+    def differentiate(delta, lse):
+        return jax.jit(whole_row_sm90.backward)(*inputs, block_indices, delta, lse, d_out, start, offset)
+
+    check_forward_and_backward(
+        lambda: jax.jit(whole_row_sm90.forward)(*inputs, block_indices, start, offset),
+        differentiate, (*inputs, d_out), block_indices, start, offset,
+    )  # fmt: skip
+    assert called == FORWARD_AND_BACKWARD
+
+
+# The kernel, its query tiles per program or, of neighbours_sm90, its programs. Lists have 5 blocks, of which as
+# many tokens as the next number share 3.
+TILE_CASES = {
+    "group_16": (
+        "sm90_forward", 3, 12,
+        dict(length=43, num_keys=700, num_heads=32, num_kv=2, h_dim=128, v_dim=128, offset=657),
+    ),
+    "group_64_packed": ("sm90_forward", 1, 3, dict(length=7, num_keys=690, num_heads=64, offset=680, packed=True)),
+    # One program: its first warpgroup has two tiles, the second of them with 5 tokens. The last queries lie behind the
+    # last key, which does not end its block.
+    "group_6": ("neighbours_sm90", 1, 30, dict(length=35, num_keys=715, num_heads=6, offset=688)),
+    "group_6_two_heads_packed": (
+        "neighbours_sm90", 2, 20,
+        dict(batch=2, length=44, num_keys=700, num_heads=12, num_kv=2, offset=656, packed=True),
+    ),
+    "group_5": ("neighbours_sm90", 3, 24, dict(length=29, num_keys=644, num_heads=5, offset=615)),
+    # Nearly nothing is shared: some tiles have no blocks.
+    "group_7_few_shared": ("neighbours_sm90", 1, 1, dict(length=20, num_keys=2040, num_heads=7, offset=2020)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TILE_CASES)
+def test_blocks_that_a_tile_shares_match_the_reference(name, called, monkeypatch):
+    """Blocks that all queries of a tile see whole, that some do, and that lie in their future; one list is empty."""
+    kernel, division, shared_by, shape = TILE_CASES[name]
+    divide_work(monkeypatch, division, 1)
+    config = tuning.SelectedHopperTilesConfig(stages=2, programs=division)
+    monkeypatch.setattr(tuning, "selected_hopper_tiles_config", lambda _: config)
+    case = SELECTED | dict(dtype=jnp.bfloat16) | shape
+    query, key, value, _, d_out, start = selected_cases._inputs(0, **case)
+    num_blocks = blocks.num_selection_blocks(case["num_keys"], 64)
+    rng = np.random.default_rng(2)
+    lists = selected_cases._shared_lists(
+        rng, case["batch"], case["length"], case["num_kv"], num_blocks, shared_by, 3, 2
+    )
+    lists[:, 5] = num_blocks
+    lists, offset = jnp.asarray(lists), case["offset"]
+    want, want_lse, _ = selected_cases._reference(query, key, value, lists, d_out, start, 64, offset)
+    got, lse = jax.jit(selected.selected_forward, static_argnums=(6, 7))(
+        query, key, value, lists, start, jnp.int32(offset), 64, case["packed"]
+    )
+    rest = ["by_block_sm90"] * (case["num_heads"] // case["num_kv"] == 6)
+    assert called == [kernel, *rest]
+    assert test_ranged.relative_error(got, want) <= 4e-3
+    check_unseen(got, lse, want_lse)
+
+
+# The first two values: the most queries of a work item, so that blocks have several, and the kernel.
+KEY_MAJOR_CASES = {
+    "group_8": (24, "grad_scores_sm90", dict(length=37, num_keys=210, num_heads=8, v_dim=128, offset=150)),
+    "group_16_packed": (
+        24, "grad_scores_sm90",
+        dict(length=33, num_keys=129, num_heads=32, num_kv=2, h_dim=128, packed=True, offset=90),
+    ),
+    "group_6": (150, "grad_partials_sm90", dict(length=280, num_keys=310, num_heads=6, slots=5, offset=30)),
+    "group_6_packed": (
+        40, "grad_partials_sm90",
+        dict(batch=2, length=57, num_keys=129, num_heads=12, num_kv=2, packed=True, offset=70),
+    ),
+    # Two ranges of queries for each of two heads; most queries lie behind the last key, which does not end its block.
+    "group_6_ranges": (
+        25, "grad_partials_sm90",
+        dict(length=90, num_keys=100, num_heads=12, num_kv=2, offset=70, queries_at_once=64),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEY_MAJOR_CASES)
+def test_selected_backward_by_key_blocks_matches_the_reference(name, monkeypatch):
+    """The last tile of a work item is not full."""
+    chunk, kernel, case = KEY_MAJOR_CASES[name]
+    case = SELECTED | case
+    at_once = case.pop("queries_at_once", None)
+    *inputs, block_indices, d_out, start = selected_cases._inputs(1, dtype=jnp.bfloat16, **case)
+    monkeypatch.setattr(grad_partials_sm90, "_LEAST_CHUNK", 0)
+    keep_scores = kernel == "grad_scores_sm90"
+    config = tuning.SelectedBackwardConfig(64, chunk, 4, 2, keep_scores=keep_scores, tile=2, share=2)
+    if at_once:
+        config = dataclasses.replace(config, buffer_bytes=at_once * case["slots"] * 6 * 64 * 2)
+    plan = selected_backward._make_plan(*inputs, case["slots"], 64, config)
+    assert plan.steps == (4 if at_once else 1)
+    # What fills up a tile leaves its score gradients or shares of dq in the row behind those of all list entries.
+    unread_row = plan.pairs * plan.entries * (1 if keep_scores else plan.group)
+
+    def differentiate(delta, lse):
+        return selected_cases._backward(
+            *inputs, block_indices, delta, lse, d_out,
+            select_block=64, segment_start=start, query_offset=jnp.int32(case["offset"]), config=config,
+        )  # fmt: skip
+
+    with mosaic_interpreter.interpret(monkeypatch, unread_row=unread_row) as called:
+        check_forward_and_backward(None, differentiate, (*inputs, d_out), block_indices, start, case["offset"])
+    assert called == [kernel]
+
+
+# The first values: the most list entries of a work item and tokens of a row, so that blocks have several items of
+# several tiles each, and the tiles of queries on their way.
+GATHER_CASES = {
+    # The last queries lie behind the last key.
+    "two_heads_offset": (8, 1000, 2, dict(length=90, num_keys=120, num_heads=12, num_kv=2, slots=2, offset=58)),
+    "packed": (40, 50, 1, dict(batch=2, length=77, num_keys=161, num_heads=6, packed=True, slots=4, offset=84)),
+}
+
+
+@pytest.mark.parametrize("name", GATHER_CASES)
+def test_selected_attention_by_key_blocks_matches_the_reference(name, called, monkeypatch):
+    """Rows of an item do not fill its last tile; queries see nothing, a part or all of a block."""
+    chunk, row_tokens, ahead, shape = GATHER_CASES[name]
+    case = SELECTED | dict(dtype=jnp.bfloat16) | shape
+    query, key, value, lists, d_out, start = selected_cases._inputs(3, **case)
+    limits = tuning.SelectedGatherConfig(chunk=chunk, row_tokens=row_tokens, warpgroups=2, ahead=ahead)
+    monkeypatch.setattr(tuning, "selected_gather_config", lambda: limits)
+    config = dataclasses.replace(tuning.selected_config(6, 64, 64, 64, jnp.bfloat16), tile=4, share=4)
+    offset = case["offset"]
+    want, want_lse, _ = selected_cases._reference(query, key, value, lists, d_out, start, 64, offset)
+    attend = jax.jit(selected._forward_with, static_argnums=(6, 7, 8))
+    got, lse = attend(query, key, value, lists, start, jnp.int32(offset), 64, case["packed"], config)
+    assert called == ["neighbours_sm90", "by_block_sm90"]
+    assert test_ranged.relative_error(got, want) <= 4e-3
+    check_unseen(got, lse, want_lse)
+
+
+# The first value: whether queries are divided over two buffers of scores.
+SELECT_CASES = {
+    # The document begins in the last quarter of a block: the first key of the next block lies before it.
+    "group_8_documents": (False, dict(group=8, h_dim=64, length=150, offset=3100, documents=True, seed=18)),
+    # Three warpgroups, of which the last has no part in the first tiles of queries.
+    "group_6_many_blocks": (False, dict(group=6, h_dim=64, length=200, offset=1900, num_keys=3200)),
+    "group_6_offset": (True, dict(group=6, num_kv=2, h_dim=128, length=77, offset=301, num_keys=500)),
+    "group_1_paper_blocks": (False, dict(group=1, h_dim=192, length=70, offset=560, config=NSAConfig(num_selected=4))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SELECT_CASES)
+def test_block_selection_equals_the_reference(name, called, monkeypatch):
+    divided, case = SELECT_CASES[name]
+    monkeypatch.setattr(tuning, "select_hopper_config", lambda *_: tuning.SelectHopperConfig(stages=4, query_tiles=2))
+    if divided:
+        choose = tuning.select_config
+        monkeypatch.setattr(tuning, "select_config", lambda *a: dataclasses.replace(choose(*a), chunk_bytes=1))
+    arrays, keywords = test_select.make_inputs(dtype=jnp.bfloat16, **case)
+    got = jax.jit(lambda *a: select.select_blocks(*a, **keywords))(*arrays)
+    want = reference.select_blocks(*arrays, **keywords)
+    num_blocks = blocks.num_selection_blocks(keywords.pop("num_keys"), keywords["config"].select_block)
+    scores = reference.importance(*arrays, num_blocks=num_blocks, **keywords)
+    assert test_select.disagreements(scores, got, want) == 0
+    assert called == ["scores_sm90"]
+
+
+def test_a_missing_fence_is_a_race(called, monkeypatch):
+    """TMA must not store what a warpgroup wrote before a fence has made that visible to it."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
+    (*inputs, _), _ = test_ranged.make_inputs("window", length=2, group=1, h_dim=64, v_dim=64, dtype=jnp.bfloat16)
+    low, high = jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), jnp.int32)
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        jax.block_until_ready(range_attention.ranged_attention(*inputs, low, high))
+    assert called == ["sm90_forward"]
