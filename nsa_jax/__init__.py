@@ -1,7 +1,8 @@
 """Native Sparse Attention (arXiv 2502.11089) for JAX: the operator, Flax modules, a KV cache and a trainer."""
 
-from nsa_jax.config import NSAConfig
-from nsa_jax.loading import load
+from typing import TYPE_CHECKING, Any
+
+from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.decode import DecodeInfo, decode_attention
 from nsa_jax.ops.nsa import (
     compressed_attention,
@@ -12,6 +13,9 @@ from nsa_jax.ops.nsa import (
     selected_attention,
     window_attention,
 )
+
+if TYPE_CHECKING:
+    from nsa_jax.loading import load
 
 __all__ = [
     "DecodeInfo",
@@ -26,3 +30,12 @@ __all__ = [
     "selected_attention",
     "window_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `load` when it is first used: the operator alone needs neither Flax nor the trainer's configuration."""
+    if name == "load":
+        from nsa_jax.loading import load
+
+        return load
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Configuration: the operator's `NSAConfig` and the trainer's schema, defaults and validation.
+"""Configuration: the trainer's schema, defaults and validation.
 
 A file in configs/ calls `default_config()`, edits what differs and returns it. `validate` is run after flag overrides
 are parsed, reports every problem at once, and says how to fix each.
@@ -14,66 +14,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from nsa_jax.fields import ConfigError, Problem, check_fields, remote
+from nsa_jax.ops.blocks import NSAConfig
 
 __all__ = [
     *("CHOICES", "FATAL", "ConfigError", "NSAConfig", "Problem"),
     *("accept", "check", "default_config", "nsa_config", "validate"),
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class NSAConfig:
-    """Block geometry of Native Sparse Attention (arXiv 2502.11089, section 3.3; the defaults are the paper's).
-
-    Attributes:
-      compress_block: l, tokens in one compressed block.
-      compress_stride: d, tokens between the starts of neighbouring compressed blocks.
-      select_block: l', tokens in one selection block.
-      num_selected: n, selection blocks that each query reads, the forced ones included.
-      num_initial: how many of the first blocks of the document are always read.
-      num_local: how many of the blocks up to the query's own are always read.
-      window: w, tokens that the sliding-window branch reads, the query's own included.
-
-    Raises:
-      ValueError: naming the field, if the geometry is impossible.
-    """
-
-    compress_block: int = 32
-    compress_stride: int = 16
-    select_block: int = 64
-    num_selected: int = 16
-    num_initial: int = 1
-    num_local: int = 2
-    window: int = 512
-
-    def __post_init__(self):
-        wrong = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-                wrong.append(f"NSAConfig.{field.name}={value!r}: must be a positive int below 2**31")
-        if wrong := wrong or self._impossible():
-            raise ValueError("; ".join(wrong))
-
-    def _impossible(self) -> list[str]:
-        """How the fields contradict each other."""
-        wrong = []
-        for name in ("compress_block", "select_block"):
-            if getattr(self, name) % self.compress_stride:
-                wrong.append(
-                    f"NSAConfig.{name}={getattr(self, name)}: must be a multiple of "
-                    f"compress_stride={self.compress_stride}"
-                )
-        if self.compress_block > self.select_block:
-            wrong.append(
-                f"NSAConfig.compress_block={self.compress_block}: must be at most select_block={self.select_block}"
-            )
-        if self.num_initial + self.num_local > self.num_selected:
-            wrong.append(
-                f"NSAConfig.num_selected={self.num_selected}: must be at least num_initial + num_local = "
-                f"{self.num_initial + self.num_local}, since forced blocks count towards it"
-            )
-        return wrong
 
 
 def default_config() -> ConfigDict:

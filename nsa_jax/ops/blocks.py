@@ -1,4 +1,4 @@
-"""Block arithmetic of NSA, in one place: every implementation and test takes it from here.
+"""`NSAConfig` and the block arithmetic of NSA, in one place: every implementation and test takes it from here.
 
 Symbols: T query tokens, S key tokens, C compressed blocks, J selection blocks, l = compress_block,
 d = compress_stride, l' = select_block, n = num_selected. `t` is a query's position in the row and `start` is its
@@ -8,13 +8,68 @@ NumPy and JAX arrays alike.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax.config import NSAConfig
-
 INFINITY_BITS = 0x7F800000  # of a float32
+
+
+@dataclasses.dataclass(frozen=True)
+class NSAConfig:
+    """Block geometry of Native Sparse Attention (arXiv 2502.11089, section 3.3; the defaults are the paper's).
+
+    Attributes:
+      compress_block: l, tokens in one compressed block.
+      compress_stride: d, tokens between the starts of neighbouring compressed blocks.
+      select_block: l', tokens in one selection block.
+      num_selected: n, selection blocks that each query reads, the forced ones included.
+      num_initial: how many of the first blocks of the document are always read.
+      num_local: how many of the blocks up to the query's own are always read.
+      window: w, tokens that the sliding-window branch reads, the query's own included.
+
+    Raises:
+      ValueError: naming the field, if the geometry is impossible.
+    """
+
+    compress_block: int = 32
+    compress_stride: int = 16
+    select_block: int = 64
+    num_selected: int = 16
+    num_initial: int = 1
+    num_local: int = 2
+    window: int = 512
+
+    def __post_init__(self):
+        wrong = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+                wrong.append(f"NSAConfig.{field.name}={value!r}: must be a positive int below 2**31")
+        if wrong := wrong or self._impossible():
+            raise ValueError("; ".join(wrong))
+
+    def _impossible(self) -> list[str]:
+        """How the fields contradict each other."""
+        wrong = []
+        for name in ("compress_block", "select_block"):
+            if getattr(self, name) % self.compress_stride:
+                wrong.append(
+                    f"NSAConfig.{name}={getattr(self, name)}: must be a multiple of "
+                    f"compress_stride={self.compress_stride}"
+                )
+        if self.compress_block > self.select_block:
+            wrong.append(
+                f"NSAConfig.compress_block={self.compress_block}: must be at most select_block={self.select_block}"
+            )
+        if self.num_initial + self.num_local > self.num_selected:
+            wrong.append(
+                f"NSAConfig.num_selected={self.num_selected}: must be at least num_initial + num_local = "
+                f"{self.num_initial + self.num_local}, since forced blocks count towards it"
+            )
+        return wrong
 
 
 def query_positions(query, segment_start, query_offset) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax.config import NSAConfig
+from nsa_jax.ops.blocks import NSAConfig
 
 _DTYPES = (jnp.float32, jnp.bfloat16)
 

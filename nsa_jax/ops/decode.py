@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks, checks, nsa, reference, xla
+from nsa_jax.ops.blocks import NSAConfig
 
 
 class DecodeInfo(NamedTuple):

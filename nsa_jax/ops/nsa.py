@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks, checks
+from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.target import current_target
 
 logger = logging.getLogger("nsa_jax")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import jax
 
-from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks, checks, nsa
+from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.target import current_target
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
+from nsa_jax.ops.blocks import NSAConfig
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 

@@ -9,7 +9,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from nsa_jax.config import NSAConfig
+from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.target import Target
 
 

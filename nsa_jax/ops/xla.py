@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
+from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.target import current_target
 
 # Elements of one chunk's largest array, of which several are alive at once. On a CPU they should stay in cache (4 MiB

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.config import NSAConfig
+from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels.decode.softmax_parts import iota
 from nsa_jax.ops.kernels.triton import pieces, triton_call
 

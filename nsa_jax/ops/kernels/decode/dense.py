@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.config import NSAConfig
 from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels.decode.softmax_parts import (
     SplitSoftmax,
     combine,

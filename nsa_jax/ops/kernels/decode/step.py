@@ -24,9 +24,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
 from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels.decode.softmax_parts import (
     NEGATIVE,
     SplitSoftmax,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from nsa_jax.config import NSAConfig
+from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels.layer import gate_kernels
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention import sm90_forward, window_cudnn

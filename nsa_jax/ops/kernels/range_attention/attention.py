@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
 from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels.range_attention import sm90_forward, triton_backward, window_cudnn
 from nsa_jax.ops.kernels.range_attention.tiles import (
     key_block,

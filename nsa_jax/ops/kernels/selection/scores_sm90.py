@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.config import NSAConfig
 from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels.triton import LOG2E
 from nsa_jax.ops.target import Target
 
