@@ -12,6 +12,12 @@ import jax.numpy as jnp
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.target import Target
 
+# Rows of a Hopper warpgroup's matrix product.
+ROWS = 64
+# Query heads per key/value head that TMA copies from [B, T, N, H] as they lie: swizzled tiles have 8 rows. Other groups
+# of heads need a rearranged copy, see `kernels.sm90`.
+DIRECT_GROUPS = (8, 16, 32, 64)
+
 
 @dataclasses.dataclass(frozen=True)
 class SelectedConfig:

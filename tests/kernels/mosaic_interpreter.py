@@ -53,7 +53,7 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
     from jax._src.state.types import ReshapeTransform
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90
+    from nsa_jax.ops.kernels import sm90, sm90_gather
 
     called: list[str] = []
     # Copies take turns on the simulated threads of TMA; those that share one look as if they were ordered.

@@ -18,8 +18,8 @@ from nsa_jax.ops import blocks, reference
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.selected import attention as selected
-from nsa_jax.ops.kernels.selected import backward as selected_backward
-from nsa_jax.ops.kernels.selected import whole_row_sm90
+from nsa_jax.ops.kernels.selected import grad_partials_sm90, whole_row_sm90
+from nsa_jax.ops.kernels.selected.grad_layout import make_layout
 from nsa_jax.ops.kernels.selection import select
 from nsa_jax.ops.kernels.triton import row_delta
 from tests.kernels import mosaic_interpreter, test_ranged, test_select
@@ -244,10 +244,10 @@ def test_selected_backward_by_key_blocks_matches_the_reference(name, monkeypatch
     config = tuning.SelectedBackwardConfig(64, chunk, 4, 2, keep_scores=keep_scores, tile=2, share=2)
     if at_once:
         config = dataclasses.replace(config, buffer_bytes=at_once * case["slots"] * 6 * 64 * 2)
-    plan = selected_backward._make_plan(*inputs, case["slots"], 64, config)
-    assert plan.steps == (4 if at_once else 1)
+    layout = make_layout(*inputs, case["slots"], 64, config)
+    assert layout.steps == (4 if at_once else 1)
     # What fills up a tile leaves its score gradients or shares of dq in the row behind those of all list entries.
-    unread_row = plan.pairs * plan.entries * (1 if keep_scores else plan.group)
+    unread_row = layout.pairs * layout.entries * (1 if keep_scores else layout.group)
 
     def differentiate(delta, lse):
         return selected_cases._backward(

@@ -17,6 +17,7 @@ from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.selected import backward as selected_backward_module
 from nsa_jax.ops.kernels.selected import grad_partials_sm90, grad_query, grad_scores_sm90, whole_row_sm90
 from nsa_jax.ops.kernels.selected.backward import selected_backward
+from nsa_jax.ops.kernels.selected.grad_layout import make_layout
 from nsa_jax.ops.kernels.triton import row_delta
 from nsa_jax.ops.target import current_target
 from nsa_jax.ops.tiles import SelectedBackwardConfig
@@ -174,9 +175,9 @@ def test_gradients_where_tiles_of_neighbours_share_blocks(name):
         16, 8, 4, 1, keep_scores=True, keys=16, tile=tile, share=tile // 2,
         buffer_bytes=64 * case["slots"] * group * columns * query.dtype.itemsize,
     )  # fmt: skip
-    plan = selected_backward_module._make_plan(query, key, value, case["slots"], select_block, config)
-    assert plan.ranges == 3
-    split = grad_query.split_for(indices, start, jnp.int32(6), plan)
+    layout = make_layout(query, key, value, case["slots"], select_block, config)
+    assert layout.ranges == 3
+    split = grad_query.split_for(indices, start, jnp.int32(6), layout)
     sharing = np.asarray(jax.lax.population_count(split.bits))
     sharing = sharing[np.arange(sharing.shape[-1]) < np.asarray(split.num_shared)[..., :1]]
     assert (sharing == tile).any() and (sharing >= tile // 2).all()
@@ -196,11 +197,11 @@ def test_gradients_where_tiles_of_neighbours_share_blocks(name):
 @pytest.mark.parametrize(("select_block", "num_keys"), [(16, 176), (16, 163), (24, 168), (8, 40), (64, 128)])
 def test_key_rows_stay_inside_their_block(select_block, num_keys):
     query, key = (jax.ShapeDtypeStruct((1, n, 1, 16), jnp.float32) for n in (20, num_keys))
-    plan = selected_backward_module._make_plan(query, key, key, 2, select_block, SelectedBackwardConfig(16, 8, 4, 1))
-    for block in range(plan.num_blocks):
-        rows, first, last = plan.key_rows(0, 0, block, 0, plan.columns)
+    layout = make_layout(query, key, key, 2, select_block, SelectedBackwardConfig(16, 8, 4, 1))
+    for block in range(layout.num_blocks):
+        rows, first, last = layout.key_rows(0, 0, block, 0, layout.columns)
         assert first == block * select_block and last == min(first + select_block, num_keys) - 1
-        np.testing.assert_array_equal(rows, np.minimum(first + np.arange(plan.columns), last))
+        np.testing.assert_array_equal(rows, np.minimum(first + np.arange(layout.columns), last))
 
 
 def test_inverted_lists_hold_every_entry_once_in_bounded_items():
@@ -227,23 +228,23 @@ def test_marked_entries_are_those_whose_query_does_not_see_its_whole_block():
     query = jax.ShapeDtypeStruct((batch, length, 16 * num_kv, 64), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((batch, num_keys, num_kv, 64), jnp.bfloat16)
     config = SelectedBackwardConfig(64, 8, 4, 2, keep_scores=True, buffer_bytes=64 * slots * 16 * 64 * 2)
-    plan = selected_backward_module._make_plan(query, key, key, slots, 64, config)
-    assert plan.ranges == 3
+    layout = make_layout(query, key, key, slots, 64, config)
+    assert layout.ranges == 3
     rng = np.random.default_rng(4)
-    indices = _random_lists(rng, batch, length, num_kv, slots, plan.num_blocks)
+    indices = _random_lists(rng, batch, length, num_kv, slots, layout.num_blocks)
     positions = offset + np.arange(length)
     start = np.where(rng.random((batch, length)) < 0.5, 0, rng.integers(0, positions + 1, (batch, length)))
-    entries = selected_backward_module._entries_by_range(jnp.asarray(indices), plan)
-    inverted = readers.invert(entries, plan.num_blocks, config.chunk)
-    order = grad_scores_sm90.prepare(inverted, jnp.asarray(start, jnp.int32), jnp.int32(offset), plan).order
+    entries = selected_backward_module._entries_by_range(jnp.asarray(indices), layout)
+    inverted = readers.invert(entries, layout.num_blocks, config.chunk)
+    order = grad_scores_sm90.prepare(inverted, jnp.asarray(start, jnp.int32), jnp.int32(offset), layout).order
     order, marks = np.asarray(order) & (2**30 - 1), np.asarray(order) >> 30
     counts = [0, 0]
     for row in range(order.shape[0]):
-        b, head, part = row // plan.ranges // num_kv, row // plan.ranges % num_kv, row % plan.ranges
-        assert sorted(order[row]) == list(range(plan.entries))
+        b, head, part = row // layout.ranges // num_kv, row // layout.ranges % num_kv, row % layout.ranges
+        assert sorted(order[row]) == list(range(layout.entries))
         for entry, marked in zip(order[row], marks[row], strict=True):
-            t, slot = part * plan.range_length + entry // slots, entry % slots
-            if t < length and (block := indices[b, t, head, slot]) < plan.num_blocks:
+            t, slot = part * layout.range_length + entry // slots, entry % slots
+            if t < length and (block := indices[b, t, head, slot]) < layout.num_blocks:
                 keys = range(block * 64, block * 64 + 64)
                 sees_all = all(start[b, t] <= p <= offset + t and p < num_keys for p in keys)
                 assert marked == (not sees_all), (row, t, block)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from nsa_jax.ops.kernels.range_attention.sm90_forward import DIRECT_GROUPS, ROWS
+from nsa_jax.ops.tiles import DIRECT_GROUPS, ROWS
 
 
 @dataclasses.dataclass(frozen=True)

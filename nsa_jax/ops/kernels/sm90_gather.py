@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from nsa_jax.ops.kernels.range_attention.sm90_forward import ROWS
+from nsa_jax.ops.tiles import ROWS
 
 _BYTES = 16  # of one load or store
 _THREADS = 4  # that share a row

@@ -14,9 +14,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.range_attention.sm90_forward import ROWS, tile_bounds
+from nsa_jax.ops.kernels.range_attention.sm90_forward import tile_bounds
 from nsa_jax.ops.kernels.range_attention.tiles import NO_WEIGHT, query_tile_ranges, splits_for
 from nsa_jax.ops.kernels.triton import LOG2E
+from nsa_jax.ops.tiles import ROWS
 
 
 def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig, listed=None):

@@ -19,11 +19,7 @@ from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.range_attention.tiles import NO_WEIGHT
 from nsa_jax.ops.kernels.triton import LN2, LOG2E
 from nsa_jax.ops.target import Target
-
-# Rows of a warpgroup's matrix product.
-ROWS = 64
-# Query heads per key/value head that TMA fetches from [B, T, N, H] as they lie; see `sm90`.
-DIRECT_GROUPS = (8, 16, 32, 64)
+from nsa_jax.ops.tiles import DIRECT_GROUPS, ROWS
 
 
 def serves(query, value, target: Target, span: int | None) -> bool:

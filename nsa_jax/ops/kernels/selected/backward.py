@@ -18,7 +18,6 @@ runs over (batch, key/value head) pairs and ranges of queries one after the othe
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -31,115 +30,10 @@ from nsa_jax.ops import blocks
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.selected import grad_partials_sm90, grad_query, grad_scores_sm90, whole_row_sm90
+from nsa_jax.ops.kernels.selected.grad_layout import Layout, make_layout
 from nsa_jax.ops.kernels.triton import LOG2E, dot, load_rows, pieces, store_rows, triton_call
 from nsa_jax.ops.target import current_target
 from nsa_jax.ops.tiles import SelectedBackwardConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Static sizes of one backward pass."""
-
-    batch: int
-    length: int  # T
-    num_keys: int  # S
-    num_heads: int
-    num_kv: int
-    head_dim: int
-    value_dim: int
-    select_block: int
-    slots: int  # n
-    num_blocks: int  # J
-    ranges: int  # the queries are processed in so many ranges ...
-    range_length: int  # ... of this many
-    pairs: int  # (batch, kv head) pairs processed together
-    items: int  # work items per pair and range
-    config: SelectedBackwardConfig
-    hopper: bool = False  # Hopper's kernel serves the key-major pass
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv
-
-    @property
-    def columns(self) -> int:
-        """Width of a score tile: the block size rounded up to what the matrix units take."""
-        return _columns(self.select_block)
-
-    @property
-    def tile_columns(self) -> int:
-        """Keys per program of the key-major pass; shares of dq need the whole block in one."""
-        return min(self.columns, self.config.keys) if self.config.keep_scores else self.columns
-
-    @property
-    def entries(self) -> int:
-        return self.range_length * self.slots
-
-    @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5
-
-    @property
-    def buffer_width(self) -> int:
-        """Columns of the buffer between the key-major pass and dq."""
-        return self.columns if self.config.keep_scores else self.head_dim
-
-    @property
-    def steps(self) -> int:
-        return self.ranges * (self.batch * self.num_kv // self.pairs)
-
-    def key_rows(self, batch, head, block, skip, columns: int):
-        """Rows in a [B*S*K, ...] array of a block's tokens from its `skip`-th on; past its end they repeat its last."""
-        first = block * self.select_block + skip
-        last = jnp.minimum((block + 1) * self.select_block, self.num_keys) - 1
-        position = first + lax.iota(jnp.int32, columns)
-        if self.num_keys % self.select_block or self.columns > self.select_block:
-            position = jnp.minimum(position, last)
-        return (batch * self.num_keys + position) * self.num_kv + head, first, last
-
-
-def _columns(select_block: int) -> int:
-    return max(16, pl.next_power_of_2(select_block))
-
-
-def _make_plan(query, key, value, slots: int, select_block: int, config: SelectedBackwardConfig) -> Plan:
-    batch, length, num_heads, head_dim = query.shape
-    num_kv = key.shape[2]
-    num_blocks = blocks.num_selection_blocks(key.shape[1], select_block)
-    width = _columns(select_block) if config.keep_scores else head_dim
-    bytes_per_query = slots * (num_heads // num_kv) * width * query.dtype.itemsize
-    fits = config.buffer_bytes // bytes_per_query
-    range_length, ranges = length, 1
-    if fits < length:
-        unit = 64
-        ranges = -(-length // max(fits // unit * unit, unit))
-        range_length = -(-length // (ranges * unit)) * unit
-    all_pairs = batch * num_kv
-    wanted = max(config.buffer_bytes // (bytes_per_query * range_length), 1) if ranges == 1 else 1
-    pairs = max(p for p in range(1, all_pairs + 1) if all_pairs % p == 0 and p <= wanted)
-    group, target = num_heads // num_kv, current_target()
-    if config.keep_scores:
-        hopper = grad_scores_sm90.serves(query, value, group, select_block, target)
-    else:
-        hopper = grad_partials_sm90.serves(query, value, group, select_block, config.chunk, target)
-    return Plan(
-        batch=batch,
-        length=length,
-        num_keys=key.shape[1],
-        num_heads=num_heads,
-        num_kv=num_kv,
-        head_dim=head_dim,
-        value_dim=value.shape[-1],
-        select_block=select_block,
-        slots=slots,
-        num_blocks=num_blocks,
-        ranges=ranges,
-        range_length=range_length,
-        pairs=pairs,
-        items=readers.num_work_items(range_length * slots, num_blocks, config.chunk),
-        config=config,
-        hopper=hopper,
-    )
 
 
 def _sum_of_products(left, right, contract: tuple[int, int]):
@@ -163,28 +57,28 @@ def _key_major_kernel(
     d_key_ref,  # float32 [pairs*W*columns, H]
     d_value_ref,  # float32 [pairs*W*columns, V]
     *,
-    plan: Plan,
+    layout: Layout,
 ):
     item, local_pair = pl.program_id(0), pl.program_id(1)
     pair = step_ref[0] + local_pair
-    batch, head = pair // plan.num_kv, pair % plan.num_kv
-    row = pair * plan.ranges + step_ref[1]
-    first_query = step_ref[1] * plan.range_length
+    batch, head = pair // layout.num_kv, pair % layout.num_kv
+    row = pair * layout.ranges + step_ref[1]
+    first_query = step_ref[1] * layout.range_length
     begin, end = begin_ref[row, item], end_ref[row, item]
-    config, rows, group, columns = plan.config, plan.config.rows, plan.group, plan.tile_columns
+    config, rows, group, columns = layout.config, layout.config.rows, layout.group, layout.tile_columns
     skip = pl.program_id(2) * columns
     dtype = query_ref.dtype
 
     @pl.when(begin < end)
     def _():
-        key_row, first_key, last_key = plan.key_rows(batch, head, block_ref[row, item], skip, columns)
-        key = load_rows(key_ref, key_row, plan.head_dim)
-        value = load_rows(value_ref, key_row, plan.value_dim)
+        key_row, first_key, last_key = layout.key_rows(batch, head, block_ref[row, item], skip, columns)
+        key = load_rows(key_ref, key_row, layout.head_dim)
+        value = load_rows(value_ref, key_row, layout.value_dim)
 
         def entries_at(index):
             """Of list entries from `begin` on: (place in the lists, query token), past the end those of the last."""
             flat = order_ref[row, jnp.minimum(begin + index, end - 1)]
-            return flat, first_query + lax.div(flat, plan.slots)
+            return flat, first_query + lax.div(flat, layout.slots)
 
         def tile(i, carry, masked):
             d_key, d_value = carry
@@ -193,16 +87,16 @@ def _key_major_kernel(
             entry, member = lax.div(pair_row, group), lax.rem(pair_row, group)
             valid = begin + entry < end
             flat, token = entries_at(entry)
-            query_row = (batch * plan.length + token) * plan.num_heads + head * group + member
-            query = load_rows(query_ref, query_row, plan.head_dim)
-            d_out = load_rows(d_out_ref, query_row, plan.value_dim)
+            query_row = (batch * layout.length + token) * layout.num_heads + head * group + member
+            query = load_rows(query_ref, query_row, layout.head_dim)
+            d_out = load_rows(d_out_ref, query_row, layout.value_dim)
             # A row that must not count has no probability anywhere.
             lse, delta = jnp.where(valid, lse_ref[query_row], jnp.inf), delta_ref[query_row]
 
-            scores = _sum_of_products(query, key, (1, 1)) * (plan.scale * LOG2E)  # [rows, columns]
+            scores = _sum_of_products(query, key, (1, 1)) * (layout.scale * LOG2E)  # [rows, columns]
             probs = jnp.exp2(scores - lse[:, None])
             if masked:
-                low = start_ref[batch * plan.length + token]
+                low = start_ref[batch * layout.length + token]
                 high = jnp.minimum(token + step_ref[2], last_key)
                 position = first_key + lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
                 probs = jnp.where((position <= high[:, None]) & (position >= low[:, None]), probs, 0.0)
@@ -212,7 +106,7 @@ def _key_major_kernel(
             # From the rounded probabilities: the gradient is rounded too, and float32 ones would cost registers.
             d_scores = (probs.astype(jnp.float32) * (d_probs - delta[:, None])).astype(dtype)
             d_key = [acc + dot(piece, d_scores, (0, 0)) for acc, piece in zip(d_key, query, strict=True)]
-            share = jnp.where(valid, local_pair * plan.entries + flat, plan.pairs * plan.entries)
+            share = jnp.where(valid, local_pair * layout.entries + flat, layout.pairs * layout.entries)
             buffer_row = share * group + member
             if config.keep_scores:
                 buffer_ref[buffer_row, pl.ds(skip, columns)] = d_scores
@@ -223,20 +117,22 @@ def _key_major_kernel(
         # Transposed sums, [dim, columns]: both operands of their products then come from shared memory as they lie
         # there, which leaves registers free; with [columns, dim] Hopper's products were serialised for want of them.
         zeros = lambda dim: [jnp.zeros((size, columns), jnp.float32) for _, size in pieces(dim)]  # noqa: E731
-        sums = zeros(plan.head_dim), zeros(plan.value_dim)
+        sums = zeros(layout.head_dim), zeros(layout.value_dim)
         # Queries ascend, so those that see a part of the block only come first, unless rows are packed. Masks for all
         # would cost a tenth of the time at head dim 128.
         index = lax.iota(jnp.int32, pl.next_power_of_2(config.chunk))
         _, token = entries_at(index)
-        whole = (token + step_ref[2] >= first_key + columns - 1) & (start_ref[batch * plan.length + token] <= first_key)
+        whole = (token + step_ref[2] >= first_key + columns - 1) & (
+            start_ref[batch * layout.length + token] <= first_key
+        )
         whole &= last_key == first_key + columns - 1
         partial = jnp.max(jnp.where(whole | (begin + index >= end), 0, index + 1))
         tiles_of = lambda entries: (entries * group + rows - 1) // rows  # noqa: E731
         sums = lax.fori_loop(0, tiles_of(partial), functools.partial(tile, masked=True), sums)
         sums = lax.fori_loop(tiles_of(partial), tiles_of(end - begin), functools.partial(tile, masked=False), sums)
         d_key, d_value = sums
-        out_row = (local_pair * plan.items + item) * plan.columns + skip + lax.iota(jnp.int32, columns)
-        store_rows(d_key_ref, out_row, [piece.T * plan.scale for piece in d_key])
+        out_row = (local_pair * layout.items + item) * layout.columns + skip + lax.iota(jnp.int32, columns)
+        store_rows(d_key_ref, out_row, [piece.T * layout.scale for piece in d_key])
         store_rows(d_value_ref, out_row, [piece.T for piece in d_value])
 
 
@@ -244,7 +140,7 @@ _PIECE = 16  # key rows per program of the key and value reduction
 
 
 def _reduce_items_kernel(
-    step_ref, offset_ref, d_key_items_ref, d_value_items_ref, _k, _v, d_key_ref, d_value_ref, *, plan: Plan
+    step_ref, offset_ref, d_key_items_ref, d_value_items_ref, _k, _v, d_key_ref, d_value_ref, *, layout: Layout
 ):
     """Adds a block's work items, in order, to dk and dv [B*J*columns*K, H or V], or begins with range 0.
 
@@ -252,72 +148,72 @@ def _reduce_items_kernel(
     """
     block, piece, local_pair = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     pair = step_ref[0] + local_pair
-    row = pair * plan.ranges + step_ref[1]
+    row = pair * layout.ranges + step_ref[1]
     first, last = offset_ref[row, block], offset_ref[row, block + 1]
     begins = step_ref[1] == 0
 
     @pl.when(begins | (first < last))
     def _():
         column = piece * _PIECE + lax.iota(jnp.int32, _PIECE)
-        batch, head = pair // plan.num_kv, pair % plan.num_kv
-        out_row = ((batch * plan.num_blocks + block) * plan.columns + column) * plan.num_kv + head
+        batch, head = pair // layout.num_kv, pair % layout.num_kv
+        out_row = ((batch * layout.num_blocks + block) * layout.columns + column) * layout.num_kv + head
         for items_ref, out_ref, dim in (
-            (d_key_items_ref, d_key_ref, plan.head_dim),
-            (d_value_items_ref, d_value_ref, plan.value_dim),
+            (d_key_items_ref, d_key_ref, layout.head_dim),
+            (d_value_items_ref, d_value_ref, layout.value_dim),
         ):
 
             def add(item, total, items_ref=items_ref, dim=dim):
-                item_row = (local_pair * plan.items + item) * plan.columns + column
+                item_row = (local_pair * layout.items + item) * layout.columns + column
                 return tuple(acc + part for acc, part in zip(total, load_rows(items_ref, item_row, dim), strict=True))
 
             zeros = lambda dim=dim: tuple(jnp.zeros((_PIECE, size), jnp.float32) for _, size in pieces(dim))  # noqa: E731
             before = zeros()
-            if plan.ranges > 1:
+            if layout.ranges > 1:
                 before = lax.cond(begins, zeros, lambda ref=out_ref, dim=dim: load_rows(ref, out_row, dim))
             total = lax.fori_loop(first, last, add, before)
             store_rows(out_ref, out_row, total)
 
 
-def _reduce_slots_kernel(step_ref, count_ref, shares_ref, _dq, d_query_ref, *, plan: Plan, tokens: int, width: int):
+def _reduce_slots_kernel(step_ref, count_ref, shares_ref, _dq, d_query_ref, *, layout: Layout, tokens: int, width: int):
     """Sums a query's slots, in order: shares [pairs*E + 1, G*H] to dq [B*T, N*H]."""
     local, part, local_pair = pl.program_id(0) * tokens, pl.program_id(1), pl.program_id(2)
     pair = step_ref[0] + local_pair
-    token = step_ref[1] * plan.range_length + local
+    token = step_ref[1] * layout.range_length + local
 
-    @pl.when(token < plan.length)
+    @pl.when(token < layout.length)
     def _():
-        batch, head = pair // plan.num_kv, pair % plan.num_kv
+        batch, head = pair // layout.num_kv, pair % layout.num_kv
         inside = lax.iota(jnp.int32, tokens)
         count = count_ref[pair, pl.ds(token, tokens)]
 
         def add(slot, total):
-            share = local_pair * plan.entries + (local + inside) * plan.slots + slot
+            share = local_pair * layout.entries + (local + inside) * layout.slots + slot
             piece = shares_ref[share, pl.ds(part * width, width)].astype(jnp.float32)
             # Slots past a list's end were never written.
             return total + jnp.where((slot < count)[:, None], piece, 0.0)
 
         total = jnp.zeros((tokens, width), jnp.float32)
-        if plan.slots <= 32:
-            for slot in range(plan.slots):  # unrolled: all loads in flight
+        if layout.slots <= 32:
+            for slot in range(layout.slots):  # unrolled: all loads in flight
                 total = add(slot, total)
         else:
-            total = lax.fori_loop(0, plan.slots, add, total)
-        at = head * (plan.group * plan.head_dim) + part * width
-        total = total * plan.scale
-        d_query_ref[batch * plan.length + token + inside, pl.ds(at, width)] = total.astype(d_query_ref.dtype)
+            total = lax.fori_loop(0, layout.slots, add, total)
+        at = head * (layout.group * layout.head_dim) + part * width
+        total = total * layout.scale
+        d_query_ref[batch * layout.length + token + inside, pl.ds(at, width)] = total.astype(d_query_ref.dtype)
 
 
-def _sum_shares(step, counts, buffer, d_query, plan: Plan):
+def _sum_shares(step, counts, buffer, d_query, layout: Layout):
     """Adds up the shares of dq into the rows of d_query [B*T*N, H] that this step owns."""
-    span = plan.group * plan.head_dim
+    span = layout.group * layout.head_dim
     width = min(span & -span, 1024)
     tokens = 1
-    while tokens * width < 2048 and plan.length % (2 * tokens) == 0 and plan.range_length % (2 * tokens) == 0:
+    while tokens * width < 2048 and layout.length % (2 * tokens) == 0 and layout.range_length % (2 * tokens) == 0:
         tokens *= 2
-    shape = (plan.batch * plan.length, plan.num_heads * plan.head_dim)
+    shape = (layout.batch * layout.length, layout.num_heads * layout.head_dim)
     return triton_call(
-        functools.partial(_reduce_slots_kernel, plan=plan, tokens=tokens, width=width),
-        grid=(plan.range_length // tokens, span // width, plan.pairs),
+        functools.partial(_reduce_slots_kernel, layout=layout, tokens=tokens, width=width),
+        grid=(layout.range_length // tokens, span // width, layout.pairs),
         out_shape=jax.ShapeDtypeStruct(shape, d_query.dtype),
         input_output_aliases={3: 0},
         num_warps=4,
@@ -326,37 +222,45 @@ def _sum_shares(step, counts, buffer, d_query, plan: Plan):
     )(step, counts, buffer.reshape(-1, span), d_query.reshape(shape)).reshape(d_query.shape)
 
 
-def _hopper_kernel(plan: Plan):
-    """The module of Hopper's kernel for the plan's buffer."""
-    return grad_scores_sm90 if plan.config.keep_scores else grad_partials_sm90
+def _hopper_serves(query, value, select_block: int, config: SelectedBackwardConfig) -> bool:
+    """Whether Hopper's kernel serves the key-major pass."""
+    group, target = query.shape[2] // value.shape[2], current_target()
+    if config.keep_scores:
+        return grad_scores_sm90.serves(query, value, group, select_block, target)
+    return grad_partials_sm90.serves(query, value, group, select_block, config.chunk, target)
 
 
-def _key_major(step, prepared, tensors, plan: Plan):
+def _hopper_kernel(layout: Layout):
+    """The module of Hopper's kernel for the layout's buffer."""
+    return grad_scores_sm90 if layout.config.keep_scores else grad_partials_sm90
+
+
+def _key_major(step, prepared, tensors, layout: Layout):
     """(buffer, dk and dv of every work item) of one step; `prepared`: inverted lists, or what Hopper's kernel made."""
-    if plan.hopper:
-        return _hopper_kernel(plan).key_major(step, prepared, tensors, plan)
-    items = plan.pairs * plan.items * plan.columns
+    if layout.hopper:
+        return _hopper_kernel(layout).key_major(step, prepared, tensors, layout)
+    items = layout.pairs * layout.items * layout.columns
     dtype = tensors[0].dtype
     return triton_call(
-        functools.partial(_key_major_kernel, plan=plan),
-        grid=(plan.items, plan.pairs, plan.columns // plan.tile_columns),
+        functools.partial(_key_major_kernel, layout=layout),
+        grid=(layout.items, layout.pairs, layout.columns // layout.tile_columns),
         out_shape=[
-            jax.ShapeDtypeStruct(((plan.pairs * plan.entries + 1) * plan.group, plan.buffer_width), dtype),
-            *[jax.ShapeDtypeStruct((items, dim), jnp.float32) for dim in (plan.head_dim, plan.value_dim)],
+            jax.ShapeDtypeStruct(((layout.pairs * layout.entries + 1) * layout.group, layout.buffer_width), dtype),
+            *[jax.ShapeDtypeStruct((items, dim), jnp.float32) for dim in (layout.head_dim, layout.value_dim)],
         ],
-        num_warps=plan.config.num_warps,
-        num_stages=plan.config.num_stages,
+        num_warps=layout.config.num_warps,
+        num_stages=layout.config.num_stages,
         name="nsa_selected_backward_key_major",
     )(step, prepared.order, prepared.block, prepared.begin, prepared.end, *tensors)
 
 
-def _step(carry, step, prepared, inverted: readers.InvertedLists, finish_query, tensors, plan: Plan):
+def _step(carry, step, prepared, inverted: readers.InvertedLists, finish_query, tensors, layout: Layout):
     """One (group of pairs, range of queries): updates d_query, d_key and d_value in place."""
     d_query, d_key, d_value = carry
-    buffer, d_key_items, d_value_items = _key_major(step, prepared, tensors, plan)
+    buffer, d_key_items, d_value_items = _key_major(step, prepared, tensors, layout)
     d_key, d_value = triton_call(
-        functools.partial(_reduce_items_kernel, plan=plan),
-        grid=(plan.num_blocks, plan.columns // _PIECE, plan.pairs),
+        functools.partial(_reduce_items_kernel, layout=layout),
+        grid=(layout.num_blocks, layout.columns // _PIECE, layout.pairs),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (d_key, d_value)],
         input_output_aliases={4: 0, 5: 1},
         num_warps=4,
@@ -366,13 +270,13 @@ def _step(carry, step, prepared, inverted: readers.InvertedLists, finish_query, 
     return finish_query(step, buffer, d_query), d_key, d_value
 
 
-def _entries_by_range(block_indices: jax.Array, plan: Plan) -> jax.Array:
+def _entries_by_range(block_indices: jax.Array, layout: Layout) -> jax.Array:
     """Block lists [B, T, K, n] as [B*K*ranges, range_length*n], padded with J."""
-    padded_length = plan.ranges * plan.range_length
-    entries = jnp.minimum(block_indices, plan.num_blocks).transpose(0, 2, 1, 3)
-    pad = ((0, 0), (0, 0), (0, padded_length - plan.length), (0, 0))
-    entries = jnp.pad(entries, pad, constant_values=plan.num_blocks)
-    return entries.reshape(plan.batch * plan.num_kv * plan.ranges, plan.entries)
+    padded_length = layout.ranges * layout.range_length
+    entries = jnp.minimum(block_indices, layout.num_blocks).transpose(0, 2, 1, 3)
+    pad = ((0, 0), (0, 0), (0, padded_length - layout.length), (0, 0))
+    entries = jnp.pad(entries, pad, constant_values=layout.num_blocks)
+    return entries.reshape(layout.batch * layout.num_kv * layout.ranges, layout.entries)
 
 
 def selected_backward(
@@ -416,13 +320,15 @@ def selected_backward(
         all_blocks = batch * num_kv * blocks.num_selection_blocks(key.shape[1], select_block)
         group = num_heads // num_kv
         config = tuning.selected_backward_config(group, head_dim, value_dim, query.dtype, select_block, all_blocks)
-    plan = _make_plan(query, key, value, slots, select_block, config)
+    layout = make_layout(
+        query, key, value, slots, select_block, config, _hopper_serves(query, value, select_block, config)
+    )
     if max(batch * length * num_heads, batch * key.shape[1] * num_kv) >= 2**31:
         raise NotImplementedError("selected_attention: more than 2^31 query or key rows (B*T*N, B*S*K) in the backward")
 
-    entries = _entries_by_range(block_indices, plan)
-    inverted = readers.invert(entries, plan.num_blocks, config.chunk)
-    counts = (entries < plan.num_blocks).reshape(batch * num_kv, -1, slots).sum(-1, dtype=jnp.int32)
+    entries = _entries_by_range(block_indices, layout)
+    inverted = readers.invert(entries, layout.num_blocks, config.chunk)
+    counts = (entries < layout.num_blocks).reshape(batch * num_kv, -1, slots).sum(-1, dtype=jnp.int32)
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse * LOG2E)
     tensors = (
         query.reshape(-1, head_dim),
@@ -435,31 +341,31 @@ def selected_backward(
     )
     offset = jnp.asarray(query_offset, jnp.int32)
     prepared: Any = inverted
-    if plan.hopper:
-        prepared = _hopper_kernel(plan).prepare(inverted, segment_start.astype(jnp.int32), offset, plan)
+    if layout.hopper:
+        prepared = _hopper_kernel(layout).prepare(inverted, segment_start.astype(jnp.int32), offset, layout)
 
-    split = grad_query.split_for(block_indices, segment_start, offset, plan)
+    split = grad_query.split_for(block_indices, segment_start, offset, layout)
 
     def finish_query(step, buffer, d_query):
         if not config.keep_scores:
-            return _sum_shares(step, counts, buffer, d_query, plan)
-        return grad_query.finish_query(step, split, counts, entries, buffer, tensors[1], d_query, plan)
+            return _sum_shares(step, counts, buffer, d_query, layout)
+        return grad_query.finish_query(step, split, counts, entries, buffer, tensors[1], d_query, layout)
 
     def body(i, carry):
         i = jnp.asarray(i, jnp.int32)
-        step = jnp.stack([i // plan.ranges * plan.pairs, i % plan.ranges, offset])
-        return _step(carry, step, prepared, inverted, finish_query, tensors, plan)
+        step = jnp.stack([i // layout.ranges * layout.pairs, i % layout.ranges, offset])
+        return _step(carry, step, prepared, inverted, finish_query, tensors, layout)
 
-    key_rows = batch * plan.num_blocks * plan.columns * num_kv
+    key_rows = batch * layout.num_blocks * layout.columns * num_kv
     carry = (
         lax.empty((batch * length * num_heads, head_dim), query.dtype),  # every row is written by exactly one step
         # The first range writes every row, later ones add to it.
-        *[lax.empty((key_rows, x.shape[-1]), jnp.float32 if plan.ranges > 1 else x.dtype) for x in (key, value)],
+        *[lax.empty((key_rows, x.shape[-1]), jnp.float32 if layout.ranges > 1 else x.dtype) for x in (key, value)],
     )
-    d_query, d_key, d_value = body(0, carry) if plan.steps == 1 else lax.fori_loop(0, plan.steps, body, carry)
+    d_query, d_key, d_value = body(0, carry) if layout.steps == 1 else lax.fori_loop(0, layout.steps, body, carry)
 
     def finish(x, like):
-        x = x.reshape(batch, plan.num_blocks, plan.columns, num_kv, -1)[:, :, :select_block]
-        return x.reshape(batch, -1, num_kv, x.shape[-1])[:, : plan.num_keys].astype(like.dtype)
+        x = x.reshape(batch, layout.num_blocks, layout.columns, num_kv, -1)[:, :, :select_block]
+        return x.reshape(batch, -1, num_kv, x.shape[-1])[:, : layout.num_keys].astype(like.dtype)
 
     return d_query.reshape(query.shape), finish(d_key, key), finish(d_value, value)

@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nsa_jax.ops.kernels.range_attention.sm90_forward import ROWS
 from nsa_jax.ops.kernels.readers import InvertedLists
 from nsa_jax.ops.kernels.selected.softmax import NEG
 from nsa_jax.ops.kernels.triton import LOG2E
 from nsa_jax.ops.target import Target
-from nsa_jax.ops.tiles import SelectedGatherConfig
+from nsa_jax.ops.tiles import ROWS, SelectedGatherConfig
 
 
 def serves(query, value, select_block: int, target: Target) -> bool:

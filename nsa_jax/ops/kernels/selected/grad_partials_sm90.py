@@ -10,19 +10,16 @@ cotangents to shared memory, where three products need them, and stores its part
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from nsa_jax.ops.kernels import readers
-from nsa_jax.ops.kernels.range_attention.sm90_forward import ROWS
+from nsa_jax.ops.kernels.selected.grad_layout import Layout
 from nsa_jax.ops.kernels.triton import LOG2E
 from nsa_jax.ops.target import Target
-
-if TYPE_CHECKING:
-    from nsa_jax.ops.kernels.selected.backward import Plan
+from nsa_jax.ops.tiles import ROWS
 
 _WARPGROUPS = 3  # as many as there is shared memory for
 _LEAST_CHUNK = 1024
@@ -45,16 +42,16 @@ def serves(query, value, group: int, select_block: int, chunk: int, target: Targ
     )
 
 
-def prepare(inverted: readers.InvertedLists, segment_start, query_offset, plan: Plan):
+def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout: Layout):
     """What all steps share: whether rows are packed, the list entries, and work items as (item, its block, begin, end).
 
     Items int32 [B*K*ranges, W'], W' the next multiple of `_WARPGROUPS`, by falling length: the warpgroups of a program
     take about as long as each other, and what takes long starts first. Arguments as `grad_scores_sm90.prepare`.
     """
     del query_offset
-    pad = ((0, 0), (0, -plan.items % _WARPGROUPS))
+    pad = ((0, 0), (0, -layout.items % _WARPGROUPS))
     block, begin, end = (jnp.pad(x, pad) for x in (inverted.block, inverted.begin, inverted.end))
-    longest = plan.config.chunk
+    longest = layout.config.chunk
     _, item = readers.sort_entries(longest - (end - begin), longest + 1)
     sorted_items = (jnp.take_along_axis(x, item, axis=1) for x in (block, begin, end))
     # Queries of one document see whole blocks from the block's end on.
@@ -62,7 +59,7 @@ def prepare(inverted: readers.InvertedLists, segment_start, query_offset, plan: 
     return packed, inverted.order.reshape(-1), item, *sorted_items
 
 
-def key_major(step, prepared, tensors, plan: Plan):
+def key_major(step, prepared, tensors, layout: Layout):
     """One step of the pass; `prepared` is `prepare`'s result, the rest as in `grad_scores_sm90.key_major`."""
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental import pallas as pl
@@ -71,10 +68,10 @@ def key_major(step, prepared, tensors, plan: Plan):
     from nsa_jax.ops.kernels import sm90, sm90_gather
 
     query, key, value, d_out, lse, delta, start = tensors
-    group, num_kv, scale = plan.group, plan.num_kv, plan.scale
+    group, num_kv, scale = layout.group, layout.num_kv, layout.scale
     packed, *work = prepared
     step = jnp.concatenate([step, packed])
-    spare_row = plan.pairs * plan.entries * group
+    spare_row = layout.pairs * layout.entries * group
 
     def nsa_selected_backward_key_major(*refs):
         step_ref, order_ref, item_ref, block_ref, begin_ref, end_ref, start_ref, lse_ref, delta_ref, *arrays = refs
@@ -83,29 +80,29 @@ def key_major(step, prepared, tensors, plan: Plan):
         local_pair, position = lax.axis_index("pair"), lax.axis_index("item") * _WARPGROUPS + wg
         pair = step_ref[0] + local_pair
         batch, kv_head = lax.div(pair, jnp.int32(num_kv)), lax.rem(pair, jnp.int32(num_kv))
-        line = pair * plan.ranges + step_ref[1]
+        line = pair * layout.ranges + step_ref[1]
         begin, end, item = begin_ref[line, position], end_ref[line, position], item_ref[line, position]
         first_key = block_ref[line, position] * ROWS
         # Of the range's first query, among those of all batch rows and in the keys' row.
-        first_query = batch * plan.length + step_ref[1] * plan.range_length
-        first_position = step_ref[1] * plan.range_length + step_ref[2]
+        first_query = batch * layout.length + step_ref[1] * layout.range_length
+        first_position = step_ref[1] * layout.range_length + step_ref[2]
         shape = (ROWS, ROWS)
-        last = jnp.minimum(plan.num_keys - 1 - first_key, ROWS - 1)
+        last = jnp.minimum(layout.num_keys - 1 - first_key, ROWS - 1)
         rows = (end - begin) * group
 
         def numbers_of(tile):
             return sm90_gather.rows_of_tile(tile, rows, group)
 
         def entries_of(tile):
-            return sm90_gather.load_numbers(order_ref, numbers_of(tile)[1] + (line * plan.entries + begin))
+            return sm90_gather.load_numbers(order_ref, numbers_of(tile)[1] + (line * layout.entries + begin))
 
         def local_token(entry):
-            return lax.div(entry, jnp.int32(plan.slots))
+            return lax.div(entry, jnp.int32(layout.slots))
 
         def query_rows(tile, entry):
             """Where a tile's rows are among those of all queries."""
             _, _, head = numbers_of(tile)
-            return local_token(entry) * plan.num_heads + (first_query * plan.num_heads + kv_head * group) + head
+            return local_token(entry) * layout.num_heads + (first_query * layout.num_heads + kv_head * group) + head
 
         def statistics(tile, at):
             """Base-2 lse and delta of the rows."""
@@ -124,7 +121,7 @@ def key_major(step, prepared, tensors, plan: Plan):
 
         def sees_whole(number):
             """Whether the query of an entry of the item, and so those after it, see all that follow up to its end."""
-            entry = order_ref[line * plan.entries + jnp.minimum(begin + number, end - 1)]
+            entry = order_ref[line * layout.entries + jnp.minimum(begin + number, end - 1)]
             return local_token(entry) + first_position - first_key >= ROWS - 1
 
         @pl.when(end > begin)
@@ -138,7 +135,7 @@ def key_major(step, prepared, tensors, plan: Plan):
             num_masked = jnp.where(sees_whole(0), 0, num_masked)
             num_masked = jnp.where((step_ref[3] != 0) | (last < ROWS - 1), num_tiles, num_masked)
 
-            key_row = sm90_gather.rows_of_block(first_key, plan.num_keys, batch, kv_head, num_kv)
+            key_row = sm90_gather.rows_of_block(first_key, layout.num_keys, batch, kv_head, num_kv)
             sm90_gather.copy_rows(key_ref, key_row, buffers[0].at[wg])
             sm90_gather.copy_rows(value_ref, key_row, buffers[1].at[wg])
             at = query_rows(0, entry)
@@ -193,7 +190,7 @@ def key_major(step, prepared, tensors, plan: Plan):
                 all_sums = zeros(), plgpu.ACC.init(dk), plgpu.ACC.init(dv)
                 share, dk, dv = pl.run_state(accumulate)(all_sums)
                 counts, _, head = numbers_of(tile)
-                place = jnp.where(counts, (entry + local_pair * plan.entries) * group + head, spare_row)
+                place = jnp.where(counts, (entry + local_pair * layout.entries) * group + head, spare_row)
                 sm90_gather.store_rows(buffer_ref, place, share.astype(buffer_ref.dtype))
                 return dk, dv, following, *next_statistics, after
 
@@ -211,10 +208,10 @@ def key_major(step, prepared, tensors, plan: Plan):
         nsa_selected_backward_key_major,
         out_type=[
             jax.ShapeDtypeStruct((spare_row + group, ROWS), query.dtype),
-            *[jax.ShapeDtypeStruct((plan.pairs, plan.items, ROWS, ROWS), jnp.float32)] * 2,
+            *[jax.ShapeDtypeStruct((layout.pairs, layout.items, ROWS, ROWS), jnp.float32)] * 2,
         ],
         scratch_types=[*[once] * 5, *[twice] * 2],
-        grid=(pl.cdiv(plan.items, _WARPGROUPS), plan.pairs),  # the last runs fastest
+        grid=(pl.cdiv(layout.items, _WARPGROUPS), layout.pairs),  # the last runs fastest
         grid_names=("item", "pair"),
         num_threads=_WARPGROUPS,
         thread_name="wg",

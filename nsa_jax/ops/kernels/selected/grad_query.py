@@ -7,7 +7,6 @@ tile list are read once for the whole tile, and the rest of each list token by t
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +14,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from nsa_jax.ops.kernels.selected.grad_layout import Layout
 from nsa_jax.ops.kernels.selected.neighbours import Split, can_have_slots, slot_of, split_lists
 from nsa_jax.ops.kernels.triton import dot, load_rows, pieces, store_rows, triton_call
 
-if TYPE_CHECKING:
-    from nsa_jax.ops.kernels.selected.backward import Plan
 
-
-def split_for(block_indices, segment_start, query_offset, plan: Plan) -> Split | None:
+def split_for(block_indices, segment_start, query_offset, layout: Layout) -> Split | None:
     """The lists split by tiles, or None where every token goes by itself."""
-    config = plan.config
-    if not config.keep_scores or config.tile == 1 or not can_have_slots(config.tile, plan.slots):
+    config = layout.config
+    if not config.keep_scores or config.tile == 1 or not can_have_slots(config.tile, layout.slots):
         return None
     return split_lists(
         block_indices, segment_start, query_offset, tile=config.tile, share=config.share,
-        select_block=plan.select_block, num_keys=plan.num_keys, packed=True, with_slots=True,
+        select_block=layout.select_block, num_keys=layout.num_keys, packed=True, with_slots=True,
     )  # fmt: skip
 
 
-def _token_kernel(step_ref, *refs, plan: Plan, rows: int, resume: bool):
+def _token_kernel(step_ref, *refs, layout: Layout, rows: int, resume: bool):
     """dq [B*T*N, H] of one query and key/value head: its score gradients times the keys of its blocks.
 
     refs: what tells the list (with `resume` `Split.rest` and `num_rest`, else how many entries each query has and the
@@ -42,45 +39,45 @@ def _token_kernel(step_ref, *refs, plan: Plan, rows: int, resume: bool):
     *list_refs, d_scores_ref, key_ref, before_ref, d_query_ref = refs
     local, local_pair = pl.program_id(0), pl.program_id(1)
     pair = step_ref[0] + local_pair
-    token = step_ref[1] * plan.range_length + local
-    batch, head = pair // plan.num_kv, pair % plan.num_kv
+    token = step_ref[1] * layout.range_length + local
+    batch, head = pair // layout.num_kv, pair % layout.num_kv
 
-    @pl.when(token < plan.length)
+    @pl.when(token < layout.length)
     def _():
         if resume:
-            tile, padded = plan.config.tile, pl.next_power_of_2(plan.slots)
+            tile, padded = layout.config.tile, pl.next_power_of_2(layout.slots)
             at = batch, token // tile, token % tile, head
             # One element for most programs where neighbours share their lists: there is nothing left to do.
             count = list_refs[1][batch, head, token // tile, token % tile]
         else:
             count = list_refs[0][pair, token]
-        member = jnp.minimum(lax.iota(jnp.int32, rows), plan.group - 1)  # surplus rows repeat the last head
-        out_row = (batch * plan.length + token) * plan.num_heads + head * plan.group + member
+        member = jnp.minimum(lax.iota(jnp.int32, rows), layout.group - 1)  # surplus rows repeat the last head
+        out_row = (batch * layout.length + token) * layout.num_heads + head * layout.group + member
 
         def entry(i):
             """(block, slot) of the i-th entry."""
             if resume:
                 value = list_refs[0][(*at, i)]
                 return value // padded, value % padded
-            return list_refs[1][pair * plan.ranges + step_ref[1], local * plan.slots + i], i
+            return list_refs[1][pair * layout.ranges + step_ref[1], local * layout.slots + i], i
 
         def add(i, carry):
             total, (block, slot) = carry
-            following = entry(jnp.minimum(i + 1, plan.slots - 1))
-            key = load_rows(key_ref, plan.key_rows(batch, head, block, 0, plan.columns)[0], plan.head_dim)
-            share = local_pair * plan.entries + local * plan.slots + slot
-            d_scores = d_scores_ref[share * plan.group + member, :]
+            following = entry(jnp.minimum(i + 1, layout.slots - 1))
+            key = load_rows(key_ref, layout.key_rows(batch, head, block, 0, layout.columns)[0], layout.head_dim)
+            share = local_pair * layout.entries + local * layout.slots + slot
+            d_scores = d_scores_ref[share * layout.group + member, :]
             total = [acc + dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)]
             return total, following
 
         def run():
             if resume:
-                before = load_rows(before_ref, out_row, plan.head_dim)
-                total = [piece.astype(jnp.float32) * (1.0 / plan.scale) for piece in before]
+                before = load_rows(before_ref, out_row, layout.head_dim)
+                total = [piece.astype(jnp.float32) * (1.0 / layout.scale) for piece in before]
             else:
-                total = [jnp.zeros((rows, size), jnp.float32) for _, size in pieces(plan.head_dim)]
+                total = [jnp.zeros((rows, size), jnp.float32) for _, size in pieces(layout.head_dim)]
             total, _ = lax.fori_loop(0, count, add, (total, entry(0)))
-            store_rows(d_query_ref, out_row, [piece * plan.scale for piece in total])
+            store_rows(d_query_ref, out_row, [piece * layout.scale for piece in total])
 
         if resume:
             pl.when(count > 0)(run)
@@ -99,28 +96,28 @@ def _tile_kernel(
     _dq,
     d_query_ref,
     *,
-    plan: Plan,
+    layout: Layout,
     rows: int,
 ):
     """dq [B*T*N, H] of a tile of tokens over the blocks that they share.
 
     block_ref, bits_ref, slots_ref [B, K, tiles, U + 1] and count_ref [B, K, tiles, 2] as in `Split`.
     """
-    tile = plan.config.tile
+    tile = layout.config.tile
     local, local_pair = pl.program_id(0) * tile, pl.program_id(1)
     pair = step_ref[0] + local_pair
-    batch, head = pair // plan.num_kv, pair % plan.num_kv
-    first = step_ref[1] * plan.range_length + local
+    batch, head = pair // layout.num_kv, pair % layout.num_kv
+    first = step_ref[1] * layout.range_length + local
 
-    @pl.when(first < plan.length)
+    @pl.when(first < layout.length)
     def _():
         at = batch, head, first // tile
         # Rows past the last token or head repeat the last one and write the same values to the same place.
-        row = jnp.minimum(lax.iota(jnp.int32, rows), tile * plan.group - 1)
-        last = jnp.minimum(tile, plan.length - first) - 1
-        inside, member = jnp.minimum(row // plan.group, last), row % plan.group
-        first_share = (local_pair * plan.entries + (local + inside) * plan.slots) * plan.group + member
-        shape = rows, plan.columns
+        row = jnp.minimum(lax.iota(jnp.int32, rows), tile * layout.group - 1)
+        last = jnp.minimum(tile, layout.length - first) - 1
+        inside, member = jnp.minimum(row // layout.group, last), row % layout.group
+        first_share = (local_pair * layout.entries + (local + inside) * layout.slots) * layout.group + member
+        shape = rows, layout.columns
         column = lax.broadcasted_iota(jnp.int32, shape, 1)
 
         def entry(u):
@@ -130,22 +127,22 @@ def _tile_kernel(
             total, (block, bits, places) = carry
             # One step ahead in registers: as loads of this step they would take a stage of the pipeline of the tiles.
             following = entry(u + 1)
-            share = lax.broadcast_in_dim(first_share + slot_of(places, inside) * plan.group, shape, (0,))
+            share = lax.broadcast_in_dim(first_share + slot_of(places, inside) * layout.group, shape, (0,))
             mine = lax.broadcast_in_dim(((bits >> inside) & 1) == 1, shape, (0,))
             # The copy to shared memory fills in the zeros, and the product takes both tiles from there: a `where` after
             # the load would take this one through registers and back.
             d_scores = pltriton.load(d_scores_ref.at[share, column], mask=mine, other=0.0)
-            key = load_rows(key_ref, plan.key_rows(batch, head, block, 0, plan.columns)[0], plan.head_dim)
+            key = load_rows(key_ref, layout.key_rows(batch, head, block, 0, layout.columns)[0], layout.head_dim)
             total = [acc + dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)]
             return total, following
 
-        total = [jnp.zeros((rows, size), jnp.float32) for _, size in pieces(plan.head_dim)]
+        total = [jnp.zeros((rows, size), jnp.float32) for _, size in pieces(layout.head_dim)]
         total, _ = lax.fori_loop(0, count_ref[(*at, 0)], add, (total, entry(0)))
-        out_row = (batch * plan.length + first + inside) * plan.num_heads + head * plan.group + member
-        store_rows(d_query_ref, out_row, [piece * plan.scale for piece in total])
+        out_row = (batch * layout.length + first + inside) * layout.num_heads + head * layout.group + member
+        store_rows(d_query_ref, out_row, [piece * layout.scale for piece in total])
 
 
-def finish_query(step, split: Split | None, counts, entries, buffer, key, d_query, plan: Plan):
+def finish_query(step, split: Split | None, counts, entries, buffer, key, d_query, layout: Layout):
     """Adds one step's score gradients into the rows of d_query [B*T*N, H] that the step owns.
 
     Args:
@@ -156,30 +153,32 @@ def finish_query(step, split: Split | None, counts, entries, buffer, key, d_quer
       buffer: score gradients [(pairs*E + 1) * G, columns].
       key: [B*S*K, H].
       d_query: [B*T*N, H].
-      plan: static sizes.
+      layout: static sizes.
     """
     out_shape = jax.ShapeDtypeStruct(d_query.shape, d_query.dtype)
-    config = plan.config
+    config = layout.config
     lists: tuple[jax.Array, ...] = (counts, entries)
     if split is not None:
         assert split.slots is not None and split.num_rest is not None
         lists = (split.rest, split.num_rest)
         d_query = triton_call(
-            functools.partial(_tile_kernel, plan=plan, rows=max(16, pl.next_power_of_2(config.tile * plan.group))),
-            grid=(pl.cdiv(plan.range_length, config.tile), plan.pairs),
+            functools.partial(
+                _tile_kernel, layout=layout, rows=max(16, pl.next_power_of_2(config.tile * layout.group))
+            ),
+            grid=(pl.cdiv(layout.range_length, config.tile), layout.pairs),
             out_shape=out_shape,
             input_output_aliases={7: 0},
             num_warps=config.tile_warps,
             num_stages=3,
             name="nsa_selected_backward_query_tiles",
         )(step, split.block, split.bits, split.slots, split.num_shared, buffer, key, d_query)
-    rows = max(16, pl.next_power_of_2(plan.group))
+    rows = max(16, pl.next_power_of_2(layout.group))
     return triton_call(
-        functools.partial(_token_kernel, plan=plan, rows=rows, resume=split is not None),
-        grid=(plan.range_length, plan.pairs),
+        functools.partial(_token_kernel, layout=layout, rows=rows, resume=split is not None),
+        grid=(layout.range_length, layout.pairs),
         out_shape=out_shape,
         input_output_aliases={3 + len(lists): 0},
-        num_warps=2 if rows * plan.head_dim <= 2048 else 4,
+        num_warps=2 if rows * layout.head_dim <= 2048 else 4,
         num_stages=3 if d_query.dtype == jnp.bfloat16 else 1,
         name="nsa_selected_backward_query_major",
     )(step, *lists, buffer, key, d_query)

@@ -10,19 +10,16 @@ TMA; the serving warpgroup starts those copies, which cost the computing one a f
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from nsa_jax.ops.kernels import readers
-from nsa_jax.ops.kernels.range_attention.sm90_forward import ROWS
+from nsa_jax.ops.kernels.selected.grad_layout import Layout
 from nsa_jax.ops.kernels.triton import LOG2E
 from nsa_jax.ops.target import Target
-
-if TYPE_CHECKING:
-    from nsa_jax.ops.kernels.selected.backward import Plan
+from nsa_jax.ops.tiles import ROWS
 
 _WARPGROUPS = 2
 # In `order` of `prepare`'s result: the entry's query does not see all of its block.
@@ -41,24 +38,24 @@ def serves(query, value, group: int, select_block: int, target: Target) -> bool:
     )
 
 
-def prepare(inverted: readers.InvertedLists, segment_start, query_offset, plan: Plan) -> readers.InvertedLists:
+def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout: Layout) -> readers.InvertedLists:
     """What all steps share: the inverted lists, with a mark in `order` where a query does not see the whole block.
 
     Args:
       inverted: inverted lists.
       segment_start: int32 [B, T].
       query_offset: int32 scalar.
-      plan: static sizes.
+      layout: static sizes.
     """
     row = jnp.arange(inverted.order.shape[0], dtype=jnp.int32)[:, None]
-    token = jnp.minimum(row % plan.ranges * plan.range_length + inverted.order // plan.slots, plan.length - 1)
-    start = segment_start[row // plan.ranges // plan.num_kv, token]
+    token = jnp.minimum(row % layout.ranges * layout.range_length + inverted.order // layout.slots, layout.length - 1)
+    start = segment_start[row // layout.ranges // layout.num_kv, token]
     first = inverted.entry_block * ROWS
     whole = (token + query_offset >= first + ROWS - 1) & (start <= first)
     return inverted._replace(order=jnp.where(whole, inverted.order, inverted.order | _MASKED))
 
 
-def key_major(step, inverted: readers.InvertedLists, tensors, plan: Plan):
+def key_major(step, inverted: readers.InvertedLists, tensors, layout: Layout):
     """One step of the pass: (buffer, dk and dv of every work item), as the Triton kernel writes them.
 
     Args:
@@ -66,7 +63,7 @@ def key_major(step, inverted: readers.InvertedLists, tensors, plan: Plan):
       inverted: `prepare`'s result.
       tensors: query [B*T*N, H], key [B*S*K, H], value [B*S*K, V], d_out [B*T*N, V], base-2 lse and delta float32
         [B*T*N], segment_start int32 [B*T].
-      plan: static sizes.
+      layout: static sizes.
     """
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental import pallas as pl
@@ -75,22 +72,22 @@ def key_major(step, inverted: readers.InvertedLists, tensors, plan: Plan):
     from nsa_jax.ops.kernels import sm90
 
     query, key, value, d_out, lse, delta, start = tensors
-    group, num_kv, items = plan.group, plan.num_kv, plan.items
-    rows_of = (plan.batch, plan.length, plan.num_heads)
+    group, num_kv, items = layout.group, layout.num_kv, layout.items
+    rows_of = (layout.batch, layout.length, layout.num_heads)
     query, d_out = query.reshape(*rows_of, -1), d_out.reshape(*rows_of, -1)
-    key, value = (sm90.whole_tiles(x.reshape(plan.batch, plan.num_keys, num_kv, -1)) for x in (key, value))
-    start = start.reshape(plan.batch, plan.length)
+    key, value = (sm90.whole_tiles(x.reshape(layout.batch, layout.num_keys, num_kv, -1)) for x in (key, value))
+    start = start.reshape(layout.batch, layout.length)
     per_tile = ROWS // group
-    stages = 2 if plan.head_dim + plan.value_dim > 128 else 3
-    scale = plan.scale
+    stages = 2 if layout.head_dim + layout.value_dim > 128 else 3
+    scale = layout.scale
 
     # Rows that a tile gathers lie apart; their statistics are gathered here, for TMA takes no rows of 4 * G bytes.
-    pair = step[0] + jnp.arange(plan.pairs, dtype=jnp.int32)[:, None]
-    here = inverted.order[pair[:, 0] * plan.ranges + step[1]] & (_MASKED - 1)
-    token = jnp.minimum(step[1] * plan.range_length + here // plan.slots, plan.length - 1)
-    by_head = (plan.batch, plan.length, num_kv, group)
+    pair = step[0] + jnp.arange(layout.pairs, dtype=jnp.int32)[:, None]
+    here = inverted.order[pair[:, 0] * layout.ranges + step[1]] & (_MASKED - 1)
+    token = jnp.minimum(step[1] * layout.range_length + here // layout.slots, layout.length - 1)
+    by_head = (layout.batch, layout.length, num_kv, group)
     statistics = [
-        x.reshape(by_head)[pair // num_kv, token, pair % num_kv].reshape(plan.pairs, -1) for x in (lse, delta)
+        x.reshape(by_head)[pair // num_kv, token, pair % num_kv].reshape(layout.pairs, -1) for x in (lse, delta)
     ]
 
     def kernel(*refs, buffers, barriers):
@@ -103,13 +100,13 @@ def key_major(step, inverted: readers.InvertedLists, tensors, plan: Plan):
         local_pair, item = lax.axis_index("pair"), lax.axis_index("item") * _WARPGROUPS + mine
         pair = step_ref[0] + local_pair
         batch, head = lax.div(pair, jnp.int32(num_kv)), lax.rem(pair, jnp.int32(num_kv))
-        row = pair * plan.ranges + step_ref[1]
-        first_query, offset = step_ref[1] * plan.range_length, step_ref[2]
+        row = pair * layout.ranges + step_ref[1]
+        first_query, offset = step_ref[1] * layout.range_length, step_ref[2]
         inside = jnp.minimum(item, items - 1)
         begin, block = begin_ref[row, inside], block_ref[row, inside]
         end = jnp.where(item < items, end_ref[row, inside], begin)
         first_key = block * ROWS
-        last_key = jnp.minimum(first_key + ROWS, plan.num_keys) - 1
+        last_key = jnp.minimum(first_key + ROWS, layout.num_keys) - 1
         tiles = lax.div(end - begin + per_tile - 1, jnp.int32(per_tile))
         heads = pl.ds(head * group, group)
 
@@ -118,7 +115,7 @@ def key_major(step, inverted: readers.InvertedLists, tensors, plan: Plan):
             return tuple(order_ref[row, jnp.minimum(begin + tile * per_tile + i, end - 1)] for i in range(per_tile))
 
         def token_of(entry):
-            return first_query + lax.div(entry & (_MASKED - 1), jnp.int32(plan.slots))
+            return first_query + lax.div(entry & (_MASKED - 1), jnp.int32(layout.slots))
 
         @pl.when((wg < _WARPGROUPS) & (tiles > 0))
         def _compute():
@@ -127,7 +124,7 @@ def key_major(step, inverted: readers.InvertedLists, tensors, plan: Plan):
             plgpu.copy_gmem_to_smem(key_ref.at[index], key_smem.at[mine], keys_loaded.at[mine])
             plgpu.copy_gmem_to_smem(value_ref.at[index], value_smem.at[mine], keys_loaded.at[mine])
             plgpu.barrier_wait(keys_loaded.at[mine])
-            layout, shape = plgpu.Layout.WGMMA.reduce(0), (ROWS, ROWS)
+            column_layout, shape = plgpu.Layout.WGMMA.reduce(0), (ROWS, ROWS)
 
             def mask(weights, tile, count):
                 """Weights [keys, rows] with what a query does not see, and whole entries from `count` on, set to 0."""
@@ -152,7 +149,7 @@ def key_major(step, inverted: readers.InvertedLists, tensors, plan: Plan):
                     return scores_ref[...]
 
                 scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-                row_lse = lax.broadcast_in_dim(sm90.load(lse_smem.at[slot], layout), shape, [1])
+                row_lse = lax.broadcast_in_dim(sm90.load(lse_smem.at[slot], column_layout), shape, [1])
                 weights = jnp.exp2(scores * (scale * LOG2E) - row_lse)
                 weights = lax.cond(
                     partial_smem[slot] != 0,
@@ -170,7 +167,7 @@ def key_major(step, inverted: readers.InvertedLists, tensors, plan: Plan):
 
                 accs = plgpu.ACC.init(dv), plgpu.ACC.init(sm90.zeros(shape))
                 dv, d_weights = pl.run_state(multiply_grad)(accs)
-                row_delta = lax.broadcast_in_dim(sm90.load(delta_smem.at[slot], layout), shape, [1])
+                row_delta = lax.broadcast_in_dim(sm90.load(delta_smem.at[slot], column_layout), shape, [1])
                 plgpu.barrier_arrive(grad_freed.at[slot])
                 d_scores = (weights * (d_weights - row_delta)).astype(query_ref.dtype)
 
@@ -185,7 +182,7 @@ def key_major(step, inverted: readers.InvertedLists, tensors, plan: Plan):
                 plgpu.barrier_arrive(query_freed.at[slot])
                 return dk, dv
 
-            carry = sm90.zeros((ROWS, plan.head_dim)), sm90.zeros((ROWS, plan.value_dim))
+            carry = sm90.zeros((ROWS, layout.head_dim)), sm90.zeros((ROWS, layout.value_dim))
             dk, dv = lax.fori_loop(0, tiles, body, carry)
             sm90.store(dk_ref.at[local_pair, item], dk * scale)
             sm90.store(dv_ref.at[local_pair, item], dv)
@@ -214,9 +211,9 @@ def key_major(step, inverted: readers.InvertedLists, tensors, plan: Plan):
             def store(tile):
                 count = end - begin - tile * per_tile
                 for i, entry in enumerate(entries_of(tile)):
-                    place = local_pair * plan.entries + (entry & (_MASKED - 1))
+                    place = local_pair * layout.entries + (entry & (_MASKED - 1))
                     # What repeats the last entry must not be written over it.
-                    place = jnp.where(i < count, place, plan.pairs * plan.entries)
+                    place = jnp.where(i < count, place, layout.pairs * layout.entries)
                     part = out_smem.at[mine, pl.ds(i * group, group)]
                     plgpu.copy_smem_to_gmem(part, buffer_ref.at[place], commit_group=i == per_tile - 1)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -242,10 +239,10 @@ def key_major(step, inverted: readers.InvertedLists, tensors, plan: Plan):
         pl.run_scoped(
             lambda buffers, barriers: kernel(*refs, buffers=buffers, barriers=barriers),
             (
-                tiled(_WARPGROUPS, ROWS, plan.head_dim),
-                tiled(_WARPGROUPS, ROWS, plan.value_dim),
-                tiled(slots, ROWS, plan.head_dim),
-                tiled(slots, ROWS, plan.value_dim),
+                tiled(_WARPGROUPS, ROWS, layout.head_dim),
+                tiled(_WARPGROUPS, ROWS, layout.value_dim),
+                tiled(slots, ROWS, layout.head_dim),
+                tiled(slots, ROWS, layout.value_dim),
                 tiled(_WARPGROUPS, ROWS, ROWS),
                 vector,
                 vector,
@@ -265,10 +262,10 @@ def key_major(step, inverted: readers.InvertedLists, tensors, plan: Plan):
     buffer, dk, dv = plgpu.kernel(
         nsa_selected_backward_key_major,
         out_type=[
-            jax.ShapeDtypeStruct((plan.pairs * plan.entries + 1, group, ROWS), query.dtype),
-            *[jax.ShapeDtypeStruct((plan.pairs, items, ROWS, x.shape[-1]), jnp.float32) for x in (key, value)],
+            jax.ShapeDtypeStruct((layout.pairs * layout.entries + 1, group, ROWS), query.dtype),
+            *[jax.ShapeDtypeStruct((layout.pairs, items, ROWS, x.shape[-1]), jnp.float32) for x in (key, value)],
         ],
-        grid=(-(-items // _WARPGROUPS), plan.pairs),
+        grid=(-(-items // _WARPGROUPS), layout.pairs),
         grid_names=("item", "pair"),
         num_threads=2 * _WARPGROUPS,
         thread_name="wg",

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.range_attention.sm90_forward import ROWS
 from nsa_jax.ops.kernels.range_attention.tiles import NO_WEIGHT
 from nsa_jax.ops.kernels.triton import LN2, LOG2E
 from nsa_jax.ops.target import Target
+from nsa_jax.ops.tiles import ROWS
 
 _WARPGROUPS = 3
 _QUERY_BUFFERS = 2  # for each warpgroup
