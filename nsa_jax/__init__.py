@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.decode import DecodeInfo, decode_attention
+from nsa_jax.ops.implementations import implementations_served
 from nsa_jax.ops.nsa import (
     compressed_attention,
-    implementations_served,
     mean_compress,
     nsa_attention,
     select_blocks,

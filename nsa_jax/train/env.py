@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from nsa_jax.ops.nsa import implementations_served
+from nsa_jax.ops.implementations import implementations_served
 from nsa_jax.train import distributed
 from nsa_jax.train.flops import forward_flops_per_token, peak_flops, train_flops_per_token
 from nsa_jax.train.state import Setup

@@ -22,7 +22,7 @@ from nsa_jax.command_line import workdir_problems
 from nsa_jax.data import make_pipeline
 from nsa_jax.data.cache import cache_root
 from nsa_jax.devices import keep_compiled_programs
-from nsa_jax.ops.nsa import forget_implementations_served, implementations_served
+from nsa_jax.ops.implementations import forget_implementations_served, implementations_served
 from nsa_jax.train import data_check, disk, distributed, env, flops, guards, health, lock, metrics, preflight
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences, parse_resume
 from nsa_jax.train.guards import Guards, TrainingError

@@ -34,7 +34,7 @@ from nsa_jax.command_line import workdir_problems
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.data import Pipeline
 from nsa_jax.fields import check_fields
-from nsa_jax.ops import kernels
+from nsa_jax.ops import plan
 from nsa_jax.ops.target import current_target
 from nsa_jax.train import cost as cost_lib
 from nsa_jax.train import data_check
@@ -169,22 +169,14 @@ def check_kernels(config: ConfigDict, made: Setup, gpu: str) -> list[Problem]:
     if m.attention != "nsa" or config.model.implementation in ("xla", "reference") or (not gpu and live != "gpu"):
         return []
     target = aot.GPUS[gpu].target if gpu else current_target()
-    rows, length = 1, config.data.seq_len
-    query = jax.ShapeDtypeStruct((rows, length, m.num_heads, m.head_dim), m.dtype)
-    key = jax.ShapeDtypeStruct((rows, length, m.num_kv_heads, m.head_dim), m.dtype)
-    value = jax.ShapeDtypeStruct((rows, length, m.num_kv_heads, m.value_head_dim), jnp.dtype(m.dtype))
-    packed = config.data.packing
-    static: dict[str, dict[str, Any]] = {
-        "compressed_attention": {"config": m.nsa},
-        "selected_attention": {"select_block": m.nsa.select_block},
-        "window_attention": {"window": m.nsa.window, "packed": packed},
-    }
-    reasons = {op: kernels.unsupported(op, query, key, value, target=target, **args) for op, args in static.items()}
-    found = sorted({reason for reason in reasons.values() if reason})
-    if not found:
+    length = config.data.seq_len
+    dims = m.num_heads, m.num_kv_heads, m.head_dim, m.value_head_dim, jnp.dtype(m.dtype).name
+    shape = plan.Shape(1, length, length, *dims)
+    found = plan.unsupported("select_blocks", shape, target, select_block=m.nsa.select_block)
+    if found is None:
         return []
     severity = "error" if config.model.implementation == "pallas" else "warning"
-    message = f"config.model.implementation={config.model.implementation!r}: {'; '.join(found)}"
+    message = f"config.model.implementation={config.model.implementation!r}: {found}"
     if severity == "warning":
         message += "; the xla implementation would serve instead, many times slower"
     return [Problem("R018", severity, message, "use head dims and groups that the kernels support, such as 64 or 128")]

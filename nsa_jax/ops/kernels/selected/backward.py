@@ -26,14 +26,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops import blocks
-from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.selected import grad_partials_sm90, grad_query, grad_scores_sm90, whole_row_sm90
 from nsa_jax.ops.kernels.selected.grad_layout import Layout, make_layout
 from nsa_jax.ops.kernels.triton import LOG2E, dot, load_rows, pieces, store_rows, triton_call
-from nsa_jax.ops.target import current_target
-from nsa_jax.ops.tiles import SelectedBackwardConfig
+from nsa_jax.ops.plan import SelectedBackwardPlan
 
 
 def _sum_of_products(left, right, contract: tuple[int, int]):
@@ -222,14 +219,6 @@ def _sum_shares(step, counts, buffer, d_query, layout: Layout):
     )(step, counts, buffer.reshape(-1, span), d_query.reshape(shape)).reshape(d_query.shape)
 
 
-def _hopper_serves(query, value, select_block: int, config: SelectedBackwardConfig) -> bool:
-    """Whether Hopper's kernel serves the key-major pass."""
-    group, target = query.shape[2] // value.shape[2], current_target()
-    if config.keep_scores:
-        return grad_scores_sm90.serves(query, value, group, select_block, target)
-    return grad_partials_sm90.serves(query, value, group, select_block, config.chunk, target)
-
-
 def _hopper_kernel(layout: Layout):
     """The module of Hopper's kernel for the layout's buffer."""
     return grad_scores_sm90 if layout.config.keep_scores else grad_partials_sm90
@@ -291,7 +280,7 @@ def selected_backward(
     select_block: int,
     segment_start: jax.Array,
     query_offset: jax.Array,
-    config: SelectedBackwardConfig | None = None,
+    plan: SelectedBackwardPlan,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of selected attention.
 
@@ -307,22 +296,20 @@ def selected_backward(
       select_block: block size.
       segment_start: int32 [B, T].
       query_offset: int32 scalar, position of the first query in the keys' row.
-      config: tile sizes; None chooses them from the shape.
+      plan: the kernels.
 
     Returns:
       (d_query, d_key, d_value), like query, key and value.
     """
     batch, length, num_heads, head_dim = query.shape
     num_kv, value_dim, slots = key.shape[2], value.shape[-1], block_indices.shape[-1]
-    if config is None and whole_row_sm90.serves(query, value, slots, select_block):
-        return whole_row_sm90.backward(query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset)
+    config = plan.lists
     if config is None:
-        all_blocks = batch * num_kv * blocks.num_selection_blocks(key.shape[1], select_block)
-        group = num_heads // num_kv
-        config = tuning.selected_backward_config(group, head_dim, value_dim, query.dtype, select_block, all_blocks)
-    layout = make_layout(
-        query, key, value, slots, select_block, config, _hopper_serves(query, value, select_block, config)
-    )
+        return whole_row_sm90.backward(
+            query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset, plan
+        )
+    hopper = plan.by_block.kernel.endswith("_sm90")
+    layout = make_layout(query, key, value, slots, select_block, config, hopper)
     if max(batch * length * num_heads, batch * key.shape[1] * num_kv) >= 2**31:
         raise NotImplementedError("selected_attention: more than 2^31 query or key rows (B*T*N, B*S*K) in the backward")
 
