@@ -16,6 +16,7 @@ from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention import sm90_backward, sm90_forward, triton_backward
 from nsa_jax.ops.kernels.range_attention import tiles as range_tiles
+from nsa_jax.ops.kernels.softmax import NO_WEIGHT
 from nsa_jax.ops.target import current_target
 
 CONFIG = NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=40)
@@ -292,7 +293,7 @@ def test_gpu_hopper_kernels_equal_the_triton_ones(group):
     low, high = jnp.where(empty, length, low), jnp.where(empty, 0, high)
     out, lse = jax.jit(range_attention.ranged_forward)(query, key, value, low, high)
     delta = jnp.sum(out.astype(jnp.float32) * grad_out.astype(jnp.float32), -1)
-    weight = jnp.where(jnp.isneginf(lse), range_tiles.NO_WEIGHT, lse * np.float32(np.log2(np.e)))
+    weight = jnp.where(jnp.isneginf(lse), NO_WEIGHT, lse * np.float32(np.log2(np.e)))
     rows = (1, query.shape[1] * query.shape[2])
     flat = [x.reshape(*rows, *x.shape[3:]) for x in (grad_out, weight, delta)]
     args = (query.reshape(*rows, -1), key, value, *flat, low, high)

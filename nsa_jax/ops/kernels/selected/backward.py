@@ -31,7 +31,8 @@ from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.selected import grad_partials_sm90, grad_query, grad_scores_sm90, whole_row_sm90
 from nsa_jax.ops.kernels.selected.grad_layout import Layout, make_layout
-from nsa_jax.ops.kernels.triton import LOG2E, dot, load_rows, pieces, store_rows, triton_call
+from nsa_jax.ops.kernels.softmax import LOG2E
+from nsa_jax.ops.kernels.triton import dot, load_rows, pieces, store_rows, triton_call
 from nsa_jax.ops.target import current_target
 from nsa_jax.ops.tiles import SelectedBackwardConfig
 

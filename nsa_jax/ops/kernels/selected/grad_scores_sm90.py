@@ -17,7 +17,7 @@ from jax import lax
 
 from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.selected.grad_layout import Layout
-from nsa_jax.ops.kernels.triton import LOG2E
+from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.target import Target
 from nsa_jax.ops.tiles import ROWS
 

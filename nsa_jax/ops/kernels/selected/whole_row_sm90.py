@@ -15,8 +15,7 @@ from nsa_jax.ops import blocks
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention import sm90_backward, sm90_forward
-from nsa_jax.ops.kernels.range_attention.tiles import NO_WEIGHT
-from nsa_jax.ops.kernels.triton import LOG2E
+from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.target import current_target
 
 # Keys of a block that these kernels can mask: the rows of one warpgroup's matrix product.

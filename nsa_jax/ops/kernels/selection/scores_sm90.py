@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.kernels.triton import LOG2E
+from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.target import Target
 
 # Query tokens of one tile (the rows of a warpgroup's matrix product) and compressed keys of one warpgroup.

@@ -23,7 +23,8 @@ from nsa_jax.ops import blocks
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels.selection import scores_sm90
-from nsa_jax.ops.kernels.triton import LOG2E, dot, interpreted, pieces, triton_call
+from nsa_jax.ops.kernels.softmax import LOG2E
+from nsa_jax.ops.kernels.triton import dot, interpreted, pieces, triton_call
 from nsa_jax.ops.target import current_target
 
 
