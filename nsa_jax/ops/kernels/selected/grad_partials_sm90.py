@@ -59,8 +59,8 @@ def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout
     return packed, inverted.order.reshape(-1), item, *sorted_items
 
 
-def key_major(step, prepared, tensors, layout: Layout):
-    """One step of the pass; `prepared` is `prepare`'s result, the rest as in `grad_scores_sm90.key_major`."""
+def by_block(step, prepared, tensors, layout: Layout):
+    """One step of the pass; `prepared` is `prepare`'s result, the rest as in `grad_scores_sm90.by_block`."""
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu

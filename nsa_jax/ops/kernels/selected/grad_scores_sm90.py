@@ -55,7 +55,7 @@ def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout
     return inverted._replace(order=jnp.where(whole, inverted.order, inverted.order | _MASKED))
 
 
-def key_major(step, inverted: readers.InvertedLists, tensors, layout: Layout):
+def by_block(step, inverted: readers.InvertedLists, tensors, layout: Layout):
     """One step of the pass: (buffer, dk and dv of every work item), as the Triton kernel writes them.
 
     Args:
