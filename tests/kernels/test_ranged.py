@@ -16,6 +16,7 @@ from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention import sm90_backward, sm90_forward, triton_backward, triton_forward
 from nsa_jax.ops.kernels.range_attention import tiles as range_tiles
+from nsa_jax.ops.kernels.softmax import NO_WEIGHT
 from nsa_jax.ops.target import current_target
 
 CONFIG = NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=40)
@@ -300,7 +301,7 @@ def test_gpu_hopper_kernels_equal_the_triton_ones(group):
     forward = jax.jit(functools.partial(triton_forward.ranged_forward, config=forward_tiles))
     out, lse = forward(query, key, value, low, high)
     delta = jnp.sum(out.astype(jnp.float32) * grad_out.astype(jnp.float32), -1)
-    weight = jnp.where(jnp.isneginf(lse), range_tiles.NO_WEIGHT, lse * np.float32(np.log2(np.e)))
+    weight = jnp.where(jnp.isneginf(lse), NO_WEIGHT, lse * np.float32(np.log2(np.e)))
     rows = (1, query.shape[1] * query.shape[2])
     flat = [x.reshape(*rows, *x.shape[3:]) for x in (grad_out, weight, delta)]
     args = (query.reshape(*rows, -1), key, value, *flat, low, high)

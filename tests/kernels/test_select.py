@@ -14,7 +14,8 @@ import nsa_jax
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks, pallas, reference
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.selection import scores_sm90, select
+from nsa_jax.ops.kernels.selection import scores_sm90, top_n
+from nsa_jax.ops.kernels.selection.fold import Fold
 
 SMALL = NSAConfig(compress_block=16, compress_stride=8, select_block=32, num_selected=4, num_initial=1, num_local=1)
 
@@ -79,7 +80,7 @@ def test_top_n_of_rows_of_every_width(candidates, ties):
         compress_block=16, compress_stride=8, select_block=16, num_selected=7, num_initial=1, num_local=2
     )
     num_blocks, rows = 1000, 16
-    assert select._widths(num_blocks, config.num_selected) == list(range(128, 1025, 128))
+    assert top_n.row_widths(num_blocks, config.num_selected) == list(range(128, 1025, 128))
     rng = np.random.default_rng(candidates)
     scores = rng.uniform(size=(1, 2, rows, 1032)).astype(np.float32)
     if ties:  # few values, and the sums of two planes exact: many blocks score alike
@@ -88,7 +89,7 @@ def test_top_n_of_rows_of_every_width(candidates, ties):
     start = jnp.maximum(position[-1:] // 3 if ties else 0, 0) * jnp.ones_like(position)
     where = jnp.asarray([position[0], 0], jnp.int32)
     common = dict(batch=1, num_kv=1, length=rows, config=config, num_blocks=num_blocks)
-    got = select._call_top_n(where, jnp.asarray(scores), start[None] if ties else None, **common)
+    got = top_n.block_lists(where, jnp.asarray(scores), start[None] if ties else None, **common)
     importance = scores[0, 0, :, :num_blocks] + scores[0, 1, :, 1 : num_blocks + 1]
     want = blocks.select_from_importance(jnp.asarray(importance), position, start, config)
     np.testing.assert_array_equal(got[0, :, 0], want)
@@ -111,7 +112,7 @@ def test_query_ranges_that_do_not_fit_the_buffer(documents, monkeypatch):
 )
 def test_hopper_key_order_folds_like_the_reference(config):
     """Weighted sums of equal slices of the arranged keys, own[j] + head[j + 1], are the fold into selection blocks."""
-    fold = select._Fold.of(config)
+    fold = Fold.of(config)
     num_cmp, num_blocks = 150, 20
     probs = np.random.default_rng(0).uniform(size=num_cmp).astype(np.float32)
     key = np.arange(num_cmp, dtype=np.float32)[None, :, None, None]  # each key holds its own index

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from nsa_jax import NSAConfig
 from nsa_jax.ops import blocks
 from nsa_jax.ops.kernels.decode import step as decode
-from nsa_jax.ops.kernels.selection import select
+from nsa_jax.ops.kernels.selection.top_n import block_lists
 from nsa_jax.ops.kernels.triton import triton_call
 
 # First and last bit pattern of every class of float32.
@@ -65,7 +65,7 @@ def top_n_of_training(scores: np.ndarray, position, start, config: NSAConfig, nu
     where = jnp.asarray([position[0], 0], jnp.int32)
     shapes = dict(batch=1, num_kv=1, length=len(position), config=config, num_blocks=num_blocks)
     start = jnp.asarray(start, jnp.int32)[None]
-    return np.asarray(select._call_top_n(where, jnp.asarray(scores)[None], start, **shapes)[0, :, 0])
+    return np.asarray(block_lists(where, jnp.asarray(scores)[None], start, **shapes)[0, :, 0])
 
 
 def top_n_of_decoding(scores: np.ndarray, position, start, config: NSAConfig, num_blocks: int) -> np.ndarray:

@@ -13,9 +13,6 @@ from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.ops.target import current_target
 
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
-
 
 def interpreted() -> bool:
     """True where kernels cannot be compiled for the device at hand and run in Pallas's interpreter instead."""

@@ -16,7 +16,8 @@ from nsa_jax.ops.kernels.decode.softmax_parts import (
     query_position,
     share_of,
 )
-from nsa_jax.ops.kernels.triton import LOG2E, triton_call
+from nsa_jax.ops.kernels.softmax import LOG2E
+from nsa_jax.ops.kernels.triton import triton_call
 from nsa_jax.ops.plan import Choice
 
 

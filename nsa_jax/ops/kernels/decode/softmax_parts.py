@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops.kernels.triton import dot, pieces, triton_call
-
-# Stands for minus infinity inside kernels: finite, so that differences of two of them are 0 and never NaN.
-NEGATIVE = -1e30
+from nsa_jax.ops.kernels.softmax import MINUS_INFINITY, accumulate, score_products
+from nsa_jax.ops.kernels.triton import pieces, triton_call
 
 
 def iota(size: int) -> jax.Array:
@@ -48,27 +45,19 @@ class SplitSoftmax:
         acc = tuple(jnp.zeros((self.rows, size), jnp.float32) for _, size in pieces(self.v_dim))
         # One sum per column: adding the columns up would make the warps wait for each other in every step.
         total = jnp.zeros((self.rows, self.keys), jnp.float32)
-        return acc, jnp.full((self.rows,), NEGATIVE, jnp.float32), total
+        return acc, jnp.full((self.rows,), MINUS_INFINITY, jnp.float32), total
 
     def step(self, carry, k_ref, v_ref, slots, visible):
         """Adds the keys at rows `slots` of which `visible` count; returns the carry and base-2 scores [rows, keys]."""
         acc, peak, total = carry
-        scores: Any = None
-        at = 0
-        for piece in self.q:
-            part = dot(piece, k_ref[slots, pl.ds(at, piece.shape[1])], (1, 1))
-            scores = part if scores is None else scores + part
-            at += piece.shape[1]
-        scores = jnp.where(visible[None, :], scores * self.scale, NEGATIVE)
+        scores = score_products(self.q, lambda at, size: k_ref[slots, pl.ds(at, size)])
+        scores = jnp.where(visible[None, :], scores * self.scale, MINUS_INFINITY)
         new_peak = jnp.maximum(peak, scores.max(1))
         alpha = jnp.exp2(peak - new_peak)
         weights = jnp.where(visible[None, :], jnp.exp2(scores - new_peak[:, None]), 0.0)
         total = total * alpha[:, None] + weights
         weights = weights.astype(v_ref.dtype)
-        acc = tuple(
-            a * alpha[:, None] + dot(weights, v_ref[slots, pl.ds(at, size)], (1, 0))
-            for a, (at, size) in zip(acc, pieces(self.v_dim), strict=True)
-        )
+        acc = accumulate(acc, alpha, weights, lambda at, size: v_ref[slots, pl.ds(at, size)], self.v_dim)
         return (acc, new_peak, total), scores
 
     def store(self, carry, acc_ref, stats_ref):
@@ -94,7 +83,7 @@ def _combine_kernel(*refs, branches, v_dim):
         index = begin + iota(pl.next_power_of_2(end - begin))
         inside = index < end
         index = jnp.minimum(index, end - 1)
-        peaks = jnp.where(inside, stats_ref[index, 0], NEGATIVE)
+        peaks = jnp.where(inside, stats_ref[index, 0], MINUS_INFINITY)
         weight = jnp.where(inside, jnp.exp2(peaks - peaks.max()), 0.0)
         total = (weight * stats_ref[index, 1]).sum()
         gate = 1.0 if gates_ref is None else gates_ref[i].astype(jnp.float32)

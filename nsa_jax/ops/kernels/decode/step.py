@@ -26,16 +26,9 @@ from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.kernels.decode.softmax_parts import (
-    NEGATIVE,
-    SplitSoftmax,
-    combine,
-    iota,
-    partials,
-    query_position,
-    share_of,
-)
-from nsa_jax.ops.kernels.triton import LOG2E, interpreted, triton_call
+from nsa_jax.ops.kernels.decode.softmax_parts import SplitSoftmax, combine, iota, partials, query_position, share_of
+from nsa_jax.ops.kernels.softmax import LOG2E, MINUS_INFINITY
+from nsa_jax.ops.kernels.triton import interpreted, triton_call
 from nsa_jax.ops.plan import Choice
 
 
@@ -90,14 +83,14 @@ def _column_probabilities(stats_ref, s_ref, sum_ref, chunk, low, high, group: in
     parts = stats_ref.shape[0]
     share = iota(pl.next_power_of_2(parts))[:, None]
     index = jnp.minimum(share, parts - 1)
-    peaks = jnp.where(share < parts, stats_ref[index, 0, head[None, :]], NEGATIVE)
+    peaks = jnp.where(share < parts, stats_ref[index, 0, head[None, :]], MINUS_INFINITY)
     sums = jnp.where(share < parts, stats_ref[index, 1, head[None, :]], 0.0)
     peak = peaks.max(0)
     total = (sums * jnp.exp2(peaks - peak[None, :])).sum(0)
     lse = peak + jnp.log2(jnp.where(total > 0, total, 1.0))
     column = chunk * columns + iota(columns)
     visible = ((column >= low) & (column < high))[None, :] & (row < group)[:, None]
-    probs = jnp.where(visible, jnp.exp2(jnp.where(visible, scores, NEGATIVE) - lse[:, None]), 0.0)
+    probs = jnp.where(visible, jnp.exp2(jnp.where(visible, scores, MINUS_INFINITY) - lse[:, None]), 0.0)
     sum_ref[pl.ds(chunk * columns, columns)] = probs.sum(0)
 
 

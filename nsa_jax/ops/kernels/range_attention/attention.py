@@ -22,8 +22,8 @@ from nsa_jax.ops.kernels.range_attention import (
     triton_forward,
     window_cudnn,
 )
-from nsa_jax.ops.kernels.range_attention.tiles import NO_WEIGHT
-from nsa_jax.ops.kernels.triton import LOG2E, first_derivative, row_delta
+from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
+from nsa_jax.ops.kernels.triton import first_derivative, row_delta
 from nsa_jax.ops.plan import RangePlan
 
 

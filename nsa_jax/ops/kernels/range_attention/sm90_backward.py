@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.range_attention.sm90_forward import tile_bounds
-from nsa_jax.ops.kernels.range_attention.tiles import NO_WEIGHT, query_tile_ranges, splits_for
-from nsa_jax.ops.kernels.triton import LOG2E
+from nsa_jax.ops.kernels.range_attention.tiles import query_tile_ranges, splits_for
+from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS
 
 

@@ -16,8 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.range_attention.tiles import NO_WEIGHT
-from nsa_jax.ops.kernels.triton import LN2, LOG2E
+from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS
 
 
@@ -170,7 +169,7 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
                 # NaN.
                 carry = (
                     sm90.zeros((ROWS, v_dim)),
-                    sm90.zeros((ROWS,), -1e30, layout),
+                    sm90.zeros((ROWS,), MINUS_INFINITY, layout),
                     sm90.zeros((ROWS,), 0.0, layout),
                 )
                 if walks is None:

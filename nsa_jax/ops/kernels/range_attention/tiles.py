@@ -15,9 +15,6 @@ from jax.experimental import pallas as pl
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.triton import dot
 
-# Stands for the log-sum-exp of a row that must get no weight: exp2(score - this) is exactly 0.
-NO_WEIGHT = 1e30
-
 
 def row_products(a, b) -> jax.Array:
     """Products of the rows of `a` [R, D] with those of `b` [M, D], both in pieces of a head dim: float32 [R, M]."""

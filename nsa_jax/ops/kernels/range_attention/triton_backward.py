@@ -14,7 +14,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops.kernels.range_attention.tiles import (
-    NO_WEIGHT,
     key_block,
     key_loops,
     query_rows,
@@ -23,7 +22,8 @@ from nsa_jax.ops.kernels.range_attention.tiles import (
     rows_spec,
     splits_for,
 )
-from nsa_jax.ops.kernels.triton import LOG2E, dot, load_rows, pieces, store_rows, triton_call
+from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
+from nsa_jax.ops.kernels.triton import dot, load_rows, pieces, store_rows, triton_call
 from nsa_jax.ops.tiles import RangedConfig
 
 

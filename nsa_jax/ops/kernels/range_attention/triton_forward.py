@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops.kernels.range_attention.tiles import key_block, key_loops, query_rows, row_products, rows_spec
-from nsa_jax.ops.kernels.triton import LN2, LOG2E, dot, load_rows, pieces, store_rows, triton_call
+from nsa_jax.ops.kernels.softmax import LN2, LOG2E, accumulate, empty_state
+from nsa_jax.ops.kernels.triton import load_rows, pieces, store_rows, triton_call
 from nsa_jax.ops.tiles import RangedConfig
 
 
@@ -37,19 +38,10 @@ def _forward_kernel(
         weights = jnp.exp2(scores * scale - new_peak[:, None])
         total = total * alpha + weights.sum(1)
         weights = weights.astype(value_ref.dtype)
-        acc = tuple(
-            a * alpha[:, None] + dot(weights, value_ref[index, pl.ds(offset, size)], (1, 0))
-            for a, (offset, size) in zip(acc, pieces(v_dim), strict=True)
-        )
+        acc = accumulate(acc, alpha, weights, lambda offset, size: value_ref[index, pl.ds(offset, size)], v_dim)
         return acc, new_peak, total
 
-    carry = (
-        tuple(jnp.zeros((config.rows, size), jnp.float32) for _, size in pieces(v_dim)),
-        # Finite, so that a row that has seen nothing yet gets weights exp2(-inf - peak) = 0 and not NaN.
-        jnp.full((config.rows,), -1e30, jnp.float32),
-        jnp.zeros((config.rows,), jnp.float32),
-    )
-    acc, peak, total = key_loops(step, low, high, config.keys, carry)
+    acc, peak, total = key_loops(step, low, high, config.keys, empty_state(config.rows, v_dim))
     safe = jnp.where(total > 0, total, 1.0)
     store_rows(out_ref, row, tuple(a / safe[:, None] for a in acc))
     lse_ref[row] = jnp.where(total > 0, (peak + jnp.log2(safe)) * LN2, -jnp.inf)

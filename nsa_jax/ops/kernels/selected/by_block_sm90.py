@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nsa_jax.ops.kernels.readers import InvertedLists
-from nsa_jax.ops.kernels.selected.softmax import NEG
-from nsa_jax.ops.kernels.triton import LOG2E
+from nsa_jax.ops.kernels.softmax import LOG2E, MINUS_INFINITY
 from nsa_jax.ops.tiles import ROWS, SelectedGatherConfig
 
 
@@ -91,7 +90,7 @@ def shares(
             plgpu.commit_smem()
 
             def mask(scores, low, high):
-                return jnp.where(sm90_gather.visible(low, high), scores, NEG)
+                return jnp.where(sm90_gather.visible(low, high), scores, MINUS_INFINITY)
 
             def multiply(left, right):
                 def product(acc_ref):

@@ -21,8 +21,9 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops.kernels.readers import InvertedLists, invert
 from nsa_jax.ops.kernels.selected import by_block_sm90
-from nsa_jax.ops.kernels.selected.softmax import NEG, key_rows, store_once
-from nsa_jax.ops.kernels.triton import LN2, LOG2E, dot, pieces, triton_call
+from nsa_jax.ops.kernels.selected.softmax import key_rows, store_once
+from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
+from nsa_jax.ops.kernels.triton import dot, pieces, triton_call
 from nsa_jax.ops.plan import SelectedForwardPlan
 
 # Shares that are in flight together. On an H200 two took 0.85 ms and four 0.89 (4 rows of 65,536, N=6, K=1, H=64, 8 to
@@ -80,7 +81,7 @@ def _share_kernel(
                 visible = column <= jnp.minimum(token + offset_ref[0] - start, last)[:, None]
                 if packed:
                     visible &= column >= (start_ref[batch, token] - start)[:, None]
-                scores = jnp.where(visible, scores, NEG)
+                scores = jnp.where(visible, scores, MINUS_INFINITY)
             peak = jnp.max(scores, axis=1) * scale
             weights = jnp.exp2(scores * scale - peak[:, None])
             total = jnp.sum(weights, axis=1)
@@ -145,7 +146,10 @@ def _sum_kernel(
             shares = [
                 [share_ref[here, entry, head, pl.ds(at, width)] for at, width in pieces(v_dim)] for entry in entries
             ]
-            lses = [jnp.where(r, share_lse_ref[here, entry, head], NEG) for r, entry in zip(real, entries, strict=True)]
+            lses = [
+                jnp.where(r, share_lse_ref[here, entry, head], MINUS_INFINITY)
+                for r, entry in zip(real, entries, strict=True)
+            ]
             new_peak = functools.reduce(jnp.maximum, lses, peak)
             alpha = jnp.exp2(peak - new_peak)
             weights = [jnp.where(r, jnp.exp2(x - new_peak), 0.0) for r, x in zip(real, lses, strict=True)]
@@ -154,11 +158,11 @@ def _sum_kernel(
                 sums = [a + x.astype(jnp.float32) * weight[:, None] for a, x in zip(sums, share, strict=True)]
             return tuple(sums), new_peak, sum(weights, start=total * alpha)
 
-        state = acc, jnp.where(some, before, NEG), jnp.where(some, 1.0, 0.0)
+        state = acc, jnp.where(some, before, MINUS_INFINITY), jnp.where(some, 1.0, 0.0)
         sums, peak, total = lax.fori_loop(0, pl.cdiv(most, _SHARES_AT_ONCE), body, state)
         # Where a token has no share at all, what was read was never written and may be anything, NaN included.
         acc = tuple(jnp.where((count > 0)[:, None], new, old) for new, old in zip(sums, acc, strict=True))
-        some = peak > 0.5 * NEG
+        some = peak > 0.5 * MINUS_INFINITY
         total = jnp.where(some, total, 1.0)
         inverse = jnp.where(some, 1.0 / total, 0.0)
         for a, (at, width) in zip(acc, pieces(v_dim), strict=True):

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops.kernels.selected.softmax import NEG, attend_block, empty_state, finish, load_once, store_once
-from nsa_jax.ops.kernels.triton import LOG2E, pieces, triton_call
+from nsa_jax.ops.kernels.selected.softmax import attend_block, finish, load_once, store_once
+from nsa_jax.ops.kernels.softmax import LOG2E, MINUS_INFINITY, empty_state
+from nsa_jax.ops.kernels.triton import pieces, triton_call
 from nsa_jax.ops.tiles import SelectedConfig
 
 
@@ -66,7 +67,7 @@ def _plain_kernel(
             before = before_ref[head] * LOG2E / scale
             some = before > -jnp.inf
             acc = tuple(load_once(out_ref, (head, pl.ds(at, width))).astype(jnp.float32) for at, width in pieces(v_dim))
-            state = acc, jnp.where(some, before, NEG), jnp.where(some, 1.0, 0.0)
+            state = acc, jnp.where(some, before, MINUS_INFINITY), jnp.where(some, 1.0, 0.0)
         out, lse = finish(lax.fori_loop(first * parts, last * parts, body, state), scale, o_ref.dtype)
         for piece, (offset, width) in zip(out, pieces(v_dim), strict=True):
             store_once(o_ref, (head, pl.ds(offset, width)), piece)

@@ -36,7 +36,7 @@ class Layout:
     pairs: int  # (batch, kv head) pairs processed together
     items: int  # work items per pair and range
     config: SelectedBackwardConfig
-    hopper: bool = False  # Hopper's kernel serves the key-major pass
+    hopper: bool = False  # Hopper's kernel serves the pass by block
 
     @property
     def group(self) -> int:
@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def tile_columns(self) -> int:
-        """Keys per program of the key-major pass; shares of dq need the whole block in one."""
+        """Keys per program of the pass by block; partials of dq need the whole block in one."""
         return min(self.columns, self.config.keys) if self.config.keep_scores else self.columns
 
     @property
@@ -62,7 +62,7 @@ class Layout:
 
     @property
     def buffer_width(self) -> int:
-        """Columns of the buffer between the key-major pass and dq."""
+        """Columns of the buffer between the pass by block and dq."""
         return self.columns if self.config.keep_scores else self.head_dim
 
     @property

@@ -17,7 +17,7 @@ from jax import lax
 
 from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.selected.grad_layout import Layout
-from nsa_jax.ops.kernels.triton import LOG2E
+from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.tiles import ROWS
 
 _WARPGROUPS = 3  # as many as there is shared memory for
@@ -40,8 +40,8 @@ def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout
     return packed, inverted.order.reshape(-1), item, *sorted_items
 
 
-def key_major(step, prepared, tensors, layout: Layout):
-    """One step of the pass; `prepared` is `prepare`'s result, the rest as in `grad_scores_sm90.key_major`."""
+def by_block(step, prepared, tensors, layout: Layout):
+    """One step of the pass; `prepared` is `prepare`'s result, the rest as in `grad_scores_sm90.by_block`."""
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu

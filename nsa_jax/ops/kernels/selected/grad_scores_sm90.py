@@ -17,7 +17,7 @@ from jax import lax
 
 from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.selected.grad_layout import Layout
-from nsa_jax.ops.kernels.triton import LOG2E
+from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.tiles import ROWS
 
 _WARPGROUPS = 2
@@ -42,7 +42,7 @@ def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout
     return inverted._replace(order=jnp.where(whole, inverted.order, inverted.order | _MASKED))
 
 
-def key_major(step, inverted: readers.InvertedLists, tensors, layout: Layout):
+def by_block(step, inverted: readers.InvertedLists, tensors, layout: Layout):
     """One step of the pass: (buffer, dk and dv of every work item), as the Triton kernel writes them.
 
     Args:

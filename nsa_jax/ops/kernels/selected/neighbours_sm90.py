@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.range_attention.tiles import NO_WEIGHT
-from nsa_jax.ops.kernels.triton import LN2, LOG2E
+from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS
 
 _WARPGROUPS = 3
@@ -164,7 +163,7 @@ def forward(
                 # NaN. Rows behind the last token's may hold anything; no other row reads them and nobody stores them.
                 carry = (
                     sm90.zeros((ROWS, v_dim)),
-                    sm90.zeros((ROWS,), -1e30, layout),
+                    sm90.zeros((ROWS,), MINUS_INFINITY, layout),
                     sm90.zeros((ROWS,), 0.0, layout),
                     block,
                     bits,

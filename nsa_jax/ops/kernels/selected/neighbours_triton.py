@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops.kernels.selected.softmax import attend_block, empty_state, finish, load_once, store_once
-from nsa_jax.ops.kernels.triton import LOG2E, pieces, triton_call
+from nsa_jax.ops.kernels.selected.softmax import attend_block, finish, load_once, store_once
+from nsa_jax.ops.kernels.softmax import LOG2E, empty_state
+from nsa_jax.ops.kernels.triton import pieces, triton_call
 from nsa_jax.ops.tiles import SelectedConfig
 
 

@@ -10,10 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from nsa_jax.ops.kernels.triton import LN2, dot, interpreted, pieces
-
-# Stands for minus infinity inside kernels: finite, so that differences of two of them are 0 and never NaN.
-NEG = -1e30
+from nsa_jax.ops.kernels.softmax import LN2, MINUS_INFINITY, accumulate, score_products
+from nsa_jax.ops.kernels.triton import interpreted
 
 
 def key_rows(ref, at, start, size: int, num_keys: int, offset: int, width: int, exact: bool) -> jax.Array:
@@ -40,40 +38,29 @@ def attend_block(state, q, k_ref, v_ref, start, low, high, *, size, scale, num_k
       low, high: int32 [R] bounds inside the block, or None where nothing bounds it.
     """
     acc, peak, total = state
-    scores: Any = None
-    offset = 0
-    for piece in q:
-        part = dot(piece, key_rows(k_ref, at, start, size, num_keys, offset, piece.shape[1], exact), (1, 1))
-        scores = part if scores is None else scores + part
-        offset += piece.shape[1]
+
+    def load(ref):
+        return lambda offset, width: key_rows(ref, at, start, size, num_keys, offset, width, exact)
+
+    scores = score_products(q, load(k_ref))
     column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     if high is not None:
         visible = column <= high[:, None]
         if low is not None:
             visible &= column >= low[:, None]
-        scores = jnp.where(visible, scores, NEG)
+        scores = jnp.where(visible, scores, MINUS_INFINITY)
     new_peak = jnp.maximum(peak, scores.max(1))
     alpha = jnp.exp2((peak - new_peak) * scale)
     weights = jnp.exp2(scores * scale - (new_peak * scale)[:, None])
     total = total * alpha + weights.sum(1)
     weights = weights.astype(v_ref.dtype)
-    acc = tuple(
-        a * alpha[:, None] + dot(weights, key_rows(v_ref, at, start, size, num_keys, offset, width, exact), (1, 0))
-        for a, (offset, width) in zip(acc, pieces(v_dim), strict=True)
-    )
-    return acc, new_peak, total
-
-
-def empty_state(rows: int, v_dim: int):
-    """The running softmax before any key: accumulator pieces, maximum, sum."""
-    acc = tuple(jnp.zeros((rows, width), jnp.float32) for _, width in pieces(v_dim))
-    return acc, jnp.full((rows,), NEG, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    return accumulate(acc, alpha, weights, load(v_ref), v_dim), new_peak, total
 
 
 def finish(state, scale: float, dtype):
     """Output pieces and natural-log lse; rows that met no key get 0 and -inf."""
     acc, peak, total = state
-    some = peak > 0.5 * NEG
+    some = peak > 0.5 * MINUS_INFINITY
     total = jnp.where(some, total, 1.0)
     inverse = jnp.where(some, 1.0 / total, 0.0)
     lse = jnp.where(some, (peak * scale + jnp.log2(total)) * LN2, -jnp.inf)

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from nsa_jax.ops import blocks
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention import sm90_backward, sm90_forward
-from nsa_jax.ops.kernels.range_attention.tiles import NO_WEIGHT
-from nsa_jax.ops.kernels.triton import LOG2E
+from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.plan import SelectedBackwardPlan
 from nsa_jax.ops.tiles import RangedHopperConfig
 

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from nsa_jax.ops import blocks
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.kernels.triton import LOG2E
+from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.tiles import SCORE_KEYS
 
 # Query tokens of one tile (the rows of a warpgroup's matrix product) and compressed keys of one warpgroup.
@@ -49,6 +50,27 @@ def _column(row, block, fold):
     """Compressed block that row `row` of the arranged keys holds, from its selection block."""
     member = row % _KEYS // (_KEYS // fold.padded)
     return block * fold.per_block + member - fold.reach
+
+
+def prepare(query, key_cmp, lse2, start, query_offset, fold, *, rows, width, config, num_blocks):
+    """A function from where [2] to scores [B * K, planes, rows, width], with what all query ranges share prepared."""
+    batch, length, *_ = query.shape
+    num_scored = fold.num_scored(num_blocks, config)
+    keys = arrange_keys(key_cmp, fold, num_scored)
+    if length % 8:  # TMA copies swizzled tiles of 8 rows
+        query = jnp.pad(query, ((0, 0), (0, -length % 8), (0, 0), (0, 0)))
+    pad = ((0, 0), (0, -length % QUERIES))
+    lse2 = jnp.pad(lse2, ((0, 0), *pad), constant_values=jnp.inf)
+    position = jnp.arange(length, dtype=jnp.int32)[None] + query_offset
+    position = jnp.broadcast_to(position, (batch, length))
+    low, high = blocks.compressed_range(position, jnp.zeros_like(position) if start is None else start, config)
+    low, high = (jnp.pad(jnp.clip(x, 0, key_cmp.shape[1]), pad) for x in (low, high))
+    first = None
+    if start is not None:
+        first = jnp.pad(start, pad, mode="edge").reshape(batch, -1, QUERIES).min(-1)
+        first = first // config.select_block + config.num_initial
+    shapes = dict(fold=fold, config=config, rows=rows, width=width, num_scored=num_scored)
+    return lambda where: scores(query, keys, lse2, low, high, where, first, **shapes)
 
 
 def scores(

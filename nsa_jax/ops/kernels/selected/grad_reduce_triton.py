@@ -1,0 +1,121 @@
+"""Sums of the selected branch's backward: work items of a block into dk and dv, list slots of a query into dq."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops.kernels.selected.grad_layout import Layout
+from nsa_jax.ops.kernels.triton import load_rows, pieces, store_rows, triton_call
+
+_PIECE = 16  # key rows per program of the key and value reduction
+
+
+def _reduce_items_kernel(
+    step_ref, offset_ref, d_key_items_ref, d_value_items_ref, _k, _v, d_key_ref, d_value_ref, *, layout: Layout
+):
+    """Adds a block's work items, in order, to dk and dv [B*J*columns*K, H or V], or begins with range 0.
+
+    They are float32, unless all items belong to one range, whose sum is rounded here.
+    """
+    block, piece, local_pair = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    pair = step_ref[0] + local_pair
+    row = pair * layout.ranges + step_ref[1]
+    first, last = offset_ref[row, block], offset_ref[row, block + 1]
+    begins = step_ref[1] == 0
+
+    @pl.when(begins | (first < last))
+    def _():
+        column = piece * _PIECE + lax.iota(jnp.int32, _PIECE)
+        batch, head = pair // layout.num_kv, pair % layout.num_kv
+        out_row = ((batch * layout.num_blocks + block) * layout.columns + column) * layout.num_kv + head
+        for items_ref, out_ref, dim in (
+            (d_key_items_ref, d_key_ref, layout.head_dim),
+            (d_value_items_ref, d_value_ref, layout.value_dim),
+        ):
+
+            def add(item, total, items_ref=items_ref, dim=dim):
+                item_row = (local_pair * layout.items + item) * layout.columns + column
+                return tuple(acc + part for acc, part in zip(total, load_rows(items_ref, item_row, dim), strict=True))
+
+            zeros = lambda dim=dim: tuple(jnp.zeros((_PIECE, size), jnp.float32) for _, size in pieces(dim))  # noqa: E731
+            before = zeros()
+            if layout.ranges > 1:
+                before = lax.cond(begins, zeros, lambda ref=out_ref, dim=dim: load_rows(ref, out_row, dim))
+            total = lax.fori_loop(first, last, add, before)
+            store_rows(out_ref, out_row, total)
+
+
+def _reduce_slots_kernel(
+    step_ref, count_ref, partials_ref, _dq, d_query_ref, *, layout: Layout, tokens: int, width: int
+):
+    """Sums a query's slots, in order: partials [pairs*E + 1, G*H] to dq [B*T, N*H]."""
+    local, part, local_pair = pl.program_id(0) * tokens, pl.program_id(1), pl.program_id(2)
+    pair = step_ref[0] + local_pair
+    token = step_ref[1] * layout.range_length + local
+
+    @pl.when(token < layout.length)
+    def _():
+        batch, head = pair // layout.num_kv, pair % layout.num_kv
+        inside = lax.iota(jnp.int32, tokens)
+        count = count_ref[pair, pl.ds(token, tokens)]
+
+        def add(slot, total):
+            entry = local_pair * layout.entries + (local + inside) * layout.slots + slot
+            piece = partials_ref[entry, pl.ds(part * width, width)].astype(jnp.float32)
+            # Slots past a list's end were never written.
+            return total + jnp.where((slot < count)[:, None], piece, 0.0)
+
+        total = jnp.zeros((tokens, width), jnp.float32)
+        if layout.slots <= 32:
+            for slot in range(layout.slots):  # unrolled: all loads in flight
+                total = add(slot, total)
+        else:
+            total = lax.fori_loop(0, layout.slots, add, total)
+        at = head * (layout.group * layout.head_dim) + part * width
+        total = total * layout.scale
+        d_query_ref[batch * layout.length + token + inside, pl.ds(at, width)] = total.astype(d_query_ref.dtype)
+
+
+def add_items(step, offset, d_key_items, d_value_items, d_key, d_value, layout: Layout):
+    """Adds one step's work items into d_key and d_value [B*J*columns*K, H or V], in place.
+
+    Args:
+      step: int32 [3], first pair, range index, query_offset.
+      offset: `InvertedLists.offset`.
+      d_key_items, d_value_items: what the pass by block returned.
+      d_key, d_value: gradients so far; undefined before the first range.
+      layout: static sizes.
+    """
+    return triton_call(
+        functools.partial(_reduce_items_kernel, layout=layout),
+        grid=(layout.num_blocks, layout.columns // _PIECE, layout.pairs),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (d_key, d_value)],
+        input_output_aliases={4: 0, 5: 1},
+        num_warps=4,
+        num_stages=2,
+        name="nsa_selected_backward_reduce_items",
+    )(step, offset, d_key_items, d_value_items, d_key, d_value)
+
+
+def add_slots(step, counts, partials, d_query, layout: Layout):
+    """Adds up the partials of dq into the rows of d_query [B*T*N, H] that this step owns."""
+    span = layout.group * layout.head_dim
+    width = min(span & -span, 1024)
+    tokens = 1
+    while tokens * width < 2048 and layout.length % (2 * tokens) == 0 and layout.range_length % (2 * tokens) == 0:
+        tokens *= 2
+    shape = (layout.batch * layout.length, layout.num_heads * layout.head_dim)
+    return triton_call(
+        functools.partial(_reduce_slots_kernel, layout=layout, tokens=tokens, width=width),
+        grid=(layout.range_length // tokens, span // width, layout.pairs),
+        out_shape=jax.ShapeDtypeStruct(shape, d_query.dtype),
+        input_output_aliases={3: 0},
+        num_warps=4,
+        num_stages=1,
+        name="nsa_selected_backward_reduce_slots",
+    )(step, counts, partials.reshape(-1, span), d_query.reshape(shape)).reshape(d_query.shape)
