@@ -124,7 +124,7 @@ def _tell_others_apart(process: int, count: int) -> None:
 def train(config, workdir: Path) -> tuple[int, str]:
     """Trains; returns the exit status and, unless it is 0, what went wrong."""
     from nsa_jax.data import DataError
-    from nsa_jax.loading import LoadError
+    from nsa_jax.hub.export_files import LoadError
     from nsa_jax.train import CheckpointError, TrainingError, WorkdirInUse, distributed, run
     from nsa_jax.train.profiling import parse_window
 

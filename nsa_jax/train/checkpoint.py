@@ -29,9 +29,8 @@ from orbax.checkpoint import v1 as ocp
 
 from nsa_jax.config import accept
 from nsa_jax.data.errors import DataError
-from nsa_jax.nn import function_differences
-from nsa_jax.train import digests, distributed
-from nsa_jax.train.checkpoint_files import (
+from nsa_jax.hub import digests
+from nsa_jax.hub.checkpoint_files import (
     INFO,
     best_of,
     find_steps,
@@ -42,7 +41,9 @@ from nsa_jax.train.checkpoint_files import (
     read_info,
     verify,
 )
-from nsa_jax.train.digests import Damage
+from nsa_jax.hub.digests import Damage
+from nsa_jax.nn import function_differences
+from nsa_jax.train import distributed
 from nsa_jax.train.state import State
 
 logger = logging.getLogger("nsa_jax")

@@ -22,6 +22,7 @@ from nsa_jax.command_line import workdir_problems
 from nsa_jax.data import make_pipeline
 from nsa_jax.data.cache import cache_root
 from nsa_jax.devices import keep_compiled_programs
+from nsa_jax.hub.export import load_exported
 from nsa_jax.ops.nsa import forget_implementations_served, implementations_served
 from nsa_jax.train import data_check, disk, distributed, env, flops, guards, health, lock, metrics, preflight
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences, parse_resume
@@ -175,8 +176,6 @@ class Run:
 
     def _from_export(self, directory: Path, info: dict) -> State:
         """A fresh state with the weights of an exported (or imported) model."""
-        from nsa_jax.export import load_exported
-
         model, tokenizer, config = load_exported(directory)
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         saved = {

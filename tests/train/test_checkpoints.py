@@ -13,8 +13,9 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from nsa_jax import load
+from nsa_jax.hub import digests
 from nsa_jax.loading import LoadError
-from nsa_jax.train import CheckpointError, digests, preflight
+from nsa_jax.train import CheckpointError, preflight
 from nsa_jax.train import checkpoint as checkpoint_lib
 from nsa_jax.train.checkpoint import parse_resume
 from tests.tools.runs import small_config, write_run
