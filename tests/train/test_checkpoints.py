@@ -101,7 +101,7 @@ def test_the_shares_of_several_processes_cover_every_file(tmp_path):
 def test_what_another_process_finds_damaged_is_passed_over_here_too(tmp_path, monkeypatch, caplog):
     write_steps(tmp_path, {1: None, 2: None})
     answers = iter([False, True, True])
-    monkeypatch.setattr(checkpoint_lib.distributed, "all_agree", lambda mine: mine and next(answers))
+    monkeypatch.setattr(checkpoint_lib.processes, "all_agree", lambda mine: mine and next(answers))
     with caplog.at_level(logging.WARNING, logger="nsa_jax"):
         assert restored(tmp_path)[0] == 1
     assert "another process found it damaged" in caplog.text and (tmp_path / "2.damaged").is_dir()
