@@ -15,7 +15,7 @@ from nsa_jax.ops.nsa import (
 )
 
 if TYPE_CHECKING:
-    from nsa_jax.loading import load
+    from nsa_jax.hub.load import load
 
 __all__ = [
     "DecodeInfo",
@@ -35,7 +35,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imports `load` when it is first used: the operator alone needs neither Flax nor the trainer's configuration."""
     if name == "load":
-        from nsa_jax.loading import load
+        from nsa_jax.hub.load import load
 
         return load
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

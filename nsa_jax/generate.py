@@ -30,7 +30,8 @@ from nsa_jax.command_line import number
 from nsa_jax.data import DataError, Tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.devices import choose_platform
-from nsa_jax.loading import LoadError, load
+from nsa_jax.hub.export_files import LoadError
+from nsa_jax.hub.load import load
 from nsa_jax.nn import Transformer
 from nsa_jax.nn.cache import memory_report
 from nsa_jax.nn.decoder import Decoder
