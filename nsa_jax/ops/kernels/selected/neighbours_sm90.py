@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY, NO_WEIGHT
+from nsa_jax.ops.selected_tiles import SelectedHopperTilesConfig
 from nsa_jax.ops.tiles import ROWS
 
 _WARPGROUPS = 3
@@ -34,7 +34,7 @@ def _row_starts(segment_start, tiles: int, tile: int, group: int) -> tuple[jax.A
 
 def forward(
     query, key, value, walks, segment_start, query_offset, *, tile: int, packed: bool,
-    config: tuning.SelectedHopperTilesConfig,
+    config: SelectedHopperTilesConfig,
 ):  # fmt: skip
     """What the blocks that tiles share give: output [B, T, K, G, V] and natural-log lse float32 [B, T, K, G].
 
