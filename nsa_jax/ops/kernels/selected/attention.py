@@ -199,7 +199,7 @@ def _forward_with(query, key, value, block_indices, segment_start, query_offset,
         if _hopper_serves_tiles(query, value, select_block, config):
             low, high = whole_row_sm90.visible_ranges(query, key, segment_start, query_offset)
             hopper_config = tuning.selected_hopper_config(h_dim, v_dim)
-            state = sm90_forward.ranged_forward(query, key, value, low, high, hopper_config, walks=walks)
+            state = sm90_forward.neighbours_forward(query, key, value, low, high, hopper_config, walks)
             state = tuple(x.reshape(like.shape) for x, like in zip(state, out_shape, strict=True))
         elif config.key_major and neighbours_sm90.serves(query, value, group, select_block, tile, current_target()):
             state = neighbours_sm90.forward(

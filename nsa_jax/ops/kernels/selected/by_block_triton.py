@@ -181,7 +181,7 @@ def _shares(
     query_offset, first_row, inverted: InvertedLists, segment_start, query, key, value,
     *, select_block: int, at_once: int, chunk_tokens: int, num_listed: int, packed: bool, config,
 ):  # fmt: skip
-    """`_share_kernel` over `at_once` rows of the inverted lists; see `by_block_sm90.shares`."""
+    """`_share_kernel` over `at_once` rows of the inverted lists; see `by_block_sm90.partials`."""
     batch, _, num_kv, group, h_dim = query.shape
     num_keys, v_dim = value.shape[1], value.shape[-1]
     entries, size = chunk_tokens * num_listed, config.keys
@@ -288,7 +288,7 @@ def continue_by_key_block(
         for n in range(1, num_rows + 1)
         if num_rows % n == 0 and (n == 1 or n * chunk_tokens * per_token <= limits.buffer_bytes)
     )
-    serve_entries = by_block_sm90.shares if hopper else functools.partial(_shares, select_block=select_block)
+    serve_entries = by_block_sm90.partials if hopper else functools.partial(_shares, select_block=select_block)
     shares = functools.partial(
         serve_entries,
         at_once=at_once,

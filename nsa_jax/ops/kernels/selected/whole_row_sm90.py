@@ -54,7 +54,7 @@ def forward(query, key, value, block_indices, segment_start, query_offset) -> tu
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], BLOCK))
     config = tuning.selected_masked_config(query.shape[-1], value.shape[-1])
     low, high = visible_ranges(query, key, segment_start, query_offset)
-    return sm90_forward.ranged_forward(query, key, value, low, high, config, listed)
+    return sm90_forward.block_masked_forward(query, key, value, low, high, config, listed)
 
 
 def backward(query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset):
@@ -65,6 +65,6 @@ def backward(query, key, value, block_indices, delta, lse, d_out, segment_start,
     lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
     args = (query, key, value, d_out.astype(query.dtype), lse, delta, low, high)
     dq_config = tuning.ranged_hopper_dq_config(h_dim, v_dim, BLOCK, key.shape[1])
-    d_query = sm90_backward.grad_query(*args, dq_config, listed)
+    d_query = sm90_backward.block_masked_grad_query(*args, dq_config, listed)
     config = tuning.ranged_hopper_dkv_config(h_dim, v_dim, None, key.shape[1])
-    return d_query, *sm90_backward.grad_key_value(*args, config, listed)
+    return d_query, *sm90_backward.block_masked_grad_key_value(*args, config, listed)
