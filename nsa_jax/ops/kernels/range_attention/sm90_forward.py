@@ -230,18 +230,18 @@ def _forward(query, key, value, low, high, config: tuning.RangedHopperConfig, ma
                 words=visibility.words(mask_refs, words_smem2),
             )  # fmt: skip
             block_of = visibility.block_of(mask_refs, tile, b, kv_head)
-            sm90.feed_blocks(begin, end, before, keys, streams, (b, kv_head), block_of)
+            sm90.load_blocks(begin, end, before, keys, streams, (b, kv_head), block_of)
 
         @pl.when(wg < warpgroups)
         def _consumer():
             plgpu.set_max_registers(sm90.registers(warpgroups)[0], action="increase")
-            sm90.serve_tiles(num_tiles, tile_range, compute_tile)
+            sm90.for_each_tile(num_tiles, tile_range, compute_tile)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == warpgroups)
         def _producer():
             plgpu.set_max_registers(sm90.registers(warpgroups)[1], action="decrease")
-            sm90.serve_tiles(num_tiles, tile_range, load_tile)
+            sm90.for_each_tile(num_tiles, tile_range, load_tile)
 
     def nsa_ranged_forward(*refs):
         buffer = functools.partial(sm90.tiled, dtype=query.dtype)

@@ -43,7 +43,7 @@ from nsa_jax.ops.tiles import SelectedBackwardConfig
 
 
 def _hopper_serves(query, value, select_block: int, config: SelectedBackwardConfig) -> bool:
-    """Whether Hopper's kernel serves the key-major pass."""
+    """Whether Hopper's kernel serves the pass by block."""
     group, target = query.shape[2] // value.shape[2], current_target()
     if config.keep_scores:
         return grad_scores_sm90.serves(query, value, group, select_block, target)

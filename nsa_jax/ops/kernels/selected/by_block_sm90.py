@@ -1,9 +1,9 @@
-"""Selected attention by key block for Hopper: shares of the output for groups of 6 heads, the counterpart of
-`by_block_triton._share_kernel`.
+"""Selected attention by key block for Hopper: partial outputs for groups of 6 heads, the counterpart of
+`by_block_triton._partial_kernel`.
 
-A warpgroup holds one key block and walks the rows, (query, head) pairs, of the list entries that name it, 64 at a time.
-Rows come from global memory straight to the registers of the products and their shares go back the same way
-(`sm90_gather`), so that warpgroups wait for nobody and several of them on a multiprocessor hide each other's latency.
+A warpgroup holds one key block and visits the rows, (query, head) pairs, of the list entries that name it, 64 at a
+time. Rows come from global memory straight to the registers of the products, and the partials go back the same way
+(`sm90_gather`). So warpgroups do not wait for each other, and several on a multiprocessor hide each other's latency.
 """
 
 from __future__ import annotations

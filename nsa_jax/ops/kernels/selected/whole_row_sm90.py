@@ -50,7 +50,7 @@ def visible_ranges(query, key, segment_start, query_offset) -> tuple[jax.Array, 
 
 
 def forward(query, key, value, block_indices, segment_start, query_offset) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, V] and natural-log lse, float32 [B, T, N]; arguments as `selected.selected_forward`."""
+    """Output [B, T, N, V] and natural-log lse, float32 [B, T, N]; arguments as `attention.selected_forward`."""
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], BLOCK))
     config = tuning.selected_masked_config(query.shape[-1], value.shape[-1])
     low, high = visible_ranges(query, key, segment_start, query_offset)
@@ -58,7 +58,7 @@ def forward(query, key, value, block_indices, segment_start, query_offset) -> tu
 
 
 def backward(query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset):
-    """Gradients of query, key and value; arguments as `selected_backward.selected_backward`."""
+    """Gradients of query, key and value; arguments as `backward.selected_backward`."""
     h_dim, v_dim = query.shape[-1], value.shape[-1]
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], BLOCK))
     low, high = visible_ranges(query, key, segment_start, query_offset)
