@@ -210,7 +210,7 @@ def test_hopper_tiles_walk_exactly_the_blocks_they_see():
     rows, keys, num_keys = 8, 4, 37
     low, high = random_ranges(rng, 2, 64, num_keys)
     low[0, :8], high[0, :8] = 3, 30
-    bounds = np.asarray(sm90_forward.tile_bounds(jnp.asarray(low), jnp.asarray(high), rows, keys))
+    bounds = np.asarray(range_tiles.tile_bounds(jnp.asarray(low), jnp.asarray(high), rows, keys))
     position = np.arange(-(-num_keys // keys) * keys)
     sees = (position >= low[..., None]) & (position < high[..., None])
     for b in range(2):

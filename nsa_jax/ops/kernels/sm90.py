@@ -1,8 +1,8 @@
-"""Query tiles of ranged attention's Hopper kernels: how rows lie in memory and how TMA copies them.
+"""Query tiles of range attention's Hopper kernels: how rows lie in memory and how TMA copies them.
 
-As in `range_tiles`, row r of a key/value head is token `r // G`, head `r % G`. TMA copies rectangles, and swizzled
-tiles of 8 rows: where G is a multiple of 8, a token's heads go straight between [B, T, N, H] and a tile; other groups
-pass through a copy [B, K, T * G, H], in which any run of rows is contiguous.
+As in `range_attention.tiles`, row r of a key/value head is token `r // G`, head `r % G`. TMA copies rectangles, in
+swizzled tiles of 8 rows. Where G is a multiple of 8, a token's heads go straight between [B, T, N, H] and a tile. Other
+groups pass through a copy [B, K, T * G, H], in which any run of rows is contiguous.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RowTiles:
                 pl.when(token < self.length)(copy)
 
     def load_tile(self, n, tile, batch, kv_head, loaded, freed, tiles, per_token, per_row=(), words=()) -> None:
-        """Copies all that a tile needs to buffers that the computing warpgroups free again.
+        """Copies all that a tile needs to buffers that the consumers free again.
 
         Args:
           n: how many tiles the program loaded before.
@@ -128,38 +128,38 @@ class RowTiles:
         pl.when(n >= buffers)(lambda: plgpu.barrier_wait(freed.at[buffer]))
         for wg in range(self.warpgroups):
             at, base = buffer * self.warpgroups + wg, tile * self.tile + wg * ROWS
-            barrier, here = loaded.at[at], pl.ds(base, ROWS)
+            barrier, own_rows = loaded.at[at], pl.ds(base, ROWS)
             for ref, smem in tiles:
                 self.load(ref, smem.at[at], barrier, batch, kv_head, base)
             for ref, smem in per_token:
-                plgpu.copy_gmem_to_smem(ref.at[batch, here], smem.at[at], barrier)
+                plgpu.copy_gmem_to_smem(ref.at[batch, own_rows], smem.at[at], barrier)
             for ref, smem in per_row:
-                plgpu.copy_gmem_to_smem(ref.at[batch, kv_head, here], smem.at[at], barrier)
+                plgpu.copy_gmem_to_smem(ref.at[batch, kv_head, own_rows], smem.at[at], barrier)
             for ref, smem in words:
                 for word in range(smem.shape[1]):
-                    plgpu.copy_gmem_to_smem(ref.at[batch, kv_head, word, here], smem.at[at, word], barrier)
+                    plgpu.copy_gmem_to_smem(ref.at[batch, kv_head, word, own_rows], smem.at[at, word], barrier)
 
     def arrivals(self, tiles: int, vectors: int) -> int:
         """Copies that `load_tile` makes for a warpgroup of as many tiles and vectors, each word one."""
         return tiles * self.copies + vectors
 
 
-def serve_tiles(count, tile_range, serve) -> None:
+def for_each_tile(count, tile_range, serve) -> None:
     """Calls `serve(n, before, *tile_range(n))` for n < count.
 
-    Each range is looked up one tile ahead: what comes from global memory one number at a time takes long.
+    Each range is looked up one tile ahead: what comes from global memory one number at a time has a long latency.
 
     Args:
       count: how many tiles.
-      tile_range: n -> (tile, begin, ..., end), the key blocks [begin, end) that a tile walks.
+      tile_range: n -> (tile, begin, ..., end), the key blocks [begin, end) that a tile visits.
       serve: its `before` counts the key blocks of all earlier tiles.
     """
 
     def body(n, carry):
-        before, here = carry
+        before, current = carry
         following = tile_range(jnp.minimum(n + 1, count - 1))
-        serve(n, before, *here)
-        return before + here[-1] - here[1], following
+        serve(n, before, *current)
+        return before + current[-1] - current[1], following
 
     lax.fori_loop(0, count, body, (jnp.int32(0), tile_range(0)))
 
@@ -229,8 +229,8 @@ def zeros(shape, fill: float = 0.0, layout=plgpu.Layout.WGMMA):
     return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
 
 
-def feed_blocks(begin, end, before, size: int, streams, index, block_of=lambda i: i):
-    """Copies the key blocks of steps [begin, end) through buffers that the computing warpgroups free again.
+def load_blocks(begin, end, before, size: int, streams, index, block_of=lambda i: i):
+    """Copies the key blocks of steps [begin, end) to buffers that the consumers free again.
 
     Args:
       begin, end: steps.
@@ -244,7 +244,7 @@ def feed_blocks(begin, end, before, size: int, streams, index, block_of=lambda i
     batch, kv_head = index
     stages = streams[0][1].shape[0]
 
-    def feed(i, block):
+    def load_block(i, block):
         following = block_of(jnp.minimum(i + 1, end - 1))  # on its way while this one waits for its buffer
         count = before + i - begin
         slot = lax.rem(count, jnp.int32(stages))
@@ -253,16 +253,16 @@ def feed_blocks(begin, end, before, size: int, streams, index, block_of=lambda i
             plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(block * size, size), kv_head], smem.at[slot], loaded.at[slot])
         return following
 
-    lax.fori_loop(begin, end, feed, block_of(begin))
+    lax.fori_loop(begin, end, load_block, block_of(begin))
 
 
 def registers(warpgroups: int) -> tuple[int, int]:
-    """Registers per thread of the warpgroups that compute and of the one that feeds them; there are 512 to divide."""
+    """Registers per thread of the consumer warpgroups and of the producer; there are 512 to divide."""
     return (240, 24) if warpgroups == 2 else (160, 32)
 
 
 def call(entry, grid: tuple[int, int, int], names: tuple[str, str, str], out_type, *args, warpgroups: int):
-    """Runs a kernel of `warpgroups` that compute and one that feeds them."""
+    """Runs a kernel of `warpgroups` consumers and one producer."""
     return plgpu.kernel(
         entry,
         out_type=out_type,

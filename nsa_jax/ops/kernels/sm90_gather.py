@@ -1,11 +1,11 @@
 """Rows that lie scattered in memory, straight between global memory and the registers of Hopper's matrix products.
 
-A tile of 64 gathered rows that passes through shared memory costs a copy of TMA's for each run of rows, fences and
-barriers. But a product takes its left operand from registers, where 4 threads hold a row, so that each of them can
-fetch its part of it: no shared memory, and nobody to wait for.
+A tile of 64 gathered rows that passes through shared memory costs one TMA copy for each run of rows, fences and
+barriers. But a product takes its left operand from registers, where 4 threads hold a row, so each thread can load its
+part of the row itself: this needs no shared memory and no barriers.
 
-Rows that other products need as well, or as their right operand, `copy_rows` takes to shared memory, each thread its
-part.
+`copy_rows` copies rows that other products need as well, or as their right operand, to shared memory; each thread
+copies its part.
 
 Threads fetch 16 bytes at a time, 8 neighbouring columns, where a product gives them 2 of every 8. So columns arrive in
 another order, the same for all rows, and `store_rows` puts them back. In a product of rows from `load_rows` the right

@@ -152,12 +152,12 @@ def _compressed(features, tail_ref, phi_refs, config: NSAConfig):
     hidden_ref, b_ref, w_ref = phi_refs
     chunks, width = hidden_ref.shape
     step = _divisor(width, _TILE // features.shape[0])
-    share = iota(pl.next_power_of_2(chunks))[:, None]
+    part = iota(pl.next_power_of_2(chunks))[:, None]
 
     def body(i, acc):
         index = i * step + iota(step)
-        shares = hidden_ref[jnp.minimum(share, chunks - 1), index[None, :]]
-        hidden = jnp.where(share < chunks, shares, 0.0).sum(0) + b_ref[index].astype(jnp.float32)
+        parts = hidden_ref[jnp.minimum(part, chunks - 1), index[None, :]]
+        hidden = jnp.where(part < chunks, parts, 0.0).sum(0) + b_ref[index].astype(jnp.float32)
         hidden = hidden / (1.0 + jnp.exp(-hidden))
         return acc + hidden[:, None] * w_ref[index[:, None], features[None, :]].astype(jnp.float32)
 
@@ -282,10 +282,10 @@ def append_token(
 
     inputs = [lengths, turn, *caches[4:], key_cmp, value_cmp]
     in_specs = [length_spec, turn_spec, *map(cache, inputs[2:])]
-    for phi, shares in zip(phis or (), hidden, strict=True):
-        inputs += [shares, phi.b_1, phi.w_2]
+    for phi, partial in zip(phis or (), hidden, strict=True):
+        inputs += [partial, phi.b_1, phi.w_2]
         in_specs += [
-            pl.BlockSpec((None, None, *shares.shape[2:]), lambda s, k, b: (b, k, 0, 0)),
+            pl.BlockSpec((None, None, *partial.shape[2:]), lambda s, k, b: (b, k, 0, 0)),
             whole(phi.b_1),
             whole(phi.w_2),
         ]

@@ -10,26 +10,26 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops.choices import Choice
 from nsa_jax.ops.kernels.decode.softmax_parts import (
-    SplitSoftmax,
+    PartSoftmax,
     combine,
     iota,
+    part_of,
     partials,
     query_position,
-    share_of,
 )
 from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.kernels.triton import triton_call
 
 
 def _dense_kernel(*refs, num_starts, num_queries, group, rows, keys, scale):
-    """One share of all keys. refs: lengths [1], segment_start [1] if packed, query [G, H], key [S, H], value [S, V];
+    """One part of all keys. refs: lengths [1], segment_start [1] if packed, query [G, H], key [S, H], value [S, V];
     out: partial output [G, V], stats [2, G]."""
     lengths_ref, start_refs = refs[0], refs[1 : 1 + num_starts]
     q_ref, k_ref, v_ref, acc_ref, stats_ref = refs[1 + num_starts :]
     t, start = query_position(lengths_ref, start_refs, num_queries, k_ref.shape[0])
-    softmax = SplitSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
+    softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
     count = pl.cdiv(jnp.maximum(t + 1 - start, 0), keys)
-    begin, end = share_of(count, pl.num_programs(0), pl.program_id(0))
+    begin, end = part_of(count, pl.num_programs(0), pl.program_id(0))
 
     def body(i, carry):
         position = start + i * keys + iota(keys)

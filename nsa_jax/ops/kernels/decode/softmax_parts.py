@@ -1,4 +1,4 @@
-"""What the kernels of decoding share: a running softmax over one share of the keys, and the sum of the shares."""
+"""What the kernels of decoding share: a running softmax over one part of the keys, and the sum of the parts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def query_position(lengths_ref, start_refs, num_queries: int, capacity: int):
     return t, jnp.maximum(start_refs[0][0], 0) if start_refs else jnp.int32(0)
 
 
-def share_of(count, parts, part):
-    """[begin, end) of the part-th of `parts` nearly equal shares of `count` steps."""
+def part_of(count, parts, part):
+    """[begin, end) of the part-th of `parts` nearly equal ones of `count` steps."""
     each = pl.cdiv(count, parts)
     begin = jnp.minimum(part * each, count)
     return begin, jnp.minimum(begin + each, count)
 
 
-class SplitSoftmax:
+class PartSoftmax:
     """A running softmax over tiles of keys for the G query heads of one group, padded to `rows`."""
 
     def __init__(self, q_ref, *, rows: int, group: int, keys: int, v_dim: int, scale: float):
@@ -72,8 +72,8 @@ class SplitSoftmax:
 def _combine_kernel(*refs, branches, v_dim):
     """The sum of the branches for one head.
 
-    refs: gates [branches] if there are several, then partial outputs [shares, V] and stats [shares, 2] for every group
-    of shares; out: [V]. A branch is (group, first share, end).
+    refs: gates [branches] if there are several, then partial outputs [parts, V] and stats [parts, 2] for every group
+    of parts; out: [V]. A branch is (group, first part, end).
     """
     gates_ref, groups = (refs[0], refs[1:-1]) if len(branches) > 1 else (None, refs[:-1])
     o_ref = refs[-1]
@@ -99,10 +99,10 @@ def combine(gates, partials, branches, dtype):
     num_rows, num_kv, _, group, v_dim = partials[0].shape
 
     specs = []
-    for acc in partials[::2]:  # all shares of one head
-        shares = acc.shape[2]
-        specs.append(pl.BlockSpec((None, None, shares, None, v_dim), lambda h, r: (r, h // group, 0, h % group, 0)))
-        specs.append(pl.BlockSpec((None, None, shares, 2, None), lambda h, r: (r, h // group, 0, 0, h % group)))
+    for acc in partials[::2]:  # all parts of one head
+        parts = acc.shape[2]
+        specs.append(pl.BlockSpec((None, None, parts, None, v_dim), lambda h, r: (r, h // group, 0, h % group, 0)))
+        specs.append(pl.BlockSpec((None, None, parts, 2, None), lambda h, r: (r, h // group, 0, 0, h % group)))
     arrays = list(partials)
     if gates is not None:
         specs.insert(0, pl.BlockSpec((None, None, len(branches)), lambda h, r: (r, h, 0)))
@@ -119,21 +119,21 @@ def combine(gates, partials, branches, dtype):
     )(*arrays)
 
 
-def partials(num_rows, num_kv, shares, group, v_dim, first=0):
+def partials(num_rows, num_kv, parts, group, v_dim, first=0):
     """Partial outputs and stats of every share: specs to write one, and shapes.
 
-    Programs before `first` have no share; their blocks are the first one's, which they leave alone.
+    Programs before `first` have no part; their blocks are the first one's, which they leave alone.
     """
 
-    def share(s):
+    def part_index(s):
         return jnp.maximum(s - first, 0) if first else s
 
     specs = [
-        pl.BlockSpec((None, None, None, group, v_dim), lambda s, k, r: (r, k, share(s), 0, 0)),
-        pl.BlockSpec((None, None, None, 2, group), lambda s, k, r: (r, k, share(s), 0, 0)),
+        pl.BlockSpec((None, None, None, group, v_dim), lambda s, k, r: (r, k, part_index(s), 0, 0)),
+        pl.BlockSpec((None, None, None, 2, group), lambda s, k, r: (r, k, part_index(s), 0, 0)),
     ]
     shapes = [
-        jax.ShapeDtypeStruct((num_rows, num_kv, shares, group, v_dim), jnp.float32),
-        jax.ShapeDtypeStruct((num_rows, num_kv, shares, 2, group), jnp.float32),
+        jax.ShapeDtypeStruct((num_rows, num_kv, parts, group, v_dim), jnp.float32),
+        jax.ShapeDtypeStruct((num_rows, num_kv, parts, 2, group), jnp.float32),
     ]
     return specs, shapes

@@ -2,13 +2,13 @@
 
 One token's attention is bound by reading the cache, and a small batch has too few (row, key/value head) pairs to fill a
 GPU. So the keys of every branch are split, and four kernels follow each other:
-  compressed: shares of the visible compressed blocks: running-softmax partial results, and the scores, which are kept
+  compressed: parts of the visible compressed blocks: running-softmax partial results, and the scores, which are kept
     (in L2, mostly) so that selection need not read the keys again;
   rank: the scores become probabilities, summed over the group, and the program that finishes a pair's last chunk folds
     them to the importance of the selection blocks and writes the list; that leaves most of the GPU idle, so further
-    programs attend to shares of the window. Many scores get a kernel of their own before it (fold), whose small
+    programs attend to parts of the window. Many scores get a kernel of their own before it (fold), whose small
     programs read them faster;
-  selected: shares of the listed blocks;
+  selected: parts of the listed blocks;
   combine: the branches' partial results, in a fixed order, and the gates.
 How a branch is cut depends on shapes and the row's length, and sums have a fixed order: results are bit-reproducible.
 """
@@ -27,7 +27,7 @@ from jax.experimental.pallas import triton as pltriton
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.choices import Choice
-from nsa_jax.ops.kernels.decode.softmax_parts import SplitSoftmax, combine, iota, partials, query_position, share_of
+from nsa_jax.ops.kernels.decode.softmax_parts import PartSoftmax, combine, iota, part_of, partials, query_position
 from nsa_jax.ops.kernels.softmax import LOG2E, MINUS_INFINITY
 from nsa_jax.ops.kernels.triton import interpreted, triton_call
 
@@ -46,7 +46,7 @@ def _candidates(t, start, config: NSAConfig):
 
 
 def _compressed_kernel(*refs, num_starts, num_queries, capacity, group, rows, keys, num_cmp, scale, config: NSAConfig):
-    """One share of the compressed blocks.
+    """One part of the compressed blocks.
 
     refs: lengths [1], segment_start [1] if packed, query [G, H], key [C, H], value [C, V];
     out: partial output [G, V], stats [2, G], base-2 scores [G, C + padding], zero [1] for the next kernel to count in.
@@ -55,11 +55,11 @@ def _compressed_kernel(*refs, num_starts, num_queries, capacity, group, rows, ke
     q_ref, k_ref, v_ref, acc_ref, stats_ref, s_ref, count_ref = refs[1 + num_starts :]
     count_ref[0] = jnp.int32(0)
     t, start = query_position(lengths_ref, start_refs, num_queries, capacity)
-    softmax = SplitSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
+    softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
     low, high = _visible_range(t, start, num_cmp, config)
     first = low // keys  # tiles begin at multiples of their size, so that scores are stored aligned
     count = jnp.where(high > low, pl.cdiv(high, keys) - first, 0)
-    begin, end = share_of(count, pl.num_programs(0), pl.program_id(0))
+    begin, end = part_of(count, pl.num_programs(0), pl.program_id(0))
 
     def body(i, carry):
         at = i * keys
@@ -81,10 +81,10 @@ def _column_probabilities(stats_ref, s_ref, sum_ref, chunk, low, high, group: in
     head = jnp.minimum(row, group - 1)
     scores = s_ref[head, pl.ds(chunk * columns, columns)]  # on its way while the statistics are summed up
     parts = stats_ref.shape[0]
-    share = iota(pl.next_power_of_2(parts))[:, None]
-    index = jnp.minimum(share, parts - 1)
-    peaks = jnp.where(share < parts, stats_ref[index, 0, head[None, :]], MINUS_INFINITY)
-    sums = jnp.where(share < parts, stats_ref[index, 1, head[None, :]], 0.0)
+    part = iota(pl.next_power_of_2(parts))[:, None]
+    index = jnp.minimum(part, parts - 1)
+    peaks = jnp.where(part < parts, stats_ref[index, 0, head[None, :]], MINUS_INFINITY)
+    sums = jnp.where(part < parts, stats_ref[index, 1, head[None, :]], 0.0)
     peak = peaks.max(0)
     total = (sums * jnp.exp2(peaks - peak[None, :])).sum(0)
     lse = peak + jnp.log2(jnp.where(total > 0, total, 1.0))
@@ -191,11 +191,11 @@ def _rank(sum_ref, list_ref, t, start, finished, *, widths, num_cmp, capacity, c
 
 
 def _window(refs, part, parts, t, start, *, group, rows, keys, scale, config: NSAConfig):
-    """The part-th share of the window; refs: query [G, H], key [W, H], value [W, V], partial output, stats."""
+    """The part-th part of the window; refs: query [G, H], key [W, H], value [W, V], partial output, stats."""
     q_ref, k_ref, v_ref, acc_ref, stats_ref = refs
-    softmax = SplitSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
+    softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
     low = jnp.maximum(start, t - config.window + 1)
-    begin, end = share_of(pl.cdiv(jnp.maximum(t + 1 - low, 0), keys), parts, part)
+    begin, end = part_of(pl.cdiv(jnp.maximum(t + 1 - low, 0), keys), parts, part)
 
     def body(i, carry):
         position = low + i * keys + iota(keys)
@@ -207,9 +207,9 @@ def _window(refs, part, parts, t, start, *, group, rows, keys, scale, config: NS
 def _rank_kernel(
     *refs, num_starts, num_queries, capacity, group, rows, keys, columns, widths, num_cmp, scale, config: NSAConfig
 ):
-    """The first programs: one chunk of the scores each, the last one also the list. The others: a share of the window.
+    """The first programs: one chunk of the scores each, the last one also the list. The others: a part of the window.
 
-    refs: lengths [1], segment_start [1] if packed, stats of the compressed shares [parts, 2, G],
+    refs: lengths [1], segment_start [1] if packed, stats of the compressed parts [parts, 2, G],
     scores [G, C + padding], count [1] (aliased), query [G, H], window key [W, H] and value [W, V];
     out: list [n], probabilities [C + padding], count [1], partial output [G, V], stats [2, G].
     """
@@ -231,13 +231,13 @@ def _rank_kernel(
         _rank(sum_ref, list_ref, t, start, finished, widths=widths, num_cmp=num_cmp, capacity=capacity, config=config)
 
     @pl.when(chunk >= chunks)
-    def _share():
-        share = dict(group=group, rows=rows, keys=keys, scale=scale, config=config)
-        _window((*attended, *partial), chunk - chunks, parts, t, start, **share)
+    def _attend():
+        sizes = dict(group=group, rows=rows, keys=keys, scale=scale, config=config)
+        _window((*attended, *partial), chunk - chunks, parts, t, start, **sizes)
 
 
 def _fold_kernel(*refs, num_starts, num_queries, capacity, group, columns, num_cmp, config: NSAConfig):
-    """One chunk of the scores. refs: lengths [1], segment_start [1] if packed, stats of the compressed shares
+    """One chunk of the scores. refs: lengths [1], segment_start [1] if packed, stats of the compressed parts
     [parts, 2, G], scores [G, C + padding]; out: probabilities [C + padding]."""
     t, start = query_position(refs[0], refs[1 : 1 + num_starts], num_queries, capacity)
     stats_ref, s_ref, sum_ref = refs[1 + num_starts :]
@@ -252,7 +252,7 @@ def _fold_kernel(*refs, num_starts, num_queries, capacity, group, columns, num_c
 def _rank_folded_kernel(
     *refs, num_starts, num_queries, capacity, group, rows, keys, widths, num_cmp, scale, config: NSAConfig
 ):
-    """The first program: the list. The others: a share of the window each.
+    """The first program: the list. The others: a part of the window each.
 
     refs: lengths [1], segment_start [1] if packed, probabilities [C + padding], query [G, H], window key [W, H] and
     value [W, V]; out: list [n], partial output [G, V], stats [2, G].
@@ -266,13 +266,13 @@ def _rank_folded_kernel(
         _rank(sum_ref, list_ref, t, start, True, widths=widths, num_cmp=num_cmp, capacity=capacity, config=config)
 
     @pl.when(part >= 0)
-    def _share():
-        share = dict(group=group, rows=rows, keys=keys, scale=scale, config=config)
-        _window((*attended, acc_ref, stats_ref), part, parts, t, start, **share)
+    def _attend():
+        sizes = dict(group=group, rows=rows, keys=keys, scale=scale, config=config)
+        _window((*attended, acc_ref, stats_ref), part, parts, t, start, **sizes)
 
 
 def _selected_kernel(*refs, num_starts, num_queries, capacity, group, rows, keys, scale, config: NSAConfig):
-    """One share of the listed blocks.
+    """One part of the listed blocks.
 
     refs: lengths [1], segment_start [1] if packed, list [n], query [G, H], key [S, H], value [S, V];
     out: partial output [G, V], stats [2, G].
@@ -283,8 +283,8 @@ def _selected_kernel(*refs, num_starts, num_queries, capacity, group, rows, keys
     first, last = _candidates(t, start, config)
     steps = pl.cdiv(config.select_block, keys)
     taken = jnp.minimum(last - first + 1, config.num_selected)
-    begin, end = share_of(taken, pl.num_programs(0), pl.program_id(0))
-    softmax = SplitSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
+    begin, end = part_of(taken, pl.num_programs(0), pl.program_id(0))
+    softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
 
     def body(i, carry):
         offset = (i % steps) * keys + iota(keys)

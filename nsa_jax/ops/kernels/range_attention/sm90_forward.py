@@ -1,14 +1,15 @@
-"""Forward of ranged attention for Hopper: warpgroups compute, one more feeds them keys and values through TMA.
+"""Forward of range attention for Hopper: consumer warpgroups compute, a producer loads keys and values through TMA.
 
-The Triton kernel leaves the matrix units idle while it takes exponentials. Here two warpgroups of 64 query rows take
-turns: one multiplies while the other does its softmax, so that both units stay busy. Narrow heads leave registers for a
-third warpgroup; three keep them busy without turns.
+The Triton kernel leaves the matrix units idle while it takes exponentials. Here two consumers of 64 query rows
+alternate: one multiplies while the other does its softmax, so that both units stay busy. Narrow heads leave registers
+for a third consumer; three keep both units busy without a schedule.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,39 +17,60 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY, NO_WEIGHT
+from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
 from nsa_jax.ops.tiles import ROWS
 
 
-def tile_bounds(low, high, rows: int, keys: int) -> jax.Array:
-    """Key blocks that each query tile walks: int32 [B, tiles, 4], (begin, exact_begin, exact_end, end).
+def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConfig):
+    """As `attention.ranged_forward`, with the Hopper kernel."""
+    from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
-    Blocks [exact_begin, exact_end) are seen whole by every row, the others need a mask. `low` and `high` are int32
-    [B, a multiple of `rows`]; rows that see nothing have high = 0 and a low that is at least any other row's high.
-    """
-    batch = low.shape[0]
-    low, high = (x.reshape(batch, -1, rows) for x in (low, high))
-    begin = low.min(-1) // keys
-    end = jnp.maximum(-(-high.max(-1) // keys), begin)
-    exact_begin = jnp.clip(-(-low.max(-1) // keys), begin, end)
-    exact_end = jnp.clip(high.min(-1) // keys, exact_begin, end)
-    return jnp.stack([begin, exact_begin, exact_end, end], -1).astype(jnp.int32)
+    return _forward(query, key, value, low, high, config, sm90_visibility.KeyRange)
 
 
-def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConfig, listed=None, walks=None):
-    """As `range_attention.ranged_forward`, of some key blocks alone if `listed` or `walks` is given.
+def block_masked_forward(query, key, value, low, high, config: tuning.RangedHopperConfig, listed):
+    """`ranged_forward` over the keys of some blocks, of config.keys keys each.
 
     Args:
-      query, key, value, low, high: see there.
-      config: tiles.
-      listed: int32 [B, T, K, W], bit j % 32 of word j // 32: whether the query sees keys of block j, config.keys each.
-      walks: the blocks that each query tile walks and which of its tokens see them, as (block, bits, num_shared) of a
-        `neighbours.Split` by tiles of as many tokens.
+      listed: int32 [B, T, K, W], bit j % 32 of word j // 32: whether the query sees keys of block j.
     """
+    from nsa_jax.ops.kernels.range_attention import sm90_visibility
+
+    return _forward(query, key, value, low, high, config, functools.partial(sm90_visibility.BlockMask, listed=listed))
+
+
+def neighbours_forward(query, key, value, low, high, config: tuning.RangedHopperConfig, neighbours):
+    """`ranged_forward` over the keys of the blocks that tiles of neighbouring queries list.
+
+    Args:
+      neighbours: (block, bits, num_shared) of a `neighbours.Split` by tiles of as many tokens as a query tile has.
+    """
+    from nsa_jax.ops.kernels.range_attention import sm90_visibility
+
+    def visibility(rows, row_low, row_high, keys):
+        return sm90_visibility.Neighbours(rows, *neighbours)
+
+    return _forward(query, key, value, low, high, config, visibility)
+
+
+class _Tile(NamedTuple):
+    """What the steps of one query tile share in a computing warpgroup."""
+
+    begin: jax.Array  # its steps
+    end: jax.Array
+    before: jax.Array  # steps of the tiles before
+    buffer: jax.Array  # of its queries
+    at: jax.Array  # the warpgroup's part of that buffer
+    first_row: jax.Array  # the warpgroup's
+
+
+def _forward(query, key, value, low, high, config: tuning.RangedHopperConfig, make_visibility):
+    """The kernel; `make_visibility` makes one of `sm90_visibility`'s classes from (rows, low, high, keys)."""
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from nsa_jax.ops.kernels import sm90
+    from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
     batch, length, heads, h_dim = query.shape
@@ -57,17 +79,15 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
     row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
     query = rows.arrange(query)
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
-    if walks is None:
-        bounds, masks = tile_bounds(row_low, row_high, rows.tile, keys), () if listed is None else (rows.words(listed),)
-    else:
-        *masks, bounds = walks
-    num_words = 0 if listed is None else listed.shape[-1]
+    visibility = make_visibility(rows, row_low, row_high, keys)
+    masks, num_words = visibility.mask_arrays(), visibility.num_words
     scale = LOG2E / math.sqrt(h_dim)
     total = rows.tiles * kv_heads * batch
     per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(total, config.most_tiles)
+    layout, shape = sm90_visibility.ROW_LAYOUT, (ROWS, keys)
 
     def kernel(bounds_ref, low_ref, high_ref, query_ref, key_ref, value_ref, *refs):
-        *mask_refs, out_ref, lse_ref, buffers, vectors, words_smem2, loaded, freed, turn = refs
+        *mask_refs, out_ref, lse_ref, buffers, vectors, words_smem2, loaded, freed, schedule_barrier = refs
         low_smem2, high_smem2, lse_smem2 = vectors
         query_smem2, out_smem2, key_smem, value_smem = buffers
         query_loaded, key_loaded, value_loaded = loaded
@@ -79,134 +99,131 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
 
         def tile_range(n):
             tile = last - n
-            if walks is not None:
-                count, whole = (bounds_ref[b, kv_head, tile, i] for i in range(2))
-                return tile, jnp.int32(0), jnp.int32(0), whole, count
-            return tile, *(bounds_ref[b, tile, i] for i in range(4))
+            return tile, *visibility.tile_range(bounds_ref, tile, b, kv_head)
 
         def look_up(tile, i):
-            """Of step i of a tile's walk: the block, and the tokens that see it."""
-            return mask_refs[0][b, kv_head, tile, i], mask_refs[1][b, kv_head, tile, i]
+            return visibility.look_up(mask_refs, tile, b, kv_head, i)
 
-        def arrive():
+        # Two warpgroups alternate: while one multiplies, the other takes exponentials.
+        def schedule_arrive():
             if warpgroups == 2:
-                plgpu.barrier_arrive(turn)
+                plgpu.barrier_arrive(schedule_barrier)
 
-        def wait():
+        def schedule_wait():
             if warpgroups == 2:
-                plgpu.barrier_wait(turn)
+                plgpu.barrier_wait(schedule_barrier)
 
-        def take_turns():
-            arrive()
-            wait()
+        def schedule_switch():
+            schedule_arrive()
+            schedule_wait()
+
+        def slot_of(tile, i):
+            return lax.rem(tile.before + i - tile.begin, jnp.int32(stages))
+
+        def wait_for_key(tile, i):
+            plgpu.barrier_wait(key_loaded.at[slot_of(tile, i)])
+
+        def multiply_keys(tile, slot):
+            """Scores of the warpgroup's rows, not scaled."""
+
+            def multiply(acc_ref):
+                plgpu.wgmma(acc_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
+                schedule_switch()
+                return acc_ref[...]
+
+            scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+            plgpu.barrier_arrive(key_freed.at[slot])
+            return scores
+
+        def step(exact, index, tile, i, carry):
+            """One key block: `exact` if every row sees all of it, or all of what its bits allow."""
+            acc, peak, total, *ahead = carry
+            block, bits = ahead or (i, None)
+            following = look_up(index, jnp.minimum(i + 1, tile.end - 1)) if ahead else ()
+            slot = slot_of(tile, i)
+            scores = multiply_keys(tile, slot)
+            if not exact:
+                position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + block * keys
+                scores = sm90_visibility.hide(
+                    scores, -jnp.inf, position, low_smem2.at[tile.at], high_smem2.at[tile.at], axis=0
+                )
+            highest = jnp.maximum(peak, scores.max(axis=1) * scale)
+            subtract, new_peak = visibility.running_maximum(highest, peak, words_smem2, tile.at, i, bits, wg)
+            pl.when(i + 1 == tile.end)(lambda: plgpu.barrier_arrive(query_freed.at[tile.buffer]))
+            alpha = jnp.exp2(peak - new_peak)
+            weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(subtract, shape, [0]))
+            acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
+            half = weights.astype(query_ref.dtype)
+            total = total * alpha + weights.sum(axis=1)
+            acc, total, new_peak, half = lax.optimization_barrier((acc, total, new_peak, half))
+            schedule_arrive()  # done with the softmax
+            plgpu.barrier_wait(value_loaded.at[slot])
+            schedule_wait()  # until the other warpgroup has issued its product
+
+            def accumulate(acc_ref):
+                plgpu.wgmma(acc_ref, half, value_smem.at[slot])
+                pl.when(i + 1 < tile.end)(lambda: wait_for_key(tile, i + 1))
+
+            acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
+            plgpu.barrier_arrive(value_freed.at[slot])
+            return acc, new_peak, total, *following
+
+        def epilogue(tile, acc, peak, total):
+            """Stores the warpgroup's rows of the output and their log-sum-exp."""
+            out_smem, lse_smem = out_smem2.at[wg], lse_smem2.at[wg]
+            some = total > 0
+            safe = jnp.where(some, total, 1.0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
+            out_smem[...] = (acc / lax.broadcast_in_dim(safe, acc.shape, [0])).astype(out_ref.dtype)
+            lse_smem[...] = jnp.where(some, peak * LN2 + jnp.log(safe), -jnp.inf)
+            plgpu.commit_smem()
+            rows.store(out_smem, out_ref, b, kv_head, tile.first_row)
+            plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, kv_head, pl.ds(tile.first_row, ROWS)])
+
+        def compute_tile(n, before, index, begin, exact_begin, exact_end, end):
+            first_masked = look_up(index, exact_end)
+            buffer = lax.rem(n, jnp.int32(query_buffers))
+            at = buffer * warpgroups + wg
+            tile = _Tile(begin, end, before, buffer, at, index * rows.tile + wg * ROWS)
+            plgpu.barrier_wait(query_loaded.at[tile.at])
+            pl.when(end > begin)(lambda: wait_for_key(tile, begin))
+            pl.when(wg == 1)(schedule_switch)
+            masked, whole = (functools.partial(step, exact, index, tile) for exact in (False, True))
+            # The first maximum is finite: a row that has seen no key gets weights exp2(-inf - maximum) = 0 and not NaN.
+            carry = (
+                sm90.zeros((ROWS, v_dim)),
+                sm90.zeros((ROWS,), MINUS_INFINITY, layout),
+                sm90.zeros((ROWS,), 0.0, layout),
+            )
+            if visibility.begins_masked:
+                carry = lax.fori_loop(begin, exact_begin, masked, carry)
+            carry = lax.fori_loop(exact_begin, exact_end, whole, carry)
+            acc, peak, total, *_ = lax.fori_loop(exact_end, end, masked, (*carry, *first_masked))
+            pl.when(wg == 0)(schedule_switch)
+            pl.when(end == begin)(lambda: plgpu.barrier_arrive(query_freed.at[buffer]))
+            epilogue(tile, acc, peak, total)
+
+        def load_tile(n, before, tile, begin, exact_begin, exact_end, end):
+            streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
+            rows.load_tile(
+                n, tile, b, kv_head, query_loaded, query_freed,
+                tiles=[(query_ref, query_smem2)],
+                per_token=[(low_ref, low_smem2), (high_ref, high_smem2)],
+                words=visibility.words(mask_refs, words_smem2),
+            )  # fmt: skip
+            block_of = visibility.block_of(mask_refs, tile, b, kv_head)
+            sm90.load_blocks(begin, end, before, keys, streams, (b, kv_head), block_of)
 
         @pl.when(wg < warpgroups)
-        def _compute():
+        def _consumer():
             plgpu.set_max_registers(sm90.registers(warpgroups)[0], action="increase")
-            out_smem, lse_smem = out_smem2.at[wg], lse_smem2.at[wg]
-            layout, shape = plgpu.Layout.WGMMA.reduce(1), (ROWS, keys)
-
-            def serve_tile(n, before, tile, begin, exact_begin, exact_end, end):
-                first_masked = () if walks is None else look_up(tile, exact_end)
-                buffer = lax.rem(n, jnp.int32(query_buffers))
-                at = buffer * warpgroups + wg
-                query_smem, low_smem, high_smem = (x.at[at] for x in (query_smem2, low_smem2, high_smem2))
-                base = tile * rows.tile + wg * ROWS
-                slot_of = lambda i: lax.rem(before + i - begin, jnp.int32(stages))  # noqa: E731
-                plgpu.barrier_wait(query_loaded.at[at])
-                pl.when(end > begin)(lambda: plgpu.barrier_wait(key_loaded.at[slot_of(begin)]))
-                pl.when(wg == 1)(take_turns)
-
-                def step(exact, i, carry):
-                    acc, peak, total, *seen_at = carry
-                    block, bits = seen_at or (i, 0)
-                    following = look_up(tile, jnp.minimum(i + 1, end - 1)) if seen_at else ()
-                    slot = slot_of(i)
-
-                    def multiply(acc_ref):
-                        plgpu.wgmma(acc_ref, query_smem, sm90.transpose(key_smem.at[slot]))
-                        take_turns()
-                        return acc_ref[...]
-
-                    scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-                    plgpu.barrier_arrive(key_freed.at[slot])
-                    if not exact:
-                        position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + block * keys
-                        visible = position >= lax.broadcast_in_dim(sm90.load(low_smem, layout), shape, [0])
-                        visible &= position < lax.broadcast_in_dim(sm90.load(high_smem, layout), shape, [0])
-                        scores = jnp.where(visible, scores, -jnp.inf)
-                    new_peak = subtract = jnp.maximum(peak, scores.max(axis=1) * scale)
-                    seen = None
-                    if num_words:  # a tile's keys are one block, so that the mask is one bit per row
-                        words = sm90.load(words_smem2.at[at, lax.div(i, jnp.int32(32))], layout)
-                        seen = sm90.has_bit(words, i)
-                    elif seen_at:
-                        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout) + wg * ROWS
-                        seen = sm90.has_bit(jnp.broadcast_to(bits, row.shape), lax.div(row, jnp.int32(rows.group)))
-                    if seen is not None:
-                        subtract = jnp.where(seen, new_peak, NO_WEIGHT)
-                        new_peak = jnp.where(seen, new_peak, peak)
-                    pl.when(i + 1 == end)(lambda: plgpu.barrier_arrive(query_freed.at[buffer]))
-                    alpha = jnp.exp2(peak - new_peak)
-                    weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(subtract, shape, [0]))
-                    acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
-                    half = weights.astype(query_ref.dtype)
-                    total = total * alpha + weights.sum(axis=1)
-                    acc, total, new_peak, half = lax.optimization_barrier((acc, total, new_peak, half))
-                    arrive()  # done with the softmax
-                    plgpu.barrier_wait(value_loaded.at[slot])
-                    wait()  # until the other warpgroup has issued its product
-
-                    def accumulate(acc_ref):
-                        plgpu.wgmma(acc_ref, half, value_smem.at[slot])
-                        pl.when(i + 1 < end)(lambda: plgpu.barrier_wait(key_loaded.at[slot_of(i + 1)]))
-
-                    acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
-                    plgpu.barrier_arrive(value_freed.at[slot])
-                    return acc, new_peak, total, *following
-
-                # The first peak is finite: a row that has seen nothing yet gets weights exp2(-inf - peak) = 0 and not
-                # NaN.
-                carry = (
-                    sm90.zeros((ROWS, v_dim)),
-                    sm90.zeros((ROWS,), MINUS_INFINITY, layout),
-                    sm90.zeros((ROWS,), 0.0, layout),
-                )
-                if walks is None:
-                    carry = lax.fori_loop(begin, exact_begin, functools.partial(step, False), carry)
-                carry = lax.fori_loop(exact_begin, exact_end, functools.partial(step, True), carry)
-                carry = (*carry, *first_masked)
-                acc, peak, total, *_ = lax.fori_loop(exact_end, end, functools.partial(step, False), carry)
-                pl.when(wg == 0)(take_turns)
-                pl.when(end == begin)(lambda: plgpu.barrier_arrive(query_freed.at[buffer]))
-                found = total > 0
-                safe = jnp.where(found, total, 1.0)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
-                out_smem[...] = (acc / lax.broadcast_in_dim(safe, acc.shape, [0])).astype(out_ref.dtype)
-                lse_smem[...] = jnp.where(found, peak * LN2 + jnp.log(safe), -jnp.inf)
-                plgpu.commit_smem()
-                rows.store(out_smem, out_ref, b, kv_head, base)
-                plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, kv_head, pl.ds(base, ROWS)])
-
-            sm90.serve_tiles(num_tiles, tile_range, serve_tile)
+            sm90.for_each_tile(num_tiles, tile_range, compute_tile)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == warpgroups)
-        def _feed():
+        def _producer():
             plgpu.set_max_registers(sm90.registers(warpgroups)[1], action="decrease")
-            streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
-
-            def feed_tile(n, before, tile, begin, exact_begin, exact_end, end):
-                block_of = (lambda i: i) if walks is None else (lambda i: mask_refs[0][b, kv_head, tile, i])
-                rows.load_tile(
-                    n, tile, b, kv_head, query_loaded, query_freed,
-                    tiles=[(query_ref, query_smem2)],
-                    per_token=[(low_ref, low_smem2), (high_ref, high_smem2)],
-                    words=[(mask_refs[0], words_smem2)] if num_words else (),
-                )  # fmt: skip
-                sm90.feed_blocks(begin, end, before, keys, streams, (b, kv_head), block_of)
-
-            sm90.serve_tiles(num_tiles, tile_range, feed_tile)
+            sm90.for_each_tile(num_tiles, tile_range, load_tile)
 
     def nsa_ranged_forward(*refs):
         buffer = functools.partial(sm90.tiled, dtype=query.dtype)
@@ -240,7 +257,7 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
             jax.ShapeDtypeStruct((*query.shape[:3], v_dim), query.dtype),
             jax.ShapeDtypeStruct((batch, kv_heads, rows.tiles * rows.tile), jnp.float32),
         ],
-        *(bounds, row_low, row_high, query, key, value, *masks),
+        *(visibility.bounds, row_low, row_high, query, key, value, *masks),
         warpgroups=warpgroups,
     )
     return rows.restore(out), rows.from_rows(lse)

@@ -1,4 +1,4 @@
-"""Tiles of ranged attention: what its forward and backward kernels share.
+"""Tiles of range attention: what its forward and backward kernels share.
 
 The query rows of one key/value head are (token, head) pairs in that order: row r is token `r // G`, head `r % G`. A
 query tile is a run of rows, so any G fills it. Past the last row it repeats that row: the same values are computed and
@@ -66,6 +66,21 @@ def key_loops(step, low, high, size: int, carry):
     return lax.fori_loop(exact_end, end, lambda i, c: step(False, i, c), carry)
 
 
+def tile_bounds(low, high, rows: int, keys: int) -> jax.Array:
+    """Key blocks that each query tile visits: int32 [B, tiles, 4], (begin, exact_begin, exact_end, end).
+
+    Blocks [exact_begin, exact_end) are seen whole by every row, the others need a mask. `low` and `high` are int32
+    [B, a multiple of `rows`]; rows that see nothing have high = 0 and a low that is at least any other row's high.
+    """
+    batch = low.shape[0]
+    low, high = (x.reshape(batch, -1, rows) for x in (low, high))
+    begin = low.min(-1) // keys
+    end = jnp.maximum(-(-high.max(-1) // keys), begin)
+    exact_begin = jnp.clip(-(-low.max(-1) // keys), begin, end)
+    exact_end = jnp.clip(high.min(-1) // keys, exact_begin, end)
+    return jnp.stack([begin, exact_begin, exact_end, end], -1).astype(jnp.int32)
+
+
 def query_tile_ranges(low, high, group: int, rows: int, keys: int, num_keys: int) -> jax.Array:
     """Which query tiles each key block must visit, for any `low` and `high`, monotone or not.
 
@@ -111,5 +126,5 @@ def query_tile_ranges(low, high, group: int, rows: int, keys: int, num_keys: int
 def splits_for(key, value, num_rows: int, *, keys: int, rows: int) -> int:
     """Programs per block of `keys` keys in the dk, dv kernel, for `num_rows` query rows per key/value head."""
     batch, num_keys, kv_heads, h_dim = key.shape
-    share_bytes = batch * num_keys * kv_heads * (h_dim + value.shape[-1]) * 4
-    return tuning.ranged_splits(pl.cdiv(num_keys, keys) * kv_heads * batch, pl.cdiv(num_rows, rows), share_bytes)
+    partial_bytes = batch * num_keys * kv_heads * (h_dim + value.shape[-1]) * 4
+    return tuning.ranged_splits(pl.cdiv(num_keys, keys) * kv_heads * batch, pl.cdiv(num_rows, rows), partial_bytes)

@@ -159,9 +159,9 @@ def _dkv_kernel(
         return dk, dv
 
     first, whole_begin, whole_end, last = (ranges_ref[i, block] for i in range(4))
-    share = lax.div(last - first + splits - 1, splits)
-    begin = jnp.minimum(first + split * share, last)
-    end = jnp.minimum(begin + share, last)
+    per_split = lax.div(last - first + splits - 1, splits)
+    begin = jnp.minimum(first + split * per_split, last)
+    end = jnp.minimum(begin + per_split, last)
     whole_begin = jnp.clip(whole_begin, begin, end)
     whole_end = jnp.clip(whole_end, whole_begin, end)
     carry = tuple(
@@ -179,7 +179,7 @@ def grad_key_value_kernel(query, key, value, grad_out, lse, delta, low, high, co
     """dk [B, S, K, H] and dv [B, S, K, V]; arguments as `grad_query_kernel`.
 
     Few keys (the compressed branch) leave few programs with very long loops, so a key block's queries are split over
-    several programs; each writes its own float32 share and the shares are added in a fixed order.
+    several programs; each writes its own float32 partial and these are added in a fixed order.
     """
     batch, num_rows, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
@@ -199,7 +199,7 @@ def grad_key_value_kernel(query, key, value, grad_out, lse, delta, low, high, co
     )
     ranges = query_tile_ranges(low, high, group, config.rows, config.keys, num_keys)
     per_head = lambda dim: pl.BlockSpec((None, num_keys, None, dim), lambda i, h, b: (b, 0, h, 0))  # noqa: E731
-    shares = lambda dim: pl.BlockSpec(  # noqa: E731
+    per_split = lambda dim: pl.BlockSpec(  # noqa: E731
         (None, None, num_keys, None, dim), lambda i, h, b: (lax.rem(i, jnp.int32(splits)), b, 0, h, 0)
     )
     dtype = query.dtype if splits == 1 else jnp.float32
@@ -219,7 +219,7 @@ def grad_key_value_kernel(query, key, value, grad_out, lse, delta, low, high, co
             rows_spec(length),
             rows_spec(4, num_blocks),
         ],
-        out_specs=[shares(h_dim), shares(v_dim)],
+        out_specs=[per_split(h_dim), per_split(v_dim)],
         out_shape=[jax.ShapeDtypeStruct((splits, *x.shape), dtype) for x in (key, value)],
         name="nsa_ranged_dkv",
     )(query, key, value, grad_out, lse, delta, low, high, ranges)

@@ -69,7 +69,7 @@ def _shared_blocks(
     """What the blocks that tiles share give: output [B, T, K, G, V] and lse [B, T, K, G]; `grouped` is the query so."""
     if chosen.kernel == "range_attention.sm90_forward":
         low, high = whole_row_sm90.visible_ranges(query, key, segment_start, query_offset)
-        out, lse = sm90_forward.ranged_forward(query, key, value, low, high, chosen.tiles, walks=walks)
+        out, lse = sm90_forward.neighbours_forward(query, key, value, low, high, chosen.tiles, walks)
         return out.reshape(*grouped.shape[:-1], value.shape[-1]), lse.reshape(grouped.shape[:-1])
     if chosen.kernel == "selected.neighbours_sm90":
         return neighbours_sm90.forward(

@@ -1,11 +1,11 @@
-"""Selected attention by key block: the queries that listed a block are gathered to it, then each adds up its shares.
+"""Selected attention by key block: the queries that listed a block are gathered to it, then each adds up its partials.
 
 For few query heads per key/value head (small G) the per-token loop reads 64 keys and values for G rows. Here a program
-holds one key block and walks the queries that listed it, many of them in one matrix product: the traffic per list entry
-falls from K and V of a block to one query and one share of the output. The shares pass through memory, one per list
+holds one key block and visits the queries that listed it, many of them in one matrix product: the traffic per list
+entry falls from K and V of a block to one query and one partial output. The partials pass through memory, one per list
 entry, in a buffer of bounded size; a second kernel adds them up in list order, so results are bit-reproducible.
 
-On Hopper `by_block_sm90` computes the shares of groups of 6 heads.
+On Hopper `by_block_sm90` computes the partials of groups of 6 heads.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from nsa_jax.ops.kernels.selected.softmax import key_rows, store_once
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
 from nsa_jax.ops.kernels.triton import dot, pieces, triton_call
 
-# Shares that are in flight together. On an H200 two took 0.85 ms and four 0.89 (4 rows of 65,536, N=6, K=1, H=64, 8 to
-# 13 shares of every token; without the guard for tokens that have none).
-_SHARES_AT_ONCE = 2
+# Partials that are in flight together. On an H200 two took 0.85 ms and four 0.89 (4 rows of 65,536, N=6, K=1, H=64, 8
+# to 13 partials of every token; without the guard for tokens that have none).
+_AT_ONCE = 2
 
 
-def _share_kernel(
-    offset_ref, row_ref, order_ref, block_ref, begin_ref, end_ref, start_ref, q_ref, k_ref, v_ref, share_ref, lse_ref,
+def _partial_kernel(
+    offset_ref, row_ref, order_ref, block_ref, begin_ref, end_ref, start_ref, q_ref, k_ref, v_ref, partial_ref, lse_ref,
     *, rows, group, chunk_tokens, num_chunks, num_listed, longest, select_block, size, scale, num_keys, packed, exact,
 ):  # fmt: skip
     """One work item: a key block and up to `longest` of the list entries that name it.
 
     order_ref [rows, E]; block_ref, begin_ref, end_ref [rows, W]; start_ref [B, T]; q_ref [B, T, K, G, H];
-    k_ref [B, S, K, H]; v_ref [B, S, K, V]; share_ref [R, E, G, V] and lse_ref [R, E, G] for the R rows of this call.
+    k_ref [B, S, K, H]; v_ref [B, S, K, V]; partial_ref [R, E, G, V] and lse_ref [R, E, G] for the R rows of this call.
     """
-    item, here = pl.program_id(0), pl.program_id(1)
-    line = row_ref[0] + here
+    item, local_row = pl.program_id(0), pl.program_id(1)
+    list_row = row_ref[0] + local_row
     num_kv, v_dim = v_ref.shape[2:]
-    batch, kv_head, chunk = line // (num_kv * num_chunks), line // num_chunks % num_kv, line % num_chunks
-    begin, end = begin_ref[line, item], end_ref[line, item]
-    start = block_ref[line, item] * select_block
+    batch, kv_head, chunk = list_row // (num_kv * num_chunks), list_row // num_chunks % num_kv, list_row % num_chunks
+    begin, end = begin_ref[list_row, item], end_ref[list_row, item]
+    start = block_ref[list_row, item] * select_block
     step = rows // group
     row = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows,), 0), step * group - 1)
     head = row % group
@@ -63,7 +63,7 @@ def _share_kernel(
 
         def entries_at(index):
             """Of list entries from `begin` on: (place in the lists, token), past the end those of the last."""
-            entry = order_ref[line, jnp.minimum(begin + index, end - 1)]
+            entry = order_ref[list_row, jnp.minimum(begin + index, end - 1)]
             return entry, chunk * chunk_tokens + entry // num_listed
 
         def body(i, carry, masked):
@@ -88,9 +88,9 @@ def _share_kernel(
             weights = weights.astype(v_ref.dtype)
             inverse = (1.0 / total)[:, None]
             for value, (offset, width) in zip(values, pieces(v_dim), strict=True):
-                share = (dot(weights, value, (1, 0)) * inverse).astype(share_ref.dtype)
-                store_once(share_ref, (here, entry, head, pl.ds(offset, width)), share)
-            lse_ref[here, entry, head] = peak + jnp.log2(total)
+                partial = (dot(weights, value, (1, 0)) * inverse).astype(partial_ref.dtype)
+                store_once(partial_ref, (local_row, entry, head, pl.ds(offset, width)), partial)
+            lse_ref[local_row, entry, head] = peak + jnp.log2(total)
             return carry
 
         # Queries ascend, so those that see a part of the block only come first, unless rows are packed.
@@ -105,25 +105,25 @@ def _share_kernel(
 
 
 def _sum_kernel(
-    row_ref, count_ref, share_ref, share_lse_ref, before_ref, before_lse_ref, o_ref, lse_ref,
+    row_ref, count_ref, partial_ref, partial_lse_ref, before_ref, before_lse_ref, o_ref, lse_ref,
     *, rows, group, length, chunk_tokens, num_chunks, num_listed,
 ):  # fmt: skip
-    """Adds the shares of a tile of tokens to what their shared blocks gave.
+    """Adds the partials of a tile of tokens to what their shared blocks gave.
 
-    count_ref [rows, tokens], how many shares a token has; share_ref [R, E, G, V]; share_lse_ref [R, E, G], base 2;
-    before_ref and o_ref [B, T, K, G, V]; before_lse_ref and lse_ref [B, T, K, G], natural.
+    count_ref [rows, tokens], how many partials a token has; partial_ref [R, E, G, V]; partial_lse_ref [R, E, G] in
+    base 2; before_ref and o_ref [B, T, K, G, V]; before_lse_ref and lse_ref [B, T, K, G], natural.
     """
-    here = pl.program_id(1)
-    line = row_ref[0] + here
+    local_row = pl.program_id(1)
+    list_row = row_ref[0] + local_row
     num_kv, _, v_dim = o_ref.shape[2:]
-    batch, kv_head, chunk = line // (num_kv * num_chunks), line // num_chunks % num_kv, line % num_chunks
+    batch, kv_head, chunk = list_row // (num_kv * num_chunks), list_row // num_chunks % num_kv, list_row % num_chunks
     step = rows // group
     row = jnp.minimum(lax.broadcasted_iota(jnp.int32, (rows,), 0), step * group - 1)
     head = row % group
     last = jnp.minimum(chunk_tokens, length - chunk * chunk_tokens) - 1
     begin = pl.program_id(0) * step
     inside = jnp.maximum(jnp.minimum(begin + row // group, last), 0)
-    count = count_ref[line, inside]
+    count = count_ref[list_row, inside]
     most = jnp.max(count)
 
     # Tokens are updated in place: no program but the last one's own may repeat it.
@@ -138,29 +138,30 @@ def _sum_kernel(
 
         def body(step, state):
             acc, peak, total = state
-            # Several shares at a time, so that their loads are in flight together.
-            slots = [step * _SHARES_AT_ONCE + i for i in range(_SHARES_AT_ONCE)]
+            # Several partials at a time, so that their loads are in flight together.
+            slots = [step * _AT_ONCE + i for i in range(_AT_ONCE)]
             real = [slot < count for slot in slots]
             entries = [inside * num_listed + jnp.minimum(slot, jnp.maximum(count - 1, 0)) for slot in slots]
-            # The shares first: what follows waits at barriers for the small loads.
-            shares = [
-                [share_ref[here, entry, head, pl.ds(at, width)] for at, width in pieces(v_dim)] for entry in entries
+            # The partials first: what follows waits at barriers for the small loads.
+            partials = [
+                [partial_ref[local_row, entry, head, pl.ds(at, width)] for at, width in pieces(v_dim)]
+                for entry in entries
             ]
             lses = [
-                jnp.where(r, share_lse_ref[here, entry, head], MINUS_INFINITY)
+                jnp.where(r, partial_lse_ref[local_row, entry, head], MINUS_INFINITY)
                 for r, entry in zip(real, entries, strict=True)
             ]
             new_peak = functools.reduce(jnp.maximum, lses, peak)
             alpha = jnp.exp2(peak - new_peak)
             weights = [jnp.where(r, jnp.exp2(x - new_peak), 0.0) for r, x in zip(real, lses, strict=True)]
             sums = [a * alpha[:, None] for a in acc]
-            for weight, share in zip(weights, shares, strict=True):
-                sums = [a + x.astype(jnp.float32) * weight[:, None] for a, x in zip(sums, share, strict=True)]
+            for weight, partial in zip(weights, partials, strict=True):
+                sums = [a + x.astype(jnp.float32) * weight[:, None] for a, x in zip(sums, partial, strict=True)]
             return tuple(sums), new_peak, sum(weights, start=total * alpha)
 
         state = acc, jnp.where(some, before, MINUS_INFINITY), jnp.where(some, 1.0, 0.0)
-        sums, peak, total = lax.fori_loop(0, pl.cdiv(most, _SHARES_AT_ONCE), body, state)
-        # Where a token has no share at all, what was read was never written and may be anything, NaN included.
+        sums, peak, total = lax.fori_loop(0, pl.cdiv(most, _AT_ONCE), body, state)
+        # Where a token has no partial at all, what was read was never written and may be anything, NaN included.
         acc = tuple(jnp.where((count > 0)[:, None], new, old) for new, old in zip(sums, acc, strict=True))
         some = peak > 0.5 * MINUS_INFINITY
         total = jnp.where(some, total, 1.0)
@@ -175,11 +176,11 @@ def _full(array) -> pl.BlockSpec:
     return pl.BlockSpec(array.shape, lambda *_: (0,) * len(array.shape))
 
 
-def _shares(
+def _partials(
     query_offset, first_row, inverted: InvertedLists, segment_start, query, key, value,
     *, select_block: int, at_once: int, chunk_tokens: int, num_listed: int, packed: bool, config,
 ):  # fmt: skip
-    """`_share_kernel` over `at_once` rows of the inverted lists; see `by_block_sm90.shares`."""
+    """`_partial_kernel` over `at_once` rows of the inverted lists; see `by_block_sm90.partials`."""
     batch, _, num_kv, group, h_dim = query.shape
     num_keys, v_dim = value.shape[1], value.shape[-1]
     entries, size = chunk_tokens * num_listed, config.keys
@@ -191,7 +192,7 @@ def _shares(
     ]
     return triton_call(
         functools.partial(
-            _share_kernel,
+            _partial_kernel,
             rows=max(config.gather_rows, pl.next_power_of_2(group)),
             group=group,
             chunk_tokens=chunk_tokens,
@@ -215,12 +216,12 @@ def _shares(
     )(*args)
 
 
-def _add_shares(first_row, count, share, share_lse, out, lse, *, num_listed: int):
-    """`_sum_kernel` over as many rows of the inverted lists as `share` has: the new (out, lse)."""
-    at_once, _, group, v_dim = share.shape
+def _add_partials(first_row, count, partial, partial_lse, out, lse, *, num_listed: int):
+    """`_sum_kernel` over as many rows of the inverted lists as `partial` has: the new (out, lse)."""
+    at_once, _, group, v_dim = partial.shape
     batch, length, num_kv = out.shape[:3]
     rows, chunk_tokens = max(32, pl.next_power_of_2(group)), count.shape[1]
-    args = (first_row, count, share, share_lse, out, lse)
+    args = (first_row, count, partial, partial_lse, out, lse)
     total = triton_call(
         functools.partial(
             _sum_kernel,
@@ -272,7 +273,7 @@ def continue_by_key_block(
     hopper = plan.rest.kernel == "selected.by_block_sm90"
     limits = plan.rest.tiles
 
-    # A row is one (batch row, kv head, range of tokens): what shares a buffer of shares and is sorted together.
+    # A row is one (batch row, kv head, range of tokens): what has one buffer of partials and is sorted together.
     per_token = num_listed * group * (v_dim * query.dtype.itemsize + 4)
     most_tokens = min(limits.row_tokens, limits.buffer_bytes // per_token)
     num_chunks = pl.cdiv(length, max(1, most_tokens))
@@ -287,8 +288,8 @@ def continue_by_key_block(
         for n in range(1, num_rows + 1)
         if num_rows % n == 0 and (n == 1 or n * chunk_tokens * per_token <= limits.buffer_bytes)
     )
-    serve_entries = by_block_sm90.shares if hopper else functools.partial(_shares, select_block=select_block)
-    shares = functools.partial(
+    serve_entries = by_block_sm90.partials if hopper else functools.partial(_partials, select_block=select_block)
+    partials = functools.partial(
         serve_entries,
         at_once=at_once,
         chunk_tokens=chunk_tokens,
@@ -301,7 +302,7 @@ def continue_by_key_block(
     def serve(i, state):
         row = (i * at_once).astype(jnp.int32).reshape(1)
         args = query_offset, row, inverted, segment_start, query, key, value
-        return _add_shares(row, count, *shares(*args), *state, num_listed=num_listed)
+        return _add_partials(row, count, *partials(*args), *state, num_listed=num_listed)
 
     if num_rows == at_once:
         return serve(jnp.zeros((), jnp.int32), (out, lse))

@@ -84,8 +84,8 @@ def _kernel(
             # From the rounded probabilities: the gradient is rounded too, and float32 ones would cost registers.
             d_scores = (probs.astype(jnp.float32) * (d_probs - delta[:, None])).astype(dtype)
             d_key = [acc + dot(piece, d_scores, (0, 0)) for acc, piece in zip(d_key, query, strict=True)]
-            share = jnp.where(valid, local_pair * layout.entries + flat, layout.pairs * layout.entries)
-            buffer_row = share * group + member
+            buffer_entry = jnp.where(valid, local_pair * layout.entries + flat, layout.pairs * layout.entries)
+            buffer_row = buffer_entry * group + member
             if config.keep_scores:
                 buffer_ref[buffer_row, pl.ds(skip, columns)] = d_scores
             else:

@@ -99,8 +99,8 @@ def make_layout(
         ranges = -(-length // max(fits // unit * unit, unit))
         range_length = -(-length // (ranges * unit)) * unit
     all_pairs = batch * num_kv
-    wanted = max(config.buffer_bytes // (bytes_per_query * range_length), 1) if ranges == 1 else 1
-    pairs = max(p for p in range(1, all_pairs + 1) if all_pairs % p == 0 and p <= wanted)
+    fitting = max(config.buffer_bytes // (bytes_per_query * range_length), 1) if ranges == 1 else 1
+    pairs = max(p for p in range(1, all_pairs + 1) if all_pairs % p == 0 and p <= fitting)
     return Layout(
         batch=batch,
         length=length,

@@ -1,10 +1,10 @@
-"""Key-major pass of the selected branch's backward for Hopper, for shares of dq: the counterpart of the Triton kernel
-in `selected_backward` for groups of heads that no tile of 64 rows holds a whole number of, 6 heads above all.
+"""Pass by block of the selected branch's backward for Hopper, for partials of dq: the counterpart of
+`grad_by_block_triton` for groups of heads that no tile of 64 rows holds a whole number of, 6 heads above all.
 
-A warpgroup has a work item of its own and walks the rows, (query, head) pairs, of its list entries, 64 at a time, as
+A warpgroup has a work item of its own and visits the rows, (query, head) pairs, of its list entries, 64 at a time, as
 the forward's does in `by_block_sm90`. Each thread copies its part of the rows of queries and of the output's
-cotangents to shared memory, where three products need them, and stores its part of the shares of dq from registers
-(`sm90_gather`). So warpgroups wait for nobody, and three on a multiprocessor hide each other's latency.
+cotangents to shared memory, where three products need them, and stores its part of the partials of dq from registers
+(`sm90_gather`). So warpgroups do not wait for each other, and three on a multiprocessor hide each other's latency.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def by_block(step, prepared, tensors, layout: Layout):
     step = jnp.concatenate([step, packed])
     spare_row = layout.pairs * layout.entries * group
 
+    shape = (ROWS, ROWS)
+
     def nsa_selected_backward_key_major(*refs):
         step_ref, order_ref, item_ref, block_ref, begin_ref, end_ref, start_ref, lse_ref, delta_ref, *arrays = refs
         query_ref, grad_ref, key_ref, value_ref, buffer_ref, dk_ref, dv_ref, *buffers = arrays
@@ -61,124 +63,137 @@ def by_block(step, prepared, tensors, layout: Layout):
         local_pair, position = lax.axis_index("pair"), lax.axis_index("item") * _WARPGROUPS + wg
         pair = step_ref[0] + local_pair
         batch, kv_head = lax.div(pair, jnp.int32(num_kv)), lax.rem(pair, jnp.int32(num_kv))
-        line = pair * layout.ranges + step_ref[1]
-        begin, end, item = begin_ref[line, position], end_ref[line, position], item_ref[line, position]
-        first_key = block_ref[line, position] * ROWS
+        work_row = pair * layout.ranges + step_ref[1]
+        begin, end, item = begin_ref[work_row, position], end_ref[work_row, position], item_ref[work_row, position]
+        first_key = block_ref[work_row, position] * ROWS
         # Of the range's first query, among those of all batch rows and in the keys' row.
         first_query = batch * layout.length + step_ref[1] * layout.range_length
         first_position = step_ref[1] * layout.range_length + step_ref[2]
-        shape = (ROWS, ROWS)
         last = jnp.minimum(layout.num_keys - 1 - first_key, ROWS - 1)
         rows = (end - begin) * group
 
-        def numbers_of(tile):
+        def rows_of(tile):
             return sm90_gather.rows_of_tile(tile, rows, group)
 
         def entries_of(tile):
-            return sm90_gather.load_numbers(order_ref, numbers_of(tile)[1] + (line * layout.entries + begin))
+            return sm90_gather.load_numbers(order_ref, rows_of(tile)[1] + (work_row * layout.entries + begin))
 
         def local_token(entry):
             return lax.div(entry, jnp.int32(layout.slots))
 
         def query_rows(tile, entry):
             """Where a tile's rows are among those of all queries."""
-            _, _, head = numbers_of(tile)
+            _, _, head = rows_of(tile)
             return local_token(entry) * layout.num_heads + (first_query * layout.num_heads + kv_head * group) + head
 
-        def statistics(tile, at):
+        def load_statistics(tile, at):
             """Base-2 lse and delta of the rows."""
             row_lse, row_delta = (sm90_gather.load_numbers(x, at) for x in (lse_ref, delta_ref))
             # A row that must not count has no probability anywhere.
-            return jnp.where(numbers_of(tile)[0], row_lse, jnp.inf), row_delta
+            return jnp.where(rows_of(tile)[0], row_lse, jnp.inf), row_delta
 
         def tiles_of(tile, wg):
             """Where the queries of a tile and their output's cotangents lie in shared memory."""
             slot = wg * 2 + lax.rem(tile, jnp.int32(2))
             return tuple(x.at[slot] for x in buffers[5:])
 
-        def copy(tile, at, wg):
+        def copy_tile(tile, at, wg):
             for ref, rows_tile in zip((query_ref, grad_ref), tiles_of(tile, wg), strict=True):
                 sm90_gather.copy_rows(ref, at, rows_tile)
 
-        def sees_whole(number):
-            """Whether the query of an entry of the item, and so those after it, see all that follow up to its end."""
-            entry = order_ref[line * layout.entries + jnp.minimum(begin + number, end - 1)]
-            return local_token(entry) + first_position - first_key >= ROWS - 1
+        def count_tiles():
+            """(tiles that need a mask, all tiles) of the work item."""
 
-        @pl.when(end > begin)
-        def _():
-            entry, following = entries_of(0), entries_of(1)
+            def sees_whole(number):
+                """Whether the query of an entry, and so those after it, see all that follow up to the block's end."""
+                entry = order_ref[work_row * layout.entries + jnp.minimum(begin + number, end - 1)]
+                return local_token(entry) + first_position - first_key >= ROWS - 1
+
             # The queries of the block itself, which see a part of it, come first; lists may also name later blocks.
             num_tiles = lax.div(rows + ROWS - 1, jnp.int32(ROWS))
             num_masked = jnp.where(
                 sees_whole(ROWS - 1), jnp.minimum(num_tiles, pl.cdiv((ROWS - 1) * group, ROWS)), num_tiles
             )
             num_masked = jnp.where(sees_whole(0), 0, num_masked)
-            num_masked = jnp.where((step_ref[3] != 0) | (last < ROWS - 1), num_tiles, num_masked)
+            return jnp.where((step_ref[3] != 0) | (last < ROWS - 1), num_tiles, num_masked), num_tiles
 
+        def prologue(entry):
+            """Loads the block's keys and values and the first tile's rows: the statistics of those."""
             key_row = sm90_gather.rows_of_block(first_key, layout.num_keys, batch, kv_head, num_kv)
             sm90_gather.copy_rows(key_ref, key_row, buffers[0].at[wg])
             sm90_gather.copy_rows(value_ref, key_row, buffers[1].at[wg])
             at = query_rows(0, entry)
-            copy(0, at, wg)
-            row_lse, row_delta = statistics(0, at)
-            buffers[2].at[wg][...] = sm90_gather.load_rows(key_ref, key_row)  # their columns are those of the shares
+            copy_tile(0, at, wg)
+            statistics = load_statistics(0, at)
+            # The columns of these keys are in the order of the partials.
+            buffers[2].at[wg][...] = sm90_gather.load_rows(key_ref, key_row)
+            return statistics
 
-            def mask(weights, low, high):
+        def key_bounds(entry):
+            """The keys of the block that a tile's rows see, [low, high]."""
+            token = local_token(entry)
+            low = sm90_gather.load_numbers(start_ref, token + first_query) - first_key
+            return low, jnp.minimum(token + (first_position - first_key), last)
+
+        def mask_if_partial(weights, low, high):
+            def mask(weights):
                 return jnp.where(sm90_gather.visible(low, high), weights, 0.0)
 
-            def body(masked, tile, carry):
-                dk, dv, entry, row_lse, row_delta, following = carry
-                wg_here = sm90_gather.computed_here(wg)
-                keys, values, dq_keys, probs_tile, scores_tile = (x.at[wg_here] for x in buffers[:5])
-                queries, grads = tiles_of(tile, wg_here)
-                if masked:
-                    token = local_token(entry)
-                    low = sm90_gather.load_numbers(start_ref, token + first_query) - first_key
-                    high = jnp.minimum(token + (first_position - first_key), last)
-                # Behind this all threads' copies have arrived, and all products of the tile before are done: its
-                # queries' memory is free for those of the next tile, its probabilities' for new ones.
-                sm90_gather.wait_copies()
-                plgpu.commit_smem()
-                at = query_rows(tile + 1, following)
+            any_hidden = sm90_gather.any_in_warp(jnp.maximum(low, 0) | (ROWS - 1 - high))
+            return lax.cond(any_hidden, mask, lambda x: x, weights)
 
-                def score(refs):
-                    plgpu.wgmma(refs[0], queries, sm90.transpose(keys))
-                    plgpu.wgmma(refs[1], grads, sm90.transpose(values))
-                    copy(tile + 1, at, wg_here)
+        def zeros():
+            return plgpu.ACC.init(sm90_gather.zeros(ROWS))
 
-                zeros = lambda: plgpu.ACC.init(sm90_gather.zeros(ROWS))  # noqa: E731
-                # The gradient of the weights begins with what is to be subtracted from it.
-                accs = zeros(), plgpu.ACC.init(lax.broadcast_in_dim(-row_delta, shape, [0]))
-                scores, d_weights = pl.run_state(score)(accs)
-                weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_lse, shape, [0]))
-                if masked:
-                    any_hidden = sm90_gather.any_in_warp(jnp.maximum(low, 0) | (ROWS - 1 - high))
-                    weights = lax.cond(any_hidden, lambda x: mask(x, low, high), lambda x: x, weights)
-                probs_tile[...] = weights.astype(query_ref.dtype)
-                d_scores = (weights * d_weights).astype(query_ref.dtype)
-                scores_tile[...] = d_scores
-                plgpu.commit_smem()
-                # Here, where registers are free: what the next tile needs, and the queries after those.
-                next_statistics = statistics(tile + 1, query_rows(tile + 1, following))
-                after = entries_of(tile + 2)
+        def compute_tile(masked, tile, carry):
+            dk, dv, entry, row_lse, row_delta, following = carry
+            own = sm90_gather.computed_here(wg)
+            keys, values, dq_keys, probs_tile, scores_tile = (x.at[own] for x in buffers[:5])
+            queries, grads = tiles_of(tile, own)
+            bounds = key_bounds(entry) if masked else ()
+            # Behind this all threads' copies have arrived, and all products of the tile before are done: its
+            # queries' memory is free for those of the next tile, its probabilities' for new ones.
+            sm90_gather.wait_copies()
+            plgpu.commit_smem()
+            at = query_rows(tile + 1, following)
 
-                def accumulate(refs):
-                    plgpu.wgmma(refs[0], d_scores, dq_keys)
-                    plgpu.wgmma(refs[1], sm90.transpose(scores_tile), queries)
-                    plgpu.wgmma(refs[2], sm90.transpose(probs_tile), grads)
+            def multiply(refs):
+                plgpu.wgmma(refs[0], queries, sm90.transpose(keys))
+                plgpu.wgmma(refs[1], grads, sm90.transpose(values))
+                copy_tile(tile + 1, at, own)
 
-                all_sums = zeros(), plgpu.ACC.init(dk), plgpu.ACC.init(dv)
-                share, dk, dv = pl.run_state(accumulate)(all_sums)
-                counts, _, head = numbers_of(tile)
-                place = jnp.where(counts, (entry + local_pair * layout.entries) * group + head, spare_row)
-                sm90_gather.store_rows(buffer_ref, place, share.astype(buffer_ref.dtype))
-                return dk, dv, following, *next_statistics, after
+            # The gradient of the weights begins with what is to be subtracted from it.
+            accs = zeros(), plgpu.ACC.init(lax.broadcast_in_dim(-row_delta, shape, [0]))
+            scores, d_weights = pl.run_state(multiply)(accs)
+            weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_lse, shape, [0]))
+            weights = mask_if_partial(weights, *bounds) if masked else weights
+            probs_tile[...] = weights.astype(query_ref.dtype)
+            d_scores = (weights * d_weights).astype(query_ref.dtype)
+            scores_tile[...] = d_scores
+            plgpu.commit_smem()
+            # Here, where registers are free: what the next tile needs, and the queries after those.
+            next_statistics = load_statistics(tile + 1, query_rows(tile + 1, following))
+            after = entries_of(tile + 2)
 
-            sums = sm90.zeros(shape), sm90.zeros(shape)
-            carry = *sums, entry, row_lse, row_delta, following
-            carry = lax.fori_loop(0, num_masked, functools.partial(body, True), carry)
-            dk, dv, *_ = lax.fori_loop(num_masked, num_tiles, functools.partial(body, False), carry)
+            def accumulate(refs):
+                plgpu.wgmma(refs[0], d_scores, dq_keys)
+                plgpu.wgmma(refs[1], sm90.transpose(scores_tile), queries)
+                plgpu.wgmma(refs[2], sm90.transpose(probs_tile), grads)
+
+            partial, dk, dv = pl.run_state(accumulate)((zeros(), plgpu.ACC.init(dk), plgpu.ACC.init(dv)))
+            counts, _, head = rows_of(tile)
+            place = jnp.where(counts, (entry + local_pair * layout.entries) * group + head, spare_row)
+            sm90_gather.store_rows(buffer_ref, place, partial.astype(buffer_ref.dtype))
+            return dk, dv, following, *next_statistics, after
+
+        @pl.when(end > begin)
+        def _compute():
+            entry, following = entries_of(0), entries_of(1)
+            num_masked, num_tiles = count_tiles()
+            statistics = prologue(entry)
+            carry = sm90.zeros(shape), sm90.zeros(shape), entry, *statistics, following
+            carry = lax.fori_loop(0, num_masked, functools.partial(compute_tile, True), carry)
+            dk, dv, *_ = lax.fori_loop(num_masked, num_tiles, functools.partial(compute_tile, False), carry)
             sm90_gather.wait_copies()  # of the tile behind the last one
             sm90.store(dk_ref.at[local_pair, item], dk * scale)
             sm90.store(dv_ref.at[local_pair, item], dv)

@@ -1,4 +1,4 @@
-"""dq of selected attention from the score gradients that the key-major pass left in a buffer.
+"""dq of selected attention from the score gradients that the pass by block left in a buffer.
 
 A query's dq is the sum over its list of score gradients times keys. As in the forward, blocks that several tokens of a
 tile list are read once for the whole tile, and the rest of each list token by token, on top of that sum.
@@ -65,8 +65,8 @@ def _token_kernel(step_ref, *refs, layout: Layout, rows: int, resume: bool):
             total, (block, slot) = carry
             following = entry(jnp.minimum(i + 1, layout.slots - 1))
             key = load_rows(key_ref, layout.key_rows(batch, head, block, 0, layout.columns)[0], layout.head_dim)
-            share = local_pair * layout.entries + local * layout.slots + slot
-            d_scores = d_scores_ref[share * layout.group + member, :]
+            buffer_entry = local_pair * layout.entries + local * layout.slots + slot
+            d_scores = d_scores_ref[buffer_entry * layout.group + member, :]
             total = [acc + dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)]
             return total, following
 
@@ -116,7 +116,7 @@ def _tile_kernel(
         row = jnp.minimum(lax.iota(jnp.int32, rows), tile * layout.group - 1)
         last = jnp.minimum(tile, layout.length - first) - 1
         inside, member = jnp.minimum(row // layout.group, last), row % layout.group
-        first_share = (local_pair * layout.entries + (local + inside) * layout.slots) * layout.group + member
+        first_row = (local_pair * layout.entries + (local + inside) * layout.slots) * layout.group + member
         shape = rows, layout.columns
         column = lax.broadcasted_iota(jnp.int32, shape, 1)
 
@@ -127,11 +127,11 @@ def _tile_kernel(
             total, (block, bits, places) = carry
             # One step ahead in registers: as loads of this step they would take a stage of the pipeline of the tiles.
             following = entry(u + 1)
-            share = lax.broadcast_in_dim(first_share + slot_of(places, inside) * layout.group, shape, (0,))
-            mine = lax.broadcast_in_dim(((bits >> inside) & 1) == 1, shape, (0,))
+            buffer_row = lax.broadcast_in_dim(first_row + slot_of(places, inside) * layout.group, shape, (0,))
+            listed = lax.broadcast_in_dim(((bits >> inside) & 1) == 1, shape, (0,))
             # The copy to shared memory fills in the zeros, and the product takes both tiles from there: a `where` after
             # the load would take this one through registers and back.
-            d_scores = pltriton.load(d_scores_ref.at[share, column], mask=mine, other=0.0)
+            d_scores = pltriton.load(d_scores_ref.at[buffer_row, column], mask=listed, other=0.0)
             key = load_rows(key_ref, layout.key_rows(batch, head, block, 0, layout.columns)[0], layout.head_dim)
             total = [acc + dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)]
             return total, following

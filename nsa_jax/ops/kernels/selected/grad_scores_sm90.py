@@ -1,10 +1,10 @@
-"""Key-major pass of the selected branch's backward for Hopper: the counterpart of the Triton kernel in
-`selected_backward`, for score gradients kept in the buffer and blocks of 64 keys.
+"""Pass by block of the selected branch's backward for Hopper: the counterpart of `grad_by_block_triton`, for score
+gradients kept in the buffer and blocks of 64 keys.
 
-Two warpgroups compute, each on a work item of its own, so that one's exponentials overlap the other's products. Each
-has one that serves it: the queries of a work item are G rows of memory each, wherever its list points, and TMA copies
-them to a tile of 64 rows. The transposed score gradients leave through shared memory, G rows per list entry, also by
-TMA; the serving warpgroup starts those copies, which cost the computing one a fifth of its time.
+Two consumer warpgroups compute, each on a work item of its own, so that one's exponentials overlap the other's
+products. Each has a producer of its own: the queries of a work item are G rows of memory each, wherever its list
+points, and TMA copies them to a tile of 64 rows. The transposed score gradients leave through shared memory, G rows per
+list entry, also by TMA; the producer starts those copies, which cost the consumer a fifth of its time.
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout
     return inverted._replace(order=jnp.where(whole, inverted.order, inverted.order | _MASKED))
 
 
+def _gather_statistics(step, inverted: readers.InvertedLists, lse, delta, layout: Layout) -> list[jax.Array]:
+    """lse and delta of the rows of every list entry of a step, [pairs, E * G]: TMA takes no rows of 4 * G bytes."""
+    pair = step[0] + jnp.arange(layout.pairs, dtype=jnp.int32)[:, None]
+    entry = inverted.order[pair[:, 0] * layout.ranges + step[1]] & (_MASKED - 1)
+    token = jnp.minimum(step[1] * layout.range_length + entry // layout.slots, layout.length - 1)
+    num_kv, by_head = layout.num_kv, (layout.batch, layout.length, layout.num_kv, layout.group)
+    return [x.reshape(by_head)[pair // num_kv, token, pair % num_kv].reshape(layout.pairs, -1) for x in (lse, delta)]
+
+
 def by_block(step, inverted: readers.InvertedLists, tensors, layout: Layout):
     """One step of the pass: (buffer, dk and dv of every work item), as the Triton kernel writes them.
 
@@ -68,14 +77,8 @@ def by_block(step, inverted: readers.InvertedLists, tensors, layout: Layout):
     stages = 2 if layout.head_dim + layout.value_dim > 128 else 3
     scale = layout.scale
 
-    # Rows that a tile gathers lie apart; their statistics are gathered here, for TMA takes no rows of 4 * G bytes.
-    pair = step[0] + jnp.arange(layout.pairs, dtype=jnp.int32)[:, None]
-    here = inverted.order[pair[:, 0] * layout.ranges + step[1]] & (_MASKED - 1)
-    token = jnp.minimum(step[1] * layout.range_length + here // layout.slots, layout.length - 1)
-    by_head = (layout.batch, layout.length, num_kv, group)
-    statistics = [
-        x.reshape(by_head)[pair // num_kv, token, pair % num_kv].reshape(layout.pairs, -1) for x in (lse, delta)
-    ]
+    statistics = _gather_statistics(step, inverted, lse, delta, layout)
+    column_layout, shape = plgpu.Layout.WGMMA.reduce(0), (ROWS, ROWS)
 
     def kernel(*refs, buffers, barriers):
         step_ref, order_ref, block_ref, begin_ref, end_ref, start_ref, lse_ref, delta_ref, *arrays = refs
@@ -83,8 +86,8 @@ def by_block(step, inverted: readers.InvertedLists, tensors, layout: Layout):
         key_smem, value_smem, query_smem, grad_smem, out_smem, lse_smem, delta_smem, partial_smem = buffers
         keys_loaded, query_loaded, grad_loaded, query_freed, grad_freed, out_freed = barriers
         wg = lax.axis_index("wg")
-        mine = lax.rem(wg, jnp.int32(_WARPGROUPS))
-        local_pair, item = lax.axis_index("pair"), lax.axis_index("item") * _WARPGROUPS + mine
+        consumer = lax.rem(wg, jnp.int32(_WARPGROUPS))  # this warpgroup, or the one that it serves
+        local_pair, item = lax.axis_index("pair"), lax.axis_index("item") * _WARPGROUPS + consumer
         pair = step_ref[0] + local_pair
         batch, head = lax.div(pair, jnp.int32(num_kv)), lax.rem(pair, jnp.int32(num_kv))
         row = pair * layout.ranges + step_ref[1]
@@ -104,117 +107,123 @@ def by_block(step, inverted: readers.InvertedLists, tensors, layout: Layout):
         def token_of(entry):
             return first_query + lax.div(entry & (_MASKED - 1), jnp.int32(layout.slots))
 
-        @pl.when((wg < _WARPGROUPS) & (tiles > 0))
-        def _compute():
-            plgpu.set_max_registers(232, action="increase")
+        def slot_of(tile):
+            return consumer * stages + lax.rem(tile, jnp.int32(stages))
+
+        def load_keys():
             index = (batch, pl.ds(first_key, ROWS), head)
-            plgpu.copy_gmem_to_smem(key_ref.at[index], key_smem.at[mine], keys_loaded.at[mine])
-            plgpu.copy_gmem_to_smem(value_ref.at[index], value_smem.at[mine], keys_loaded.at[mine])
-            plgpu.barrier_wait(keys_loaded.at[mine])
-            column_layout, shape = plgpu.Layout.WGMMA.reduce(0), (ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(key_ref.at[index], key_smem.at[consumer], keys_loaded.at[consumer])
+            plgpu.copy_gmem_to_smem(value_ref.at[index], value_smem.at[consumer], keys_loaded.at[consumer])
+            plgpu.barrier_wait(keys_loaded.at[consumer])
 
-            def mask(weights, tile, count):
-                """Weights [keys, rows] with what a query does not see, and whole entries from `count` on, set to 0."""
-                position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + first_key
-                which = lax.div(
-                    plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA), jnp.int32(group)
-                )
-                for i, entry in enumerate(entries_of(tile)):
-                    token = token_of(entry)
-                    high = jnp.where(i < count, jnp.minimum(token + offset, last_key), -1)
-                    hidden = (position > high) | (position < start_ref[batch, token])
-                    weights = jnp.where((which == i) & hidden, 0.0, weights)
-                return weights
+        def mask(weights, tile, count):
+            """Weights [keys, rows] with what a query does not see, and whole entries from `count` on, set to 0."""
+            position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + first_key
+            which = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA), jnp.int32(group))
+            for i, entry in enumerate(entries_of(tile)):
+                token = token_of(entry)
+                high = jnp.where(i < count, jnp.minimum(token + offset, last_key), -1)
+                hidden = (position > high) | (position < start_ref[batch, token])
+                weights = jnp.where((which == i) & hidden, 0.0, weights)
+            return weights
 
-            def body(tile, carry):
-                dk, dv = carry
-                slot = mine * stages + lax.rem(tile, jnp.int32(stages))
-                plgpu.barrier_wait(query_loaded.at[slot])
+        def compute_weights(tile, slot):
+            """Weights [keys, rows] of a tile."""
+            plgpu.barrier_wait(query_loaded.at[slot])
 
-                def multiply(scores_ref):
-                    plgpu.wgmma(scores_ref, key_smem.at[mine], sm90.transpose(query_smem.at[slot]))
-                    return scores_ref[...]
+            def multiply(scores_ref):
+                plgpu.wgmma(scores_ref, key_smem.at[consumer], sm90.transpose(query_smem.at[slot]))
+                return scores_ref[...]
 
-                scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-                row_lse = lax.broadcast_in_dim(sm90.load(lse_smem.at[slot], column_layout), shape, [1])
-                weights = jnp.exp2(scores * (scale * LOG2E) - row_lse)
-                weights = lax.cond(
-                    partial_smem[slot] != 0,
-                    lambda weights: mask(weights, tile, end - begin - tile * per_tile),
-                    lambda weights: weights,
-                    weights,
-                )
-                half = weights.astype(query_ref.dtype)
-                plgpu.barrier_wait(grad_loaded.at[slot])
+            scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+            row_lse = lax.broadcast_in_dim(sm90.load(lse_smem.at[slot], column_layout), shape, [1])
+            weights = jnp.exp2(scores * (scale * LOG2E) - row_lse)
+            return lax.cond(
+                partial_smem[slot] != 0,
+                lambda weights: mask(weights, tile, end - begin - tile * per_tile),
+                lambda weights: weights,
+                weights,
+            )
 
-                def multiply_grad(refs):
-                    dv_acc, d_weights_ref = refs
-                    plgpu.wgmma(dv_acc, half, grad_smem.at[slot])
-                    plgpu.wgmma(d_weights_ref, value_smem.at[mine], sm90.transpose(grad_smem.at[slot]))
+        def compute_tile(tile, carry):
+            dk, dv = carry
+            slot = slot_of(tile)
+            weights = compute_weights(tile, slot)
+            half = weights.astype(query_ref.dtype)
+            plgpu.barrier_wait(grad_loaded.at[slot])
 
-                accs = plgpu.ACC.init(dv), plgpu.ACC.init(sm90.zeros(shape))
-                dv, d_weights = pl.run_state(multiply_grad)(accs)
-                row_delta = lax.broadcast_in_dim(sm90.load(delta_smem.at[slot], column_layout), shape, [1])
-                plgpu.barrier_arrive(grad_freed.at[slot])
-                d_scores = (weights * (d_weights - row_delta)).astype(query_ref.dtype)
+            def multiply_grad(refs):
+                dv_acc, d_weights_ref = refs
+                plgpu.wgmma(dv_acc, half, grad_smem.at[slot])
+                plgpu.wgmma(d_weights_ref, value_smem.at[consumer], sm90.transpose(grad_smem.at[slot]))
 
-                def accumulate(dk_acc):
-                    plgpu.wgmma(dk_acc, d_scores, query_smem.at[slot])
-                    transposed = plgpu.layout_cast(d_scores, plgpu.Layout.WGMMA_TRANSPOSED)
-                    pl.when(tile > 0)(lambda: plgpu.barrier_wait(out_freed.at[mine]))
-                    sm90.transpose(out_smem.at[mine])[...] = transposed
-                    plgpu.commit_smem()
+            accs = plgpu.ACC.init(dv), plgpu.ACC.init(sm90.zeros(shape))
+            dv, d_weights = pl.run_state(multiply_grad)(accs)
+            row_delta = lax.broadcast_in_dim(sm90.load(delta_smem.at[slot], column_layout), shape, [1])
+            plgpu.barrier_arrive(grad_freed.at[slot])
+            d_scores = (weights * (d_weights - row_delta)).astype(query_ref.dtype)
 
-                dk = pl.run_state(accumulate)(plgpu.ACC.init(dk))
-                plgpu.barrier_arrive(query_freed.at[slot])
-                return dk, dv
+            def accumulate(dk_acc):
+                plgpu.wgmma(dk_acc, d_scores, query_smem.at[slot])
+                transposed = plgpu.layout_cast(d_scores, plgpu.Layout.WGMMA_TRANSPOSED)
+                pl.when(tile > 0)(lambda: plgpu.barrier_wait(out_freed.at[consumer]))
+                sm90.transpose(out_smem.at[consumer])[...] = transposed
+                plgpu.commit_smem()
 
+            dk = pl.run_state(accumulate)(plgpu.ACC.init(dk))
+            plgpu.barrier_arrive(query_freed.at[slot])
+            return dk, dv
+
+        def load_tile(tile, slot, entries):
+            count = end - begin - tile * per_tile
+            partial = (functools.reduce(jnp.bitwise_or, entries) >= _MASKED) | (count < per_tile)
+            partial_smem[slot] = partial.astype(jnp.int32)
+            plgpu.barrier_arrive(query_loaded.at[slot])
+            rows = pl.ds((begin + tile * per_tile) * group, ROWS)
+            for ref, smem, row_ref, row_smem, loaded, freed in (
+                (query_ref, query_smem, lse_ref, lse_smem, query_loaded, None),
+                (grad_ref, grad_smem, delta_ref, delta_smem, grad_loaded, grad_freed),
+            ):
+                if freed is not None:
+                    pl.when(tile >= stages)(functools.partial(plgpu.barrier_wait, freed.at[slot]))
+                for i, entry in enumerate(entries):
+                    part = smem.at[slot, pl.ds(i * group, group)]
+                    plgpu.copy_gmem_to_smem(ref.at[batch, token_of(entry), heads], part, loaded.at[slot])
+                plgpu.copy_gmem_to_smem(row_ref.at[local_pair, rows], row_smem.at[slot], loaded.at[slot])
+
+        def store_tile(tile):
+            """Stores the score gradients of a tile; what repeats the last entry goes where nobody reads."""
+            count = end - begin - tile * per_tile
+            for i, entry in enumerate(entries_of(tile)):
+                place = local_pair * layout.entries + (entry & (_MASKED - 1))
+                place = jnp.where(i < count, place, layout.pairs * layout.entries)
+                part = out_smem.at[consumer, pl.ds(i * group, group)]
+                plgpu.copy_smem_to_gmem(part, buffer_ref.at[place], commit_group=i == per_tile - 1)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(out_freed.at[consumer])
+
+        def transfer_tile(tile, entries):
+            """Loads one tile and stores the one `stages` before it."""
+            following = entries_of(tile + 1)
+            slot = slot_of(tile)
+            pl.when(tile >= stages)(lambda: plgpu.barrier_wait(query_freed.at[slot]))
+            pl.when(tile < tiles)(lambda: load_tile(tile, slot, entries))
+            pl.when(tile >= stages)(lambda: store_tile(tile - stages))
+            return following
+
+        @pl.when((wg < _WARPGROUPS) & (tiles > 0))
+        def _consumer():
+            plgpu.set_max_registers(232, action="increase")
+            load_keys()
             carry = sm90.zeros((ROWS, layout.head_dim)), sm90.zeros((ROWS, layout.value_dim))
-            dk, dv = lax.fori_loop(0, tiles, body, carry)
+            dk, dv = lax.fori_loop(0, tiles, compute_tile, carry)
             sm90.store(dk_ref.at[local_pair, item], dk * scale)
             sm90.store(dv_ref.at[local_pair, item], dv)
 
         @pl.when((wg >= _WARPGROUPS) & (tiles > 0))
-        def _serve():
+        def _producer():
             plgpu.set_max_registers(24, action="decrease")
-
-            def load(tile, slot, entries):
-                count = end - begin - tile * per_tile
-                partial = (functools.reduce(jnp.bitwise_or, entries) >= _MASKED) | (count < per_tile)
-                partial_smem[slot] = partial.astype(jnp.int32)
-                plgpu.barrier_arrive(query_loaded.at[slot])
-                rows = pl.ds((begin + tile * per_tile) * group, ROWS)
-                for ref, smem, row_ref, row_smem, loaded, freed in (
-                    (query_ref, query_smem, lse_ref, lse_smem, query_loaded, None),
-                    (grad_ref, grad_smem, delta_ref, delta_smem, grad_loaded, grad_freed),
-                ):
-                    if freed is not None:
-                        pl.when(tile >= stages)(functools.partial(plgpu.barrier_wait, freed.at[slot]))
-                    for i, entry in enumerate(entries):
-                        part = smem.at[slot, pl.ds(i * group, group)]
-                        plgpu.copy_gmem_to_smem(ref.at[batch, token_of(entry), heads], part, loaded.at[slot])
-                    plgpu.copy_gmem_to_smem(row_ref.at[local_pair, rows], row_smem.at[slot], loaded.at[slot])
-
-            def store(tile):
-                count = end - begin - tile * per_tile
-                for i, entry in enumerate(entries_of(tile)):
-                    place = local_pair * layout.entries + (entry & (_MASKED - 1))
-                    # What repeats the last entry must not be written over it.
-                    place = jnp.where(i < count, place, layout.pairs * layout.entries)
-                    part = out_smem.at[mine, pl.ds(i * group, group)]
-                    plgpu.copy_smem_to_gmem(part, buffer_ref.at[place], commit_group=i == per_tile - 1)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(out_freed.at[mine])
-
-            def serve(tile, entries):
-                following = entries_of(tile + 1)
-                slot = mine * stages + lax.rem(tile, jnp.int32(stages))
-                pl.when(tile >= stages)(lambda: plgpu.barrier_wait(query_freed.at[slot]))
-                pl.when(tile < tiles)(lambda: load(tile, slot, entries))
-                pl.when(tile >= stages)(lambda: store(tile - stages))
-                return following
-
-            lax.fori_loop(0, tiles + stages, serve, entries_of(0))
+            lax.fori_loop(0, tiles + stages, transfer_tile, entries_of(0))
             plgpu.wait_smem_to_gmem(0)
 
     def nsa_selected_backward_key_major(*refs):

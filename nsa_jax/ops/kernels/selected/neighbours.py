@@ -61,10 +61,10 @@ def _split_kernel(
         place = jnp.zeros(shape, jnp.int32)
         for i in range(num_listed):
             other = list_ref[u, i]
-            here = listed == jnp.where((other >= low) & (other <= high), other, -2)
-            same |= here
+            same_block = listed == jnp.where((other >= low) & (other <= high), other, -2)
+            same |= same_block
             if slots_ref is not None:
-                place = jnp.where(here, i, place)
+                place = jnp.where(same_block, i, place)
         return bits | jnp.where(same, 1 << u, 0), slots | place << _SLOT_BITS * u
 
     zero = jnp.zeros(shape, jnp.int32)
@@ -88,7 +88,7 @@ def _split_kernel(
     full_rank, num_full = ranks(full)
     other_rank, num_other = ranks(leader & ~full)
     rank = jnp.where(full, full_rank, num_full + other_rank)
-    rank = jnp.where(leader, rank, block_ref.shape[0] - 1)  # the last element takes what is not wanted
+    rank = jnp.where(leader, rank, block_ref.shape[0] - 1)  # the last element takes what no list has
     block_ref[rank] = listed
     bits_ref[rank] = bits
     if slots_ref is not None:

@@ -1,16 +1,17 @@
 """Selected attention's blocks that a tile of tokens shares, for Hopper: the counterpart of the Triton kernel in
-`selected` for groups of heads that no tile of 64 rows holds a whole number of, 6 heads above all.
+`selected.attention` for groups of heads that no tile of 64 rows holds a whole number of, 6 heads above all.
 
-Three warpgroups compute. Each has tiles of its own, 10 tokens at 6 heads, and walks their blocks at its own pace: a
-tile's few blocks take one warpgroup about as long as they take to arrive, and what one waits for the others overlap.
-Of one more warpgroup each warp serves one of the three: TMA brings a tile's queries and the blocks of its walk, of the
-next tile too while one is finished.
+Three consumer warpgroups compute. Each has tiles of its own, 10 tokens at 6 heads, and visits their blocks at its own
+pace: a tile's few blocks take one warpgroup about as long as they take to arrive, and one's waits overlap the others'
+work. Each warp of a producer warpgroup serves one consumer: TMA loads a tile's queries and its blocks, those of the
+next tile while the last one is finished.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,19 @@ def _row_starts(segment_start, tiles: int, tile: int, group: int) -> tuple[jax.A
     return rows.reshape(batch, -1), start.max(-1)
 
 
+class _Tile(NamedTuple):
+    """What the steps of one tile share in a consumer."""
+
+    at: tuple  # batch entry, key/value head, tile
+    before: jax.Array  # blocks of the tiles before
+    buffer: jax.Array  # of its queries
+    first_position: jax.Array
+    start: jax.Array | None  # segment starts of its rows
+    latest_start: jax.Array | None
+
+
 def forward(
-    query, key, value, walks, segment_start, query_offset, *, tile: int, packed: bool,
+    query, key, value, neighbours, segment_start, query_offset, *, tile: int, packed: bool,
     config: SelectedHopperTilesConfig,
 ):  # fmt: skip
     """What the blocks that tiles share give: output [B, T, K, G, V] and natural-log lse float32 [B, T, K, G].
@@ -41,7 +53,7 @@ def forward(
     Args:
       query: [B, T, N, H] bfloat16.
       key, value: [B, S, K, H] and [B, S, K, V].
-      walks: (block, bits, num_shared) of a `neighbours.Split` by tiles of `tile` tokens.
+      neighbours: (block, bits, num_shared) of a `neighbours.Split` by tiles of `tile` tokens.
       segment_start: int32 [B, T].
       query_offset: int32 [1].
       tile: tokens of a tile.
@@ -57,7 +69,7 @@ def forward(
     batch, length, num_heads, h_dim = query.shape
     num_keys, num_kv, v_dim = value.shape[1:]
     group = num_heads // num_kv
-    tiles = walks[0].shape[2]
+    tiles = neighbours[0].shape[2]
     all_tiles = batch * num_kv * tiles
     stages = config.stages
     programs = min(config.programs, pl.cdiv(all_tiles, _WARPGROUPS))
@@ -65,6 +77,7 @@ def forward(
     scale = LOG2E / math.sqrt(h_dim)
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
     starts = _row_starts(segment_start, tiles, tile, group) if packed else ()
+    layout, shape = plgpu.Layout.WGMMA.reduce(1), (ROWS, ROWS)
 
     def kernel(offset_ref, block_ref, bits_ref, count_ref, *refs, buffers, barriers):
         *start_refs, query_ref, key_ref, value_ref, out_ref, lse_ref = refs
@@ -72,153 +85,160 @@ def forward(
         query_loaded, query_freed, loaded, freed = barriers
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
 
-        def share_of(which):
-            """The first tile of a computing warpgroup, and how many it has."""
+        def own_tiles(which):
+            """The first tile of consumer `which`, and how many it has."""
             first = program * _WARPGROUPS + which
             return first, lax.div(jnp.maximum(all_tiles - first + stride - 1, 0), jnp.int32(stride))
 
-        def place(index):
+        def locate(index):
             """(batch entry, key/value head, tile) of one of all tiles; neighbours in the order share keys."""
             pair = lax.div(index, jnp.int32(tiles))
             b = lax.div(pair, jnp.int32(num_kv))
             return b, pair - b * num_kv, index - pair * tiles
 
-        def serve_tiles(which, look_up, serve):
-            """Calls `serve(n, before, at, *look_up(at))` for every tile of a warpgroup; `before` counts blocks."""
-            first, count = share_of(which)
+        def for_each_tile(which, look_up, serve):
+            """Calls `serve(n, before, at, *look_up(at))` for every tile of a consumer; `before` counts blocks.
+
+            What a tile looks up is read one tile ahead: single numbers from global memory take long.
+            """
+            first, count = own_tiles(which)
 
             def body(n, carry):
-                before, *here = carry
-                following = look_up(place(jnp.minimum(first + (n + 1) * stride, all_tiles - 1)))
-                serve(n, before, place(first + n * stride), *here)
-                return before + here[0], *following
+                before, *current = carry
+                following = look_up(locate(jnp.minimum(first + (n + 1) * stride, all_tiles - 1)))
+                serve(n, before, locate(first + n * stride), *current)
+                return before + current[0], *following
 
-            start = place(jnp.minimum(first, all_tiles - 1))
+            start = locate(jnp.minimum(first, all_tiles - 1))
             lax.fori_loop(0, count, body, (jnp.int32(0), *look_up(start)))
 
-        @pl.when(wg < _WARPGROUPS)
-        def _compute():
-            plgpu.set_max_registers(sm90.registers(_WARPGROUPS)[0], action="increase")
-            layout, shape = plgpu.Layout.WGMMA.reduce(1), (ROWS, ROWS)
+        def look_up_tile(at):
+            first_step = block_ref[*at, 0], bits_ref[*at, 0]
+            if packed:
+                return count_ref[*at, 0], *first_step, start_refs[1][at[0], at[2]]
+            return count_ref[*at, 0], *first_step
+
+        def mask(tile, token, block, scores):
+            """Scores with -inf for what causality and documents hide."""
+            position = jnp.minimum(token + tile.first_position, num_keys - 1) - block * ROWS
+            column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+            visible = column <= lax.broadcast_in_dim(position, shape, [0])
+            if packed:
+                visible &= column >= lax.broadcast_in_dim(tile.start - block * ROWS, shape, [0])
+            return jnp.where(visible, scores, -jnp.inf)
+
+        def mask_if_partial(tile, token, block, scores):
+            partial = block * ROWS + (ROWS - 1) > jnp.minimum(tile.first_position, num_keys - 1)
+            if packed:
+                partial |= block * ROWS < tile.latest_start
+            return lax.cond(partial, functools.partial(mask, tile, token, block), lambda scores: scores, scores)
+
+        def step(tile, token, i, carry):
+            """One block of the tile's list, of which the rows take part whose token's bit is set."""
+            acc, peak, total, block, bits = carry
+            following = block_ref[*tile.at, i + 1], bits_ref[*tile.at, i + 1]  # the lists have one element more
+            slot = wg * stages + lax.rem(tile.before + i, jnp.int32(stages))
+            plgpu.barrier_wait(loaded.at[slot])
+
+            def multiply(scores_ref):
+                query_rows = sm90.product_rows(query_smem, tile.buffer)
+                plgpu.wgmma(scores_ref, query_rows, sm90.transpose(key_smem.at[slot]))
+                return scores_ref[...]
+
+            scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+            scores = mask_if_partial(tile, token, block, scores)
+            seen = ((jnp.broadcast_to(bits, (ROWS,)) >> token) & 1) == 1
+            new_peak = jnp.where(seen, jnp.maximum(peak, scores.max(axis=1) * scale), peak)
+            subtract = jnp.where(seen, new_peak, NO_WEIGHT)
+            alpha = jnp.exp2(peak - new_peak)
+            weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(subtract, shape, [0]))
+            total = total * alpha + weights.sum(axis=1)
+            acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
+            half = weights.astype(query_ref.dtype)
+
+            def accumulate(acc_ref):
+                plgpu.wgmma(acc_ref, half, value_smem.at[slot])
+
+            acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
+            plgpu.barrier_arrive(freed.at[slot])
+            return acc, new_peak, total, *following
+
+        def epilogue(at, own_rows, acc, peak, total):
+            """Stores the tile's output and log-sum-exp; TMA drops what lies behind the last token."""
+            b, kv_head, index = at
+            some = total > 0
+            safe = jnp.where(some, total, 1.0)
+            inverse = lax.broadcast_in_dim(1.0 / safe, acc.shape, [0])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
             out_rows = sm90.product_rows(out_smem, wg)
+            out_rows[...] = (acc * inverse).astype(out_ref.dtype)
+            lse_smem[wg] = jnp.where(some, peak * LN2 + jnp.log(safe), -jnp.inf)
+            plgpu.commit_smem()
+            tokens, heads = pl.ds(index * tile, tile), pl.ds(kv_head * group, group)
+            plgpu.copy_smem_to_gmem(sm90.box_rows(out_smem, wg, tile, group), out_ref.at[b, tokens, heads])
+            plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[b, kv_head, own_rows])
+
+        def compute_tile(token, offset, n, before, at, count, block, bits, latest_start=None):
+            b, _, index = at
+            buffer = wg * _QUERY_BUFFERS + lax.rem(n, jnp.int32(_QUERY_BUFFERS))
+            first_position = index * tile + offset
+            own_rows = pl.ds(index * ROWS, ROWS)
+            start = sm90.load(start_refs[0].at[b, own_rows], layout, optimized=False) if packed else None
+            plgpu.barrier_wait(query_loaded.at[buffer])
+            # The first maximum is finite: a row that has seen no key gets weights exp2(-inf - maximum) = 0 and not NaN.
+            # Rows behind the last token's may hold anything; no other row reads them and nobody stores them.
+            carry = (
+                sm90.zeros((ROWS, v_dim)),
+                sm90.zeros((ROWS,), MINUS_INFINITY, layout),
+                sm90.zeros((ROWS,), 0.0, layout),
+                block,
+                bits,
+            )
+            current = _Tile(at, before, buffer, first_position, start, latest_start)
+            acc, peak, total, *_ = lax.fori_loop(0, count, functools.partial(step, current, token), carry)
+            plgpu.barrier_arrive(query_freed.at[buffer])
+            epilogue(at, own_rows, acc, peak, total)
+
+        def load_tile(which, n, before, at, count, block):
+            """Loads a tile's queries and the blocks of its list for consumer `which`."""
+            b, kv_head, index = at
+            buffer = which * _QUERY_BUFFERS + lax.rem(n, jnp.int32(_QUERY_BUFFERS))
+            pl.when(n >= _QUERY_BUFFERS)(lambda: plgpu.barrier_wait(query_freed.at[buffer]))
+            tokens, heads = pl.ds(index * tile, tile), pl.ds(kv_head * group, group)
+            query_rows = sm90.box_rows(query_smem, buffer, tile, group)
+            plgpu.copy_gmem_to_smem(query_ref.at[b, tokens, heads], query_rows, query_loaded.at[buffer])
+
+            def load_block(i, block):
+                following = block_ref[*at, i + 1]  # on its way while this one waits for its buffer
+                done = before + i
+                slot = which * stages + lax.rem(done, jnp.int32(stages))
+                pl.when(done >= stages)(lambda: plgpu.barrier_wait(freed.at[slot]))
+                keys = pl.ds(block * ROWS, ROWS)
+                for ref, smem in ((key_ref, key_smem), (value_ref, value_smem)):
+                    plgpu.copy_gmem_to_smem(ref.at[b, keys, kv_head], smem.at[slot], loaded.at[slot])
+                return following
+
+            lax.fori_loop(0, count, load_block, block)
+
+        @pl.when(wg < _WARPGROUPS)
+        def _consumer():
+            plgpu.set_max_registers(sm90.registers(_WARPGROUPS)[0], action="increase")
             token = lax.div(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout), jnp.int32(group))
-            offset = offset_ref[0]
-
-            def look_up(at):
-                first_step = block_ref[*at, 0], bits_ref[*at, 0]
-                if packed:
-                    return count_ref[*at, 0], *first_step, start_refs[1][at[0], at[2]]
-                return count_ref[*at, 0], *first_step
-
-            def serve(n, before, at, count, block, bits, *latest_start):
-                b, kv_head, here = at
-                buffer = wg * _QUERY_BUFFERS + lax.rem(n, jnp.int32(_QUERY_BUFFERS))
-                query_rows = sm90.product_rows(query_smem, buffer)
-                first_position = here * tile + offset
-                own_rows = pl.ds(here * ROWS, ROWS)
-                start = sm90.load(start_refs[0].at[b, own_rows], layout, optimized=False) if packed else None
-                plgpu.barrier_wait(query_loaded.at[buffer])
-
-                def step(i, carry):
-                    acc, peak, total, block, bits = carry
-                    following = block_ref[*at, i + 1], bits_ref[*at, i + 1]  # the lists have one element more
-                    slot = wg * stages + lax.rem(before + i, jnp.int32(stages))
-                    plgpu.barrier_wait(loaded.at[slot])
-
-                    def multiply(scores_ref):
-                        plgpu.wgmma(scores_ref, query_rows, sm90.transpose(key_smem.at[slot]))
-                        return scores_ref[...]
-
-                    scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-
-                    def mask(scores):
-                        position = jnp.minimum(token + first_position, num_keys - 1) - block * ROWS
-                        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-                        visible = column <= lax.broadcast_in_dim(position, shape, [0])
-                        if packed:
-                            visible &= column >= lax.broadcast_in_dim(start - block * ROWS, shape, [0])
-                        return jnp.where(visible, scores, -jnp.inf)
-
-                    partial = block * ROWS + (ROWS - 1) > jnp.minimum(first_position, num_keys - 1)
-                    if packed:
-                        partial |= block * ROWS < latest_start[0]
-                    scores = lax.cond(partial, mask, lambda scores: scores, scores)
-                    seen = ((jnp.broadcast_to(bits, (ROWS,)) >> token) & 1) == 1
-                    new_peak = jnp.where(seen, jnp.maximum(peak, scores.max(axis=1) * scale), peak)
-                    subtract = jnp.where(seen, new_peak, NO_WEIGHT)
-                    alpha = jnp.exp2(peak - new_peak)
-                    weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(subtract, shape, [0]))
-                    total = total * alpha + weights.sum(axis=1)
-                    acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
-                    half = weights.astype(query_ref.dtype)
-
-                    def accumulate(acc_ref):
-                        plgpu.wgmma(acc_ref, half, value_smem.at[slot])
-
-                    acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
-                    plgpu.barrier_arrive(freed.at[slot])
-                    return acc, new_peak, total, *following
-
-                # The first peak is finite: a row that has seen nothing yet gets weights exp2(-inf - peak) = 0 and not
-                # NaN. Rows behind the last token's may hold anything; no other row reads them and nobody stores them.
-                carry = (
-                    sm90.zeros((ROWS, v_dim)),
-                    sm90.zeros((ROWS,), MINUS_INFINITY, layout),
-                    sm90.zeros((ROWS,), 0.0, layout),
-                    block,
-                    bits,
-                )
-                acc, peak, total, *_ = lax.fori_loop(0, count, step, carry)
-                plgpu.barrier_arrive(query_freed.at[buffer])
-                found = total > 0
-                safe = jnp.where(found, total, 1.0)
-                inverse = lax.broadcast_in_dim(1.0 / safe, acc.shape, [0])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
-                out_rows[...] = (acc * inverse).astype(out_ref.dtype)
-                lse_smem[wg] = jnp.where(found, peak * LN2 + jnp.log(safe), -jnp.inf)
-                plgpu.commit_smem()
-                tokens, heads = pl.ds(here * tile, tile), pl.ds(kv_head * group, group)
-                # TMA drops what lies behind the last token.
-                plgpu.copy_smem_to_gmem(sm90.box_rows(out_smem, wg, tile, group), out_ref.at[b, tokens, heads])
-                plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[b, kv_head, own_rows])
-
-            serve_tiles(wg, look_up, serve)
+            for_each_tile(wg, look_up_tile, functools.partial(compute_tile, token, offset_ref[0]))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == _WARPGROUPS)
-        def _serve():
+        def _producer():
             plgpu.set_max_registers(sm90.registers(_WARPGROUPS)[1], action="decrease")
 
-            def serve_warpgroup(which):
-                def serve(n, before, at, count, block):
-                    b, kv_head, here = at
-                    buffer = which * _QUERY_BUFFERS + lax.rem(n, jnp.int32(_QUERY_BUFFERS))
-                    pl.when(n >= _QUERY_BUFFERS)(lambda: plgpu.barrier_wait(query_freed.at[buffer]))
-                    tokens, heads = pl.ds(here * tile, tile), pl.ds(kv_head * group, group)
-                    plgpu.copy_gmem_to_smem(
-                        query_ref.at[b, tokens, heads],
-                        sm90.box_rows(query_smem, buffer, tile, group),
-                        query_loaded.at[buffer],
-                    )
-
-                    def feed(i, block):
-                        following = block_ref[*at, i + 1]  # on its way while this one waits for its buffer
-                        done = before + i
-                        slot = which * stages + lax.rem(done, jnp.int32(stages))
-                        pl.when(done >= stages)(lambda: plgpu.barrier_wait(freed.at[slot]))
-                        keys = pl.ds(block * ROWS, ROWS)
-                        for ref, smem in ((key_ref, key_smem), (value_ref, value_smem)):
-                            plgpu.copy_gmem_to_smem(ref.at[b, keys, kv_head], smem.at[slot], loaded.at[slot])
-                        return following
-
-                    lax.fori_loop(0, count, feed, block)
-
+            def serve_consumer(which):
                 def look_up(at):
                     return count_ref[*at, 0], block_ref[*at, 0]
 
-                pl.when(which < _WARPGROUPS)(lambda: serve_tiles(which, look_up, serve))
+                load = functools.partial(load_tile, which)
+                pl.when(which < _WARPGROUPS)(lambda: for_each_tile(which, look_up, load))
 
-            plgpu.warp_map(serve_warpgroup)
+            plgpu.warp_map(serve_consumer)
 
     def nsa_selected_forward_tiles(*refs):
         buffer = functools.partial(sm90.tiled, dtype=query.dtype)
@@ -256,7 +276,7 @@ def forward(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-    )(query_offset, *walks, *starts, query, key, value)
+    )(query_offset, *neighbours, *starts, query, key, value)
     lse = lse.reshape(batch, num_kv, tiles, ROWS)[..., : tile * group]
     lse = lse.reshape(batch, num_kv, tiles * tile, group)[:, :, :length].swapaxes(1, 2)
     return out.reshape(batch, length, num_kv, group, v_dim), lse

@@ -41,19 +41,19 @@ def visible_ranges(query, key, segment_start, query_offset) -> tuple[jax.Array, 
 def forward(
     query, key, value, block_indices, segment_start, query_offset, config: RangedHopperConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, V] and natural-log lse, float32 [B, T, N]; arguments as `selected.selected_forward`."""
+    """Output [B, T, N, V] and natural-log lse, float32 [B, T, N]; arguments as `attention.selected_forward`."""
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], BLOCK))
     low, high = visible_ranges(query, key, segment_start, query_offset)
-    return sm90_forward.ranged_forward(query, key, value, low, high, config, listed)
+    return sm90_forward.block_masked_forward(query, key, value, low, high, config, listed)
 
 
 def backward(
     query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset, plan: SelectedBackwardPlan
 ):
-    """Gradients of query, key and value; arguments as `selected_backward.selected_backward`."""
+    """Gradients of query, key and value; arguments as `backward.selected_backward`."""
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], BLOCK))
     low, high = visible_ranges(query, key, segment_start, query_offset)
     lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
     args = (query, key, value, d_out.astype(query.dtype), lse, delta, low, high)
-    d_query = sm90_backward.grad_query(*args, plan.grad_query.tiles, listed)
-    return d_query, *sm90_backward.grad_key_value(*args, plan.by_block.tiles, listed)
+    d_query = sm90_backward.block_masked_grad_query(*args, plan.grad_query.tiles, listed)
+    return d_query, *sm90_backward.block_masked_grad_key_value(*args, plan.by_block.tiles, listed)

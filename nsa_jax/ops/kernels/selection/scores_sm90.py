@@ -1,8 +1,8 @@
-"""Importance scores for Hopper: warpgroups compute, one more feeds them queries through TMA.
+"""Importance scores for Hopper: consumer warpgroups compute, a producer loads queries through TMA.
 
-A program keeps compressed keys in shared memory, 128 for each computing warpgroup, and streams the queries of its tiles
-past them, one head after the other. Two warpgroups take turns: one multiplies while the other takes exponentials, the
-two halves of the work that are about as long as each other. Narrow heads leave registers for a third one and no turns.
+A program keeps compressed keys in shared memory, 128 for each consumer, and streams the queries of its tiles past them,
+one head after the other. Two consumers alternate: one multiplies while the other takes exponentials, which takes about
+as long. Narrow heads leave registers for a third consumer, and three need no schedule.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ def scores(
     stages, per_program = tile.stages, tile.query_tiles
     programs = pl.cdiv(query_tiles, per_program)
     slice_width = _KEYS // fold.padded
+    row_layout = plgpu.Layout.WGMMA.reduce(1)
     scale = LOG2E / math.sqrt(head_dim)
     # What all queries of a tile see: [B, tiles].
     seen_from, seen_to = low.reshape(batch, -1, QUERIES).max(-1), high.reshape(batch, -1, QUERIES).min(-1)
@@ -114,7 +115,7 @@ def scores(
     def kernel(where_ref, query_ref, key_ref, lse_ref, low_ref, high_ref, *refs, buffers, barriers):
         seen_from_ref, seen_to_ref, *first_ref, out_ref = refs
         query_smem, key_smem, lse_smem, out_smem = buffers
-        key_loaded, query_loaded, query_freed, turn = barriers
+        key_loaded, query_loaded, query_freed, schedule_barrier = barriers
         program = lax.axis_index("program")
         key_tile = lax.rem(program, jnp.int32(key_tiles))
         begin = lax.rem(lax.div(program, jnp.int32(key_tiles)), jnp.int32(programs)) * per_program
@@ -140,116 +141,119 @@ def scores(
             tile_first = first_ref[0][batch_index, tile_of_buffer + tile]
             return jnp.where(block + tile_blocks > tile_first, jnp.int32(group), jnp.int32(0))
 
+        def schedule_switch():
+            """Two consumers alternate: while one multiplies, the other takes exponentials."""
+            if warpgroups == 2:
+                plgpu.barrier_arrive(schedule_barrier)
+                plgpu.barrier_wait(schedule_barrier)
+
+        def add_head(slots, g, total):
+            """Adds one head's probabilities, before any mask."""
+            slot, following = slots(g)
+
+            def multiply(acc_ref):
+                plgpu.wgmma(acc_ref, query_smem.at[slot], sm90.transpose(key_smem.at[wg]))
+                schedule_switch()  # the other warpgroup may multiply
+                return acc_ref[...]
+
+            products = pl.run_scoped(multiply, plgpu.ACC((QUERIES, _KEYS), jnp.float32))
+            row_lse = sm90.load(lse_smem.at[slot], row_layout, optimized=False)
+            plgpu.barrier_arrive(query_freed.at[slot])
+            total += jnp.exp2(products * scale - lax.broadcast_in_dim(row_lse, products.shape, [0]))
+            total = lax.optimization_barrier(total)
+            # A wait is a loop, across which the assembler does not move exponentials. With the arrival right behind
+            # them it did, and both warpgroups did the same thing at the same time.
+            plgpu.barrier_wait(query_loaded.at[following])
+            schedule_switch()  # the other warpgroup may take exponentials
+            return total
+
+        def mask(tile, key, total):
+            """Sums of probabilities with 0 where a query does not see the compressed block."""
+            rows_index = (batch_index, pl.ds(first_row + tile * QUERIES, QUERIES))
+            row_low = sm90.load(low_ref.at[rows_index], row_layout, optimized=False)
+            row_high = sm90.load(high_ref.at[rows_index], row_layout, optimized=False)
+            column = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=plgpu.Layout.WGMMA)
+            position = key + lax.rem(column, jnp.int32(slice_width)) * fold.per_block
+            position += lax.div(column, jnp.int32(slice_width))
+            visible = position >= lax.broadcast_in_dim(row_low, total.shape, [0])
+            visible &= position < lax.broadcast_in_dim(row_high, total.shape, [0])
+            return jnp.where(visible, total, 0.0)
+
+        def epilogue(tile, own_block, total):
+            """Folds compressed blocks into selection blocks and stores their scores."""
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
+            for plane in range(fold.planes):
+                folded = None
+                for member in range(fold.per_block):
+                    weight = fold.weights[member + plane * fold.per_block :][:1]
+                    if weight:
+                        part = total[:, member * slice_width : (member + 1) * slice_width] * float(weight[0])
+                        folded = part if folded is None else folded + part
+                out_smem[wg, plane] = folded
+            plgpu.commit_smem()
+            for plane in range(fold.planes):
+                place = out_ref.at[pair, plane, pl.ds(tile * QUERIES, QUERIES), pl.ds(own_block, slice_width)]
+                plgpu.copy_smem_to_gmem(out_smem.at[wg, plane], place)
+
+        def compute_tile(own_block, own_begin, tile, done):
+            """One tile of queries; `done` counts the heads of earlier tiles."""
+            count = heads(tile)
+            key = own_block * fold.per_block - fold.reach
+            at = batch_index, tile_of_buffer + tile
+            whole = (key >= seen_from_ref[at]) & (key + slice_width * fold.per_block <= seen_to_ref[at])
+
+            def slots(g):
+                return (lax.rem(done + g + i, jnp.int32(stages)) for i in range(2))
+
+            def skip(g, _):
+                slot, following = slots(g)
+                plgpu.barrier_arrive(query_freed.at[slot])
+                plgpu.barrier_wait(query_loaded.at[following])
+
+            def compute():
+                total = sm90.zeros((QUERIES, _KEYS))
+                total = lax.fori_loop(0, count, functools.partial(add_head, slots), total)
+                total = lax.cond(whole, lambda total: total, functools.partial(mask, tile, key), total)
+                epilogue(tile, own_block, total)
+
+            own = (count > 0) & (tile >= own_begin)
+            pl.when(own)(compute)
+            pl.when(~own)(lambda: lax.fori_loop(0, count, skip, None))
+            return done + count
+
+        def load_queries(step, tile, g):
+            slot = lax.rem(step, jnp.int32(stages))
+            at = pl.ds(first_row + tile * QUERIES, QUERIES)
+            index = kv_head * group + g
+            pl.when(step >= stages)(lambda: plgpu.barrier_wait(query_freed.at[slot]))
+            plgpu.copy_gmem_to_smem(query_ref.at[batch_index, at, index], query_smem.at[slot], query_loaded.at[slot])
+            plgpu.copy_gmem_to_smem(lse_ref.at[batch_index, index, at], lse_smem.at[slot], query_loaded.at[slot])
+
+        def load_tile(tile, done):
+            count = heads(tile)
+            lax.fori_loop(0, count, lambda g, _: load_queries(done + g, tile, g), None)
+            return done + count
+
         @pl.when((wg < warpgroups) & (begin < end))
-        def _compute():
+        def _consumer():
             plgpu.set_max_registers(sm90.registers(warpgroups)[0], action="increase")
-            row_layout = plgpu.Layout.WGMMA.reduce(1)
             own_block = block + wg * slice_width
             own_begin = begin if warpgroups == 2 else first_tile(own_block)
-
-            def take_turns():
-                if warpgroups == 2:
-                    plgpu.barrier_arrive(turn)
-                    plgpu.barrier_wait(turn)
-
             plgpu.barrier_wait(key_loaded)
             plgpu.barrier_wait(query_loaded.at[0])
-            pl.when(wg == 1)(take_turns)
-
-            def query_tile(tile, done):
-                count = heads(tile)
-                key = own_block * fold.per_block - fold.reach
-                at = batch_index, tile_of_buffer + tile
-                whole = (key >= seen_from_ref[at]) & (key + slice_width * fold.per_block <= seen_to_ref[at])
-
-                def slots(g):
-                    return (lax.rem(done + g + i, jnp.int32(stages)) for i in range(2))
-
-                def skip(g, _):
-                    slot, following = slots(g)
-                    plgpu.barrier_arrive(query_freed.at[slot])
-                    plgpu.barrier_wait(query_loaded.at[following])
-
-                def head(g, total):
-                    slot, following = slots(g)
-
-                    def multiply(acc_ref):
-                        plgpu.wgmma(acc_ref, query_smem.at[slot], sm90.transpose(key_smem.at[wg]))
-                        take_turns()  # the other warpgroup may multiply
-                        return acc_ref[...]
-
-                    products = pl.run_scoped(multiply, plgpu.ACC((QUERIES, _KEYS), jnp.float32))
-                    row_lse = sm90.load(lse_smem.at[slot], row_layout, optimized=False)
-                    plgpu.barrier_arrive(query_freed.at[slot])
-                    total += jnp.exp2(products * scale - lax.broadcast_in_dim(row_lse, products.shape, [0]))
-                    total = lax.optimization_barrier(total)
-                    # A wait is a loop, across which the assembler does not move exponentials. With the arrival right
-                    # behind them it did, and both warpgroups did the same thing at the same time.
-                    plgpu.barrier_wait(query_loaded.at[following])
-                    take_turns()  # the other warpgroup may take exponentials
-                    return total
-
-                def mask(total):
-                    rows_index = (batch_index, pl.ds(first_row + tile * QUERIES, QUERIES))
-                    row_low = sm90.load(low_ref.at[rows_index], row_layout, optimized=False)
-                    row_high = sm90.load(high_ref.at[rows_index], row_layout, optimized=False)
-                    column = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=plgpu.Layout.WGMMA)
-                    position = key + lax.rem(column, jnp.int32(slice_width)) * fold.per_block
-                    position += lax.div(column, jnp.int32(slice_width))
-                    visible = position >= lax.broadcast_in_dim(row_low, total.shape, [0])
-                    visible &= position < lax.broadcast_in_dim(row_high, total.shape, [0])
-                    return jnp.where(visible, total, 0.0)
-
-                def serve():
-                    total = lax.fori_loop(0, count, head, sm90.zeros((QUERIES, _KEYS)))
-                    total = lax.cond(whole, lambda total: total, mask, total)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
-                    for plane in range(fold.planes):
-                        folded = None
-                        for member in range(fold.per_block):
-                            weight = fold.weights[member + plane * fold.per_block :][:1]
-                            if weight:
-                                part = total[:, member * slice_width : (member + 1) * slice_width] * float(weight[0])
-                                folded = part if folded is None else folded + part
-                        out_smem[wg, plane] = folded
-                    plgpu.commit_smem()
-                    for plane in range(fold.planes):
-                        place = out_ref.at[pair, plane, pl.ds(tile * QUERIES, QUERIES), pl.ds(own_block, slice_width)]
-                        plgpu.copy_smem_to_gmem(out_smem.at[wg, plane], place)
-
-                own = (count > 0) & (tile >= own_begin)
-                pl.when(own)(serve)
-                pl.when(~own)(lambda: lax.fori_loop(0, count, skip, None))
-                return done + count
-
-            lax.fori_loop(begin, end, query_tile, jnp.int32(0))
-            pl.when(wg == 0)(take_turns)
+            pl.when(wg == 1)(schedule_switch)
+            lax.fori_loop(begin, end, functools.partial(compute_tile, own_block, own_begin), jnp.int32(0))
+            pl.when(wg == 0)(schedule_switch)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when((wg == warpgroups) & (begin < end))
-        def _feed():
+        def _producer():
             plgpu.set_max_registers(sm90.registers(warpgroups)[1], action="decrease")
             for part in range(warpgroups):
                 at = pl.ds((key_tile * warpgroups + part) * _KEYS, _KEYS)
                 plgpu.copy_gmem_to_smem(key_ref.at[batch_index, at, kv_head], key_smem.at[part], key_loaded)
-
-            def load(step, tile, g):
-                slot = lax.rem(step, jnp.int32(stages))
-                at = pl.ds(first_row + tile * QUERIES, QUERIES)
-                index = kv_head * group + g
-                pl.when(step >= stages)(lambda: plgpu.barrier_wait(query_freed.at[slot]))
-                plgpu.copy_gmem_to_smem(
-                    query_ref.at[batch_index, at, index], query_smem.at[slot], query_loaded.at[slot]
-                )
-                plgpu.copy_gmem_to_smem(lse_ref.at[batch_index, index, at], lse_smem.at[slot], query_loaded.at[slot])
-
-            def query_tile(tile, done):
-                count = heads(tile)
-                lax.fori_loop(0, count, lambda g, _: load(done + g, tile, g), None)
-                return done + count
-
             # One more than there is work for, because each step ends by waiting for the next.
-            load(lax.fori_loop(begin, end, query_tile, jnp.int32(0)), begin, 0)
+            load_queries(lax.fori_loop(begin, end, load_tile, jnp.int32(0)), begin, 0)
 
     def nsa_importance_scores(*refs):
         tiled = functools.partial(sm90.tiled, dtype=query.dtype)

@@ -1,0 +1,190 @@
+"""Which keys the rows of a query tile see, for the Hopper kernels of range attention: one class for each answer.
+
+Every row sees a range of keys, `KeyRange`. Two restrict it to some blocks, of `keys` keys each: `BlockMask` by one bit
+per row and block, `Neighbours` by a list of blocks for each tile.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from nsa_jax.ops.kernels import sm90
+from nsa_jax.ops.kernels.range_attention.tiles import tile_bounds
+from nsa_jax.ops.kernels.softmax import NO_WEIGHT
+from nsa_jax.ops.tiles import ROWS
+
+# One number per row of a matrix product.
+ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+
+
+class KeyRange:
+    """Each row sees the keys of its range.
+
+    Attributes:
+      bounds: int32, which blocks a tile visits: `tile_bounds`, or [B, K, tiles, 2] of `Neighbours`.
+      num_words: words of bits that are loaded with every row.
+      begins_masked: whether blocks come before those that every row sees whole.
+    """
+
+    num_words = 0
+    begins_masked = True
+
+    def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int):
+        self.rows = rows
+        self.bounds = tile_bounds(row_low, row_high, rows.tile, keys)
+
+    def mask_arrays(self) -> tuple[jax.Array, ...]:
+        """What kernels take besides `bounds`."""
+        return ()
+
+    def tile_range(self, bounds_ref, tile, batch, kv_head):
+        """(begin, exact_begin, exact_end, end) of a tile's steps; every row sees all of [exact_begin, exact_end)."""
+        return tuple(bounds_ref[batch, tile, i] for i in range(4))
+
+    def look_up(self, mask_refs, tile, batch, kv_head, i) -> tuple:
+        """What step i needs from global memory, read one step ahead: (block, bits), or nothing."""
+        return ()
+
+    def block_of(self, mask_refs, tile, batch, kv_head):
+        """A function from a step to its block."""
+        return lambda i: i
+
+    def words(self, mask_refs, words_smem) -> list:
+        """(array, buffers) of the words of bits, for `RowTiles.load_tile`."""
+        return []
+
+    def seen(self, words_smem, at, i, bits, wg):
+        """Which rows see the block of step i, or None if all do as far as ranges allow."""
+        return None
+
+    def running_maximum(self, highest, peak, words_smem, at, i, bits, wg):
+        """(what a row subtracts from its scores, its new maximum) from the maximum with this block and before."""
+        seen = self.seen(words_smem, at, i, bits, wg)
+        if seen is None:
+            return highest, highest
+        return jnp.where(seen, highest, NO_WEIGHT), jnp.where(seen, highest, peak)
+
+    def hidden_lse(self, row_lse, words_smem, at, i):
+        """The log-sum-exp of rows, `NO_WEIGHT` where a row does not see the block of step i."""
+        seen = self.seen(words_smem, at, i, None, None)
+        return row_lse if seen is None else jnp.where(seen, row_lse, NO_WEIGHT)
+
+
+class BlockMask(KeyRange):
+    """Each row sees what its range holds of the blocks that its bits name.
+
+    Args:
+      listed: int32 [B, T, K, W], bit j % 32 of word j // 32: whether the query sees keys of block j.
+    """
+
+    def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int, listed):
+        super().__init__(rows, row_low, row_high, keys)
+        self.listed, self.num_words = listed, listed.shape[-1]
+
+    def mask_arrays(self) -> tuple[jax.Array, ...]:
+        return (self.rows.words(self.listed),)
+
+    def words(self, mask_refs, words_smem) -> list:
+        return [(mask_refs[0], words_smem)]
+
+    def seen(self, words_smem, at, i, bits, wg):
+        words = sm90.load(words_smem.at[at, lax.div(i, jnp.int32(32))], ROW_LAYOUT)
+        return sm90.has_bit(words, i)
+
+
+class Neighbours(KeyRange):
+    """Each row sees what its range holds of the blocks that its tile lists, if the block's bit of its token is set.
+
+    Args:
+      block, bits, num_shared: of a `neighbours.Split` by tiles of as many tokens as a query tile has.
+    """
+
+    begins_masked = False
+
+    def __init__(self, rows: sm90.RowTiles, block, bits, num_shared):
+        self.rows, self.lists, self.bounds = rows, (block, bits), num_shared
+
+    def mask_arrays(self) -> tuple[jax.Array, ...]:
+        return self.lists
+
+    def tile_range(self, bounds_ref, tile, batch, kv_head):
+        count, whole = (bounds_ref[batch, kv_head, tile, i] for i in range(2))
+        return jnp.int32(0), jnp.int32(0), whole, count
+
+    def look_up(self, mask_refs, tile, batch, kv_head, i) -> tuple:
+        return mask_refs[0][batch, kv_head, tile, i], mask_refs[1][batch, kv_head, tile, i]
+
+    def block_of(self, mask_refs, tile, batch, kv_head):
+        return lambda i: mask_refs[0][batch, kv_head, tile, i]
+
+    def seen(self, words_smem, at, i, bits, wg):
+        if bits is None:  # every token of the tile lists the block
+            return None
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT) + wg * ROWS
+        return sm90.has_bit(jnp.broadcast_to(bits, row.shape), lax.div(row, jnp.int32(self.rows.group)))
+
+
+def hide(x, fill: float, position, low_smem, high_smem, axis: int):
+    """A tile of products with `fill` where the key's position lies outside the row's range.
+
+    Args:
+      x: [rows, keys] (axis 0) or [keys, rows] (axis 1); `axis` is the one of rows.
+      position: of the keys, the same shape.
+      low_smem, high_smem: int32 [64].
+    """
+    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+    visible = position >= lax.broadcast_in_dim(sm90.load(low_smem, layout), x.shape, [axis])
+    visible &= position < lax.broadcast_in_dim(sm90.load(high_smem, layout), x.shape, [axis])
+    return jnp.where(visible, x, fill)
+
+
+class KeyBlockRange:
+    """The dk, dv kernel's counterpart of `KeyRange`: which rows see the keys of a warpgroup.
+
+    Attributes:
+      num_words: words of bits that are loaded with every tile of rows.
+    """
+
+    num_words = 0
+    mask_words = 0
+
+    def mask_arrays(self, rows: sm90.RowTiles) -> tuple[jax.Array, ...]:
+        """What the kernel takes besides ranges."""
+        return ()
+
+    def first_word(self, first_block):
+        """The first of the words that hold the bits of a program's blocks."""
+        return jnp.minimum(lax.div(first_block, jnp.int32(32)), self.mask_words - self.num_words)
+
+    def load(self, mask_refs, words_smem, slot, barrier, batch, kv_head, first_word, base) -> None:
+        """Copies the words of 64 rows from row `base` on to words_smem [slots, W, 64]: `num_words` arrivals."""
+
+    def hidden_lse(self, row_lse, words_smem, slot, own_block, first_word, layout):
+        """The log-sum-exp of rows, `NO_WEIGHT` where a row does not see block `own_block`."""
+        return row_lse
+
+
+class KeyBlockMask(KeyBlockRange):
+    """The counterpart of `BlockMask`; its blocks have 64 keys, one warpgroup's."""
+
+    def __init__(self, warpgroups: int, listed):
+        self.listed, self.mask_words = listed, listed.shape[-1]
+        # Blocks of one program lie in one word of bits, or in two where warpgroups are no power of two.
+        self.num_words = min(self.mask_words, 1 if 32 % warpgroups == 0 else 2)
+
+    def mask_arrays(self, rows: sm90.RowTiles) -> tuple[jax.Array, ...]:
+        return (rows.words(self.listed),)
+
+    def load(self, mask_refs, words_smem, slot, barrier, batch, kv_head, first_word, base) -> None:
+        for word in range(self.num_words):
+            words = mask_refs[0].at[batch, kv_head, first_word + word, pl.ds(base, ROWS)]
+            plgpu.copy_gmem_to_smem(words, words_smem.at[slot, word], barrier)
+
+    def hidden_lse(self, row_lse, words_smem, slot, own_block, first_word, layout):
+        word = jnp.clip(lax.div(own_block, jnp.int32(32)) - first_word, 0, self.num_words - 1)
+        seen = sm90.has_bit(sm90.load(words_smem.at[slot, word], layout), own_block)
+        return jnp.where(seen, row_lse, NO_WEIGHT)
