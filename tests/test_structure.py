@@ -43,15 +43,7 @@ MAX_PART_LINES = 60  # of each part of a longer function
 KNOWN_CIRCLES: set[tuple[str, ...]] = set()
 KNOWN_UPWARD_IMPORTS: set[str] = set()
 KNOWN_LONG_FILES: set[str] = set()
-KNOWN_LONG_FUNCTIONS: set[str] = {
-    "nsa_jax/ops/kernels/range_attention/sm90_backward.py: grad_key_value",
-    "nsa_jax/ops/kernels/range_attention/sm90_backward.py: grad_query",
-    "nsa_jax/ops/kernels/range_attention/sm90_forward.py: ranged_forward",
-    "nsa_jax/ops/kernels/selected/grad_partials_sm90.py: by_block",
-    "nsa_jax/ops/kernels/selected/grad_scores_sm90.py: by_block",
-    "nsa_jax/ops/kernels/selected/neighbours_sm90.py: forward",
-    "nsa_jax/ops/kernels/selection/scores_sm90.py: scores",
-}
+KNOWN_LONG_FUNCTIONS: set[str] = set()
 KNOWN_TARGET_READS: set[str] = set()
 
 

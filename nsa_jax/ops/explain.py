@@ -105,19 +105,23 @@ def explain(
         target = Target("gpu", _GPUS[target], ahead_of_time=True)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
-    config, target = config or NSAConfig(), target or current_target()
     shape = Shape(batch, length, length, num_heads, num_kv_heads, head_dim, value_dim or head_dim, dtype)
+    explanation = explanation_of(shape, config or NSAConfig(), target or current_target(), packed=packed)
+    print(explanation)
+    return explanation
+
+
+def explanation_of(shape: Shape, config: NSAConfig, target: Target, *, packed: bool) -> Explanation:
+    """What `explain` prints, for the sizes of the selected branch; with more keys than queries, of the last queries."""
     reason = plan.unsupported("select_blocks", shape, target, select_block=config.select_block)
     if reason is None and not target.is_gpu:
         reason = f"no GPU (platform {target.platform})"
     rows: tuple[Row, ...] = ()
     if reason is None:
-        count = blocks.num_compressed(length, config)
+        count = blocks.num_compressed(shape.num_keys, config)
         cudnn = not packed and not target.ahead_of_time and pallas.has_cudnn()
         rows = plan_rows(plan.plan_nsa(shape, config, target, num_compressed=count, cudnn=cudnn))
-    explanation = Explanation(target, shape, packed, reason, rows)
-    print(explanation)
-    return explanation
+    return Explanation(target, shape, packed, reason, rows)
 
 
 def plan_rows(made: NSAPlan) -> tuple[Row, ...]:

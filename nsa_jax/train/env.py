@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from nsa_jax.ops.choices import Shape
+from nsa_jax.ops.explain import Explanation, explanation_of
 from nsa_jax.ops.implementations import implementations_served
+from nsa_jax.ops.target import Target, current_target
 from nsa_jax.train import processes
 from nsa_jax.train.flops import forward_flops_per_token, peak_flops, train_flops_per_token
 from nsa_jax.train.state import Setup
@@ -61,6 +65,25 @@ def parameter_counts(setup: Setup) -> dict[str, int]:
     return {"total": total, "embedding_and_head": outside, "without_embedding_and_head": total - outside}
 
 
+def kernels(setup: Setup, target: Target) -> dict[str, str]:
+    """The kernel of each stage and pass on one device of `target`; empty where no NSA kernels serve."""
+    explained = explain_step(setup, target)
+    return {} if explained is None else {f"{row.stage}, {row.direction}": row.choice.kernel for row in explained.rows}
+
+
+def explain_step(setup: Setup, target: Target) -> Explanation | None:
+    """Which kernels serve a micro-batch's share of one device of `target`; None if NSA's kernels are not wanted."""
+    config, m = setup.config, setup.model_config
+    if m.attention != "nsa" or m.implementation in ("xla", "reference") or not target.is_gpu:
+        return None
+    rows = max(config.train.batch_size // config.train.grad_accum // setup.batch_shards, 1)
+    length, tensor = config.data.seq_len, setup.mesh.shape.get("tensor", 1)
+    heads = tensor if m.num_kv_heads % tensor == 0 else 1
+    queries = length * setup.batch_shards // setup.token_shards
+    dims = m.num_heads // heads, m.num_kv_heads // heads, m.head_dim, m.value_head_dim, jnp.dtype(m.dtype).name
+    return explanation_of(Shape(rows, queries, length, *dims), m.nsa, target, packed=config.data.packing)
+
+
 def environment(setup: Setup, *, start_step: int, resumed_from: str | None, data: dict[str, Any]) -> dict[str, Any]:
     """What env.json holds; called when the step has been traced, so that the served implementations are known."""
     device = setup.mesh.devices.flat[0]
@@ -82,6 +105,7 @@ def environment(setup: Setup, *, start_step: int, resumed_from: str | None, data
             "forward": forward_flops_per_token(setup.model_config, seq_len),
         },
         "implementations": implementations_served(),
+        "kernels": kernels(setup, current_target()),
         "deterministic": setup.config.train.deterministic,
         "start_step": start_step,
         "resumed_from": resumed_from,

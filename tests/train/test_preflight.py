@@ -18,9 +18,10 @@ from nsa_jax import aot
 from nsa_jax.config import ConfigError, NSAConfig, check, default_config, validate
 from nsa_jax.data import make_pipeline
 from nsa_jax.ops import blocks, nsa
-from nsa_jax.train import preflight
+from nsa_jax.ops.target import Target
+from nsa_jax.train import env, preflight
 from nsa_jax.train.preflight import cost, data_check, hlo, memory, selftest
-from nsa_jax.train.preflight.report import program_facts
+from nsa_jax.train.preflight.report import kernel_facts, program_facts
 from nsa_jax.train.state import setup
 from nsa_jax.train.watch import health
 
@@ -328,6 +329,19 @@ def test_examine_compiles_for_gpus_that_are_not_here(tmp_path):
     assert kinds == {"all-reduce"} and sum(c.bytes for c in compiled.collectives) >= parameters // 2
     report = preflight.Report(memory=dataclasses.replace(compiled.memory, limit=1000), compiled=compiled)
     assert rules(preflight.check_memory(report, "a100-80gb", 2)) == {"R025"}
+
+
+def test_the_kernels_of_a_device_are_named():
+    config = tiny_config(model__implementation="auto", model__compute_dtype="bfloat16", model__head_dim=64)
+    config.model.num_heads, config.model.num_kv_heads = 12, 2
+    made = setup(config, VOCAB, one_device())
+    explained = env.explain_step(made, aot.GPUS["h100"].target)
+    assert (explained.shape.batch, explained.shape.num_queries) == (config.train.batch_size, config.data.seq_len)
+    facts = dict(kernel_facts(explained))
+    assert facts["range_attention.sm90_forward"] == "window forward; compressed forward"
+    assert "(" not in facts["selection.top_n"]
+    assert env.kernels(made, aot.GPUS["h100"].target)["window, forward"] == "range_attention.sm90_forward"
+    assert env.kernels(made, Target("cpu")) == {}
 
 
 def test_the_estimate_without_compiling_counts_parameters_exactly():

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from nsa_jax import config as config_lib
 from nsa_jax.config import Problem
+from nsa_jax.ops.explain import Explanation
 from nsa_jax.train.preflight import cost as cost_lib
 from nsa_jax.train.preflight import data_check
 from nsa_jax.train.preflight import memory as memory_lib
@@ -83,6 +84,20 @@ def cost_facts(cost: cost_lib.Cost, devices: int, kind: str) -> list[tuple[str, 
         *lines,
         (f"tokens/s at {cost.utilisation:.0%} of the peak", f"{cost.tokens_per_second:,.0f} on {devices} x {kind}"),
         ("time of the run, so estimated", f"{cost.hours:,.1f} hours, {cost.hours * devices:,.1f} device hours"),
+    ]
+
+
+def kernel_facts(explained: Explanation) -> list[tuple[str, str]]:
+    """A line for each kernel: what it serves, and why where Hopper has a faster one for other shapes."""
+    if explained.unsupported is not None:
+        return [("none", f"XLA serves: {explained.unsupported}")]
+    served: dict[tuple[str, str], list[str]] = {}
+    for row in explained.rows:
+        slower = explained.target.is_hopper and "_triton" in row.choice.kernel and "sm90" in row.choice.reason
+        key = row.choice.kernel, row.choice.reason if slower else ""
+        served.setdefault(key, []).append(f"{row.stage} {row.direction}")
+    return [
+        (kernel, "; ".join(stages) + (f" ({reason})" if reason else "")) for (kernel, reason), stages in served.items()
     ]
 
 

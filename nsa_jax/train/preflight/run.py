@@ -13,12 +13,14 @@ from nsa_jax import config as config_lib
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.data import Pipeline
 from nsa_jax.fields import check_fields
+from nsa_jax.ops.target import current_target
+from nsa_jax.train.env import explain_step
 from nsa_jax.train.preflight import cost as cost_lib
 from nsa_jax.train.preflight import data_check
 from nsa_jax.train.preflight import memory as memory_lib
 from nsa_jax.train.preflight import selftest as selftest_lib
 from nsa_jax.train.preflight.checks import check_disk, check_kernels, check_memory, check_save_interval, check_workdir
-from nsa_jax.train.preflight.report import Report, cost_facts, gib, memory_facts, program_facts
+from nsa_jax.train.preflight.report import Report, cost_facts, gib, kernel_facts, memory_facts, program_facts
 from nsa_jax.train.state import Setup
 
 _SEARCH_UNTIL = 150.0  # seconds since the start, after which no further micro-batch is compiled
@@ -152,6 +154,10 @@ def _examine_program(
         ("one checkpoint", gib(checkpoint)),
     ]
     report.facts["cost"] = cost_facts(report.cost, size, kind)
+    target = aot.GPUS[gpu].target if gpu else current_target()
+    explained = explain_step(made, target)
+    if explained is not None:
+        report.facts["kernels"] = kernel_facts(explained)
     report.problems += check_save_interval(config, report.cost)
     report.problems += check_disk(config, workdir, checkpoint)
     report.problems += check_kernels(config, made, gpu)
