@@ -124,26 +124,25 @@ def _tell_others_apart(process: int, count: int) -> None:
 def train(config, workdir: Path) -> tuple[int, str]:
     """Trains; returns the exit status and, unless it is 0, what went wrong."""
     from nsa_jax.data import DataError
-    from nsa_jax.loading import LoadError
-    from nsa_jax.train import CheckpointError, TrainingError, WorkdirInUse, distributed, run
+    from nsa_jax.hub.export_files import LoadError
+    from nsa_jax.train import CheckpointError, TrainingError, WorkdirInUse, processes, run
+    from nsa_jax.train.errors import find_cause
     from nsa_jax.train.profiling import parse_window
 
     try:
         window = parse_window(_PROFILE.value) if _PROFILE.value else None
-        cluster = distributed.from_flags(
-            _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _DISTRIBUTED.value
-        )
+        cluster = processes.from_flags(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _DISTRIBUTED.value)
         if cluster is not None:
-            distributed.join(cluster, config.guards.peer_seconds)
+            processes.join(cluster, config.guards.peer_seconds)
             _tell_others_apart(cluster.process_id, cluster.num_processes)
-            distributed.check_same_run(config, workdir)
+            processes.check_same_run(config, workdir)
         run(config, workdir, _RESUME.value, profile=window)
-    except (ConfigError, CheckpointError, DataError, LoadError, WorkdirInUse, distributed.DistributedError) as error:
+    except (ConfigError, CheckpointError, DataError, LoadError, WorkdirInUse, processes.DistributedError) as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG, str(error)
     except TrainingError as error:
         print(f"stopped: {error}", file=sys.stderr)
-        distributed.find_cause(error)
+        find_cause(error)
         return EXIT_STOPPED, str(error)
     return 0, ""
 
@@ -194,22 +193,23 @@ def main(argv: list[str]) -> int:
         return preflight(config, workdir, target, _DEVICES.value or config.preflight.devices)
 
     # Imported after the check: from here on devices are used.
-    from nsa_jax.train import distributed, stopping
+    from nsa_jax.train import processes, stopping
+    from nsa_jax.train.errors import find_cause
 
     try:
         with stopping.listening(_Interrupts().heard):
             status, why = train(config, Path(workdir).absolute())
     except KeyboardInterrupt:
-        distributed.leave(EXIT_INTERRUPTED, "interrupted")
+        processes.leave(EXIT_INTERRUPTED, "interrupted")
         logging.shutdown()
         os._exit(EXIT_INTERRUPTED)  # a normal exit crashes where a compilation was interrupted
     except BaseException as error:
-        if distributed.peers() is not None:
+        if processes.peers() is not None:
             traceback.print_exc()
-            distributed.find_cause(error)
-            distributed.leave(EXIT_STOPPED, f"{type(error).__name__}: {error}")
+            find_cause(error)
+            processes.leave(EXIT_STOPPED, f"{type(error).__name__}: {error}")
         raise
-    distributed.leave(status, why)
+    processes.leave(status, why)
     return status
 
 

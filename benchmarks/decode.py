@@ -49,7 +49,7 @@ def nsa_step(query, cache, *, gates, lengths, config):
 
 def dense_step(query, cache, *, lengths, implementation):
     if implementation == "split":
-        from nsa_jax.ops.kernels import dense_decode_attention
+        from nsa_jax.ops.pallas import dense_decode_attention
 
         return dense_decode_attention(query, cache[2], cache[3], lengths)
     return jax.nn.dot_product_attention(query, cache[2], cache[3], implementation=implementation)

@@ -24,10 +24,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.timing import environment, load_config  # noqa: E402
-from nsa_jax.train import memory  # noqa: E402
-from nsa_jax.train.guards import Guards  # noqa: E402
 from nsa_jax.train.loop import Run  # noqa: E402
-from nsa_jax.train.selftest import selftest  # noqa: E402
+from nsa_jax.train.preflight import memory  # noqa: E402
+from nsa_jax.train.preflight.selftest import selftest  # noqa: E402
+from nsa_jax.train.watch.guards import Guards  # noqa: E402
 
 
 def random_token_config(path: str, options: argparse.Namespace) -> Any:

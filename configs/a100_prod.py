@@ -1,17 +1,17 @@
 """The production run: a 12-layer NSA model on FineWeb-Edu at 2,048 tokens, sized for one or more A100s.
 
 What:    dim 768, 12 layers, 12 query heads in 2 key/value groups of head dim 64, the paper's block geometry (l=32,
-         d=16, l'=64, n=16, w=512), bfloat16 compute with float32 parameters. The backward pass keeps results of
-         attention and of matrix products, and layers are compiled one by one: 34 to 45 s instead of 22 on an H200's
-         host for a sixth more tokens per second.
-Data:    FineWeb-Edu, sample-10BT, through Hugging Face `datasets` (a download of about 28 GB the first time); a
-         byte-pair vocabulary of 32,768 is trained on the corpus and kept in the cache. 50,000 steps of 128 x 2,048
-         tokens are 13.1 billion tokens.
+         d=16, l'=64, n=16, w=512), bfloat16 compute with float32 parameters. The results of attention and of matrix
+         products are kept for the backward pass, and layers are unrolled. This gives a sixth more tokens per second;
+         compiling takes 34 to 45 s instead of 22 on the host of an H200.
+Data:    FineWeb-Edu, sample-10BT, through Hugging Face `datasets` (the first run downloads about 28 GB). A byte-pair
+         vocabulary of 32,768 is trained on the corpus and kept in the cache. 50,000 steps of 128 x 2,048 tokens are
+         13.1 billion tokens.
 Takes:   not measured end to end. Tokens per second of this model are in benchmarks/results.
 Reaches: not measured.
 Command: python train.py --config=configs/a100_prod.py
-Other:   several GPUs share the batch by themselves; --config.mesh.fsdp=8 also shards parameters and optimizer state.
-         Text files instead of the download: --config.data.source=text --config.data.files="('corpus/*.txt',)".
+Other:   several GPUs share the batch without configuration; --config.mesh.fsdp=8 also shards parameters and optimizer
+         state. Text files instead of the download: --config.data.source=text --config.data.files="('corpus/*.txt',)".
 """
 
 from ml_collections import ConfigDict
@@ -48,7 +48,7 @@ def get_config() -> ConfigDict:
 
     c.train.steps = 50_000
     c.train.batch_size = 128
-    c.train.grad_accum = 2  # fits one A100-80GB; on two or more, 1 fits
+    c.train.grad_accum = 2  # for one A100-80GB; on two or more, 1 fits
     c.train.log_every = 20
     c.train.eval_every = 1000
     c.train.eval_batches = 32

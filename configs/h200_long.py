@@ -1,7 +1,7 @@
-"""The model of a100_prod at 65,536 tokens: what NSA is for. Sized for H200s.
+"""The model of a100_prod at 65,536 tokens, the length range that NSA is made for. Sized for H200s.
 
-What:    as a100_prod, with RoPE's base raised to 1,000,000 for the longer row.
-Data:    FineWeb-Edu, sample-10BT, documents packed into rows of 65,536 tokens; attention does not cross documents
+What:    as a100_prod, with the base of RoPE raised to 1,000,000 for the longer row.
+Data:    FineWeb-Edu, sample-10BT, with documents packed into rows of 65,536 tokens. Attention does not cross documents
          unless config.data.packing=False. 20,000 steps of 8 x 65,536 tokens are 10.5 billion tokens.
 Takes:   not measured end to end. Tokens per second of this model are in benchmarks/results.
 Reaches: not measured.

@@ -1,16 +1,16 @@
-"""Associative recall across eight windows: the proof that the compressed and selected branches work end to end.
+"""Associative recall across eight windows, which tests the compressed and selected branches end to end.
 
 What:    a row states 16 facts (key, value), continues with noise and then asks for every fact. With rows of 128 tokens
-         and a window of 8, every answer lies at least 64 tokens, eight windows, before its question; two layers of
-         window attention reach back 14. The model reads at most 4 of the 16 selection blocks.
-Data:    synthetic, new rows in every step; 32 keys, 32 values, so that guessing is right in 3.1 % of the cases.
+         and a window of 8, every answer lies at least 64 tokens (eight windows) before its question. Two layers of
+         window attention reach back 14 tokens. The model reads at most 4 of the 16 selection blocks.
+Data:    synthetic, with new rows in every step. With 32 keys and 32 values, guessing is right in 3.1 % of cases.
 Takes:   1 to 4 minutes on 2 CPU cores (400 steps).
-Reaches: 99.98 % of 4,096 held-out answers; the window alone 2.7 %, which is chance. The block that holds the fact is
-         listed by some head in 100 % of the cases and by a head in 64 % (25 % at random). The learned compressor holds
-         single facts here, so most answers come out of the compressed branch: without the selected branch's output
-         96 % stay right, without the compressed branch's 5 %.
+Reaches: 99.98 % of 4,096 held-out answers are right; with the window alone 2.7 %, which is chance. At least one head
+         lists the block that holds the fact in 100 % of cases, and an average head does in 64 % (25 % at random). The
+         learned compressor holds single facts here, so most answers come from the compressed branch: without the output
+         of the selected branch 96 % stay right, and without that of the compressed branch 5 %.
 Command: python train.py --config=configs/recall.py && python -m nsa_jax.evaluate runs/recall --tasks recall
-         The same with the window alone:
+         With the window alone:
          python train.py --config=configs/recall.py --workdir=runs/recall_window --config.model.attention=window
 """
 
@@ -57,7 +57,7 @@ def get_config() -> ConfigDict:
     c.optim.warmup_steps = 50
     c.optim.weight_decay = 0.0
 
-    # The task can be solved exactly, so a loss near zero is no sign of a leak.
+    # The task can be solved exactly, so a loss near zero does not indicate a leak.
     c.guards.floor_ratio = 0.0
     c.guards.late_floor_ratio = 0.0
     return c

@@ -18,9 +18,9 @@ from matplotlib import pyplot as plt
 
 import nsa_jax
 from configs import a100_prod, recall
-from nsa_jax import inspect, retrieval
+from nsa_jax import inspect
 from nsa_jax.data.synthetic import num_facts, recall_rows
-from nsa_jax.evaluate import Scorer, held_out_documents, position_bins, score_documents
+from nsa_jax.evaluate import Scorer, held_out_documents, position_bins, retrieval, score_documents
 from nsa_jax.nn import ModelConfig, memory_report
 from nsa_jax.ops import blocks
 
@@ -142,7 +142,7 @@ say(
 # %% [markdown]
 # ## Needles
 #
-# One fact somewhere in noise, one question at the end: `nsa_jax.retrieval.needle_row`, which `python -m
+# One fact somewhere in noise, one question at the end: `nsa_jax.evaluate.retrieval.needle_row`, which `python -m
 # nsa_jax.evaluate` runs on text. In training, facts stood at the beginning of 64 tokens, at even positions. What about
 # other places, and other lengths?
 

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.decode import DecodeInfo, decode_attention
+from nsa_jax.ops.implementations import implementations_served
 from nsa_jax.ops.nsa import (
     compressed_attention,
-    implementations_served,
     mean_compress,
     nsa_attention,
     select_blocks,
@@ -15,7 +15,7 @@ from nsa_jax.ops.nsa import (
 )
 
 if TYPE_CHECKING:
-    from nsa_jax.loading import load
+    from nsa_jax.hub.load import load
 
 __all__ = [
     "DecodeInfo",
@@ -35,7 +35,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imports `load` when it is first used: the operator alone needs neither Flax nor the trainer's configuration."""
     if name == "load":
-        from nsa_jax.loading import load
+        from nsa_jax.hub.load import load
 
         return load
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

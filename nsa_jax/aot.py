@@ -1,8 +1,8 @@
-"""Compiling for a GPU that is not here, on any machine: what preflight and the kernel tests do without a GPU.
+"""Ahead-of-time compilation for a GPU that need not be present, for preflight and the kernel tests.
 
 It needs the `aot` extra (the CUDA compiler plugin; no CUDA libraries, no driver). `compile_for_gpu` lowers a function
-for the named GPU with the kernels chosen for it and returns the executable, whose `memory_analysis()` and `as_text()`
-tell what the program needs. It cannot be run.
+for the named GPU with the kernels chosen for it. It returns the executable, whose `memory_analysis()` and `as_text()`
+describe the program. The executable cannot be run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nsa_jax.ops.target import Target, compile_for
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What the compiler and the memory check must know of a GPU.
+    """The properties of a GPU that the compiler and the memory check need.
 
     Attributes:
       name: the name used on the command line.
@@ -161,7 +161,7 @@ def tracing_for(gpu: str, mesh: Mesh) -> Iterator[None]:
 
 
 def compile_for_gpu(function: Callable, *args: Any, gpu: str, donate_argnums: Sequence[int] = ()) -> Any:
-    """Compiles `function` for one GPU that is not here.
+    """Compiles `function` for one GPU that need not be present.
 
     Args:
       function: a function of arrays (or pytrees of arrays), not yet jitted.

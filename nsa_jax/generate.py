@@ -4,7 +4,7 @@ r"""Generates text from a trained model with the sparse cache.
     python -m nsa_jax.generate runs/quickstart --prompt-file notes.txt --temperature 0.8 --top-p 0.95 --max-tokens 400
     python -m nsa_jax.generate runs/quickstart --interactive
 
-The text streams to standard output; what was measured goes to standard error. From Python:
+The text streams to standard output. Measured times go to standard error. From Python:
 
     model, tokenizer, config = nsa_jax.load("runs/quickstart")
     completions = Generator(model, tokenizer, context=config.data.seq_len)(["def "], max_tokens=100)
@@ -30,7 +30,8 @@ from nsa_jax.command_line import number
 from nsa_jax.data import DataError, Tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.devices import choose_platform
-from nsa_jax.loading import LoadError, load
+from nsa_jax.hub.export_files import LoadError
+from nsa_jax.hub.load import load
 from nsa_jax.nn import Transformer
 from nsa_jax.nn.cache import memory_report
 from nsa_jax.nn.decoder import Decoder
@@ -48,8 +49,8 @@ class Completion:
     """What was generated for one row.
 
     Attributes:
-      text: without the prompt; ends before the stop string, if one was met.
-      tokens: every generated token, the end-of-document token and those of the stop string included.
+      text: without the prompt; it ends before the stop string if one was generated.
+      tokens: every generated token, including the end-of-document token and those of the stop string.
       finish: "stop" (a stop string), "end" (end of document), "length" (max_tokens) or "context" (the context is full).
     """
 
@@ -60,7 +61,7 @@ class Completion:
 
 @dataclasses.dataclass
 class Stats:
-    """What a call took.
+    """Counts and times of one call.
 
     Attributes:
       prompt_tokens: of all prompts.
@@ -78,16 +79,16 @@ class Stats:
 
 
 class _TextStream:
-    """Turns one row's tokens into text as they come.
+    """Turns the tokens of one row into text as they arrive.
 
-    Text is given out when no later token can change it: not while a character's bytes are incomplete, and not while it
-    could be the beginning of a stop string.
+    Text is passed on when no later token can change it. It is held back while a character's bytes are incomplete, and
+    while it could be the beginning of a stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], emit: Callable[[str], None]):
         self._tokenizer, self._stop, self._emit = tokenizer, [s for s in stop if s], emit
         self._ids: list[int] = []
-        # Decoding restarts at `_prefix`; the text up to `_read` has been taken from it.
+        # Decoding restarts at `_prefix`. The text up to `_read` has already been passed on.
         self._prefix = self._read = 0
         self._held = ""
         self.text = ""
@@ -128,7 +129,7 @@ class _TextStream:
         self._held = self._held[cut:]
 
     def finish(self) -> None:
-        """Gives out what was held back."""
+        """Passes on the text that was held back."""
         if not self.stopped:
             self._push(self._take(final=True))
             if not self.stopped:
@@ -139,7 +140,7 @@ class _TextStream:
 def encode_prompt(tokenizer: Tokenizer, prompt: str | bytes) -> tuple[np.ndarray, str | None]:
     """Token ids of a prompt.
 
-    Bytes that are not UTF-8 are kept as they are by the byte tokenizer and become U+FFFD for any other.
+    The byte tokenizer keeps bytes that are not UTF-8. For other tokenizers they become U+FFFD.
 
     Returns:
       int32 ids, and a note if the prompt was not taken literally.
@@ -160,8 +161,8 @@ class Generator:
     Args:
       model: the Transformer.
       tokenizer: its tokenizer.
-      context: the most tokens a row may have, prompt included; None means no limit. Beyond the length that the model
-        was trained on (config.data.seq_len) expect nothing.
+      context: the largest number of tokens of a row, including the prompt; None: no limit. Quality is not guaranteed
+        beyond the training length (config.data.seq_len).
       chunk: tokens of a prompt processed at once.
     """
 
@@ -184,10 +185,10 @@ class Generator:
         return cache, token, seen
 
     def prompt_ids(self, prompt: str | bytes | Sequence[int]) -> np.ndarray:
-        """Token ids of a prompt as the model gets them: those of a document's beginning, as in training.
+        """Token ids of a prompt, as at the beginning of a document in training.
 
-        Training never predicts a document's first token, so an empty prompt becomes a line break; a sequence of ids is
-        taken as it is.
+        Training never predicts a document's first token, so an empty prompt becomes a line break. A sequence of ids is
+        used as it is.
         """
         if isinstance(prompt, (str, bytes)):
             ids, note = encode_prompt(self.tokenizer, prompt)
@@ -229,7 +230,7 @@ class Generator:
           on_text: called with (row, text) as text becomes final.
 
         Returns:
-          Completions, the samples of the first prompt first. `stats` tells what it took.
+          Completions, with all samples of the first prompt first. `stats` holds counts and times.
 
         Raises:
           PromptError: a prompt is empty or does not fit the context.
@@ -263,7 +264,7 @@ class Generator:
         first_s, second = 0.0, begin
         for position in range(room):
             shown = jnp.copy(state[1])
-            if position + 1 < room:  # the device works on the next token while this one becomes text
+            if position + 1 < room:  # the device computes the next token while this one is decoded
                 state = self._advance(self.decoder.params, state, key, rows, jnp.int32(position + 1), scalars)
             drawn = np.asarray(shown)
             now = time.perf_counter()
@@ -367,7 +368,7 @@ def _run_once(generator: Generator, prompt: str | bytes, args: argparse.Namespac
 
 
 def _interact(generator: Generator, args: argparse.Namespace, sampling: Sampling) -> None:
-    """A loop over lines; each continues the text so far until /reset."""
+    """Reads lines and continues the text so far after each, until /reset."""
     history = ""
     while True:
         try:

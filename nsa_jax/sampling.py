@@ -1,4 +1,4 @@
-"""Choosing the next token: greedy, temperature, top-k, top-p, min-p and repetition penalty, on the device."""
+"""Selection of the next token: greedy, temperature, top-k, top-p, min-p and repetition penalty, on the device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Filters apply in the order of the fields, each to what the one before left.
+    """How tokens are drawn. Filters apply in the order of the fields, each to the result of the one before.
 
     Attributes:
       repetition_penalty: divides positive and multiplies negative logits of tokens that the row already holds; 1: off.
-      temperature: divides logits; 0: the most likely token always (greedy).
+      temperature: divides logits; 0: always the most likely token (greedy).
       top_k: keep this many most likely tokens; 0: all.
       top_p: keep the most likely tokens that together have at least this probability; 1: all.
       min_p: keep tokens with at least this share of the most likely token's probability; 0: all.
@@ -46,7 +46,7 @@ class Sampling:
                 raise ValueError(f"{name}={getattr(self, name)}: {rule}")
 
     def arrays(self) -> Settings:
-        """The settings as arrays: other values need no other program."""
+        """The settings as arrays, so that other values use the same compiled program."""
         return Settings(
             np.float32(self.repetition_penalty),
             np.float32(self.temperature),
@@ -73,7 +73,7 @@ def filtered_logits(logits: jax.Array, seen: jax.Array, settings: Settings, voca
       logits: float32 [B, vocab].
       seen: bool [B, vocab], tokens that each row already holds.
       settings: scalars.
-      vocab_size: ids from here on belong to no token (the model's vocabulary may be padded).
+      vocab_size: ids from this number on are padding of the model's vocabulary.
 
     Returns:
       float32 [B, vocab].

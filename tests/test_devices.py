@@ -9,7 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from nsa_jax import devices, evaluate, export, generate
+from nsa_jax import devices, export, generate
+from nsa_jax.evaluate import command as evaluate
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,7 +15,7 @@ import jax
 import pytest
 import yaml
 
-from nsa_jax.train.distributed import Cluster, detect
+from nsa_jax.train.processes import Cluster, detect
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"

@@ -3,9 +3,9 @@
 A finished corpus is a directory <root>/<fingerprint>/ with, for each split, `<split>.tokens` (the token stream: every
 document followed by EOS), `<split>.offsets` (int64, stream position of each document, and the stream's length) and
 `<split>.hashes` (uint64, content hash of each document), their checksums (see token_file.py), the tokenizer, and
-`meta.json`, which holds checksums of itself and of the files of checksums. It is built under another name and renamed
-when complete, under a lock that the system releases when its holder dies: a process that is killed leaves
-nothing that could be mistaken for a corpus, and two processes that start together build it once.
+`meta.json`, which holds checksums of itself and of the files of checksums. A corpus is built under another name and
+renamed when it is complete. The builder holds a lock, which the system releases when the process dies. A process that
+is killed therefore leaves nothing that could be mistaken for a corpus, and processes that start together build it once.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from nsa_jax.data.tokenizers import Tokenizer
 
 _FORMAT = 1  # part of the fingerprint: raise it when the files' meaning changes
 _BATCH_CHARS = 4 << 20  # text that is tokenised at once
-_VERIFIED_CHUNKS = 4096  # of 16 KiB: 20 ms. Larger files are sampled when they are opened
-_SAMPLED_CHUNKS = 64  # each may cost a seek
+_VERIFIED_CHUNKS = 4096  # of 16 KiB; larger files are only sampled when they are opened
+_SAMPLED_CHUNKS = 64  # few, because each may cost a disk seek
 _KINDS = ("tokens", "offsets", "hashes")
 SPLITS = ("train", "validation")
-# What meta.json held before there were checksums.
+# The fields of meta.json in versions without checksums.
 _OLD_META = {"fingerprint", "source", "tokenizer", "val_fraction", "dtype", "splits", "files"}
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Split:
         return self.tokens[start : end - 1]
 
     def verify_sample(self) -> None:
-        """Compares small files whole with their checksums, and of large ones chunks that are evenly spaced.
+        """Compares files with their checksums: all chunks of small files, evenly spaced chunks of large ones.
 
         Raises:
           DataError: a file does not hold what was written.
@@ -126,12 +126,12 @@ def cache_root(cache_dir: str = "") -> Path:
 
 
 def content_hash(raw: bytes) -> int:
-    """64-bit hash of a document; white space around it does not count."""
+    """64-bit hash of a document without surrounding white space."""
     return int.from_bytes(hashlib.blake2b(raw.strip(), digest_size=8).digest(), "little")
 
 
 def is_validation(document_hash: int, val_fraction: float) -> bool:
-    """Whether a document is held out: decided by its content alone, so duplicates land on one side."""
+    """Whether a document is held out. Only its content decides, so duplicates fall into the same split."""
     return document_hash < int(val_fraction * 2**64)
 
 
@@ -142,16 +142,16 @@ def corpus_fingerprint(source: Source, tokenizer: Tokenizer, val_fraction: float
 
 
 def _meta_checksum(meta: dict[str, Any]) -> int:
-    """Of all that meta.json holds besides this checksum."""
+    """Checksum of all other fields of meta.json."""
     rest = {name: value for name, value in meta.items() if name != "checksum"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def open_corpus(directory: Path) -> Corpus | None:
-    """Opens a finished corpus; None if there is none, or one that is not as it was left.
+    """Opens a finished corpus; None if there is none or if it is damaged.
 
-    Sizes, what meta.json says and the files of checksums are compared; of the data a sample, see `Split.verify_sample`.
-    A corpus of an older version, which has no checksums, is taken as it is, with a warning.
+    File sizes, meta.json and the files of checksums are compared, and a sample of the data (see `Split.verify_sample`).
+    A corpus of an older version has no checksums; it is used with a warning.
     """
     try:
         meta = json.loads((directory / "meta.json").read_bytes())
@@ -226,7 +226,7 @@ def _batches(source: Source) -> Iterator[list[tuple[str, int, int]]]:
 
 @contextlib.contextmanager
 def _progress(source: Source) -> Iterator[Any]:
-    """Yields a function to call with bytes and documents done. A bar in a terminal, nothing elsewhere."""
+    """Yields a function to call with the bytes and documents done. It draws a progress bar, in terminals only."""
     console = rich.console.Console(stderr=True)
     with rich.progress.Progress(
         rich.progress.TextColumn("{task.description}"),
@@ -322,7 +322,7 @@ def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, ro
         corpus = open_corpus(final)
         if corpus is not None:
             return corpus
-        for leftover in root.glob(f"{fingerprint}.tmp*"):  # of a process that was killed: we hold the lock
+        for leftover in root.glob(f"{fingerprint}.tmp*"):  # of a killed process: we hold the lock
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished = root / f"{fingerprint}.tmp{uuid.uuid4().hex[:8]}"
         try:

@@ -1,4 +1,4 @@
-"""From rows of tokens to the arrays of a training step; all vectorised, no loop over tokens or documents."""
+"""Turns rows of tokens into the arrays of a training step, without loops over tokens or documents."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Batch = dict[str, np.ndarray]
 def pack_rows(rows: np.ndarray, eos_id: int, *, packing: bool = True) -> Batch:
     """Splits rows of T+1 stream tokens into inputs, targets and document structure.
 
-    In the stream every document ends with `eos_id`, which belongs to the document that it ends. A document that began
-    before the row counts from the row's start.
+    In the stream every document ends with `eos_id`, which belongs to that document. If a document began before the row,
+    its start is taken as the row's start.
 
     Args:
       rows: [b, T+1] token ids.
       eos_id: end-of-document token.
-      packing: False: attention may cross documents (`segment_start` is 0 everywhere); the loss mask stays the same.
+      packing: if False, attention may cross documents (`segment_start` is 0 everywhere); the loss mask is the same.
 
     Returns:
       inputs int32 [b, T]; targets int32 [b, T], the token after each input; segment_start int32 [b, T], row position of
@@ -41,7 +41,7 @@ def pack_rows(rows: np.ndarray, eos_id: int, *, packing: bool = True) -> Batch:
 
 
 def check_batch(batch: Batch) -> Batch:
-    """Checks what every batch must satisfy: `targets[t] == inputs[t + 1]`, and document starts at or before t.
+    """Checks that `targets[t] == inputs[t + 1]`, and that every document starts at or before t.
 
     A model trained on labels that are not shifted learns to copy its input, with a loss near zero.
 

@@ -1,8 +1,8 @@
 """Batches of training and validation data.
 
-Batch s of a run holds rows [s * B, (s + 1) * B) of an endless order of rows that depends on the seed alone; every
-process takes its share of each batch. So a run continues exactly from a step number, also with another number of
-processes or workers. Only streamed datasets have more state than that; see streaming.py.
+Batch s of a run holds rows [s * B, (s + 1) * B) of an endless order of rows that depends on the seed alone. Every
+process takes its share of each batch. A run can therefore continue exactly from a step number, also with another number
+of processes or workers. Only streamed datasets have more state; see streaming.py.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from nsa_jax.data.errors import DataError
 from nsa_jax.data.packing import Batch, check_batch, pack_rows
 from nsa_jax.data.token_file import TokenFile
 
-_ENDLESS = 1 << 48  # steps; grain wants a length
-_READ_THREADS = 2  # a batch is one copy out of the system's memory: more threads only compete
+_ENDLESS = 1 << 48  # steps; grain requires a length
+_READ_THREADS = 2  # a batch is one memory copy, which more threads do not speed up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +76,9 @@ def _epoch_seeds(seed: int, epoch: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class ShuffledWindows:
-    """Training rows of a token stream: windows of T+1 tokens, T apart, in another order in every epoch.
+    """Training rows of a token stream: windows of T+1 tokens, T apart, in a new order in every epoch.
 
-    Each epoch cuts the stream at another offset, so that documents do not always start at the same place in a row.
+    Each epoch cuts the stream at a different offset, so that documents start at different places in a row.
 
     Attributes:
       tokens: the stream.
@@ -96,7 +96,7 @@ class ShuffledWindows:
 
     @functools.cached_property
     def rows_per_epoch(self) -> int:
-        """Windows that fit whatever the offset."""
+        """The number of windows that fit at every offset."""
         return max((len(self.tokens) - self.seq_len) // self.seq_len, 1)
 
     def starts(self, rows: np.ndarray) -> np.ndarray:
@@ -120,12 +120,12 @@ class ShuffledWindows:
 
 @dataclasses.dataclass(frozen=True)
 class SequentialWindows:
-    """Validation rows: the windows of the held-out stream from its start, the last one filled up with EOS.
+    """Validation rows: the windows of the held-out stream from its start; the last one is padded with EOS.
 
     Attributes:
       tokens: the stream.
       seq_len: T.
-      eos_id: ends every document, and fills rows up.
+      eos_id: ends every document, and pads rows.
       packing: whether rows keep documents apart.
     """
 
@@ -140,7 +140,7 @@ class SequentialWindows:
         return -(-(len(self.tokens) - 1) // self.seq_len)
 
     def __call__(self, rows: np.ndarray) -> Batch:
-        """What is filled up, whole rows included, holds no target: nothing is to be predicted after an EOS."""
+        """A batch of rows. Padding holds no targets, because nothing is to be predicted after an EOS."""
         out = np.full((len(rows), self.seq_len + 1), self.eos_id, np.int32)
         for filled, row in zip(out, rows, strict=True):
             window = self.tokens[row * self.seq_len : (row + 1) * self.seq_len + 1]
@@ -149,7 +149,7 @@ class SequentialWindows:
 
 
 class _StepBatches:
-    """The batch of a step: what grain maps over step numbers, here or in a worker process."""
+    """The batch of a step. Grain maps it over step numbers, in this process or in workers."""
 
     def __init__(self, rows: Callable[[np.ndarray], Batch], share: Share):
         self._rows = rows
@@ -163,8 +163,8 @@ class TrainIterator(grain.DatasetIterator):
     """Endless training batches of this process.
 
     The state is a few JSON values: the step, the position in the stream if there is one, and the fingerprint of the
-    data, so that a checkpoint is never continued with other data. It does not depend on process or worker counts.
-    `save` and `load` are what Orbax calls.
+    data, which prevents continuing a checkpoint with other data. The state does not depend on process or worker counts.
+    Orbax calls `save` and `load`.
 
     Args:
       open_at: opens the underlying grain iterator at a step.
@@ -188,7 +188,7 @@ class TrainIterator(grain.DatasetIterator):
         self._step = start_step
         self._inner: grain.DatasetIterator | None = None
         if stream and start_step:
-            # A stream can only be read from its start, so that this takes as long as training took to load them.
+            # A stream can only be read from its start, so this takes as long as loading these batches did in training.
             inner = self._ensure_open()
             for _ in range(start_step):
                 next(inner)
@@ -205,7 +205,7 @@ class TrainIterator(grain.DatasetIterator):
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """JSON-serialisable position after the last batch that was returned, whatever has been prefetched."""
+        """JSON-serialisable position after the last batch that was returned; prefetched batches do not count."""
         position = self._ensure_open().get_state() if self._stream else None
         return {"step": self._step, "data": self._fingerprint, "stream": position}
 
@@ -230,7 +230,7 @@ class TrainIterator(grain.DatasetIterator):
             self._release()
 
     async def load(self, directory):
-        """Reads the state that `save` wrote; all processes' states are the same, so any of them serves."""
+        """Reads the state that `save` wrote. The states of all processes are the same, so any of them can be read."""
         files = sorted(Path(str(directory)).glob("process_*.json"))
         if not files:
             raise DataError(str(directory), "holds no data position", "use a complete checkpoint")
@@ -241,7 +241,7 @@ class TrainIterator(grain.DatasetIterator):
         return read()
 
     def start_prefetch(self) -> None:
-        """Starts to load in the background, before the first batch is asked for."""
+        """Starts loading in the background before the first batch is requested."""
         self._ensure_open().start_prefetch()
 
     def _release(self) -> None:
@@ -256,7 +256,7 @@ class TrainIterator(grain.DatasetIterator):
 
 
 class ValidationBatches:
-    """The same batches at every iteration: rows of held-out documents in order, as far as they reach.
+    """Rows of held-out documents in order; every iteration gives the same batches.
 
     Args:
       rows: makes a batch from row numbers.
@@ -316,14 +316,14 @@ class Pipeline:
 
     @property
     def streamed(self) -> bool:
-        """Whether a batch can only be had by reading all before it."""
+        """Whether a batch can only be reached by reading all batches before it."""
         return self._stream is not None
 
     def train(self, start_step: int = 0) -> TrainIterator:
-        """Endless batches, beginning with that of `start_step`.
+        """Endless batches from that of `start_step` on.
 
         Args:
-          start_step: immediate for cached and synthetic data; a stream is read up to there.
+          start_step: first step. Cached and synthetic data start there at once; a stream is read up to there.
 
         Returns:
           A grain iterator of dicts `inputs`, `targets`, `segment_start` int32 [b, T] and `loss_mask` float32 [b, T],
@@ -338,7 +338,7 @@ class Pipeline:
         steps = grain.MapDataset.range(step, _ENDLESS).map(_StepBatches(self._train_rows, self._share))
         if self._num_workers:
             if not flags.FLAGS.is_parsed():
-                # Grain's workers read absl flags, which a program that does not use absl has never parsed.
+                # Grain's workers read absl flags, which a program without absl has not parsed.
                 flags.FLAGS.mark_as_parsed()
             workers = grain.multiprocessing.MultiprocessingOptions(
                 num_workers=self._num_workers, per_worker_buffer_size=max(1, self._prefetch // self._num_workers)
@@ -357,7 +357,7 @@ class Pipeline:
     def validation(self) -> ValidationBatches:
         """Up to `config.train.eval_batches` batches of held-out rows, the same each time.
 
-        A corpus with fewer gives fewer batches; the rows that are missing in the last one have loss mask 0.
+        A smaller corpus gives fewer batches. Missing rows of the last batch have loss mask 0.
 
         Raises:
           DataError: no document is held out.
@@ -376,7 +376,7 @@ class Pipeline:
 def make_pipeline(
     config: ConfigDict, *, process_index: int = 0, process_count: int = 1, cached_only: bool = False
 ) -> Pipeline:
-    """Opens the data that `config` asks for, building the tokenised cache if there is none yet.
+    """Opens the data that `config` names, and builds the tokenised cache if it does not exist.
 
     Args:
       config: the training config; `config.data`, `config.seed` and the batch fields of `config.train` are read.
@@ -388,7 +388,7 @@ def make_pipeline(
       The pipeline.
 
     Raises:
-      DataError: whatever makes the data unusable: what, where, and how to fix it.
+      DataError: the data cannot be used; it says what is wrong, where, and how to fix it.
     """
     data = config.data
     share = Share(config.train.batch_size, process_index, process_count)
@@ -434,7 +434,7 @@ def make_pipeline(
 
 
 class _Unread:
-    """A source that is only named: reading it is an error."""
+    """A source that has a name but must not be read."""
 
     def __init__(self, source: sources.Source):
         self.name = source.name
@@ -446,7 +446,7 @@ class _Unread:
 
 
 def _tokenizer(config: ConfigDict, source: sources.Source, root: Path) -> tokenizers.Tokenizer:
-    """Loads the tokenizer; a BPE is trained on training documents only, so that none is tuned to held-out text."""
+    """Loads the tokenizer. A BPE is trained on training documents only, and so is not tuned to held-out text."""
     data = config.data
 
     def training_documents() -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Where documents come from: the standard library's source text, text files, Hugging Face datasets.
+"""Sources of documents: the standard library's source text, text files, Hugging Face datasets.
 
-A source is an iterable of documents (str) with a fingerprint that changes whenever the documents may have. Synthetic
+A source yields documents (str) and has a fingerprint that changes whenever the documents may have changed. Synthetic
 tokens have no documents; they are in synthetic.py.
 """
 
@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 
 from nsa_jax.data.errors import DataError
 
-# Longer documents are cut at a line end: memory stays bounded, and one big file can still be split into train and
+# Longer documents are cut at a line end. This bounds memory and allows one big file to be split into training and
 # validation.
 MAX_DOCUMENT_CHARS = 1 << 20
 _READ_BYTES = 1 << 20
@@ -36,7 +36,7 @@ class Source(Protocol):
     name: str  # for progress bars and messages
 
     def fingerprint(self) -> str:
-        """Hash of everything that decides which documents come, and in which order."""
+        """Hash of everything that decides the documents and their order."""
 
     def documents(self) -> Iterator[str]:
         """Yields every document once, always in the same order."""
@@ -46,7 +46,7 @@ class Source(Protocol):
 
 
 def make_source(config: ConfigDict) -> Source:
-    """The source that `config.data` asks for.
+    """The source that `config.data` names.
 
     Args:
       config: the training config.
@@ -87,7 +87,7 @@ def digest(*parts: Any) -> str:
 
 
 def _as_tuple(value: Any) -> tuple[str, ...]:
-    """Flags give a plain string where a config file gives a tuple."""
+    """A tuple of strings from a config file's tuple or from a flag's comma-separated string."""
     if isinstance(value, (str, os.PathLike)):
         value = [v for v in os.fspath(value).split(",") if v]
     return tuple(os.fspath(v) for v in value)
@@ -115,8 +115,8 @@ class LimitedSource:
 class StdlibSource:
     """The .py files of the running Python's standard library: about 30 MB of real text on every machine.
 
-    Files that are not UTF-8 (a handful of encoding tests) are left out, as are installed packages and the generated
-    build description, which differs between machines.
+    Files that are not UTF-8 (a handful of encoding tests), installed packages, and the generated build description,
+    which differs between machines, are left out.
 
     Args:
       root: directory to read; default: the standard library of this interpreter.
@@ -158,7 +158,7 @@ class StdlibSource:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Decompresses all frames of a .zst file, and unlike `zstandard.stream_reader` notices one that is cut short."""
+    """Decompresses all frames of a .zst file. Unlike `zstandard.stream_reader`, it detects a truncated frame."""
 
     def __init__(self, raw: BinaryIO):
         self._raw = raw
@@ -203,7 +203,7 @@ def _open_text(path: str) -> io.TextIOWrapper:
 
 
 def _cut(text: str) -> int:
-    """Where to end a document that is too long: after its last line, or at the limit if it is one line."""
+    """The length of the first piece of a long document: up to its last line end, or the limit if there is none."""
     end = text.rfind("\n", 0, MAX_DOCUMENT_CHARS)
     return end + 1 if end > 0 else MAX_DOCUMENT_CHARS
 
@@ -213,11 +213,11 @@ class TextSource:
 
     Args:
       files: paths and globs (`**` allowed); a comma-separated string is accepted, as flags give it.
-      separator: string between the documents of a file; empty: a file is one document, cut at line ends into pieces of
-        at most `MAX_DOCUMENT_CHARS`.
+      separator: string between the documents of a file. If it is empty, a file is one document, which is cut at line
+        ends into pieces of at most `MAX_DOCUMENT_CHARS`.
 
     Raises:
-      DataError: nothing listed, or an entry that matches no file.
+      DataError: there are no entries, or an entry matches no file.
     """
 
     name = "text"
@@ -293,7 +293,7 @@ def fineweb_edu(name: str = "sample-10BT", *, streaming: bool = True) -> dict[st
 
     Args:
       name: subset: sample-10BT, sample-100BT, sample-350BT, or a crawl such as CC-MAIN-2024-10.
-      streaming: read it over the network while training, instead of downloading and tokenising it first.
+      streaming: whether to read over the network while training, without downloading and tokenising first.
 
     Returns:
       Field names and values.
@@ -349,7 +349,7 @@ class HuggingFaceSource:
         return "/".join(part for part in (self.path, self.config_name, self.split) if part)
 
     def fingerprint(self) -> str:
-        # Of local files, size and time; a hub dataset is taken to be what it was when it was first cached.
+        # Local files count with size and time. A hub dataset is assumed not to change after it was cached.
         local = []
         for pattern in (*self.data_files, *([self.path] if os.path.exists(self.path) else [])):
             for entry in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)):
@@ -392,7 +392,7 @@ class HuggingFaceSource:
         return dataset
 
     def explain(self, error: Exception) -> DataError:
-        """What to tell the user about a failure of `load_dataset` or of reading."""
+        """The error to show to the user after `load_dataset` or reading failed."""
         chain: BaseException | None = error
         while chain is not None:
             names = {cls.__name__ for cls in type(chain).__mro__}
@@ -415,7 +415,7 @@ class HuggingFaceSource:
         """The document of one row; missing values count as empty.
 
         Raises:
-          DataError: the column holds something else than text.
+          DataError: the column does not hold text.
         """
         value = row[self.text_field]
         if value is None:

@@ -1,4 +1,4 @@
-"""What a corpus looks like: entropies, duplicates, overlap of the splits. Preflight and the loss guards read these."""
+"""Statistics of a corpus for preflight and the loss guards: entropies, duplicates, overlap of the splits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CorpusReport:
       used_ids: distinct token ids in the sample.
       duplicate_documents: share of training documents that repeat an earlier one.
       duplicate_tokens: share of training tokens in such documents.
-      overlap_documents: training documents whose content is also held out; anything but 0 makes validation worthless.
+      overlap_documents: training documents whose content is also held out; validation is only valid if this is 0.
     """
 
     sample_tokens: int
@@ -81,8 +81,8 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 def bigram_entropy(tokens: np.ndarray) -> float:
     """Entropy of a token given the one before it, nats per token: the loss of the best model that sees one token.
 
-    The estimate is that of the sample's own frequencies, which is too low when there are few tokens per pair of ids:
-    with a large vocabulary, sample many tokens.
+    The estimate uses the frequencies of the sample. It is too low if there are few tokens per pair of ids, so sample
+    many tokens with a large vocabulary.
 
     Args:
       tokens: [n] consecutive tokens, or [b, n] rows; pairs do not cross rows.
@@ -124,7 +124,7 @@ def repeated_window_share(rows: np.ndarray) -> float:
 
 
 def corpus_report(corpus: Corpus, *, count: int = 1_000_000) -> CorpusReport:
-    """Measures a cached corpus; takes a second for any size of corpus, besides sorting its document hashes.
+    """Measures a cached corpus. Apart from sorting document hashes, the time does not depend on the corpus's size.
 
     Args:
       corpus: of a pipeline.

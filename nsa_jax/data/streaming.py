@@ -1,9 +1,9 @@
-"""Training batches straight from a streamed Hugging Face dataset, packed as they come.
+"""Training batches from a streamed Hugging Face dataset, packed in the order of the stream.
 
-The position is where the dataset stands before the group of documents that the next row begins in, and how many of the
-group's tokens are used up: a few numbers, from which reading continues with exactly the next token. Every process reads
-the whole stream and keeps its own rows, so that batches and positions are the same whatever the number of processes;
-the price is that each process tokenises the global batch.
+The position consists of the dataset's state before the group of documents in which the next row begins, and the number
+of the group's tokens that are used up. Reading continues from it with exactly the next token. Every process reads the
+whole stream and keeps its own rows, so batches and positions do not depend on the number of processes. The cost is
+that each process tokenises the global batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from nsa_jax.data.packing import Batch, check_batch, pack_rows
 from nsa_jax.data.sources import HuggingFaceSource, LimitedSource, digest
 from nsa_jax.data.tokenizers import Tokenizer
 
-_GROUP_DOCUMENTS = 32  # tokenised together: the tokenizer spreads them over threads
-# Held-out documents are found by reading the stream from its start; this bounds how long that takes.
+_GROUP_DOCUMENTS = 32  # tokenised together, because the tokenizer spreads documents over threads
+# Held-out documents are found by reading the stream from its start. This bounds the time that it takes.
 _SCAN_DOCUMENTS = 100_000
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def _is_held_out(text: str, val_fraction: float) -> bool:
 
 
 class _DocumentStream:
-    """Groups of training documents of an endless number of epochs, and the position before each group."""
+    """Groups of training documents over endless epochs, and the position before each group."""
 
     def __init__(self, source: Any, val_fraction: float):
         self._source, self._limit = _unwrap(source)
@@ -100,8 +100,8 @@ class _DocumentStream:
         self._dataset: Any = None
         self._initial: Any = None
         self._rows: Iterator[dict[str, Any]] | None = None
-        # What `state_dict()` of the dataset is after the rows read so far. It is kept here because the dataset goes on
-        # reporting its old state after `load_state_dict` until the first row is read.
+        # The dataset's `state_dict()` after the rows read so far. It is kept here because after `load_state_dict` the
+        # dataset reports its old state until the first row is read.
         self._state: Any = None
         self._epoch = 0
         self._read = 0  # documents of this epoch
@@ -123,7 +123,7 @@ class _DocumentStream:
         self._rows = None
 
     def next_group(self) -> list[str]:
-        """Up to `_GROUP_DOCUMENTS` documents; empty at the end of an epoch, after which the next one begins."""
+        """Up to `_GROUP_DOCUMENTS` documents. The group is empty at the end of an epoch; then the next epoch begins."""
         self._open()
         if self._rows is None:
             self._dataset.load_state_dict(self._state)
@@ -174,7 +174,7 @@ class StreamBatches(grain.IterDataset):
       tokenizer: of the run.
       seq_len: T.
       packing: whether rows keep documents apart.
-      val_fraction: share of documents that are skipped, since they are held out.
+      val_fraction: share of documents that are held out and skipped here.
       batch_size: B, rows of the global batch.
       first_row: first row that this process takes of each batch.
       num_rows: how many it takes.
@@ -207,7 +207,7 @@ class StreamBatches(grain.IterDataset):
 
 
 class StreamIterator(grain.DatasetIterator):
-    """Iterator of `StreamBatches`; rows are consecutive windows of the token stream, one token shared.
+    """Iterator of `StreamBatches`. Rows are consecutive windows of the token stream that share one token.
 
     Args:
       batches: what to iterate over.

@@ -1,4 +1,4 @@
-"""Synthetic rows: uniform random tokens, which nothing can predict, and two tasks that need long attention."""
+"""Synthetic rows: unpredictable uniform random tokens, and two tasks that need long attention."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def random_rows(indices: np.ndarray, seq_len: int, vocab_size: int, *, seed: int
 
 
 def copy_rows(indices: np.ndarray, seq_len: int, vocab_size: int, *, seed: int, split: str) -> Batch:
-    """Rows of the copy task: T // 2 random symbols, the separator (id vocab_size - 1), the same symbols again.
+    """Rows of the copy task: T // 2 random symbols, the separator (id vocab_size - 1), and the same symbols again.
 
     Args:
       indices: [b] global row numbers.
@@ -76,10 +76,10 @@ def num_facts(seq_len: int) -> int:
 def recall_rows(indices: np.ndarray, seq_len: int, vocab_size: int, *, seed: int, split: str) -> Batch:
     """Rows of the associative recall task: facts, a long stretch of noise, then questions about every fact.
 
-    A row begins with P = T // 8 facts, each a key and its value; keys are distinct. Noise follows, and at the end each
-    key is asked once, in another order, and followed by its value. So at least T // 2 tokens lie between the last fact
-    and the first question. Keys are ids below vocab_size // 4, values the next vocab_size // 4 ids, noise the rest but
-    the last id, which separates the noise from the questions.
+    A row begins with P = T // 8 facts, each a key and its value; keys are distinct. Noise follows. At the end each key
+    is asked once, in another order, followed by its value. At least T // 2 tokens therefore lie between the last fact
+    and the first question. Keys are ids below vocab_size // 4, and values are the next vocab_size // 4 ids. The last id
+    separates the noise from the questions, and noise uses the other ids.
 
     Args:
       indices: [b] global row numbers.

@@ -1,8 +1,8 @@
-"""Files of numbers that keep a checksum of every 16 KiB, and are compared with it whenever they are read.
+"""Files of numbers with a checksum of every 16 KiB, which is verified at every read.
 
-The checksums of `<file>` are in `<file>.crc32`, uint32 for each chunk. A chunk takes 4 microseconds to compare, so each
-read is compared, not only the first: what is overwritten while a run trains is noticed before it is trained on. Files
-are read, not mapped, because the system kills a process that reads a mapped file which has become shorter.
+The checksums of `<file>` are in `<file>.crc32`, one uint32 per chunk. Every read is verified, not only the first, so
+that data which is overwritten during a run is never trained on. Files are read instead of mapped, because the system
+kills a process that reads a mapped file after it was truncated.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 
 from nsa_jax.data.errors import DataError
 
-CHUNK = 16 << 10  # bytes that one checksum covers; files are written with it, so it is part of their format
-_PIECE = 64 << 20  # bytes that are read at once where a whole file is compared
+CHUNK = 16 << 10  # bytes per checksum; part of the file format
+_PIECE = 64 << 20  # bytes that are read at once when a whole file is verified
 
 
 def checksums_path(path: str | os.PathLike) -> Path:
@@ -29,7 +29,7 @@ def checksums_path(path: str | os.PathLike) -> Path:
 
 
 class ChunkWriter:
-    """Writes a file and its checksums, which are of what was handed over, not of what the disk made of it."""
+    """Writes a file and its checksums. The checksums are of the data in memory, so they detect write errors."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -46,7 +46,7 @@ class ChunkWriter:
         self._rest = data[whole:]
 
     def finish(self) -> None:
-        """Writes the checksums, and waits until both files are on the disk."""
+        """Writes the checksums and waits until both files are on the disk."""
         if self._rest:
             self._sums.append(zlib.crc32(self._rest))
             self._rest = b""
@@ -62,12 +62,12 @@ class ChunkWriter:
 
 
 class TokenFile:
-    """A file of numbers. Pickles as its path, so that worker processes open it themselves.
+    """A file of numbers. It is pickled as its path, so that worker processes open it themselves.
 
     Args:
       path: of the file.
       dtype: of the numbers.
-      checked: whether checksums lie beside it; the caches of older versions have none.
+      checked: whether the file has checksums; caches of older versions have none.
     """
 
     def __init__(self, path: str | os.PathLike, dtype: Any, *, checked: bool):
@@ -80,7 +80,7 @@ class TokenFile:
 
     @property
     def array(self) -> np.ndarray:
-        """The whole file, mapped; it is read and compared with its checksums at the first use."""
+        """The whole file as a memory map. The first use reads all of it and verifies its checksums."""
         if self._array is None:
             self.verify(range(-(-self._bytes // CHUNK)))
             # An empty file cannot be mapped.
@@ -103,7 +103,7 @@ class TokenFile:
         return np.frombuffer(raw, self.dtype, count=(stop - start) // self.dtype.itemsize, offset=start - begin)
 
     def verify(self, chunks: Iterable[int]) -> None:
-        """Compares chunks with their checksums; nothing to compare is no error.
+        """Compares chunks with their checksums. Files without checksums pass.
 
         Raises:
           DataError: the file does not hold what was written.

@@ -1,7 +1,7 @@
 """Tokenizers: bytes, BPE trained on the corpus, and any Hugging Face tokenizer.json.
 
 All have `vocab_size`, `eos_id` (ends every document in the token stream), `token_bytes` (bytes of text per token, for
-bits per byte), `encode`, `encode_batch`, `decode`, `fingerprint`, `save`; `load` reads back what `save` wrote.
+bits per byte), `encode`, `encode_batch`, `decode`, `fingerprint` and `save`. `load` reads what `save` wrote.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ml_collections import ConfigDict
 
 from nsa_jax.data.errors import DataError
 
-# Enough text for the merges to be stable; training time and memory stay bounded on large corpora.
+# Enough text for stable merges, and a bound of training time and memory on large corpora.
 BPE_TRAINING_BYTES = 64 << 20
 BPE_EOS = "<|endoftext|>"
-_MOST_IDS = 1 << 24  # a larger vocabulary is a mistake, and tables over it would fill the memory
+_MOST_IDS = 1 << 24  # larger vocabularies are mistakes, and tables of their size would fill the memory
 _KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
 
 
 class Tokenizer:
-    """What all tokenizers share.
+    """Base class of the tokenizers.
 
     Attributes:
       name: short name for messages.
@@ -143,10 +143,10 @@ class ByteTokenizer(Tokenizer):
 
 
 class SyntheticTokenizer(Tokenizer):
-    """Names for synthetic tokens: a text is their ids with spaces between.
+    """Synthetic tokens as text: their ids separated by spaces.
 
     Every token counts as one byte, so that bits per byte is bits per token. In the copy task the last id separates
-    the halves; in the random task every id is an ordinary token and nothing ends a document.
+    the halves. In the random task every id is an ordinary token, and there is no end-of-document token.
 
     Args:
       vocab_size: number of ids.
@@ -165,7 +165,7 @@ class SyntheticTokenizer(Tokenizer):
         self.fingerprint = f"synthetic-1-{vocab_size}-{'copy' if copy else 'random'}"
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        # Free text (a sample prompt) becomes whatever its characters give, so that any string can be encoded.
+        # Words that are no numbers (in a sample prompt) become their length, so that any string can be encoded.
         return [
             np.array([int(w) % self.vocab_size if w.isdecimal() else len(w) for w in t.split()], np.int64).astype(
                 self.dtype
@@ -187,7 +187,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     Args:
       serialized: text of a tokenizer.json.
-      eos: its end-of-document token; empty: the first of the usual names that it knows.
+      eos: its end-of-document token. If empty, the first of the usual names in its vocabulary is used.
       name: for messages.
 
     Raises:
@@ -198,9 +198,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.name = name
         try:
             self._tokenizer = hf_tokenizers.Tokenizer.from_str(serialized)
-            eos.encode()  # a half of a surrogate pair, which JSON can hold, is no token
+            eos.encode()  # raises for half of a surrogate pair, which JSON can hold
         except BaseException as error:
-            # The library raises bare Exception, and PanicException, of BaseException, where its Rust code gives up.
+            # The library raises Exception, and PanicException (a BaseException) when its Rust code panics.
             if isinstance(error, MemoryError):
                 raise
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -221,7 +221,7 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.eos_id = vocabulary[self.eos_token]
-        # Ids may have gaps: the size that an embedding needs is the highest id + 1.
+        # Ids may have gaps, so an embedding needs as many rows as the highest id + 1.
         self.vocab_size = max(vocabulary.values()) + 1
         if self.vocab_size > _MOST_IDS:
             raise DataError(
@@ -244,7 +244,7 @@ class HuggingFaceTokenizer(Tokenizer):
             else:
                 counts[index] = len(token.removeprefix("##").replace("\u2581", " ").encode())
         for added in description.get("added_tokens") or []:
-            # The id is the one that the library gave; the file's own may be another, or outside of the vocabulary.
+            # The library's id counts. The id in the file may differ or lie outside the vocabulary.
             if (given := vocabulary.get(added["content"])) is not None:
                 counts[given] = 0 if added.get("special") else len(added["content"].encode())
         counts[self.eos_id] = 0
@@ -289,7 +289,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, *, max_bytes: int = BPE
             if seen >= max_bytes:
                 return
             seen += len(text)
-            # The trainer holds each piece; smaller ones keep its memory in check.
+            # The trainer holds each piece in memory, so pieces are small.
             for start in range(0, len(text), 1 << 16):
                 yield text[start : start + (1 << 16)]
 
@@ -309,7 +309,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, *, max_bytes: int = BPE
 
 
 def _load_or_train_bpe(config: ConfigDict, documents: Iterable[str] | None, directory: Path | None) -> Tokenizer:
-    """Trains once: the result is kept in `directory`, whose name tells the corpus and size apart."""
+    """Loads the BPE from `directory`, or trains it and keeps it there. Each corpus and size has its own directory."""
     vocab_size = config.data.bpe_vocab_size
     if directory is not None and Path(directory, "tokenizer_config.json").exists():
         return _load_trained(directory)
@@ -367,7 +367,7 @@ def _hf_tokenizer_files(path: str) -> tuple[str, str]:
             settings_text = "{}"
     try:
         settings = json.loads(settings_text)
-    except (ValueError, RecursionError):  # tokenizer.json alone may do: the usual names are looked for
+    except (ValueError, RecursionError):  # tokenizer.json may be enough, because the usual names are tried
         settings = None
     eos = settings.get("eos_token") if isinstance(settings, dict) else None
     eos = eos.get("content") if isinstance(eos, dict) else eos
@@ -377,12 +377,12 @@ def _hf_tokenizer_files(path: str) -> tuple[str, str]:
 def load_tokenizer(
     config: ConfigDict, documents: Iterable[str] | None = None, *, directory: str | os.PathLike | None = None
 ) -> Tokenizer:
-    """The tokenizer that `config.data` asks for.
+    """The tokenizer that `config.data` names.
 
     Args:
       config: the training config.
-      documents: text that a `bpe` tokenizer is trained on; other tokenizers do not read it.
-      directory: where a trained `bpe` tokenizer is kept and found again; None: it is not kept.
+      documents: training text of a `bpe` tokenizer; other tokenizers do not read it.
+      directory: where a trained `bpe` tokenizer is kept; with None it is not kept.
 
     Returns:
       The tokenizer.

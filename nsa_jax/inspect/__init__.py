@@ -1,4 +1,4 @@
-"""Look into NSA: block lists, gates and attention of any model, as arrays and as figures.
+"""Inspection of NSA: block lists, gates and attention of any model, as arrays and as figures.
 
     import nsa_jax
     from nsa_jax import inspect
@@ -9,10 +9,10 @@
     print(found.lists.shape, found.gates.mean((1, 2, 3)))  # [L, B, T, K, n]; mean gate of each layer and branch
     inspect.draw_lists(found).savefig("lists.png")
 
-`capture` and `read_weights` take a whole `nsa_jax.nn.Transformer`; `capture_layer` one `NSAttention` of a model of your
-own; `capture_arrays` and `read_weights_arrays` what you pass to `nsa_jax.nsa_attention`. The functions of `statistics`
-take plain arrays. Nothing of the model is changed, and no code of it: the forward pass is walked layer by layer with
-the ops that the model itself uses.
+`capture` and `read_weights` take a whole `nsa_jax.nn.Transformer`. `capture_layer` takes one `NSAttention` of your own
+model. `capture_arrays` and `read_weights_arrays` take the arguments of `nsa_jax.nsa_attention`. The functions of
+`statistics` take plain arrays. Neither the model nor its code is changed: the forward pass is run layer by layer with
+the ops that the model uses.
 """
 
 from nsa_jax.inspect.capture import (

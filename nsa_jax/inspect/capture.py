@@ -60,9 +60,9 @@ class Capture:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What a few queries read: gate * probability, branch by branch. P queries per row.
+    """What a few queries read: gate * probability of each branch. P queries per row.
 
-    The sums over the last axis are the gates, or 0 where a branch sees nothing, and weights times values, added over
+    The sum over the last axis is the gate, or 0 where a branch sees nothing. The weights times the values, summed over
     the branches, are the layer's attention output.
 
     Attributes:
@@ -80,12 +80,12 @@ class Reading:
     window: np.ndarray
 
     def tokens(self) -> np.ndarray:
-        """All three over source tokens, float32 [L, B, P, N, S]; a block's weight is shared out among its tokens."""
+        """Sum of the branches over source tokens, float32 [L, B, P, N, S]; blocks' weights are spread over tokens."""
         spread = spread_over_tokens(self.compressed, self.selected.shape[-1], self.config)
         return spread + self.selected + self.window
 
     def branches(self) -> np.ndarray:
-        """Over source tokens, branch by branch: float32 [L, B, P, N, S, 3]."""
+        """Each branch over source tokens: float32 [L, B, P, N, S, 3]."""
         spread = spread_over_tokens(self.compressed, self.selected.shape[-1], self.config)
         return np.stack([spread, self.selected, self.window], axis=-1)
 
@@ -142,7 +142,7 @@ def _read_model(graphdef, params, tokens, segment_start, positions):
 
 
 def capture(model: Transformer, tokens, segment_start=None) -> Capture:
-    """Runs a model and keeps what its layers selected and how they attended.
+    """Runs a model and returns what its layers selected and how they attended.
 
     Args:
       model: a Transformer with attention "nsa", scanned or not, such as `nsa_jax.load` returns.
@@ -158,7 +158,7 @@ def capture(model: Transformer, tokens, segment_start=None) -> Capture:
 
 
 def capture_layer(attention: NSAttention, h, segment_start=None) -> Capture:
-    """The same for one `NSAttention` module of a model of your own, from its input h [B, T, D]: L = 1."""
+    """As `capture`, for one `NSAttention` module of your own model and its input h [B, T, D]: L = 1."""
 
     @jax.jit
     def run(params, h, start):
@@ -173,7 +173,7 @@ def capture_layer(attention: NSAttention, h, segment_start=None) -> Capture:
 def capture_arrays(
     *arrays: jax.Array, config: NSAConfig, segment_start=None, implementation: str | None = None
 ) -> Capture:
-    """The same for the operator alone, in whatever framework it is called: L = 1.
+    """As `capture`, for the operator alone, which may be called from any framework: L = 1.
 
     Args:
       *arrays: query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, as `nsa_jax.nsa_attention`
@@ -193,7 +193,7 @@ def capture_arrays(
 
 
 def read_weights(model: Transformer, tokens, positions, segment_start=None) -> Reading:
-    """What the model reads at a few positions, that is, when it predicts the tokens after them.
+    """What the model reads at a few positions, when it predicts the tokens after them.
 
     Args:
       model: a Transformer with attention "nsa".
@@ -213,7 +213,7 @@ def read_weights(model: Transformer, tokens, positions, segment_start=None) -> R
 def read_weights_arrays(
     *arrays: jax.Array, positions, config: NSAConfig, segment_start=None, implementation: str | None = None
 ) -> Reading:
-    """The same for the operator alone: L = 1. The arguments are `capture_arrays`' and `read_weights`'."""
+    """As `read_weights`, for the operator alone: L = 1. `capture_arrays` and `read_weights` explain the arguments."""
     start = _int32(segment_start)
     positions = _positions(positions, arrays[0].shape[0])
 
@@ -226,7 +226,7 @@ def read_weights_arrays(
 
 
 def token_strings(tokenizer: Tokenizer, tokens: Sequence[int] | np.ndarray) -> list[str]:
-    """The text of each token by itself; the end-of-document token is ""."""
+    """The text of each single token; that of the end-of-document token is empty."""
     return [tokenizer.decode([int(token)]) for token in np.asarray(tokens).ravel()]
 
 

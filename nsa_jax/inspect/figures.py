@@ -1,7 +1,7 @@
 """Matplotlib figures and highlighted text of what `nsa_jax.inspect` captures.
 
-Every function returns a `matplotlib.figure.Figure` that pyplot does not know: nothing to close, no global state.
-Colours can be told apart with any colour vision (Okabe and Ito's palette, cividis).
+Every function returns a `matplotlib.figure.Figure` without pyplot, so there is no global state and nothing to close.
+The colours are distinguishable with every type of colour vision (Okabe and Ito's palette, cividis).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _masks(config: NSAConfig, segment_start: np.ndarray, lists: np.ndarray | Non
 def draw_masks(
     config: NSAConfig, length: int, lists: np.ndarray | None = None, segment_start: np.ndarray | None = None
 ) -> Figure:
-    """Which keys every query reads, a panel for each branch.
+    """Which keys every query reads, with one panel per branch.
 
     Args:
       config: the operator's.
@@ -85,7 +85,7 @@ def _list_states(lists: np.ndarray, config: NSAConfig, segment_start: np.ndarray
 
 
 def draw_lists(capture: Capture, row: int = 0, layers: Sequence[int] | None = None) -> Figure:
-    """Which selection blocks each query lists: a map over queries and blocks for each layer and head group.
+    """Which selection blocks each query lists, as a map of queries and blocks per layer and head group.
 
     Args:
       capture: of a model.
@@ -114,9 +114,9 @@ def draw_lists(capture: Capture, row: int = 0, layers: Sequence[int] | None = No
 
 
 def draw_overlap(capture: Capture, max_lag: int | None = None) -> Figure:
-    """What lists have in common: with the queries before, by distance; and between layers and head groups.
+    """Overlap of lists: with those of earlier queries, by distance, and between layers and head groups.
 
-    Only queries that have a choice count: the others list everything, and so agree with everyone.
+    Only queries that have a choice count. The other queries list everything, so their overlap says nothing.
 
     Args:
       capture: of a model.
@@ -153,7 +153,7 @@ def draw_overlap(capture: Capture, max_lag: int | None = None) -> Figure:
 
 
 def _matrix(axis: Any, values: np.ndarray, names: Sequence[str], columns: Sequence[str] | None = None) -> Any:
-    """A heat map of shares with its numbers; returns the image."""
+    """Draws a heat map of shares with its numbers and returns the image."""
     columns = names if columns is None else columns
     image = axis.imshow(values, cmap=_MAP, vmin=0, vmax=1, aspect="auto")
     for (y, x), value in np.ndenumerate(values):
@@ -165,13 +165,13 @@ def _matrix(axis: Any, values: np.ndarray, names: Sequence[str], columns: Sequen
 
 
 def _ink(image: Any, value: float) -> str:
-    """Black or white, whichever can be read on the map's colour for a value."""
+    """Black or white, whichever is readable on the map's colour for a value."""
     red, green, blue, _ = image.cmap(image.norm(value))
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 
 
 def draw_gates(capture: Capture) -> Figure:
-    """Mean gate of every layer and head, a panel for each branch."""
+    """Mean gate of every layer and head, with one panel per branch."""
     means = capture.gates.mean((1, 2))  # [L, N, 3]
     figure = _figure(4 * len(BRANCHES), 0.45 * capture.num_layers + 1.7)
     layers = [f"layer {layer}" for layer in range(capture.num_layers)]
@@ -207,7 +207,7 @@ def draw_gates_by_kind(means: Mapping[str, np.ndarray]) -> Figure:
 
 
 def draw_statistics(capture: Capture) -> Figure:
-    """How far and how sharply each branch reads, and what it adds, layer by layer."""
+    """Distance and entropy of each branch's attention, and its share of the output, per layer."""
     size = capture.sizes.mean((1, 2, 3))
     panels = {
         "share of what is added up": size / size.sum(-1, keepdims=True),
@@ -229,7 +229,7 @@ def draw_statistics(capture: Capture) -> Figure:
 
 
 def draw_reading(reading: Reading, row: int = 0, query: int = 0) -> Figure:
-    """What one query reads: its weight on every source token, stacked by branch, a panel for each layer.
+    """What one query reads: its weight on every source token, stacked by branch, with one panel per layer.
 
     Args:
       reading: as `read_weights` returns it.
@@ -255,16 +255,16 @@ def draw_reading(reading: Reading, row: int = 0, query: int = 0) -> Figure:
 
 
 def reading_html(strings: Sequence[str], weights: np.ndarray, position: int, next_token: str = "") -> str:
-    """Source text with every token coloured by how much is read from it, as HTML.
+    """Source text as HTML, in which each token's colour shows how much is read from it.
 
     Args:
       strings: the row's tokens as text (`token_strings`), at least `position + 1`.
       weights: float [S], such as `reading.tokens()[layer, row, query].mean(0)`.
-      position: the query's; it is framed, and what follows is left out.
-      next_token: what it predicts, shown behind it.
+      position: of the query. Its token is framed, and later tokens are left out.
+      next_token: the predicted token, shown at the end.
 
     Returns:
-      One `<pre>`: full colour where the weight is the largest; each token's weight shows when pointed at.
+      One `<pre>`. The largest weight has the full colour, and each token shows its weight as a tooltip.
     """
     weights = np.asarray(weights, np.float64)[: position + 1]
     peak = max(float(weights.max()), 1e-12)

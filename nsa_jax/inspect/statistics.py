@@ -1,4 +1,4 @@
-"""Numbers about attention and selection, from arrays alone: usable with any model that calls the operator.
+"""Statistics of attention and selection from plain arrays, for any model that calls the operator.
 
 B batch, T query tokens, S key tokens, N query heads, K key/value heads, C compressed blocks, J selection blocks,
 n blocks per list. "..." stands for any leading axes, such as layers.
@@ -19,7 +19,7 @@ _CHUNK_ELEMENTS = 2**24
 
 
 def _probabilities(query: jax.Array, key: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax of query [B, P, N, H] over key [B, S, K, H] where mask [B, P, K or 1, S]; 0 where it hides everything."""
+    """Softmax of query [B, P, N, H] over key [B, S, K, H] under mask [B, P, K or 1, S]; 0 if all keys are masked."""
     batch, length, num_heads, head_dim = query.shape
     grouped = query.astype(jnp.float32).reshape(batch, length, key.shape[2], -1, head_dim)
     scores = jnp.einsum("bpkgh,bskh->bpkgs", grouped, key.astype(jnp.float32), precision=_HIGHEST) * head_dim**-0.5
@@ -73,10 +73,10 @@ def branch_probabilities(
 
 
 def spread_over_tokens(compressed, num_keys: int, config: NSAConfig):
-    """Weights of compressed blocks shared out evenly among their tokens: [..., C] -> [..., S].
+    """Weights of compressed blocks, spread evenly over their tokens: [..., C] -> [..., S].
 
-    Exact for the mean compressor, whose keys and values are means of l tokens; for a learned one it says which tokens
-    a block was made of, not which of them mattered.
+    This is exact for the mean compressor, whose keys and values are means of l tokens. For a learned compressor it says
+    which tokens a block was made of, but not which of them mattered.
     """
     spread = np.zeros((compressed.shape[-1], num_keys), np.float32)
     for block in range(compressed.shape[-1]):
@@ -95,16 +95,16 @@ def attention_statistics(
     config: NSAConfig,
     segment_start: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """How each branch spreads its attention. Memory is linear in T: queries are taken in chunks.
+    """How each branch spreads its attention. Queries are processed in chunks, so memory is linear in T.
 
     Args:
       query: [B, T, N, H]; the other arguments are `branch_probabilities`'.
 
     Returns:
-      float32 [B, T, N, 3] each, in the order compressed, selected, window, 0 where the branch sees nothing:
+      float32 [B, T, N, 3] each, in the order compressed, selected, window; 0 where the branch sees nothing:
       entropy: of the branch's probabilities, nats.
       largest: the highest of them.
-      distance: mean distance from the query to what it reads, tokens; a compressed block counts from its middle.
+      distance: mean distance in tokens from the query to what it reads, for a compressed block to its middle.
       beyond_window: share that is read from keys which the window does not reach.
     """
     batch, length, num_heads, _ = query.shape
@@ -138,7 +138,7 @@ def attention_statistics(
 
 
 def chosen_by_score(lists, config: NSAConfig, segment_start=None, positions=None):
-    """Which listed blocks were chosen by their importance and not forced (first and last blocks of the document).
+    """Which listed blocks were selected by importance, that is, not forced as first or last blocks of the document.
 
     Args:
       lists: int32 [..., B, T, K, n].
@@ -171,7 +171,7 @@ def block_distances(lists, config: NSAConfig, positions=None):
 
 
 def neighbour_overlap(lists, num_blocks: int, lag: int = 1) -> np.ndarray:
-    """Share of each query's blocks that the query `lag` tokens before it lists too.
+    """Share of each query's blocks that the query `lag` tokens earlier also lists.
 
     Args:
       lists: int32 [..., T, K, n].
@@ -179,7 +179,7 @@ def neighbour_overlap(lists, num_blocks: int, lag: int = 1) -> np.ndarray:
       lag: tokens.
 
     Returns:
-      float [..., T - lag, K]. A kernel that serves neighbours together loads so much less.
+      float [..., T - lag, K]. A kernel that serves neighbouring queries together saves this share of the loads.
     """
     lists = np.asarray(lists)
     same = blocks.also_listed(lists[..., lag:, :, :], lists[..., : lists.shape[-3] - lag, :, :], num_blocks)
@@ -189,7 +189,7 @@ def neighbour_overlap(lists, num_blocks: int, lag: int = 1) -> np.ndarray:
 def choosing_queries(config: NSAConfig, segment_start) -> np.ndarray:
     """Queries with more candidate blocks than a list has room for: bool [B, T] for segment starts int [B, T].
 
-    The others list everything that they may read, so that their lists say nothing about the model.
+    Other queries list everything that they may read, so their lists say nothing about the model.
     """
     start = np.asarray(segment_start)
     first, last = blocks.candidate_range(np.arange(start.shape[1]), start, config.select_block)
@@ -197,7 +197,7 @@ def choosing_queries(config: NSAConfig, segment_start) -> np.ndarray:
 
 
 def layer_overlap(lists, config: NSAConfig, segment_start=None) -> tuple[np.ndarray, float]:
-    """How much the lists of layers and head groups have in common, beyond the blocks that all of them must list.
+    """Overlap of the lists of layers and head groups, without the blocks that all of them must list.
 
     Args:
       lists: int32 [L, B, T, K, n].
@@ -205,9 +205,9 @@ def layer_overlap(lists, config: NSAConfig, segment_start=None) -> tuple[np.ndar
       segment_start: int [B, T] or None.
 
     Returns:
-      float [L * K, L * K]: of the blocks that row (layer, group) chose by score, the share that the column chose as
-      well, over the queries that have a choice; the diagonal is 1. And what choosing at random would give. NaN where
-      no query has a choice.
+      float [L * K, L * K]: of the blocks that row (layer, group) selected by score, the share that the column also
+      selected, over the queries that have a choice; the diagonal is 1. The second value is what random selection would
+      give. Both are NaN if no query has a choice.
     """
     lists = np.asarray(lists)
     num_layers, batch, length, num_kv = lists.shape[:4]

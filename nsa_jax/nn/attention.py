@@ -233,7 +233,7 @@ class NSAttention(nnx.Module):
             multiple=nsa.compress_stride,
             at_least=max(nsa.compress_block - nsa.compress_stride, 2),
         )
-        if split.context == 1 and self._kernels_cut(x, segment_start):
+        if split.context == 1 and self._kernels_cut(x):
             attended, block_indices = self._attend_cut(x, segment_start, positions, split)
         elif split.context > 1:
             p = self.project(x, positions)
@@ -261,7 +261,7 @@ class NSAttention(nnx.Module):
             **offsets,
         )
 
-    def _kernels_cut(self, x: jax.Array, segment_start: jax.Array | None) -> bool:
+    def _kernels_cut(self, x: jax.Array) -> bool:
         """Whether kernels take the fused projection of whole rows as it is."""
         config = self.config
         return tensor_size() == 1 and projected.serves(
@@ -270,7 +270,6 @@ class NSAttention(nnx.Module):
             config.value_head_dim,
             config.dtype,
             config=config.nsa,
-            packed=segment_start is not None,
             implementation=config.implementation,
         )
 

@@ -19,8 +19,9 @@ from nsa_jax.nn.attention import DenseAttention, NSAttention, Projections
 from nsa_jax.nn.config import ModelConfig
 from nsa_jax.nn.layers import MeanCompressor, MLPCompressor, rope_turns
 from nsa_jax.nn.sharding import batch_axes, constrain_batch, sharded_attention, tensor_size
-from nsa_jax.ops import blocks, kernels, nsa
+from nsa_jax.ops import blocks, nsa, pallas, plan
 from nsa_jax.ops.decode import decode_attention, gated_sum, slot_positions
+from nsa_jax.ops.implementations import kernels_wanted
 from nsa_jax.ops.target import current_target
 
 # Elements of the largest array of dense prefill, float32.
@@ -210,8 +211,8 @@ def _append_by_kernels(attention: NSAttention, layer: NSALayerCache, batch: int)
 
     They know the compressors of this library, and one device: under a mesh the compiler splits the plain operations.
     """
-    config, target = attention.config, current_target()
-    if not (config.implementation == "pallas" or (config.implementation is None and target.is_gpu)):
+    config = attention.config
+    if not kernels_wanted(config.implementation):
         return False
     if batch_axes(batch) or tensor_size() > 1:
         return False
@@ -219,7 +220,8 @@ def _append_by_kernels(attention: NSAttention, layer: NSALayerCache, batch: int)
     if not all(type(phi) in (MLPCompressor, MeanCompressor) for phi in compressors):
         return False
     query = jax.ShapeDtypeStruct((batch, 1, config.num_heads, config.head_dim), config.dtype)
-    return kernels.unsupported("decode_attention", query, layer.key_slc, layer.value_slc, target=target) is None
+    shape = plan.Shape.of(query, layer.key_slc, layer.value_slc)
+    return plan.unsupported("decode_attention", shape, current_target()) is None
 
 
 def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths):
@@ -227,11 +229,11 @@ def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths
     config = attention.config
     turn = jnp.stack(rope_turns(lengths, config.head_dim, config.rope_theta), axis=1)
     phis = [
-        kernels.Phi(*(x[...].astype(config.dtype) for x in (phi.position, phi.w_1, phi.b_1, phi.w_2)))
+        tuple(x[...].astype(config.dtype) for x in (phi.position, phi.w_1, phi.b_1, phi.w_2))
         for phi in (attention.compress_key, attention.compress_value)
         if isinstance(phi, MLPCompressor)
     ]
-    query, gates, arrays = kernels.append_token(
+    query, gates, arrays = pallas.append_token(
         h[:, 0] @ attention.w_in[...].astype(config.dtype),
         attention.gate_bias[...],
         turn,
@@ -347,8 +349,9 @@ def _step_dense(attention: DenseAttention, h, layer: DenseLayerCache, lengths, s
 
     def attend(query, key, value, lengths, start):
         target = current_target()
-        if target.is_gpu and kernels.unsupported("decode_attention", query, key, value, target=target) is None:
-            return kernels.dense_decode_attention(query, key, value, lengths + 1, start[:, None])
+        shape = plan.Shape.of(query, key, value)
+        if target.is_gpu and plan.unsupported("decode_attention", shape, target) is None:
+            return pallas.dense_decode_attention(query, key, value, lengths + 1, start[:, None])
         return _masked_attention(query, key, value, lengths[:, None], start[:, None])
 
     attended = sharded_attention(attend, query, key, value, lengths, segment_start)

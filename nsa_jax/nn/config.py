@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from nsa_jax.config import CHOICES, NSAConfig, Problem, default_config, nsa_config
-from nsa_jax.ops.nsa import IMPLEMENTATIONS
+from nsa_jax.ops.implementations import IMPLEMENTATIONS
 
 
 def _default_mlp_dim(dim: int) -> int:

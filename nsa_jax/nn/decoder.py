@@ -105,11 +105,12 @@ class Decoder:
         x = params["embedding"][tokens]
         layers = []
         for block, layer in zip(self._blocks(params), cache.layers, strict=True):
-            attended, layer = prefill_attention(
-                block.attention, block.norm_attention(x), layer, offset, segment_start, ends
-            )
-            x = x + block.attention.output(attended)
-            x = x + block.mlp(block.norm_mlp(x))
+
+            def attend(normed, attention=block.attention, layer=layer):
+                attended, layer = prefill_attention(attention, normed, layer, offset, segment_start, ends)
+                return attention.output(attended), layer
+
+            x, layer = block.forward(x, attend)
             layers.append(layer)
         start = cache.segment_start
         if segment_start is not None:
@@ -135,9 +136,12 @@ class Decoder:
         x = params["embedding"][tokens[:, None]]
         layers = []
         for block, layer in zip(self._blocks(params), cache.layers, strict=True):
-            attended, layer = step_attention(block.attention, block.norm_attention(x), layer, cache.lengths, start)
-            x = x + block.attention.output(attended)
-            x = x + block.mlp(block.norm_mlp(x))
+
+            def attend(normed, attention=block.attention, layer=layer):
+                attended, layer = step_attention(attention, normed, layer, cache.lengths, start)
+                return attention.output(attended), layer
+
+            x, layer = block.forward(x, attend)
             layers.append(layer)
         logits = self.logits(params, self._normed(params, x)[:, 0])
         return logits, Cache(tuple(layers), jnp.minimum(cache.lengths + 1, cache.capacity), start)

@@ -25,7 +25,7 @@ from nsa_jax.nn.sharding import (
 )
 from nsa_jax.ops import blocks
 from nsa_jax.ops.nsa import mean_compress
-from nsa_jax.ops.target import current_target
+from nsa_jax.ops.plan import layer_kernels_serve
 
 # SwiGLU's hidden values, as remat policies name them.
 HIDDEN = "swiglu_hidden"
@@ -71,12 +71,6 @@ def rope(x: Float[Array, "B T N H"], positions: jax.Array, theta: float) -> Floa
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _has_kernels(width: int) -> bool:
-    """Whether the GPU's kernels for gradients of layers of this width exist; a custom gradient has no forward mode."""
-    target = current_target()
-    return target.is_gpu and (target.compute_capability or (0, 0)) >= (8, 0) and width % 64 == 0
-
-
 def _rows_plain(table: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """table[index] in `dtype`; 0 where the index is outside."""
     inside = (index >= 0) & (index < len(table))
@@ -113,7 +107,7 @@ def embed(table: Float[Array, "vocab D"], tokens: Int[Array, "B T"], dtype: jnp.
     """
     stored, spec = parameter_spec(table.shape, 0), token_spec(*tokens.shape)
     split = tensor_size() > 1 and len(table) % tensor_size() == 0
-    rows = _rows if _has_kernels(table.shape[1]) else _rows_plain
+    rows = _rows if layer_kernels_serve(table.shape[1]) else _rows_plain
 
     def local(shard, tokens):
         table = whole_weights(shard, stored, dtype)
@@ -178,7 +172,7 @@ class RMSNorm(nnx.Module):
 
     def beside(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         """x itself and x normalised: for a residual stream, whose two gradients are added by the norm's kernel."""
-        if _has_kernels(x.shape[-1]):
+        if layer_kernels_serve(x.shape[-1]):
             return _pass_and_norm(x, self.scale[...], self.eps, self.dtype)
         return x, self(x)
 
@@ -241,7 +235,7 @@ class SwiGLU(nnx.Module):
             halves = constrain_tensor(w_in.reshape(w_in.shape[0], 2, -1), 2)
             hidden = constrain_tokens(jnp.einsum("btd,dcm->btcm", x, halves), None, TENSOR)
             return _gated(hidden[:, :, 0], hidden[:, :, 1]) @ w_out
-        if _has_kernels(w_out.shape[0]):
+        if layer_kernels_serve(w_out.shape[0]):
             return _gated_product(x @ w_in, w_out, self.keep)
         return _gated_product_plain(x @ w_in, w_out)
 

@@ -113,9 +113,12 @@ def walk_layers(
 
     def layer(x, params):
         block: Any = nnx.merge(graphdef, params)
-        arrays = run_attention(block.attention, block.norm_attention(x), segment_start)
-        x = x + block.attention.output(arrays.attended())
-        return x + block.mlp(block.norm_mlp(x)), look(arrays)
+
+        def attend(normed):
+            arrays = run_attention(block.attention, normed, segment_start)
+            return block.attention.output(arrays.attended()), look(arrays)
+
+        return block.forward(x, attend)
 
     x, seen = jax.lax.scan(layer, model.embedding[...][tokens].astype(model.config.dtype), stacked)
     return model.norm(x), seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -90,12 +91,31 @@ class Block(nnx.Module):
           segment_start: int [B, T] or None; see `NSAttention`.
           dropout_key: PRNG key of this layer's dropout; None means none.
         """
+        return self.forward(x, lambda normed: (self.attention(normed, segment_start), None), dropout_key=dropout_key)[0]
+
+    def forward(
+        self,
+        x: Float[Array, "B T D"],
+        attend: Callable[[jax.Array], tuple[jax.Array, Any]],
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """One layer whose attention the caller computes, for example against a cache.
+
+        Args:
+          x: [B, T, D] in the compute dtype.
+          attend: called with the normed input [B, T, D]; returns attention's output [B, T, D] and anything else.
+          dropout_key: PRNG key of this layer's dropout; None means none.
+
+        Returns:
+          The layer's output [B, T, D], and what `attend` returned beside attention's output.
+        """
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         x, normed = self.norm_attention.beside(x)
-        normed = checkpoint_name(normed, _NORMED)
-        x = x + dropout(self.attention(normed, segment_start), self.dropout, keys[0])
+        attended, extra = attend(checkpoint_name(normed, _NORMED))
+        x = x + dropout(attended, self.dropout, keys[0])
         x, normed = self.norm_mlp.beside(checkpoint_name(x, _STREAM))
-        return x + dropout(self.mlp(checkpoint_name(normed, _NORMED)), self.dropout, keys[1])
+        return x + dropout(self.mlp(checkpoint_name(normed, _NORMED)), self.dropout, keys[1]), extra
 
 
 def _stack(config: ModelConfig, rngs: nnx.Rngs) -> Block:

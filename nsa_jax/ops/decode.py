@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nsa_jax.ops import blocks, checks, nsa, reference, xla
+from nsa_jax.ops import blocks, checks, reference, xla
 from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.implementations import choose
+from nsa_jax.ops.plan import Shape
 
 
 class DecodeInfo(NamedTuple):
@@ -201,12 +203,12 @@ def decode_attention(
     message = f"key_win has length {slots}: must be at least {need} for {sizes['T']} queries per row"
     checks.require(slots >= need, message)
 
-    module = nsa._choose("decode_attention", implementation, query, key_slc, value_slc, config=config)
+    serving = choose("decode_attention", implementation, Shape.of(query, key_slc, value_slc))
     kernel_lengths, lengths = lengths, jnp.minimum(lengths, capacity)
     arrays = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
-    serve = {reference: _reference, xla: _xla}.get(module)
+    serve = {reference: _reference, xla: _xla}.get(serving)
     if serve is None:  # the kernels bound the lengths themselves, which spares the step one more launch
-        serve, lengths = module.decode_attention, kernel_lengths
+        serve, lengths = serving.decode_attention, kernel_lengths
     segment_start = checks.clip_segments(segment_start)
     out, lists = serve(*arrays, lengths, config, segment_start)
     if not return_info:

@@ -16,12 +16,6 @@ Every op takes:
 
 from __future__ import annotations
 
-import importlib
-import logging
-import types
-import warnings
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -29,69 +23,8 @@ from jaxtyping import Array, Float, Int
 
 from nsa_jax.ops import blocks, checks
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.target import current_target
-
-logger = logging.getLogger("nsa_jax")
-
-IMPLEMENTATIONS = {"reference": "reference", "xla": "xla", "pallas": "kernels"}  # to modules of nsa_jax.ops
-
-_SERVED: dict[str, str] = {}
-_WARNED: set[str] = set()
-
-
-def implementations_served() -> dict[str, str]:
-    """Which implementation served each op most recently, by op name: {"selected_attention": "pallas", ...}."""
-    return dict(_SERVED)
-
-
-def forget_implementations_served() -> None:
-    """Empties what `implementations_served` returns: a run that starts is not to be told what another one used."""
-    _SERVED.clear()
-
-
-def _module(implementation: str) -> types.ModuleType:
-    """An implementation's module, imported when first used: the kernels' dependencies load only where they run."""
-    return importlib.import_module(f"nsa_jax.ops.{IMPLEMENTATIONS[implementation]}")
-
-
-def _warn_once(message: str) -> None:
-    if message not in _WARNED:
-        _WARNED.add(message)
-        warnings.warn(message, stacklevel=4)
-
-
-def _choose(op: str, implementation: str | None, query, key, value, **static) -> types.ModuleType:
-    """Picks the module that serves `op`, records it and logs it once."""
-    checks.require(
-        implementation is None or implementation in IMPLEMENTATIONS,
-        f"implementation={implementation!r}: must be None or one of {sorted(IMPLEMENTATIONS)}",
-    )
-    target = current_target()
-    why = "asked for"
-    if implementation == "pallas" or (implementation is None and target.is_gpu):
-        reason = _module("pallas").unsupported(op, query, key, value, target=target, **static)
-        if implementation == "pallas":
-            if reason is not None:
-                raise NotImplementedError(f"{op}(implementation='pallas'): {reason}")
-            if not target.is_gpu:
-                _warn_once(
-                    f"{op}(implementation='pallas') runs in interpret mode on {target.platform}: correct and very slow"
-                )
-        elif reason is None:
-            implementation, why = "pallas", "the GPU kernels"
-        else:
-            implementation, why = "xla", f"not pallas: {reason}"
-            _warn_once(
-                f"{op} runs as 'xla' on this GPU, slower than the kernels: {reason}. Fix: change what it names, or "
-                "accept it with implementation='xla'"
-            )
-    elif implementation is None:
-        implementation, why = "xla", f"no GPU (platform {target.platform})"
-    chosen = implementation or "xla"
-    if _SERVED.get(op) != chosen:
-        logger.info("%s is served by %r (%s)", op, chosen, why)
-    _SERVED[op] = chosen
-    return _module(chosen)
+from nsa_jax.ops.implementations import choose
+from nsa_jax.ops.plan import Shape
 
 
 def compressed_attention(
@@ -139,8 +72,8 @@ def compressed_attention(
         blocks.num_compressed(checks.last_position(query_offset, length), config),
     )
     checks.segments(segment_start, sizes)
-    module = _choose("compressed_attention", implementation, query, key_cmp, value_cmp, config=config)
-    out, lse = module.compressed_attention(
+    serving = choose("compressed_attention", implementation, Shape.of(query, key_cmp, value_cmp))
+    out, lse = serving.compressed_attention(
         query,
         key_cmp,
         value_cmp,
@@ -214,8 +147,9 @@ def select_blocks(
         f"num_keys={num_keys}: must be at least {checks.last_position(query_offset, length)} to reach the last query",
     )
     query, key_cmp, lse = jax.lax.stop_gradient((query, key_cmp, lse))
-    module = _choose("select_blocks", implementation, query, key_cmp, None, config=config, num_keys=num_keys)
-    indices = module.select_blocks(
+    shape = Shape.of(query, key_cmp).with_keys(num_keys)
+    serving = choose("select_blocks", implementation, shape, select_block=config.select_block)
+    indices = serving.select_blocks(
         query,
         key_cmp,
         lse,
@@ -267,8 +201,8 @@ def selected_attention(
     checks.require(sizes["n"] >= 1, f"block_indices has shape {tuple(block_indices.shape)}: every size must be >= 1")
     select_block = checks.positive("select_block", select_block)
     checks.segments(segment_start, sizes)
-    module = _choose("selected_attention", implementation, query, key, value, select_block=select_block)
-    return module.selected_attention(
+    serving = choose("selected_attention", implementation, Shape.of(query, key, value))
+    return serving.selected_attention(
         query,
         key,
         value,
@@ -313,15 +247,13 @@ def window_attention(
     checks.length("key", sizes["S"], query_offset, sizes["T"], checks.last_position(query_offset, sizes["T"]))
     window = checks.positive("window", window)
     checks.segments(segment_start, sizes)
-    module = _choose(
-        "window_attention", implementation, query, key, value, window=window, packed=segment_start is not None
-    )
+    serving = choose("window_attention", implementation, Shape.of(query, key, value))
     offset = checks.clip_offset(query_offset, sizes["S"] - sizes["T"])
     start = checks.clip_segments(segment_start)
-    return module.window_attention(query, key, value, window=window, segment_start=start, query_offset=offset)
+    return serving.window_attention(query, key, value, window=window, segment_start=start, query_offset=offset)
 
 
-def _check_branches(
+def check_branches(
     tensors, gates, *, config: NSAConfig, segment_start=None, query_offset=None, window_start=None
 ) -> dict[str, int]:
     """Checks the arguments of `nsa_attention`, the first seven as one tuple, and returns their sizes by symbol."""
@@ -355,15 +287,15 @@ def _check_branches(
     return sizes
 
 
-def _branches(tensors, *, config: NSAConfig, packed: bool) -> tuple[tuple[str, tuple, dict[str, Any]], ...]:
-    """The ops that `nsa_attention` is made of: the name, (query, key, value) and static arguments that choose each."""
-    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win = tensors
-    return (
-        ("compressed_attention", (query, key_cmp, value_cmp), dict(config=config)),
-        ("select_blocks", (query, key_cmp, None), dict(config=config, num_keys=key_slc.shape[1])),
-        ("selected_attention", (query, key_slc, value_slc), dict(select_block=config.select_block)),
-        ("window_attention", (query, key_win, value_win), dict(window=config.window, packed=packed)),
-    )
+def choose_all(query, key_cmp, key_slc, value_slc, key_win, implementation: str | None, config: NSAConfig) -> list:
+    """The modules that serve the four ops which `nsa_attention` is made of."""
+    shape = Shape.of(query, key_slc, value_slc)
+    return [
+        choose("compressed_attention", implementation, shape.with_keys(key_cmp.shape[1])),
+        choose("select_blocks", implementation, shape, select_block=config.select_block),
+        choose("selected_attention", implementation, shape),
+        choose("window_attention", implementation, shape.with_keys(key_win.shape[1])),
+    ]
 
 
 def nsa_attention(
@@ -417,14 +349,13 @@ def nsa_attention(
     query_offset = checks.position("query_offset", query_offset)
     window_start = checks.position("window_start", window_start, least=-(2**31) + 1)
     positions = dict(segment_start=segment_start, query_offset=query_offset, window_start=window_start)
-    sizes = _check_branches(tensors, gates, config=config, **positions)
+    sizes = check_branches(tensors, gates, config=config, **positions)
     length = sizes["T"]
     offset, segment_start = checks.clip_offset(query_offset, sizes["S"] - length), checks.clip_segments(segment_start)
-    branches = _branches(tensors, config=config, packed=segment_start is not None)
-    modules = [_choose(op, implementation, *arrays, **static) for op, arrays, static in branches]
-    if set(modules) == {_module("pallas")}:
+    modules = choose_all(query, key_cmp, key_slc, value_slc, key_win, implementation, config)
+    if {x.__name__ for x in modules} == {"nsa_jax.ops.pallas"}:
         # One backward pass for all branches: less memory and less traffic than the sum of three ops.
-        out, block_indices = _module("pallas").nsa_attention(
+        out, block_indices = modules[0].nsa_attention(
             *tensors,
             gates,
             config=config,

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
-from nsa_jax.ops import blocks, checks, nsa
+from nsa_jax.ops import checks, nsa, plan
 from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.implementations import kernels_wanted, module
+from nsa_jax.ops.plan import Shape
 from nsa_jax.ops.target import current_target
 
 
@@ -19,7 +22,6 @@ def serves(
     dtype,
     *,
     config: NSAConfig,
-    packed: bool,
     implementation: str | None,
 ) -> bool:
     """Whether `split_projection` and `attend` serve whole rows with a query [B, T, N, H] of this shape.
@@ -30,28 +32,21 @@ def serves(
       value_dim: V.
       dtype: of activations.
       config: block geometry.
-      packed: rows hold several documents.
       implementation: as in `nsa_jax.nsa_attention`.
     """
-    target = current_target()
-    if implementation != "pallas" and (implementation is not None or not target.is_gpu):
+    if not kernels_wanted(implementation):
         return False
-    batch, length, _, head_dim = shape
-    count = blocks.num_compressed(length, config)
-    query = jax.ShapeDtypeStruct(shape, dtype)
-    pairs = [
-        [jax.ShapeDtypeStruct((batch, keys, kv_heads, dim), dtype) for dim in (head_dim, value_dim)]
-        for keys in (count, length, length)
-    ]
-    pallas = nsa._module("pallas")
-    branches = nsa._branches((query, *pairs[0], *pairs[1], *pairs[2]), config=config, packed=packed)
-    unsupported = (pallas.unsupported(op, *arrays, target=target, **static) for op, arrays, static in branches)
-    return not any(unsupported) and pallas.wants_kv_heads_as_batch(query, pairs[1][1], target=target)
+    batch, length, num_heads, head_dim = shape
+    target = current_target()
+    sizes = Shape(batch, length, length, num_heads, kv_heads, head_dim, value_dim, jnp.dtype(dtype).name)
+    if plan.unsupported("select_blocks", sizes, target, select_block=config.select_block) is not None:
+        return False
+    return plan.moves_heads_to_batch(sizes, target)
 
 
 def split_projection(projected: jax.Array, cos: jax.Array, sin: jax.Array, **sizes: int):
     """See `nsa_jax.ops.kernels.layer.projection.split_projection`."""
-    return nsa._module("pallas").split_projection(projected, cos, sin, **sizes)
+    return module("pallas").split_projection(projected, cos, sin, **sizes)
 
 
 def attend(
@@ -79,10 +74,10 @@ def attend(
         jax.ShapeDtypeStruct((x.shape[0] // kv_heads, x.shape[1], x.shape[2] * kv_heads, x.shape[3]), x.dtype)
         for x in (queries[0], *others)
     ]
-    nsa._check_branches(by_token, gates_by_token, config=config, segment_start=segment_start)
-    for op, arrays, static in nsa._branches(by_token, config=config, packed=segment_start is not None):
-        nsa._choose(op, implementation, *arrays, **static)
-    return nsa._module("pallas").nsa_attention_by_kv_head(
+    nsa.check_branches(by_token, gates_by_token, config=config, segment_start=segment_start)
+    query, key_cmp, _, key_slc, value_slc, key_win, _ = by_token
+    nsa.choose_all(query, key_cmp, key_slc, value_slc, key_win, implementation, config)
+    return module("pallas").nsa_attention_by_kv_head(
         queries,
         others,
         kv_heads=kv_heads,

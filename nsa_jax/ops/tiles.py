@@ -1,6 +1,7 @@
-"""Kernel configurations: small frozen dataclasses, chosen by a heuristic from shape and GPU generation.
+"""Tiles of the kernels: a frozen record for each kernel family, and the rule that picks it from shapes.
 
-Each kernel family adds one dataclass (tile sizes, warps, stages) and one function that picks it.
+A rule's docstring states the rule. What was measured to find it stands in benchmarks/results/tiles_h200.json, under the
+rule's name. `plan` applies the rules.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ ROWS = 64
 # Query heads per key/value head that TMA copies from [B, T, N, H] as they lie: swizzled tiles have 8 rows. Other groups
 # of heads need a rearranged copy, see `kernels.sm90`.
 DIRECT_GROUPS = (8, 16, 32, 64)
+# Compressed keys of a warpgroup in Hopper's scores kernel.
+SCORE_KEYS = 128
+# List entries of a work item below which Hopper's kernel for partial sums of dq is not used.
+SM90_LEAST_CHUNK = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +64,12 @@ class SelectedConfig:
 
 
 def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype) -> SelectedConfig:
-    """Picks the selected forward's tiles.
+    """Picks the tiles of the selected branch's forward pass.
 
-    Measured on an H200 in bfloat16, lists random. In the plain loop one warp per program was as fast as 2, and 32 keys
-    in 3 stages took 11.2 ms where 64 in 2 took 11.7 (N=64, K=4, H=128, 64k). A tile of 128 rows (64 where the
-    key-major kernels follow, or where heads are wide) keeps its state in the registers of 4 warps; at G = 16 a
-    `share` of 3 or 4 of 8 tokens took the same time. Key-major won at G = 4 (N=32, K=8, H=128, 32k: 5.1 against
-    11.9 ms) and G = 6 (N=12, K=2, H=64, 32k: 1.3 against 1.8) and lost at G = 16 (64k: 16.8 against 14.1); the
-    switch at 8 lies between, unmeasured. float32 takes the plain loop alone: its tiles would not fit an A100's
-    shared memory.
+    A program of the plain loop is one warp where its state fits. A tile of neighbours has 128 rows, or 64 where the
+    kernel by key block follows or heads are wide, so that its state stays in the registers of 4 warps; a block counts
+    as shared if half of the tile's tokens list it. Groups of at most 8 heads are served by key block. float32 takes the
+    plain loop alone, because its tiles do not fit an A100's shared memory.
     """
     narrow = h_dim + v_dim <= 256 and jnp.dtype(dtype).itemsize == 2
     key_major = group <= 8 and select_block <= 64 and jnp.dtype(dtype).itemsize == 2
@@ -107,22 +109,12 @@ class SelectedGatherConfig:
 
 
 def selected_gather_config() -> SelectedGatherConfig:
-    """Picks those tiles: a row's queries, 12 MiB, should stay in the L2 cache.
-
-    Measured on an H200 (4 rows of 65,536, N=6, K=1, H=64, lists random, one tile ahead): 1.35 ms with rows of 8,192 or
-    16,384 tokens, 1.61 with 32,768 and 1.68 with 65,536; 1.43 with items of 256 entries and 1.32 with 1,024. Two tiles
-    ahead took 1.25, which programs of 1 or 2 warpgroups have no registers for (1.61 and 1.81). With what comes before
-    and after it, 2.40 with a buffer of 1 GiB, 2.37 with 2 and 2.35 with 4.
-    """
+    """Picks the gathering kernel's tiles: a row's queries, 12 MiB, stay in the L2 cache."""
     return SelectedGatherConfig()
 
 
 def selected_hopper_config(h_dim: int, v_dim: int) -> RangedHopperConfig:
-    """Picks the Hopper kernel's tiles for the blocks that a tile of queries shares: one block at a time.
-
-    At N=64, K=4, H=128 and 64k, lists random, a second buffer for queries took 1.49 ms where one took 1.51, and the
-    Triton kernel 1.78; with lists that 64 tokens share, 4.6 to 4.7 and 5.1.
-    """
+    """Picks the tiles of Hopper's kernel for the blocks that a tile of queries shares: one block at a time."""
     return RangedHopperConfig(64, 3, query_buffers=2) if max(h_dim, v_dim) <= 128 else RangedHopperConfig(64, 2)
 
 
@@ -142,9 +134,8 @@ class SelectedHopperTilesConfig:
 def selected_hopper_tiles_config(tiles: int) -> SelectedHopperTilesConfig:
     """Picks how that kernel divides `tiles` tiles, those of all rows and key/value heads.
 
-    A few programs per multiprocessor of 132 level out walks of different lengths; longer ones hide their beginnings.
-    On an H200 it hardly matters: 0.30 ms with 132 to 528 programs and 0.32 with 1,056, 2 stages as fast as 3 (4 rows of
-    65,536, N=6, K=1, H=64).
+    A few programs for each of 132 multiprocessors level out walks of different lengths, and longer ones hide their
+    beginnings.
     """
     return SelectedHopperTilesConfig(stages=3, programs=132 * max(1, min(4, tiles // (3 * 132 * 8))))
 
@@ -183,17 +174,21 @@ class SelectedBackwardConfig:
 def selected_backward_config(
     group: int, h_dim: int, v_dim: int, dtype, select_block: int, blocks: int
 ) -> SelectedBackwardConfig:
-    """Picks the selected backward's tiles; `blocks` is the number of key blocks over batch and key/value heads, B*K*J.
+    """Picks the tiles of the selected branch's backward pass.
 
-    Measured on an H200. 64 rows, 4 warps and 2 stages leave room for two programs per multiprocessor, at head dim 64
-    128 rows do (2.70 for 2.95 ms, N=12, K=2, 64k); head dim 192 has shared memory for one stage. With 8 heads or
-    more per group, keeping the score gradients costs less than keeping shares of dq. Long work items save partial
-    sums of dk and dv; short sequences need more and shorter ones to fill the GPU (N=32, K=8, H=128, 32k: 6.74 ms
-    with up to 2,048 queries, 6.89 with 1,024). Each pass over the buffer ends with multiprocessors that wait for
-    the last work items: 1 GiB instead of 512 MiB, half as many passes, took 19.6 instead of 20.9 ms at 64k; for shares
-    of groups of fewer than 8 heads, the smaller arrays beside them, 2 GiB 3.81 instead of 3.91 (4 rows of 65,536, N=6,
-    K=1, H=64; 4 GiB 3.83). Tiles for dq took 18.0 instead of 20.0 ms in all with lists shared by 64 tokens and 21.4
-    instead of 21.0 with random ones.
+    64 rows, 4 warps and 2 stages leave room for two programs on a multiprocessor; head dim 64 has room for 128 rows,
+    head dim 192 for one stage. From 8 heads per group on, score gradients cost less to keep than partial sums of dq.
+    Work items are long where there are many key blocks, and short where few of them have to fill the GPU. A larger
+    buffer means fewer passes, each of which ends with idle multiprocessors; beside the smaller arrays of groups of
+    fewer than 8 heads there is room for 2 GiB.
+
+    Args:
+      group: G.
+      h_dim: H.
+      v_dim: V.
+      dtype: of queries, keys and values.
+      select_block: l'.
+      blocks: key blocks of the batch and of all key/value heads, B * K * J.
     """
     wide, exact = max(h_dim, v_dim), jnp.dtype(dtype).itemsize > 2
     chunk = 1 << max(blocks // 2, 1).bit_length() - 1
@@ -223,9 +218,7 @@ class SelectConfig:
       queries: query tokens of one scores program.
       num_warps: warps of a scores program.
       num_stages: software pipeline depth of its loop over heads.
-      chunk_bytes: bound on the buffer of scores; query ranges are processed one after the other to stay within it:
-        2.23 ms with 1 GiB, 2.44 with 256 MiB (2 rows of 65,536, N=12, K=2, H=64); later 2.04 with 1 GiB, 2.00 with 2
-        and 1.91 with 4, which hold them all.
+      chunk_bytes: bound on the buffer of scores; query ranges are processed one after the other to stay within it.
     """
 
     keys: int
@@ -239,13 +232,12 @@ def select_config(num_queries: int, group: int, dtype, hopper: bool = False) -> 
     """Picks the scores tile.
 
     The running sum over heads and one head's scores are both [keys, queries] in registers, and programs hide each
-    other's waits, so a small query tile with a deep pipeline won on an H200: 128 x 32, 4 warps, 3 stages against 128 x
-    64, 128 x 128, 256 x 64, 64 x 64 and others.
+    other's waits, so a small query tile with a deep pipeline is fastest.
 
     Args:
       num_queries: T.
       group: compressed blocks per selection block, rounded up to a power of two.
-      dtype: dtype of queries and keys.
+      dtype: of queries and keys.
       hopper: Hopper's kernel computes the scores, of which this bounds the buffer alone.
     """
     wide = jnp.dtype(dtype).itemsize > 2
@@ -324,12 +316,10 @@ def ranged_forward_config(h_dim: int, v_dim: int, dtype) -> RangedConfig:
 
 
 def ranged_dq_config(h_dim: int, v_dim: int, dtype, target: Target, span: int | None) -> RangedConfig:
-    """Picks the dq kernel's tiles.
+    """Picks the Triton dq kernel's tiles.
 
-    On an H200 at head dim 128, 128 rows over 8 warps reached 504 TFLOP/s in long loops (480 with 64 rows over 4 warps);
-    in a window, where masked blocks weigh more, the smaller tile won (4.75 against 5.3 ms at 64k). At head dim 64,
-    128 rows by 32 keys was the fastest in long loops, and 64 keys in a window of 512 (0.83 against 0.86 ms for 64 rows
-    of 2,048, N=12). The large tile needs 160 KiB of shared memory, which leaves no room on sm80.
+    Long loops take 128 rows; a short window, where masked blocks weigh more, takes the smaller tile. The large tile of
+    head dim 128 needs 160 KiB of shared memory, which sm80 does not have.
     """
     wide = max(h_dim, v_dim) > 128
     if jnp.dtype(dtype).itemsize > 2:
@@ -345,11 +335,10 @@ def ranged_dq_config(h_dim: int, v_dim: int, dtype, target: Target, span: int | 
 
 
 def ranged_dkv_config(h_dim: int, v_dim: int, dtype, target: Target, span: int | None) -> RangedConfig:
-    """Picks the dk, dv kernel's tiles.
+    """Picks the Triton dk, dv kernel's tiles.
 
-    On an H200 at head dim 128, 128 keys over 8 warps with three stages reached 480 TFLOP/s; 64 keys over 4 warps, which
-    also fits sm80's shared memory, 418. At head dim 64, 32 rows by 128 keys was the fastest in long loops, and 64 by 64
-    in a window of 512 (1.12 against 1.23 ms for 64 rows of 2,048, N=12).
+    Hopper has shared memory for 128 keys over 8 warps; sm80 takes 64 over 4. Head dim 64 takes 32 rows by 128 keys in
+    long loops and 64 by 64 in a short window.
     """
     wide = max(h_dim, v_dim) > 128
     if jnp.dtype(dtype).itemsize > 2:
@@ -388,12 +377,9 @@ class RangedHopperConfig:
 def ranged_hopper_config(h_dim: int, v_dim: int, span: int | None, num_keys: int) -> RangedHopperConfig:
     """Picks the Hopper forward's tiles.
 
-    128 keys per block reached 526 TFLOP/s at head dim 128 and 64k, 64 keys 450; short ranges (a window of 512) have
-    more masked blocks and won with 64, as did the compressed branch of 8,192 tokens (1.61 against 1.66 ms for 32 rows,
-    N=16, K=1). Wider heads leave shared memory for 64 keys, narrow ones registers for a third warpgroup: 1.80 against
-    2.01 ms for the compressed branch of 4 rows of 65,536, N=6, K=1, H=64. There 64 keys won up to 8,192 tokens (0.237
-    and 0.247 ms for 16 rows; 0.252 and 0.301 for 128 rows of 2,048). A second buffer for queries, where shared memory
-    has room, then took 1.80 to 1.76, 0.230 to 0.221 and 0.228 to 0.217 ms.
+    Long loops take 128 keys a block. Short ranges, which have more masked blocks, and few keys take 64. Wide heads
+    leave shared memory for 64 keys; narrow ones leave registers for a third warpgroup. Queries have a second buffer
+    where shared memory has room.
     """
     wide, few = max(h_dim, v_dim), span is not None and span <= 1024 or num_keys <= 512
     if wide > 128:
@@ -416,11 +402,8 @@ def ranged_hopper_tiles_per_program(tiles: int, most: int) -> int:
 def ranged_hopper_dq_config(h_dim: int, v_dim: int, span: int | None, num_keys: int) -> RangedHopperConfig:
     """Picks the Hopper dq kernel's tiles; under a mask of blocks `span` is a block, 64.
 
-    At head dim 128 and 64k, 128 keys took 10.3 ms and 64 keys 10.6; 2.21 and 2.00 for the compressed branch of 32 rows
-    of 8,192, N=16, K=1. At head dim 64 three warpgroups took 2.38 ms where two took 2.54 (the shape of
-    `ranged_hopper_config`), 0.340 for 0.408 at 2,048. Several query tiles per program, with a second buffer for queries
-    where shared memory has room, then took 2.31 to 2.17 and 0.346 to 0.218, and 1.39 to 1.29 under a mask. Of the 8,192
-    tiles of 4 rows of 65,536 a program took 16 in 2.06 ms, 12 in 2.15, 7 in 2.24; the forward is slower with more.
+    Narrow heads take three warpgroups, a second buffer for queries and many query tiles per program. Otherwise long
+    loops take 128 keys a block and short ones 64.
     """
     wide = max(h_dim, v_dim)
     if wide <= 64:
@@ -449,13 +432,10 @@ class RangedHopperKeysConfig:
 
 
 def ranged_hopper_dkv_config(h_dim: int, v_dim: int, span: int | None, num_keys: int) -> RangedHopperKeysConfig:
-    """Picks the Hopper dk, dv kernel's tiles; short loops gain nothing from many stages.
+    """Picks the Hopper dk, dv kernel's tiles.
 
-    Three warpgroups took 3.27 ms for the compressed branch where two took 3.75, and 1.84 for 1.93 under a mask (the
-    shapes of `ranged_hopper_config` and `selected_masked_config`), and 0.53 for 0.56 among 511 keys (32 rows of
-    8,192). Among 127 keys too many of the third have none: 0.37 for 0.29 ms. Three stages instead of two then took 3.26
-    to 3.18, four 3.33, and for a window of 512 1.23 to 1.21 and 1.24 (4 rows of 65,536, N=6, K=1, H=64). Since each
-    warpgroup leaves out tiles that see none of its own keys, that window took 1.04, two warpgroups 1.15.
+    Narrow heads take three warpgroups unless there are so few keys that the third has none. Short loops gain nothing
+    from many stages.
     """
     if max(h_dim, v_dim) <= 64 and num_keys >= 384:
         return RangedHopperKeysConfig(3, 3)
@@ -468,11 +448,7 @@ MASKED_BLOCKS_PER_SLOT = 2
 
 
 def selected_masked_config(h_dim: int, v_dim: int) -> RangedHopperConfig:
-    """Picks the tiles of selected attention under a mask: 64 keys, one block.
-
-    Three warpgroups took 1.24 and 1.39 ms forward and for dq where two took 1.35 and 1.61 (128 rows of 2,048, N=6,
-    K=1, H=64); a second buffer for the forward's queries 1.16 where one took 1.17.
-    """
+    """Picks the tiles of selected attention under a mask of blocks: 64 keys, one block."""
     if max(h_dim, v_dim) <= 64:
         return RangedHopperConfig(64, 3, warpgroups=3, query_buffers=2)
     return selected_hopper_config(h_dim, v_dim)
@@ -520,17 +496,15 @@ class DecodeConfig:
 
 
 # Programs of the attention kernels: as many as an H200 holds at once, two per multiprocessor, so that none waits for
-# a second round. At 128k tokens and B=16, twice as many took 84 instead of 74 us.
+# a second round.
 _DECODE_PROGRAMS = 256
 
 
 def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -> DecodeConfig:
     """Picks how a decode step is split.
 
-    Measured on an H200 at N=64, K=4, H=128 in bfloat16: the compressed branch reads 3.6 TB/s with tiles of 64 keys, 4
-    warps and 3 stages, and about as fast with 128 keys or 2 stages. At B=16 a call took 80 us at 64k tokens and 128 to
-    132 at 128k, where ranking was 30 of them with the scores read by its own programs; the kernel of their own for many
-    scores (`fold_programs`) and ranking by several thresholds at a time came after that and have not been timed.
+    Programs are as many as an H200 holds at once. The compressed blocks are cut into at most half as many parts as
+    there are tiles, but up to 16, because summing many parts costs more than it saves.
 
     Args:
       pairs: (query token, key/value head) pairs in the batch.
@@ -540,7 +514,6 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
     """
     keys = 64 if row_bytes <= 512 else 32
     wanted = max(1, -(-_DECODE_PROGRAMS // pairs))
-    # At B=1, shares of one tile won at 8k tokens (8 tiles, 3.1 against 4.2 us); at 64k summing up 64 of them cost more.
     tiles = -(-num_cmp // keys)
     return DecodeConfig(
         keys=keys,

@@ -1,4 +1,4 @@
-"""Run reports: `python -m nsa_jax.report runs/quickstart` writes one HTML file that shows what a run did."""
+"""Run reports: `python -m nsa_jax.report runs/quickstart` writes one HTML file about a run."""
 
 from nsa_jax.report.page import build
 from nsa_jax.report.reading import ReportError, read_run

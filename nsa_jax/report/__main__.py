@@ -3,9 +3,9 @@
     python -m nsa_jax.report runs/quickstart
     python -m nsa_jax.report runs/quickstart runs/wider --out comparison.html
 
-The file holds everything, the charting library included (2 MB), and opens from disk without a network. A run that was
-interrupted, or that still trains, is shown as far as it got. Several runs are drawn into the same charts, with the
-difference of their configurations; health, samples and configuration are shown of one run at a time.
+The file contains everything, including the charting library (2 MB), and opens from disk without a network. A run that
+was interrupted, or is still training, is shown as far as it got. Several runs are drawn into the same charts, with the
+differences of their configurations. Health, samples and configuration are shown for one run at a time.
 
 `python -m nsa_jax.evaluate RUN` beforehand adds loss by position in the context, and needles.
 """
@@ -26,7 +26,7 @@ EXIT_USAGE = 2
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file that is never seen half-written; an existing one stays if anything goes wrong.
+    """Writes a file atomically; if that fails, an existing file stays as it is.
 
     Raises:
       OSError: it cannot be written.
@@ -37,7 +37,7 @@ def write(path: Path, text: str) -> None:
             file.write(text)
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # mkstemp's files are for their owner alone
+        os.chmod(temporary, 0o666 & ~mask)  # mkstemp allows access to the owner only
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     out = args.out or args.runs[0] / "report.html"
     try:
-        once = {path.resolve(): path for path in args.runs}  # a run that is named twice is shown once
+        once = {path.resolve(): path for path in args.runs}  # a run that is named twice appears once
         text = build([read_run(path) for path in once.values()])
         if out.is_dir():
             raise ReportError(f"--out {out}: a directory; name a file")

@@ -1,8 +1,8 @@
-// Charts: what they look like and how they are drawn. Each is drawn when it comes near the screen, and again when the
-// theme, the runs shown or the horizontal axis change.
+// Style and drawing of charts. A chart is drawn when it comes near the screen, and again when the theme, the runs shown
+// or the horizontal axis change.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
-// An element; texts become text nodes, so that nothing in them is read as HTML.
+// Makes an element. Texts become text nodes, so that they are never parsed as HTML.
 function el(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -22,7 +22,7 @@ const COLOURS = {
   dark: ["#62b5f5", "#ff9f63", "#46cf9f", "#e794d3", "#e3c251", "#62d2e6", "#b9c1c9", "#ff9a90"],
 };
 const DASHES = ["solid", "dot", "dash", "dashdot"];
-// Branch shares: a third, the middle, means balance.
+// Colours of branch shares. The middle of the scale is a third, which means balance.
 const AROUND = {
   light: [
     [0, "#0b4f8a"],
@@ -46,7 +46,7 @@ let plotlyReady = false;
 const theme = () => document.documentElement.dataset.theme;
 const token = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = (index) => COLOURS[theme()][index % COLOURS.light.length];
-// Plotly reads a few HTML tags in texts: what a user wrote is shown as it is.
+// Plotly interprets some HTML tags in texts. Text from a run is escaped, so that it is shown literally.
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const coarse = () => matchMedia("(pointer: coarse)").matches;
 
@@ -170,7 +170,7 @@ function layoutOf(options) {
   };
 }
 
-// Fingers scroll the page and tap for values; they zoom with the buttons of the bar.
+// On touch screens, dragging scrolls the page and tapping shows values. The buttons of the bar zoom.
 const CONFIG = () => ({
   responsive: true,
   displaylogo: false,
@@ -279,7 +279,7 @@ function setRange(range, origin = null) {
     linking = false;
   });
 }
-// The buttons of the bar: about the middle of what is seen, within what the runs have.
+// The buttons of the bar zoom around the middle of the visible range, within the range of the runs.
 function zoomBy(factor, shift = 0) {
   const whole = Math.max(...DATA.runs.map((run) => along(run, run.outcome.step) ?? 0), 0) || 1;
   const [from, to] = state.range ?? [0, whole],
@@ -307,7 +307,7 @@ addEventListener("beforeprint", () =>
   }),
 );
 
-// The library is kept as gzip in base64: a third of its size.
+// The library is stored as gzip in base64, which is a third of its size.
 async function loadPlotly() {
   const text = atob(document.getElementById("library").textContent.trim());
   const bytes = new Uint8Array(text.length);

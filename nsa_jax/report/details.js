@@ -5,7 +5,7 @@ const MAPS = [
   {
     title: "Gates",
     about:
-      "How each layer weighs the three branches. A third each is balance; a branch near 1 means that NSA has become that branch.",
+      "How each layer weighs the three branches. A third each is balanced. A share near 1 means that the layer uses one branch only.",
     maps: [
       ...BRANCHES.map((name) => [`gate_share_${name}`, `Share of gates: ${name}`, "", "third"]),
       [
@@ -20,7 +20,7 @@ const MAPS = [
   {
     title: "Outputs",
     about:
-      "The size of what each branch adds, as a share of all three: a gate may be open on a branch that says nothing.",
+      "The size of what each branch adds, as a share of all three. A branch with a large gate can still add little.",
     maps: BRANCHES.map((name) => [`output_share_${name}`, `Share of output: ${name}`, "", "third"]),
   },
   {
@@ -84,7 +84,7 @@ function heatMap(name, title, kind) {
           outlinewidth: 0,
           tickfont: { size: 11, color: token("--muted") },
           nticks: 5,
-          // The colours reach as far below a third as above it, shares do not.
+          // The colour scale is symmetric around a third; shares are not.
           ...(third && { tickvals: [0, 0.2, 0.4, 0.6, 0.8, 1].filter((share) => share >= low && share <= high) }),
           x: 1.01,
           xpad: 4,

@@ -26,7 +26,7 @@ function fill(id, make) {
   try {
     content = make();
   } catch (error) {
-    // Records of a run may be damaged in ways that nobody has thought of: the other sections are shown.
+    // A run's records may be damaged in unforeseen ways. The other sections are still shown.
     content = el("p", { class: "panel empty" }, `This section cannot be drawn (${error.message}).`);
   }
   section.replaceChildren(...[content].flat().filter(Boolean));

@@ -1,4 +1,4 @@
-"""The page: one HTML file that holds the data, the charting library and what draws with it."""
+"""The page: one HTML file with the data, the charting library and the scripts that draw."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from nsa_jax.report.reading import COLUMNS, POINTS, ReportError, flatten
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("charts.js", "sections.js", "curves.js", "details.js", "page.js")
-# What of the environment is worth comparing; the rest follows from it or differs between any two runs.
+# The part of the environment that is compared. The rest follows from it or differs between any two runs.
 _COMPARED = ("devices.", "versions.", "git.", "mesh.", "implementations.", "parameters.total", "data.tokenizer")
 
 
 def labels(runs: list[dict[str, Any]]) -> list[str]:
-    """A short name for each run: the directory's, with as much of the path as tells it from the others."""
+    """A short name for each run: the end of its path, as long as needed to make the names unique."""
     parts = [Path(run["path"]).parts for run in runs]
     depth = 1
     while depth < max(map(len, parts)) and len({part[-depth:] for part in parts}) < len(runs):
@@ -32,7 +32,7 @@ def labels(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def differences(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Fields of config and environment that are not the same in all runs: {"name", "values" (None: not there)}."""
+    """Fields of config and environment that differ between runs: {"name", "values" (None: missing)}."""
     found = []
     tables = [run["config"] for run in runs]
     environments = [flatten(run["environment"]) for run in runs]
@@ -70,7 +70,7 @@ def _version() -> str:
 
 
 def embed(value: Any) -> str:
-    """JSON that may stand in a script element: no text in it can end the element or open a comment."""
+    """JSON for a script element. No text in it can end the element or open a comment."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -82,7 +82,7 @@ def build(runs: list[dict[str, Any]]) -> str:
       runs: as `read_run` returns them; at least one.
 
     Returns:
-      HTML that asks for nothing from the network: its Content-Security-Policy forbids it.
+      HTML that requests nothing from the network; its Content-Security-Policy forbids it.
 
     Raises:
       ReportError: the charting library is not installed.
@@ -108,5 +108,5 @@ def build(runs: list[dict[str, Any]]) -> str:
         "script": "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     }
     template = (_HERE / "page.html").read_text(encoding="utf-8")
-    # One pass: what is filled in is not looked at again.
+    # One pass, so that text which was filled in is not replaced again.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)

@@ -1,9 +1,9 @@
-"""Reading a run's directory, as it was left: finished, stopped, killed in the middle of a line, or still training.
+"""Reads the directory of a run in any state: finished, stopped, killed in the middle of a line, or still training.
 
-Everything that ends up on the page passes through here. Curves are cut down to `POINTS` points that keep every
-bucket's smallest and largest value; heat maps to `COLUMNS` columns that keep the worst value where a figure has a bad
-direction; texts lose what cannot be printed. Only what a run lacks altogether (a directory, any record) is an error:
-whatever a file holds, the report is made of the rest, with a note.
+Everything on the page passes through this module. Curves are reduced to `POINTS` points that keep the smallest and
+largest value of every bucket. Heat maps are reduced to `COLUMNS` columns that keep the worst value, for figures with a
+bad direction. Characters that cannot be printed are removed. It is an error only if there is no directory or no record
+at all. If a file is damaged, the report is made of the rest and contains a note.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ POINTS = 1500  # of a curve
 COLUMNS = 240  # of a heat map
 SAMPLES = 60  # texts of a run: first, last and evenly spread ones
 SAMPLE_CHARACTERS = 8000
-_LARGEST_STEP = 2**53  # what JavaScript counts exactly
-_DEEPEST = 50  # levels of JSON; what nests deeper was not written by the trainer
+_LARGEST_STEP = 2**53  # JavaScript counts exactly up to here
+_DEEPEST = 50  # levels of JSON; the trainer writes no deeper ones
 _MOST_LAYERS = 2048
 _ALIVE_SECONDS = 180.0  # a heartbeat comes every 30 s unless the config says otherwise
-# What a health figure's column becomes when several steps share it: the worst of them where there is one.
+# How the values of several steps in one column are combined: by the worst value, for figures that have one.
 _WORST = {"gate_entropy": np.fmin, "gate_collapsed": np.fmax, "gate_share_max": np.fmax, "key_mismatches": np.fmax}
 
 
 class ReportError(Exception):
-    """A directory that no report can be made of; the message says why."""
+    """No report can be made of a directory; the message says why."""
 
 
 def clean(value: Any) -> Any:
-    """A JSON value whose texts hold nothing that cannot be shown (control characters, halves of surrogate pairs)."""
+    """A JSON value without characters that cannot be shown (control characters, halves of surrogate pairs)."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
@@ -54,7 +54,7 @@ def _parse(text: str) -> Any:
     """A JSON value.
 
     Raises:
-      ValueError: the text is none, or nests so deep that functions that walk it would fail.
+      ValueError: the text is not JSON, or is nested so deeply that recursive functions would fail.
     """
     try:
         value = json.loads(text)
@@ -73,7 +73,7 @@ def _inner(value: dict | list) -> Iterable[Any]:
 
 
 def _text(path: Path, notes: list[str]) -> str:
-    """What a file holds; nothing, with a note, if it is there and cannot be read."""
+    """The text of a file; empty, with a note, if the file exists and cannot be read."""
     try:
         if path.is_file():
             return path.read_text(encoding="utf-8", errors="replace")
@@ -85,7 +85,7 @@ def _text(path: Path, notes: list[str]) -> str:
 
 
 def read_rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Objects of a JSON Lines file with an integer `step`; a note tells of lines that are none (a last one cut off)."""
+    """Objects of a JSON Lines file with an integer `step`; a note counts other lines, such as a truncated last one."""
     rows: list[dict[str, Any]] = []
     skipped = 0
     for line in _text(path, notes).split("\n"):
@@ -108,7 +108,7 @@ def read_rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    """A JSON object, or an empty one, with a note if the file is there and cannot be read."""
+    """A JSON object; an empty one, with a note, if the file exists and cannot be read."""
     before = len(notes)
     text = _text(path, notes)
     if not text and (len(notes) > before or not path.is_file()):
@@ -124,7 +124,7 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _last_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The last whole JSON object of a JSON Lines file, or an empty one."""
+    """The last complete JSON object of a JSON Lines file, or an empty one."""
     for line in reversed(_text(path, notes).split("\n")):
         try:
             value = _parse(line)
@@ -150,18 +150,18 @@ def _finite(value: Any) -> float | None:
 
 
 def _whole(value: Any) -> int | None:
-    """A number that JavaScript counts exactly, such as a step; None for all else."""
+    """An integer that JavaScript represents exactly, such as a step; None for all other values."""
     number = _finite(value)
     return int(number) if number is not None and abs(number) < _LARGEST_STEP else None
 
 
 def thin(steps: np.ndarray, values: np.ndarray, points: int = POINTS) -> np.ndarray:
-    """Indices of the points to keep: the smallest and largest value of each of `points` / 2 buckets, first and last.
+    """Indices of the points to keep: smallest and largest of each of `points` / 2 buckets, and the first and last.
 
     Args:
       steps: [n], ascending.
-      values: [n]; those that are not finite are kept only where their bucket has no other, as a gap.
-      points: how many to keep, about.
+      values: [n]. A value that is not finite is kept, as a gap, only if its bucket has no finite one.
+      points: about how many to keep.
 
     Returns:
       Ascending indices into the arrays; all of them if there are no more than `points`.
@@ -179,14 +179,14 @@ def thin(steps: np.ndarray, values: np.ndarray, points: int = POINTS) -> np.ndar
 
 
 def _plain(values: Iterable[float]) -> list[float | None]:
-    """Numbers of six significant digits for JSON; None for what is not finite."""
+    """Numbers with six significant digits for JSON; None for values that are not finite."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
 def curves(rows: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Curves of all metrics, and where they were not finite.
 
-    Rows of a step that was run again after a resume replace the earlier ones.
+    If a step was run again after a resume, its later rows replace the earlier ones.
 
     Returns:
       {name: {"x": steps, "y": values, "n": points before thinning}}, and events {"step", "kind", "name", "message"}.
@@ -370,7 +370,7 @@ def _checkpoints(workdir: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _object(parent: dict[str, Any], name: str, file: str, notes: list[str]) -> dict[str, Any]:
-    """A part of a file that must be an object: removed, with a note, if it is another thing."""
+    """A part of a file that must be an object. If it is not, it is removed, with a note."""
     value = parent.get(name)
     if value is not None and not isinstance(value, dict):
         notes.append(f"{name} of {file} is no object and is left out")
@@ -379,7 +379,7 @@ def _object(parent: dict[str, Any], name: str, file: str, notes: list[str]) -> d
 
 
 def _preflight(found: dict[str, Any]) -> dict[str, Any]:
-    """What the page reads of preflight: texts and numbers."""
+    """The texts and numbers of preflight that the page shows."""
     lists = {name: found.get(name) for name in ("warnings", "ignored")}
     texts = {name: [str(v) for v in value] if isinstance(value, list) else [] for name, value in lists.items()}
     return {**texts, "bigram_entropy": _finite(found.get("bigram_entropy")), "seconds": found.get("seconds")}
@@ -391,14 +391,14 @@ def _best(found: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def read_run(workdir: Path, now: float | None = None) -> dict[str, Any]:
-    """Everything that the page shows of a run, as JSON values whose texts can be shown.
+    """Everything that the page shows of a run, as JSON values with printable texts.
 
     Args:
       workdir: of the run.
-      now: seconds since the epoch, to tell a live run from a dead one; None: the clock's.
+      now: seconds since the epoch, to tell a live run from a dead one; None: the current time.
 
     Raises:
-      ReportError: no directory, or nothing in it was written by the trainer.
+      ReportError: there is no directory, or it holds nothing that the trainer wrote.
     """
     if not workdir.is_dir():
         raise ReportError(f"{workdir}: no such directory")

@@ -1,8 +1,9 @@
 """Training: state and sharding, the compiled step, the loop, checkpoints, metrics."""
 
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints
+from nsa_jax.train.errors import TrainingError
 from nsa_jax.train.lock import WorkdirInUse
-from nsa_jax.train.loop import TrainingError, run
+from nsa_jax.train.loop import run
 from nsa_jax.train.state import Setup, make_mesh, setup
 from nsa_jax.train.step import make_eval_step, make_train_step
 

@@ -29,9 +29,8 @@ from orbax.checkpoint import v1 as ocp
 
 from nsa_jax.config import accept
 from nsa_jax.data.errors import DataError
-from nsa_jax.nn import function_differences
-from nsa_jax.train import digests, distributed
-from nsa_jax.train.checkpoint_files import (
+from nsa_jax.hub import digests
+from nsa_jax.hub.checkpoint_files import (
     INFO,
     best_of,
     find_steps,
@@ -42,7 +41,9 @@ from nsa_jax.train.checkpoint_files import (
     read_info,
     verify,
 )
-from nsa_jax.train.digests import Damage
+from nsa_jax.hub.digests import Damage
+from nsa_jax.nn import function_differences
+from nsa_jax.train import processes
 from nsa_jax.train.state import State
 
 logger = logging.getLogger("nsa_jax")
@@ -139,7 +140,7 @@ class Checkpoints:
         self._info = info
         self._keep_last, self._keep_best, self._read_only = keep_last, keep_best, read_only
         # A network file system may show the processes different steps.
-        losses, damaged = json.loads(distributed.from_first(lambda: json.dumps(self._open())))
+        losses, damaged = json.loads(processes.from_first(lambda: json.dumps(self._open())))
         self._losses: dict[int, float | None] = {int(step): loss for step, loss in losses.items()}
         self._damaged: dict[int, str] = {int(step): reason for step, reason in damaged.items()}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -284,7 +285,7 @@ class Checkpoints:
                 verify(path, jax.process_index(), jax.process_count())
         except Damage as error:
             reason = str(error)
-        if not distributed.all_agree(reason is None):
+        if not processes.all_agree(reason is None):
             self._pass_over(step, reason)
             return None
         self._check_fits(step)
@@ -299,7 +300,7 @@ class Checkpoints:
             if verifiable or not names_damage(error):
                 raise
             state, reason = None, f"{type(error).__name__}: {str(error)[:200]}"  # Orbax quotes whole specifications
-        if not distributed.all_agree(state is not None):
+        if not processes.all_agree(state is not None):
             self._pass_over(step, reason)
             return None
         return state

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from nsa_jax.ops.nsa import implementations_served
-from nsa_jax.train import distributed
+from nsa_jax.ops.implementations import implementations_served
+from nsa_jax.train import processes
 from nsa_jax.train.flops import forward_flops_per_token, peak_flops, train_flops_per_token
 from nsa_jax.train.state import Setup
 
@@ -73,7 +73,7 @@ def environment(setup: Setup, *, start_step: int, resumed_from: str | None, data
         "git": _git(),
         "devices": {"kind": device.device_kind, "platform": device.platform, "count": setup.mesh.size},
         "processes": jax.process_count(),
-        "hosts": distributed.hosts(),
+        "hosts": processes.hosts(),
         "mesh": dict(setup.mesh.shape),
         "peak_flops_per_device": peak_flops(device.device_kind),
         "parameters": parameter_counts(setup),

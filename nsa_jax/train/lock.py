@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nsa_jax.train import distributed
+from nsa_jax.train import processes
 
 logger = logging.getLogger("nsa_jax")
 
@@ -47,7 +47,7 @@ def holding(workdir: Path) -> Iterator[None]:
     """
     lock = _Lock(workdir / LOCK)
     try:
-        refusal = distributed.from_first(lock.take)
+        refusal = processes.from_first(lock.take)
         if refusal:
             raise WorkdirInUse(
                 f"--workdir={workdir} is in use by {refusal}; nothing was touched. Fix: wait until it ends, stop it "

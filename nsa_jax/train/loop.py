@@ -22,17 +22,21 @@ from nsa_jax.command_line import workdir_problems
 from nsa_jax.data import make_pipeline
 from nsa_jax.data.cache import cache_root
 from nsa_jax.devices import keep_compiled_programs
-from nsa_jax.ops.nsa import forget_implementations_served, implementations_served
-from nsa_jax.train import data_check, disk, distributed, env, flops, guards, health, lock, metrics, preflight
+from nsa_jax.hub.export import load_exported
+from nsa_jax.ops.implementations import forget_implementations_served, implementations_served
+from nsa_jax.train import disk, env, flops, lock, metrics, preflight, processes
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences, parse_resume
-from nsa_jax.train.guards import Guards, TrainingError
+from nsa_jax.train.errors import TrainingError, check_room, describe_stop, writing_checkpoint
+from nsa_jax.train.preflight.data_check import loss_floor
 from nsa_jax.train.profiling import Profile, Window, check_window
 from nsa_jax.train.state import Setup, State, batch_sharding, setup, to_device
 from nsa_jax.train.step import make_eval_step, make_train_step
 from nsa_jax.train.stopping import HALT, StopRequest
 from nsa_jax.train.timing import Clock, Interval
 from nsa_jax.train.validation import Sampler, evaluate
-from nsa_jax.train.watchdog import Watchdog
+from nsa_jax.train.watch import guards, health
+from nsa_jax.train.watch.guards import Guards
+from nsa_jax.train.watch.watchdog import Watchdog
 
 logger = logging.getLogger("nsa_jax")
 
@@ -92,14 +96,14 @@ class Run:
         self.config = config
         self.workdir = Path(workdir).absolute()
         self.workdir.mkdir(parents=True, exist_ok=True)
-        distributed.check_shared(self.workdir)
-        distributed.check_devices()
+        processes.check_shared(self.workdir)
+        processes.check_devices()
         self._other = parse_resume(resume) if resume else None
         self._window = profile
-        self.pipeline = distributed.first_alone(
+        self.pipeline = processes.first_alone(
             lambda: make_pipeline(config, process_index=jax.process_index(), process_count=jax.process_count())
         )
-        distributed.check_same("data", {"fingerprint": self.pipeline.fingerprint})
+        processes.check_same("data", {"fingerprint": self.pipeline.fingerprint})
         tokenizer = self.pipeline.tokenizer
         self.setup = setup(config, tokenizer.vocab_size, devices)
         token_bytes = np.zeros(self.setup.model_config.vocab_size, np.int32)
@@ -110,7 +114,7 @@ class Run:
         self.health = health.Health(self.setup, self.workdir) if health.wanted(self.setup) else None
         self.preflight: preflight.Report | None = None
         self.guards = Guards(config, self.workdir, active=jax.process_index() == 0)
-        self.peers = distributed.peers()
+        self.peers = processes.peers()
         self.best: tuple[int, float] | None = None
         self._early: str | None = None  # why to stop before the last step
         self._live: tuple[int, State, Any] | None = None  # last finished step, state, data: what a guard's stop saves
@@ -128,7 +132,7 @@ class Run:
             logger.warning("%s", problem)
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in found.seconds.items())
         logger.info("preflight passed: %s", seconds)
-        floor = data_check.loss_floor(self.config, found.data) if found.data else None
+        floor = loss_floor(self.config, found.data) if found.data else None
         self.guards = Guards(self.config, self.workdir, bigram_entropy=floor, active=jax.process_index() == 0)
 
     def _restore(self, checkpoints: Checkpoints, info: dict, data: Any) -> tuple[int, State, str | None]:
@@ -175,8 +179,6 @@ class Run:
 
     def _from_export(self, directory: Path, info: dict) -> State:
         """A fresh state with the weights of an exported (or imported) model."""
-        from nsa_jax.export import load_exported
-
         model, tokenizer, config = load_exported(directory)
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         saved = {
@@ -252,7 +254,7 @@ class Run:
                 step, state, reason = self._train(start, state, data, checkpoints, writer, stop, source)
                 if train.save_every and step not in checkpoints.steps():
                     self._save(checkpoints, step, state, data)
-                with guards.writing_checkpoint(step):
+                with writing_checkpoint(step):
                     checkpoints.wait()
             except TrainingError as error:
                 self._explain(error, checkpoints)
@@ -381,7 +383,7 @@ class Run:
             "there is no checkpoint" if last_checkpoint is None else f"the newest checkpoint is step {last_checkpoint}"
         )
         error.args = (f"{error}; {newest}",)
-        stopped = {**guards.describe_stop(error), "last_checkpoint": last_checkpoint, "alarms": self.guards.summary()}
+        stopped = {**describe_stop(error), "last_checkpoint": last_checkpoint, "alarms": self.guards.summary()}
         if write:
             try:
                 env.write_json(self.workdir / "stopped.json", stopped)
@@ -391,7 +393,7 @@ class Run:
     def stop_on_full_disk(self, directory: Path) -> TrainingError:
         """Writes stopped.json, if there is room for that, and returns the error to raise."""
         step = self._live[0] if self._live is not None else 0
-        need = preflight.checkpoint_bytes(self.setup) if self.config.train.save_every else 0
+        need = self.setup.checkpoint_bytes() if self.config.train.save_every else 0
         error = TrainingError(disk.advice(directory, need), guard="disk_full", step=step)
         self._write_stopped(error, self._newest_checkpoint())
         return error
@@ -432,8 +434,8 @@ class Run:
         if self._last_validation is not None and self._last_validation[0] == step:
             val_loss = self._last_validation[1]["val/loss"]
         self.watchdog.beat(step, "saving", finished=False)
-        guards.check_room(self.workdir, preflight.checkpoint_bytes(self.setup), step)
-        with guards.writing_checkpoint(step):
+        check_room(self.workdir, self.setup.checkpoint_bytes(), step)
+        with writing_checkpoint(step):
             checkpoints.save(step, state, data, val_loss, self.guards.state())
 
     def _announce(self, writer: metrics.MetricsWriter, start: int, source: str | None) -> None:

@@ -226,6 +226,10 @@ class Setup:
         """Measured from the arrays."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_state["params"]))
 
+    def checkpoint_bytes(self) -> int:
+        """Size of one checkpoint: the whole state, once."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract_state))
+
     def target(self) -> State:
         """Shapes, dtypes and shardings to restore a checkpoint into."""
         return jax.tree.map(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -13,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-
-from nsa_jax.train import distributed
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 HALT = "HALT"
 
@@ -68,6 +72,36 @@ def _thread() -> Iterator[None]:
         thread.join()
 
 
+class Vote:
+    """Whether any process wants to stop: all learn it at the same step, and nobody waits for the device.
+
+    Each step's votes are added up on the devices behind the step, and read `lag` steps later, when they are there.
+
+    Args:
+      mesh: of all devices.
+      lag: steps between a vote and its result.
+    """
+
+    def __init__(self, mesh: jax.sharding.Mesh, lag: int = 2):
+        self._sharding = NamedSharding(mesh, P(mesh.axis_names))
+        self._highest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+        self._votes: collections.deque[jax.Array] = collections.deque()
+        self._lag = lag
+
+    @functools.cached_property
+    def _local(self) -> int:
+        return len(self._sharding.addressable_devices)
+
+    def __call__(self, mine: bool) -> int | None:
+        """Votes; returns the index of a process that voted to stop `lag` calls ago, or None."""
+        value = np.full(self._local, jax.process_index() + 1 if mine else 0, np.int32)
+        self._votes.append(self._highest(jax.make_array_from_process_local_data(self._sharding, value)))
+        if len(self._votes) <= self._lag:
+            return None
+        highest = int(self._votes.popleft())
+        return highest - 1 if highest else None
+
+
 class StopRequest:
     """SIGTERM, SIGINT or a file named HALT in the workdir ask the run to save and stop.
 
@@ -88,7 +122,7 @@ class StopRequest:
         doing: Callable[[], str] = lambda: "training",
     ):
         self._halt = workdir / HALT
-        self._vote = distributed.Vote(mesh) if jax.process_count() > 1 else None
+        self._vote = Vote(mesh) if jax.process_count() > 1 else None
         self._signal: str | None = None
         self._previous: dict[int, Any] = {}
         self._say, self._doing = say, doing

@@ -37,14 +37,14 @@ import json, os, signal, sys, tempfile
 sys.path.insert(0, os.getcwd())
 import train
 import nsa_jax.train as trainer
-import nsa_jax.train.loop, nsa_jax.train.preflight, nsa_jax.export
+import nsa_jax.train.loop, nsa_jax.train.preflight.run, nsa_jax.export
 from absl import app, flags
 
 def accept(*_, **__):
     raise SystemExit(42)
 
-can_run = nsa_jax.train.preflight._runnable
-nsa_jax.train.preflight._runnable = lambda config: can_run(config) and accept()
+can_run = nsa_jax.train.preflight.run._runnable
+nsa_jax.train.preflight.run._runnable = lambda config: can_run(config) and accept()
 nsa_jax.train.loop.Run._train = accept  # data, model, state and --resume come before
 
 for line in sys.stdin:

@@ -18,7 +18,7 @@ import numpy as np
 
 import nsa_jax
 from nsa_jax.ops import blocks
-from nsa_jax.ops.nsa import IMPLEMENTATIONS
+from nsa_jax.ops.implementations import IMPLEMENTATIONS
 from tests.ops import poison
 from tests.ops.cases import SMALL, Case, relative_error
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nsa_jax.train.digests import verify
+from nsa_jax.hub.digests import verify
 from tests.train.stored import open_run, position_at, same, state_at, target_of, write_steps
 
 from .harness import Outcome

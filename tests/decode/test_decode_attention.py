@@ -257,7 +257,7 @@ def test_kernels_compile_ahead_of_time(gpu, batch):
 
 @pytest.mark.filterwarnings("ignore:.*interpret mode")
 def test_dense_decoding_kernel_equals_masked_attention():
-    from nsa_jax.ops.kernels import dense_decode_attention
+    from nsa_jax.ops.pallas import dense_decode_attention
 
     arrays, _, _ = filled_cache(SMALL, LENGTHS, group=3, v_dim=32, tokens=2)
     query, key, value, lengths = arrays[0], arrays[3], arrays[4], arrays[-1]

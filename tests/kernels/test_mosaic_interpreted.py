@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.ops import blocks, reference
+from nsa_jax.ops import blocks, pallas, plan, reference
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.selected import attention as selected
-from nsa_jax.ops.kernels.selected import grad_partials_sm90, whole_row_sm90
+from nsa_jax.ops.kernels.selected import whole_row_sm90
 from nsa_jax.ops.kernels.selected.grad_layout import make_layout
-from nsa_jax.ops.kernels.selection import select
 from nsa_jax.ops.kernels.triton import row_delta
+from nsa_jax.ops.target import current_target
 from tests.kernels import mosaic_interpreter, test_ranged, test_select
 from tests.kernels import test_selected_backward as selected_cases
 
@@ -99,7 +98,7 @@ def test_arbitrary_ranges_match_dense_attention(num_keys, warpgroups, called, mo
         out, vjp = jax.vjp(lambda *x: attend(*x)[0], *inputs)
         return out, *vjp(cotangent)
 
-    attend = lambda *x: range_attention.ranged_attention(*x, low, high)  # noqa: E731
+    attend = lambda *x: test_ranged.ranged_attention(*x, low, high)  # noqa: E731
     got = jax.jit(lambda *a: gradients(attend, *a))(inputs, cotangent)
     exact = [x.astype(jnp.float32) for x in inputs], cotangent.astype(jnp.float32)
     want = gradients(lambda *x: reference._attend(*x, mask), *exact)
@@ -155,11 +154,17 @@ def test_selected_attention_under_a_mask_matches_the_reference(name, called, mon
     block_indices = block_indices.at[:, 7].set(blocks.num_selection_blocks(case["num_keys"], 64))
     offset = case["offset"]
 
-    def differentiate(delta, lse):
-        return jax.jit(whole_row_sm90.backward)(*inputs, block_indices, delta, lse, d_out, start, offset)
+    shape, target = plan.Shape.of(*inputs), current_target()
+    assert plan.reads_whole_rows(shape, target, 64, block_indices.shape[-1])
+    made = plan.plan_selected(shape, target, select_block=64, num_selected=block_indices.shape[-1])
 
+    def differentiate(delta, lse):
+        backward = functools.partial(whole_row_sm90.backward, plan=made.backward)
+        return jax.jit(backward)(*inputs, block_indices, delta, lse, d_out, start, offset)
+
+    forward = functools.partial(whole_row_sm90.forward, config=made.forward.rest.tiles)
     check_forward_and_backward(
-        lambda: jax.jit(whole_row_sm90.forward)(*inputs, block_indices, start, offset),
+        lambda: jax.jit(forward)(*inputs, block_indices, start, offset),
         differentiate, (*inputs, d_out), block_indices, start, offset,
     )  # fmt: skip
     assert called == FORWARD_AND_BACKWARD
@@ -203,8 +208,11 @@ def test_blocks_that_a_tile_shares_match_the_reference(name, called, monkeypatch
     lists[:, 5] = num_blocks
     lists, offset = jnp.asarray(lists), case["offset"]
     want, want_lse, _ = selected_cases._reference(query, key, value, lists, d_out, start, 64, offset)
-    got, lse = jax.jit(selected.selected_forward, static_argnums=(6, 7))(
-        query, key, value, lists, start, jnp.int32(offset), 64, case["packed"]
+    made = plan.plan_selected_forward(
+        plan.Shape.of(query, key, value), current_target(), select_block=64, num_selected=lists.shape[-1]
+    )
+    got, lse = jax.jit(selected.selected_forward, static_argnums=(6, 7, 8))(
+        query, key, value, lists, start, jnp.int32(offset), 64, case["packed"], made
     )
     rest = ["by_block_sm90"] * (case["num_heads"] // case["num_kv"] == 6)
     assert called == [kernel, *rest]
@@ -239,7 +247,7 @@ def test_selected_backward_by_key_blocks_matches_the_reference(name, monkeypatch
     case = SELECTED | case
     at_once = case.pop("queries_at_once", None)
     *inputs, block_indices, d_out, start = selected_cases._inputs(1, dtype=jnp.bfloat16, **case)
-    monkeypatch.setattr(grad_partials_sm90, "_LEAST_CHUNK", 0)
+    monkeypatch.setattr(tuning, "SM90_LEAST_CHUNK", 0)
     keep_scores = kernel == "grad_scores_sm90"
     config = tuning.SelectedBackwardConfig(64, chunk, 4, 2, keep_scores=keep_scores, tile=2, share=2)
     if at_once:
@@ -280,8 +288,10 @@ def test_selected_attention_by_key_blocks_matches_the_reference(name, called, mo
     config = dataclasses.replace(tuning.selected_config(6, 64, 64, 64, jnp.bfloat16), tile=4, share=4)
     offset = case["offset"]
     want, want_lse, _ = selected_cases._reference(query, key, value, lists, d_out, start, 64, offset)
-    attend = jax.jit(selected._forward_with, static_argnums=(6, 7, 8))
-    got, lse = attend(query, key, value, lists, start, jnp.int32(offset), 64, case["packed"], config)
+    sizes = dict(select_block=64, num_selected=lists.shape[-1], lists=config)
+    made = plan.plan_selected_forward(plan.Shape.of(query, key, value), current_target(), **sizes)
+    attend = jax.jit(selected.selected_forward, static_argnums=(6, 7, 8))
+    got, lse = attend(query, key, value, lists, start, jnp.int32(offset), 64, case["packed"], made)
     assert called == ["neighbours_sm90", "by_block_sm90"]
     assert test_ranged.relative_error(got, want) <= 4e-3
     check_unseen(got, lse, want_lse)
@@ -306,7 +316,7 @@ def test_block_selection_equals_the_reference(name, called, monkeypatch):
         choose = tuning.select_config
         monkeypatch.setattr(tuning, "select_config", lambda *a: dataclasses.replace(choose(*a), chunk_bytes=1))
     arrays, keywords = test_select.make_inputs(dtype=jnp.bfloat16, **case)
-    got = jax.jit(lambda *a: select.select_blocks(*a, **keywords))(*arrays)
+    got = jax.jit(lambda *a: pallas.select_blocks(*a, **keywords))(*arrays)
     want = reference.select_blocks(*arrays, **keywords)
     num_blocks = blocks.num_selection_blocks(keywords.pop("num_keys"), keywords["config"].select_block)
     scores = reference.importance(*arrays, num_blocks=num_blocks, **keywords)
@@ -322,5 +332,5 @@ def test_a_missing_fence_is_a_race(called, monkeypatch):
     (*inputs, _), _ = test_ranged.make_inputs("window", length=2, group=1, h_dim=64, v_dim=64, dtype=jnp.bfloat16)
     low, high = jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), jnp.int32)
     with pytest.raises(Exception, match="RACE DETECTED"):
-        jax.block_until_ready(range_attention.ranged_attention(*inputs, low, high))
+        jax.block_until_ready(test_ranged.ranged_attention(*inputs, low, high))
     assert called == ["sm90_forward"]

@@ -157,7 +157,7 @@ def segments(batch, length, begin):
     ("packed", "devices"), [(False, 1), (True, 1), (True, 2)], ids=["plain", "packed_positions_by_row", "rows_split"]
 )
 def test_a_layer_on_interpreted_kernels_equals_the_reference(packed, devices, monkeypatch):
-    monkeypatch.setattr("nsa_jax.ops.kernels.range_attention.sm90_forward.rearranges", lambda *args: True)
+    monkeypatch.setattr("nsa_jax.ops.plan.moves_heads_to_batch", lambda *args: True)
     sizes = dict(dim=32, num_heads=6, head_dim=16, value_head_dim=32, nsa=SMALL, init_std=0.1)
     exact = dataclasses.replace(CONFIG, **sizes, compute_dtype="float32", implementation="reference")
     length = 61
@@ -167,7 +167,7 @@ def test_a_layer_on_interpreted_kernels_equals_the_reference(packed, devices, mo
     config = dataclasses.replace(exact, implementation="pallas")
     with monkeypatch.context() as patch:
         patch.setattr(NSAttention, "project", None)  # it must not be needed
-        nsa_jax.ops.nsa.forget_implementations_served()
+        nsa_jax.ops.implementations.forget_implementations_served()
         mesh = Mesh(np.asarray(jax.devices()[:devices]), ("fsdp",), axis_types=(AxisType.Auto,))
         with jax.set_mesh(mesh):
             got = layer_outputs(config, x, start, positions)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.ops import blocks, reference
+from nsa_jax.ops import blocks, pallas, plan, reference
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
-from nsa_jax.ops.kernels.range_attention import sm90_backward, sm90_forward, triton_backward
+from nsa_jax.ops.kernels.range_attention import sm90_backward, sm90_forward, triton_backward, triton_forward
 from nsa_jax.ops.kernels.range_attention import tiles as range_tiles
 from nsa_jax.ops.kernels.softmax import NO_WEIGHT
 from nsa_jax.ops.target import current_target
@@ -77,7 +77,7 @@ def relative_error(got, want) -> float:
 
 
 def check_against_reference(branch, arrays, keywords, config=CONFIG, *, forward, gradient):
-    out, lse, grads = run(ranged, branch, arrays, keywords, config)
+    out, lse, grads = run(pallas, branch, arrays, keywords, config)
     assert out.dtype == arrays[0].dtype
     cpu = jax.devices("cpu")[0]  # on a GPU the reference's dense products take much longer to compile than to run
     with jax.default_device(cpu):
@@ -119,7 +119,7 @@ def test_matches_the_reference_in_bfloat16_at_head_dims_192_and_128(branch):
 
 def test_no_compressed_block_gives_zeros():
     arrays, keywords = make_inputs("compressed", length=5, group=2)
-    out, lse, grads = run(ranged, "compressed", arrays, keywords)
+    out, lse, grads = run(pallas, "compressed", arrays, keywords)
     assert arrays[1].shape[1] == 0
     assert not np.asarray(out).any() and np.isneginf(lse).all() and not np.asarray(grads[0]).any()
 
@@ -163,6 +163,12 @@ def test_key_blocks_visit_every_query_tile_that_sees_them(group):
             assert (ranges[:, 2] > ranges[:, 1]).any(), "no tile is free of masks"
 
 
+def ranged_attention(query, key, value, low, high):
+    """`range_attention.ranged_attention` with the plan for the current target."""
+    made = plan.plan_range(plan.Shape.of(query, key, value), current_target())
+    return range_attention.ranged_attention(query, key, value, low, high, made)
+
+
 def test_arbitrary_ranges_match_dense_attention():
     """The key-major kernel must not assume that ranges grow with the query."""
     rng = np.random.default_rng(0)
@@ -177,7 +183,7 @@ def test_arbitrary_ranges_match_dense_attention():
         out, vjp = jax.vjp(lambda *x: attend(*x)[0], query, key, value)
         return out, vjp(cotangent)
 
-    got = jax.jit(lambda: gradients(lambda *x: range_attention.ranged_attention(*x, low, high)))()
+    got = jax.jit(lambda: gradients(lambda *x: ranged_attention(*x, low, high)))()
     want = gradients(functools.partial(reference._attend, mask=mask))
     chex.assert_trees_all_close(got, want, atol=2e-5)
 
@@ -273,9 +279,9 @@ def test_gpu_float32_matches_the_reference(branch):
 @pytest.mark.parametrize("branch", ["compressed", "window"])
 def test_gpu_reruns_are_bit_equal(branch, packed):
     arrays, keywords = real_inputs(branch, 8192, packed=packed)
-    first = run(ranged, branch, arrays, keywords, PAPER)
+    first = run(pallas, branch, arrays, keywords, PAPER)
     for _ in range(3):
-        chex.assert_trees_all_equal(run(ranged, branch, arrays, keywords, PAPER), first)
+        chex.assert_trees_all_equal(run(pallas, branch, arrays, keywords, PAPER), first)
 
 
 @pytest.mark.gpu
@@ -291,7 +297,9 @@ def test_gpu_hopper_kernels_equal_the_triton_ones(group):
     low, high = jnp.maximum(keywords["segment_start"], t - 300), t + 1
     empty = low >= high
     low, high = jnp.where(empty, length, low), jnp.where(empty, 0, high)
-    out, lse = jax.jit(range_attention.ranged_forward)(query, key, value, low, high)
+    forward_tiles = tuning.ranged_forward_config(query.shape[-1], value.shape[-1], query.dtype)
+    forward = jax.jit(functools.partial(triton_forward.ranged_forward, config=forward_tiles))
+    out, lse = forward(query, key, value, low, high)
     delta = jnp.sum(out.astype(jnp.float32) * grad_out.astype(jnp.float32), -1)
     weight = jnp.where(jnp.isneginf(lse), NO_WEIGHT, lse * np.float32(np.log2(np.e)))
     rows = (1, query.shape[1] * query.shape[2])

@@ -12,9 +12,9 @@ import pytest
 
 import nsa_jax
 from nsa_jax.config import NSAConfig
-from nsa_jax.ops import blocks, reference
+from nsa_jax.ops import blocks, pallas, reference
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.selection import scores_sm90, select, top_n
+from nsa_jax.ops.kernels.selection import scores_sm90, top_n
 from nsa_jax.ops.kernels.selection.fold import Fold
 
 SMALL = NSAConfig(compress_block=16, compress_stride=8, select_block=32, num_selected=4, num_initial=1, num_local=1)
@@ -57,7 +57,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_lists_equal_the_reference(name):
     arrays, keywords = make_inputs(**CASES[name])
-    got = select.select_blocks(*arrays, **keywords)
+    got = pallas.select_blocks(*arrays, **keywords)
     assert got.dtype == jnp.int32
     chex.assert_trees_all_equal(got, reference.select_blocks(*arrays, **keywords))
 
@@ -67,7 +67,7 @@ def test_ties_go_to_the_lower_index():
     (query, key, _), keywords = make_inputs(length=400, config=SMALL)
     key = jnp.broadcast_to(key[:, :1], key.shape)
     lse = reference.compressed_attention(query, key, key, config=SMALL)[1]
-    got = select.select_blocks(query, key, lse, **keywords)
+    got = pallas.select_blocks(query, key, lse, **keywords)
     chex.assert_trees_all_equal(got, reference.select_blocks(query, key, lse, **keywords))
     np.testing.assert_array_equal(got[0, 399, 0], [0, 1, 2, 12])
 
@@ -102,7 +102,7 @@ def test_query_ranges_that_do_not_fit_the_buffer(documents, monkeypatch):
     monkeypatch.setattr(tuning, "select_config", lambda *a: dataclasses.replace(choose(*a), chunk_bytes=1))
     arrays, keywords = make_inputs(batch=2, length=150, offset=60, num_kv=2, documents=documents)
     offset, config, num_keys = (keywords.pop(name) for name in ("query_offset", "config", "num_keys"))
-    call = jax.jit(lambda o, **k: select.select_blocks(*arrays, config=config, num_keys=num_keys, query_offset=o, **k))
+    call = jax.jit(lambda o, **k: pallas.select_blocks(*arrays, config=config, num_keys=num_keys, query_offset=o, **k))
     want = reference.select_blocks(*arrays, config=config, num_keys=num_keys, query_offset=offset, **keywords)
     chex.assert_trees_all_equal(call(jnp.int32(offset), **keywords), want)
 
@@ -169,10 +169,10 @@ def test_gpu_lists_equal_the_reference(shape, documents, dtype):
         batch=2, length=2000, num_kv=num_kv, group=num_heads // num_kv, h_dim=h_dim, config=config, dtype=dtype,
         documents=documents,
     )  # fmt: skip
-    got = jax.jit(lambda *a: select.select_blocks(*a, **keywords))(*arrays)
+    got = jax.jit(lambda *a: pallas.select_blocks(*a, **keywords))(*arrays)
     want = reference.select_blocks(*arrays, **keywords)
     keywords.pop("num_keys")
     num_blocks = blocks.num_selection_blocks(2000, config.select_block)
     scores = reference.importance(*arrays, num_blocks=num_blocks, **keywords)
     assert disagreements(scores, got, want) == 0
-    chex.assert_trees_all_equal(got, jax.jit(lambda *a: select.select_blocks(*a, **keywords, num_keys=2000))(*arrays))
+    chex.assert_trees_all_equal(got, jax.jit(lambda *a: pallas.select_blocks(*a, **keywords, num_keys=2000))(*arrays))

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nsa_jax.ops import reference
+from nsa_jax.ops import pallas, plan, reference
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.selected import attention as selected
-from nsa_jax.ops.kernels.selected import neighbours, whole_row_sm90
+from nsa_jax.ops.kernels.selected import neighbours
+from nsa_jax.ops.target import current_target
 
 
 def random_lists(rng, batch, length, num_kv, num_keys, block, n, offset=0, shared=1):
@@ -106,8 +107,10 @@ def forward(path, arrays, keywords):
     start = jnp.zeros(query.shape[:2], jnp.int32) if start is None else start
     offset = jnp.asarray(keywords["query_offset"], jnp.int32)
     config = dataclasses.replace(config, **PATHS[path])
-    attend = jax.jit(selected._forward_with, static_argnums=(6, 7, 8))
-    return attend(query, key, value, lists, start, offset, keywords["select_block"], packed, config)
+    sizes = dict(select_block=keywords["select_block"], num_selected=lists.shape[-1])
+    made = plan.plan_selected_forward(plan.Shape.of(query, key, value), current_target(), **sizes, lists=config)
+    attend = jax.jit(selected.selected_forward, static_argnums=(6, 7, 8))
+    return attend(query, key, value, lists, start, offset, keywords["select_block"], packed, made)
 
 
 @pytest.mark.parametrize(("path", "case"), [(path, case) for path, cases in CASES_OF.items() for case in cases])
@@ -123,7 +126,7 @@ def test_forward_equals_reference(path, case):
 @pytest.mark.parametrize("group", [4, 16])
 def test_heuristic_serves_bfloat16(group):
     arrays, keywords = make_inputs(dtype=jnp.bfloat16, group=group, length=40, num_kv=1, shared=4, h_dim=32)
-    got = selected.selected_attention(*arrays, **keywords)
+    got = pallas.selected_attention(*arrays, **keywords)
     want = reference.selected_attention(*(x.astype(jnp.float32) for x in arrays[:3]), arrays[3], **keywords)
     assert relative_error(got, want) < 4e-3
 
@@ -245,9 +248,10 @@ def test_on_gpu_equals_reference_and_repeats_bit_for_bit(shape, shared, masked, 
     settings = dict(batch=2, length=1500, h_dim=128, v_dim=128, block=64, n=16, dtype=jnp.bfloat16, shared=shared)
     arrays, keywords = make_inputs(**(settings | shape))
     monkeypatch.setattr(tuning, "MASKED_BLOCKS_PER_SLOT", 2 if masked else 0)
-    if masked and not whole_row_sm90.serves(arrays[0], arrays[2], arrays[3].shape[-1], keywords["select_block"]):
+    sizes = keywords["select_block"], arrays[3].shape[-1]
+    if masked and not plan.reads_whole_rows(plan.Shape.of(*arrays[:3]), current_target(), *sizes):
         pytest.skip("not served under a mask")
-    attend = jax.jit(lambda *a: selected.selected_attention(*a, **keywords))
+    attend = jax.jit(lambda *a: pallas.selected_attention(*a, **keywords))
     got = attend(*arrays)
     chex.assert_trees_all_equal(got, attend(*arrays))
     upcast = [x.astype(jnp.float32) for x in arrays[:3]]

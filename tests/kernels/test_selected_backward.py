@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops import blocks, reference
+from nsa_jax.ops import blocks, plan, reference
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.selected import backward as selected_backward_module
-from nsa_jax.ops.kernels.selected import grad_partials_sm90, grad_query, grad_scores_sm90, whole_row_sm90
+from nsa_jax.ops.kernels.selected import grad_query, grad_scores_sm90
 from nsa_jax.ops.kernels.selected.backward import selected_backward
 from nsa_jax.ops.kernels.selected.grad_layout import make_layout
 from nsa_jax.ops.kernels.triton import row_delta
@@ -46,7 +46,14 @@ def _inputs(
     return query, key, value, indices, d_out, jnp.asarray(start, jnp.int32)
 
 
-_backward = jax.jit(selected_backward, static_argnames=("select_block", "config"))
+def _planned_backward(query, key, value, lists, *args, select_block, config=None, **keywords):
+    """`selected_backward` with the plan for the current target, or for given tiles."""
+    sizes = dict(select_block=select_block, num_selected=lists.shape[-1])
+    made = plan.plan_selected_backward(plan.Shape.of(query, key, value), current_target(), **sizes, lists=config)
+    return selected_backward(query, key, value, lists, *args, select_block=select_block, plan=made, **keywords)
+
+
+_backward = jax.jit(_planned_backward, static_argnames=("select_block", "config"))
 
 
 @functools.partial(jax.jit, static_argnames=("select_block", "offset"))
@@ -276,17 +283,18 @@ def test_gradients_on_a_gpu_are_close_and_bit_equal_between_runs(name, path, mon
     query, key, value, indices, d_out, start = _inputs(3, **case)
     select_block, offset = case["select_block"], case["offset"]
     monkeypatch.setattr(tuning, "MASKED_BLOCKS_PER_SLOT", 2 if path == "masked" else 0)
-    if path == "masked" and not whole_row_sm90.serves(query, value, indices.shape[-1], select_block):
+    shape, sizes = plan.Shape.of(query, key, value), dict(select_block=select_block, num_selected=indices.shape[-1])
+    if path == "masked" and not plan.reads_whole_rows(shape, current_target(), *sizes.values()):
         pytest.skip("not served under a mask")
     if path == "hopper_shares":
-        monkeypatch.setattr(grad_partials_sm90, "_LEAST_CHUNK", 0)
-        group = case["num_heads"] // case["num_kv"]
-        if not grad_partials_sm90.serves(query, value, group, select_block, 64, current_target()):
+        monkeypatch.setattr(tuning, "SM90_LEAST_CHUNK", 0)
+        made = plan.plan_selected_backward(shape, current_target(), **sizes)
+        if made.by_block.kernel != "selected.grad_partials_sm90":
             pytest.skip("not served by Hopper's kernel for shares of dq")
     out, lse, want = _reference(query, key, value, indices, d_out, start, select_block, offset)
 
     # A function of its own: jit must not reuse what it traced for the other path.
-    backward = functools.partial(selected_backward, select_block=select_block, query_offset=jnp.int32(offset))
+    backward = functools.partial(_planned_backward, select_block=select_block, query_offset=jnp.int32(offset))
     run = functools.partial(
         jax.jit(lambda *args: backward(*args, segment_start=start)),
         *(query, key, value, indices, row_delta(out, d_out), lse, d_out),

@@ -12,7 +12,6 @@ import pytest
 
 import nsa_jax
 from nsa_jax import NSAConfig
-from nsa_jax.ops import nsa
 from nsa_jax.ops.target import Target, compile_for
 from tests.ops.cases import SMALL, Case
 
@@ -140,7 +139,7 @@ def test_named_implementation_that_cannot_serve_says_why():
 def test_a_gpu_without_kernels_for_the_inputs_is_warned_of_once():
     shape = jax.ShapeDtypeStruct((1, 4, 1, 24), jnp.float32)
     attend = lambda *qkv: nsa_jax.window_attention(*qkv, window=2)  # noqa: E731
-    nsa._WARNED.clear()
+    implementations._WARNED.clear()
     with compile_for(Target("gpu", (8, 0))):
         with pytest.warns(UserWarning, match="window_attention runs as 'xla'.*query has head dim 24.*Fix: ") as caught:
             jax.eval_shape(attend, shape, shape, shape)

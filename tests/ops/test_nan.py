@@ -12,7 +12,7 @@ import pytest
 import nsa_jax
 from nsa_jax import NSAConfig
 from nsa_jax.ops import blocks
-from nsa_jax.ops.nsa import IMPLEMENTATIONS
+from nsa_jax.ops.implementations import IMPLEMENTATIONS
 from tests.decode.test_decode_attention import SMALL as SMALL_CACHE
 from tests.decode.test_decode_attention import decode, filled_cache
 from tests.ops import poison

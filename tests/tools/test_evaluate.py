@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from nsa_jax import evaluate, nn, retrieval
+from nsa_jax import evaluate, nn
 from nsa_jax.data.synthetic import recall_rows
 from nsa_jax.data.tokenizers import ByteTokenizer
+from nsa_jax.evaluate import retrieval
 
 from .runs import small_config, write_run
 

@@ -15,7 +15,7 @@ from flax import nnx
 import nsa_jax
 from nsa_jax import evaluate, export, generate, nn
 from nsa_jax.data.tokenizers import BPE_EOS, HuggingFaceTokenizer, train_bpe
-from nsa_jax.export_files import Arrays
+from nsa_jax.hub.export_files import Arrays
 from nsa_jax.loading import LoadError
 
 from .runs import small_config

@@ -16,7 +16,8 @@ from nsa_jax.report import ReportError, build, read_run
 from nsa_jax.report.__main__ import main
 from nsa_jax.report.page import _HERE, _SCRIPTS, differences, embed, labels
 from nsa_jax.report.reading import COLUMNS, POINTS, curves, health_maps, outcome, thin
-from nsa_jax.train import health, metrics
+from nsa_jax.train import metrics
+from nsa_jax.train.watch import health
 
 from .reported import AWKWARD, LAYERS, SAMPLE, SPIKE, health_row, lines, train_row, write_full, write_stopped
 

@@ -13,8 +13,9 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from nsa_jax import load
+from nsa_jax.hub import digests
 from nsa_jax.loading import LoadError
-from nsa_jax.train import CheckpointError, digests, preflight
+from nsa_jax.train import CheckpointError, preflight
 from nsa_jax.train import checkpoint as checkpoint_lib
 from nsa_jax.train.checkpoint import parse_resume
 from tests.tools.runs import small_config, write_run
@@ -100,7 +101,7 @@ def test_the_shares_of_several_processes_cover_every_file(tmp_path):
 def test_what_another_process_finds_damaged_is_passed_over_here_too(tmp_path, monkeypatch, caplog):
     write_steps(tmp_path, {1: None, 2: None})
     answers = iter([False, True, True])
-    monkeypatch.setattr(checkpoint_lib.distributed, "all_agree", lambda mine: mine and next(answers))
+    monkeypatch.setattr(checkpoint_lib.processes, "all_agree", lambda mine: mine and next(answers))
     with caplog.at_level(logging.WARNING, logger="nsa_jax"):
         assert restored(tmp_path)[0] == 1
     assert "another process found it damaged" in caplog.text and (tmp_path / "2.damaged").is_dir()

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from nsa_jax.train import distributed
-from nsa_jax.train.distributed import Cluster, DistributedError, detect, devices_of, from_flags
-from nsa_jax.train.peers import Peers, reachable
+from nsa_jax.train import processes
+from nsa_jax.train.processes.agreement import _flat
+from nsa_jax.train.processes.cluster import Cluster, DistributedError, detect, devices_of, from_flags
+from nsa_jax.train.processes.peer_watch import Peers, reachable
 
 SLURM = {
     "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "gpu[003-004,009]", "SLURM_NTASKS": "3", "SLURM_PROCID": "2",
@@ -189,11 +190,11 @@ def test_a_coordinator_that_hangs_is_named_and_not_the_others(three):
 
 
 def test_one_process_needs_no_others(tmp_path):
-    assert distributed.peers() is None and distributed.hosts() == [socket.gethostname()]
-    assert distributed.from_first(lambda: "made") == "made" and distributed.first_alone(lambda: 3) == 3
-    distributed.barrier()
-    distributed.check_shared(tmp_path)
-    distributed.check_same("data", {"seed": 1})
-    distributed.leave(0)
-    assert distributed.all_agree(True) and not distributed.all_agree(False)
-    assert json.loads(json.dumps(distributed._flat({"a": {"b": 1}, "c": 2}, "x"))) == {"x.a.b": 1, "x.c": 2}
+    assert processes.peers() is None and processes.hosts() == [socket.gethostname()]
+    assert processes.from_first(lambda: "made") == "made" and processes.first_alone(lambda: 3) == 3
+    processes.barrier()
+    processes.check_shared(tmp_path)
+    processes.check_same("data", {"seed": 1})
+    processes.leave(0)
+    assert processes.all_agree(True) and not processes.all_agree(False)
+    assert json.loads(json.dumps(_flat({"a": {"b": 1}, "c": 2}, "x"))) == {"x.a.b": 1, "x.c": 2}

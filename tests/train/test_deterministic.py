@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nsa_jax import aot
-from nsa_jax.train import memory
-from nsa_jax.train.hlo import nondeterministic
+from nsa_jax.train.preflight import memory
+from nsa_jax.train.preflight.hlo import nondeterministic
 from nsa_jax.train.step import make_train_step
 
 from .tiny import tiny_config

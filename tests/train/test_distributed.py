@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from nsa_jax.train.loop import Run
-from nsa_jax.train.peers import EXIT_PEER
+from nsa_jax.train.processes.peer_watch import EXIT_PEER
 
 from .distributed_config import get_config
 from .tiny import losses, one_device

@@ -23,10 +23,11 @@ from nsa_jax.data.pipeline import TrainIterator
 from nsa_jax.ops import nsa
 from nsa_jax.train import loop
 from nsa_jax.train.checkpoint import Checkpoints
-from nsa_jax.train.guards import Guards, TrainingError
+from nsa_jax.train.errors import TrainingError
 from nsa_jax.train.loop import Run, run
 from nsa_jax.train.metrics import MetricsWriter
-from nsa_jax.train.watchdog import EXIT_STALLED, Watchdog
+from nsa_jax.train.watch.guards import Guards
+from nsa_jax.train.watch.watchdog import EXIT_STALLED, Watchdog
 
 from .tiny import make_run, one_device, tiny_config
 
@@ -289,7 +290,7 @@ def test_a_stalled_process_can_be_ended_for_a_supervisor(tmp_path):
         """
         import sys, time
         from pathlib import Path
-        from nsa_jax.train.watchdog import Watchdog
+        from nsa_jax.train.watch.watchdog import Watchdog
         with Watchdog(Path(sys.argv[1]), stall_seconds=0.3, heartbeat_seconds=0.1, exit_on_stall=True) as watchdog:
             watchdog.beat(3)
             time.sleep(60)

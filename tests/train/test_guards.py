@@ -6,7 +6,8 @@ import zlib
 import numpy as np
 import pytest
 
-from nsa_jax.train.guards import Guards, TrainingError, check_implementations
+from nsa_jax.train.errors import TrainingError
+from nsa_jax.train.watch.guards import Guards, check_implementations
 
 from .tiny import tiny_config
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nsa_jax.config import ConfigError, validate
-from nsa_jax.train import hlo
+from nsa_jax.train.preflight import hlo
 from nsa_jax.train.state import make_mesh, mesh_problems, partition_spec, setup
 from nsa_jax.train.step import make_train_step
 

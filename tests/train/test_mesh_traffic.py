@@ -12,7 +12,7 @@ import pytest
 from nsa_jax import aot
 from nsa_jax.config import default_config
 from nsa_jax.nn.sharding import FSDP, TENSOR
-from nsa_jax.train import hlo, memory
+from nsa_jax.train.preflight import hlo, memory
 from nsa_jax.train.step import make_train_step
 
 GPU = "a100-80gb"

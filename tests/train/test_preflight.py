@@ -18,8 +18,11 @@ from nsa_jax import aot
 from nsa_jax.config import ConfigError, NSAConfig, check, default_config, validate
 from nsa_jax.data import make_pipeline
 from nsa_jax.ops import blocks, nsa
-from nsa_jax.train import cost, data_check, health, hlo, memory, preflight, selftest
+from nsa_jax.train import preflight
+from nsa_jax.train.preflight import cost, data_check, hlo, memory, selftest
+from nsa_jax.train.preflight.report import program_facts
 from nsa_jax.train.state import setup
+from nsa_jax.train.watch import health
 
 from .tiny import VOCAB, one_device, random_batch, tiny_config
 
@@ -399,5 +402,5 @@ def test_selection_figures_on_a_list_written_by_hand():
 )
 def test_preflight_says_whether_the_compiled_step_is_deterministic(asked, found, says):
     compiled = SimpleNamespace(seconds={}, collectives=[], host=[], nondeterministic=found)
-    facts = dict(preflight._program_facts(tiny_config(train__deterministic=asked), compiled))
+    facts = dict(program_facts(tiny_config(train__deterministic=asked), compiled))
     assert facts["deterministic"].startswith(says)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nsa_jax.train import data_check
+from nsa_jax.train.preflight import data_check
 
 LENGTH = 16
 

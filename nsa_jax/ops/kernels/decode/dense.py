@@ -8,8 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels.decode.softmax_parts import (
     PartSoftmax,
     combine,
@@ -20,6 +18,7 @@ from nsa_jax.ops.kernels.decode.softmax_parts import (
 )
 from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.kernels.triton import triton_call
+from nsa_jax.ops.plan import Choice
 
 
 def _dense_kernel(*refs, num_starts, num_queries, group, rows, keys, scale):
@@ -40,7 +39,7 @@ def _dense_kernel(*refs, num_starts, num_queries, group, rows, keys, scale):
     softmax.store(lax.fori_loop(begin, end, body, softmax.init()), acc_ref, stats_ref)
 
 
-def dense_decode_attention(query, key, value, lengths, segment_start=None):
+def dense_decode_attention(query, key, value, lengths, segment_start, plan: Choice):
     """Full attention of the newest T tokens of each row to a cache: the baseline, split like the sparse kernels.
 
     Args:
@@ -49,6 +48,7 @@ def dense_decode_attention(query, key, value, lengths, segment_start=None):
       value: [B, S, K, V].
       lengths: int [B].
       segment_start: int [B, T] or None.
+      plan: how the keys are divided.
 
     Returns:
       [B, T, N, V] in query's dtype.
@@ -56,8 +56,7 @@ def dense_decode_attention(query, key, value, lengths, segment_start=None):
     batch, num_queries, num_heads, h_dim = query.shape
     capacity, num_kv, v_dim = value.shape[1:]
     group, num_rows = num_heads // num_kv, batch * num_queries
-    row_bytes = (h_dim + v_dim) * jnp.dtype(query.dtype).itemsize
-    tile = tuning.decode_config(num_rows * num_kv, capacity, NSAConfig(), row_bytes)
+    tile = plan.tiles
     starts = [] if segment_start is None else [segment_start.astype(jnp.int32).reshape(num_rows, 1)]
     specs, shapes = partials(num_rows, num_kv, tile.compressed_parts, group, v_dim)
     acc, stats = triton_call(

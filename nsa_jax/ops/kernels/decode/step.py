@@ -25,11 +25,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.ops import blocks
-from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels.decode.softmax_parts import PartSoftmax, combine, iota, part_of, partials, query_position
 from nsa_jax.ops.kernels.softmax import LOG2E, MINUS_INFINITY
 from nsa_jax.ops.kernels.triton import interpreted, triton_call
+from nsa_jax.ops.plan import Choice
 
 
 def _visible_range(t, start, num_cmp: int, config: NSAConfig):
@@ -296,8 +296,9 @@ def _selected_kernel(*refs, num_starts, num_queries, capacity, group, rows, keys
 
 
 def decode_attention(
-    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config: NSAConfig, segment_start
-):
+    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config: NSAConfig, segment_start,
+    plan: Choice,
+):  # fmt: skip
     """See `nsa_jax.decode_attention`; returns the output [B, T, N, V] and the block lists int32 [B, T, K, n]."""
     batch, num_queries, num_heads, h_dim = query.shape
     num_cmp, num_kv, v_dim = value_cmp.shape[1:]
@@ -306,8 +307,7 @@ def decode_attention(
         num_cmp = 1
         key_cmp, value_cmp = (jnp.zeros((batch, 1, num_kv, dim), query.dtype) for dim in (h_dim, v_dim))
     group, num_rows, n = num_heads // num_kv, batch * num_queries, config.num_selected
-    row_bytes = (h_dim + v_dim) * jnp.dtype(query.dtype).itemsize
-    tile = tuning.decode_config(num_rows * num_kv, num_cmp, config, row_bytes)
+    tile = plan.tiles
     starts = [] if segment_start is None else [segment_start.astype(jnp.int32).reshape(num_rows, 1)]
     common = dict(num_starts=len(starts), num_queries=num_queries, capacity=capacity, group=group, config=config)
     attend = dict(rows=max(16, pl.next_power_of_2(group)), scale=LOG2E * h_dim**-0.5)

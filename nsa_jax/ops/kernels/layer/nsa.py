@@ -19,13 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels.layer import gate_kernels
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
-from nsa_jax.ops.kernels.range_attention import sm90_forward, window_cudnn
-from nsa_jax.ops.kernels.range_attention.triton_backward import ranged_backward
 from nsa_jax.ops.kernels.selected.attention import selected_forward
 from nsa_jax.ops.kernels.selected.backward import selected_backward
 from nsa_jax.ops.kernels.selection.select import select_blocks
 from nsa_jax.ops.kernels.triton import first_derivative
-from nsa_jax.ops.target import current_target
+from nsa_jax.ops.plan import NSAPlan
 
 # Under these names remat policies keep what the backward pass needs.
 _RESIDUALS = "nsa_attention_residuals"
@@ -38,8 +36,8 @@ class _Static:
     """What is known while tracing."""
 
     config: NSAConfig
+    plan: NSAPlan
     packed: bool  # rows hold several documents
-    cudnn: bool  # cuDNN can serve the window's forward pass
     fold_gates: bool  # no gate is negative: the backward pass takes them into the log-sum-exp
     kv_heads: int  # how many key/value heads of a batch entry have become batch entries; 1 if they have not
     offset: int | None  # query_offset, where it is a Python int
@@ -57,17 +55,19 @@ def nsa_attention(
     gates,
     *,
     config: NSAConfig,
-    segment_start=None,
-    query_offset=0,
-    window_start=None,
-    nonnegative_gates: bool = False,
+    segment_start,
+    query_offset,
+    window_start,
+    nonnegative_gates: bool,
+    plan: NSAPlan,
 ) -> tuple[jax.Array, jax.Array]:
     """See `nsa_jax.nsa_attention`; returns the output and the block lists."""
     tensors: tuple[jax.Array, ...] = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
-    kv_heads = key_slc.shape[2] if sm90_forward.rearranges(query, value_slc, current_target()) else 1
-    if kv_heads > 1:
-        # Hopper's kernels want the heads of a group beside each other. Rearranged here, all branches share one copy,
-        # forward and backward; as batch entries the key/value heads need no kernels of their own.
+    kv_heads = 1
+    if plan.heads_to_batch is not None:
+        # Rearranged here, all branches share one copy, forward and backward; as batch entries the key/value heads need
+        # no kernels of their own.
+        kv_heads = key_slc.shape[2]
         tensors = tuple(_heads_to_batch(x, kv_heads) for x in tensors)
     return nsa_attention_by_kv_head(
         (checkpoint_name(tensors[0], _QUERY),),
@@ -78,6 +78,7 @@ def nsa_attention(
         query_offset=query_offset,
         window_start=window_start,
         nonnegative_gates=nonnegative_gates,
+        plan=plan,
     )
 
 
@@ -87,10 +88,11 @@ def nsa_attention_by_kv_head(
     *,
     kv_heads: int,
     config: NSAConfig,
-    segment_start=None,
-    query_offset=0,
-    window_start=None,
-    nonnegative_gates: bool = False,
+    segment_start,
+    query_offset,
+    window_start,
+    nonnegative_gates: bool,
+    plan: NSAPlan,
 ) -> tuple[jax.Array, jax.Array]:
     """As `nsa_attention`, of tensors whose key/value heads are batch entries already.
 
@@ -102,20 +104,20 @@ def nsa_attention_by_kv_head(
       kv_heads: K; 1 for tensors as `nsa_attention` takes them, whose key/value heads are no batch entries.
       config, query_offset, window_start, nonnegative_gates: see `nsa_jax.nsa_attention`.
       segment_start: int [B, T] or None.
+      plan: the kernels.
 
     Returns:
       [B, T, K * G, V] and the block lists, int32 [B, T, K, n].
     """
-    query, (*_, key_win, value_win, _) = queries[0], others
+    query = queries[0]
     packed = segment_start is not None
-    cudnn = not packed and window_start is None and window_cudnn.serves_window(query, key_win, value_win, query_offset)
     if segment_start is None:
         segment_start = jnp.zeros(query.shape[:2], jnp.int32)
     elif kv_heads > 1:
         segment_start = jnp.repeat(segment_start, kv_heads, axis=0)
     offset = jnp.asarray(query_offset, jnp.int32)
     static_offset = query_offset if isinstance(query_offset, int) else None
-    static = _Static(config, packed, cudnn, nonnegative_gates, kv_heads, static_offset, len(queries) > 1)
+    static = _Static(config, plan, packed, nonnegative_gates, kv_heads, static_offset, len(queries) > 1)
     positions = (
         segment_start.astype(jnp.int32),
         offset,
@@ -158,12 +160,11 @@ def _forward(static: _Static, queries, others, positions):
     (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, positions)
     # One branch after the other: some kernels work on rearranged copies as large as the query. The barrier is on keys
     # and not on the query, so that branches that rearrange the query alike share one copy.
-    out_win, lse_win = range_attention.dispatch_forward(
-        query, key_win, value_win, low_win, high_win, config.window, static.cudnn
-    )
+    plan = static.plan
+    out_win, lse_win = range_attention.forward(query, key_win, value_win, low_win, high_win, plan.window, config.window)
     key_cmp, out_win = lax.optimization_barrier((key_cmp, out_win))
-    if key_cmp.shape[1]:
-        out_cmp, lse_cmp = range_attention.dispatch_forward(query, key_cmp, value_cmp, low_cmp, high_cmp, None, False)
+    if plan.compressed is not None:
+        out_cmp, lse_cmp = range_attention.forward(query, key_cmp, value_cmp, low_cmp, high_cmp, plan.compressed, None)
     else:
         out_cmp = jnp.zeros((*query.shape[:3], value_cmp.shape[-1]), query.dtype)
         lse_cmp = jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
@@ -175,11 +176,11 @@ def _forward(static: _Static, queries, others, positions):
         num_keys=key_slc.shape[1],
         segment_start=segment_start if static.packed else None,
         query_offset=offset if static.offset is None else static.offset,
+        plan=plan.selection,
     )
     indices = checkpoint_name(indices, _INDICES)
-    out_slc, lse_slc = selected_forward(
-        query, key_slc, value_slc, indices, segment_start, offset, config.select_block, static.packed
-    )
+    lists = config.select_block, static.packed, plan.selected.forward
+    out_slc, lse_slc = selected_forward(query, key_slc, value_slc, indices, segment_start, offset, *lists)
     # The barrier hides the kernels from XLA's dynamic-slice fusion. In a scan over layers that keeps their results, JAX
     # 0.11's lets a kernel write into the array of all layers, and runs it again for whoever else reads them.
     branches = (lax.optimization_barrier(x) for x in ((out_cmp, lse_cmp), (out_slc, lse_slc), (out_win, lse_win)))
@@ -196,6 +197,7 @@ def _nsa_fwd(static: _Static, queries, others, positions):
 def _nsa_bwd(static: _Static, residuals, cotangents):
     query, others, positions, indices, outs, lses = residuals
     segment_start, offset, _ = positions
+    plan = static.plan
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = others
     (d_out,) = first_derivative(cotangents[0])
     gate = gates.astype(jnp.float32)
@@ -241,17 +243,20 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
         select_block=static.config.select_block,
         segment_start=segment_start,
         query_offset=offset,
+        plan=plan.selected.backward,
     )
     add(d_query)
-    if key_cmp.shape[1]:
+    if plan.compressed is not None:
         key_cmp = after(key_cmp)
-        d_query, d_key_cmp, d_value_cmp = ranged_backward(query, key_cmp, value_cmp, low_cmp, high_cmp, *branch(0))
+        d_query, d_key_cmp, d_value_cmp = range_attention.backward(
+            query, key_cmp, value_cmp, low_cmp, high_cmp, *branch(0), plan.compressed
+        )
         add(d_query)
     else:
         d_key_cmp, d_value_cmp = jnp.zeros_like(key_cmp), jnp.zeros_like(value_cmp)
     key_win = after(key_win)
-    d_query, d_key_win, d_value_win = ranged_backward(
-        query, key_win, value_win, low_win, high_win, *branch(2), static.config.window
+    d_query, d_key_win, d_value_win = range_attention.backward(
+        query, key_win, value_win, low_win, high_win, *branch(2), plan.window
     )
     add(d_query)
     if static.separate and len(d_queries) < 3:

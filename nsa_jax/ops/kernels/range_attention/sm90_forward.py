@@ -18,25 +18,7 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
-from nsa_jax.ops.target import Target
-from nsa_jax.ops.tiles import DIRECT_GROUPS, ROWS
-
-
-def serves(query, value, target: Target, span: int | None) -> bool:
-    """Whether the Hopper kernels should serve these inputs on `target`; `span` as in `ranged_attention`.
-
-    Groups that are no multiple of 8 need rearranged copies, unless all heads are one group; short ranges do not earn
-    them back.
-    """
-    dims, kv_heads = (query.shape[-1], value.shape[-1]), value.shape[2]
-    if not target.is_hopper or query.dtype != jnp.bfloat16 or any(d not in (64, 128, 192) for d in dims):
-        return False
-    return span is None or span > 1024 or kv_heads == 1 or query.shape[2] // kv_heads in DIRECT_GROUPS
-
-
-def rearranges(query, value, target: Target) -> bool:
-    """Whether the Hopper kernels work on copies of these inputs with each group's heads beside each other."""
-    return serves(query, value, target, None) and query.shape[2] // value.shape[2] not in DIRECT_GROUPS
+from nsa_jax.ops.tiles import ROWS
 
 
 def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConfig):

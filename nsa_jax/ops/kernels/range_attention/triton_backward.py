@@ -13,8 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.range_attention import sm90_backward, sm90_forward
 from nsa_jax.ops.kernels.range_attention.tiles import (
     key_block,
     key_loops,
@@ -26,35 +24,17 @@ from nsa_jax.ops.kernels.range_attention.tiles import (
 )
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.kernels.triton import dot, load_rows, pieces, store_rows, triton_call
-from nsa_jax.ops.target import current_target
+from nsa_jax.ops.tiles import RangedConfig
 
 
-def ranged_backward(query, key, value, low, high, delta, lse, grad_out, span: int | None = None):
-    """Gradients of `ranged_attention`'s output for query, key and value.
-
-    Args:
-      query, key, value, low, high: as `ranged_forward` took them.
-      delta: `row_delta` of its output and grad_out, float32 [B, T, N].
-      lse: as it returned it.
-      grad_out: [B, T, N, V].
-      span: the most keys a query sees, where that is known.
-    """
+def gradients(query, key, value, grad_out, lse, delta, low, high, query_config: RangedConfig, key_config: RangedConfig):
+    """Gradients of query, key and value; arguments as those of `sm90_backward`'s two functions."""
     batch, length, heads, v_dim = grad_out.shape
-    lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
-    target, h_dim = current_target(), query.shape[-1]
-    if sm90_forward.serves(query, value, target, span):
-        args = (query, key, value, grad_out, lse, delta, low, high)
-        dims = h_dim, v_dim, span, key.shape[1]
-        grad_query = sm90_backward.grad_query(*args, tuning.ranged_hopper_dq_config(*dims))
-        keys_config = tuning.ranged_hopper_dkv_config(*dims)
-        return grad_query, *sm90_backward.grad_key_value(*args, keys_config)
-    rows = (batch, length * heads)
+    rows, h_dim = (batch, length * heads), query.shape[-1]
     flat_query, flat_grad = query.reshape(*rows, h_dim), grad_out.reshape(*rows, v_dim)
     vectors = lse.reshape(rows), delta.reshape(rows), low, high
-    config = tuning.ranged_dq_config(h_dim, v_dim, query.dtype, target, span)
-    grad_query = grad_query_kernel(flat_query, key, value, flat_grad, *vectors, config)
-    config = tuning.ranged_dkv_config(h_dim, v_dim, query.dtype, target, span)
-    grad_key, grad_value = grad_key_value_kernel(flat_query, key, value, flat_grad, *vectors, config)
+    grad_query = grad_query_kernel(flat_query, key, value, flat_grad, *vectors, query_config)
+    grad_key, grad_value = grad_key_value_kernel(flat_query, key, value, flat_grad, *vectors, key_config)
     return grad_query.reshape(query.shape), grad_key, grad_value
 
 
@@ -100,7 +80,7 @@ def _dq_kernel(
     store_rows(dq_ref, row, tuple(a * scale for a in acc))
 
 
-def grad_query_kernel(query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedConfig):
+def grad_query_kernel(query, key, value, grad_out, lse, delta, low, high, config: RangedConfig):
     """dq [B, T * N, H]; query and grad_out are [B, T * N, H or V], lse (base 2) and delta [B, T * N]."""
     batch, num_rows, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
@@ -195,7 +175,7 @@ def _dkv_kernel(
     store_rows(dv_ref, position, dv)
 
 
-def grad_key_value_kernel(query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedConfig):
+def grad_key_value_kernel(query, key, value, grad_out, lse, delta, low, high, config: RangedConfig):
     """dk [B, S, K, H] and dv [B, S, K, V]; arguments as `grad_query_kernel`.
 
     Few keys (the compressed branch) leave few programs with very long loops, so a key block's queries are split over

@@ -12,32 +12,10 @@ import json
 import jax
 import jax.numpy as jnp
 
-from nsa_jax.ops.target import current_target
-
 _DTYPES = {jnp.dtype(jnp.bfloat16): "BF16"}
 
 
-def serves_window(query, key, value, query_offset) -> bool:
-    """Whether cuDNN's forward can serve window attention of these unpacked inputs on the current target.
-
-    Never ahead of time: compiling for a GPU that is not here has no cuDNN to ask for its plan.
-    """
-    target = current_target()
-    if not target.is_gpu or target.ahead_of_time or not _cudnn_version():
-        return False
-    h_dim, v_dim = query.shape[-1], value.shape[-1]
-    return (
-        query.dtype in _DTYPES
-        and isinstance(query_offset, int)
-        and query_offset == 0
-        and query.shape[1] == key.shape[1]
-        and h_dim == v_dim
-        and h_dim <= 128
-        and query.shape[1] > 1
-    )
-
-
-def _cudnn_version() -> int:
+def version() -> int:
     """cuDNN's version as an integer, 0 without cuDNN."""
     try:
         from jax._src.lib import cuda_versions

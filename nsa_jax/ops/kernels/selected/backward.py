@@ -25,8 +25,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nsa_jax.ops import blocks
-from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.selected import (
     grad_by_block_triton,
@@ -38,16 +36,7 @@ from nsa_jax.ops.kernels.selected import (
 )
 from nsa_jax.ops.kernels.selected.grad_layout import Layout, make_layout
 from nsa_jax.ops.kernels.softmax import LOG2E
-from nsa_jax.ops.target import current_target
-from nsa_jax.ops.tiles import SelectedBackwardConfig
-
-
-def _hopper_serves(query, value, select_block: int, config: SelectedBackwardConfig) -> bool:
-    """Whether Hopper's kernel serves the pass by block."""
-    group, target = query.shape[2] // value.shape[2], current_target()
-    if config.keep_scores:
-        return grad_scores_sm90.serves(query, value, group, select_block, target)
-    return grad_partials_sm90.serves(query, value, group, select_block, config.chunk, target)
+from nsa_jax.ops.plan import SelectedBackwardPlan
 
 
 def _by_block_module(layout: Layout):
@@ -88,7 +77,7 @@ def selected_backward(
     select_block: int,
     segment_start: jax.Array,
     query_offset: jax.Array,
-    config: SelectedBackwardConfig | None = None,
+    plan: SelectedBackwardPlan,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of selected attention.
 
@@ -104,22 +93,20 @@ def selected_backward(
       select_block: block size.
       segment_start: int32 [B, T].
       query_offset: int32 scalar, position of the first query in the keys' row.
-      config: tile sizes; None chooses them from the shape.
+      plan: the kernels.
 
     Returns:
       (d_query, d_key, d_value), like query, key and value.
     """
     batch, length, num_heads, head_dim = query.shape
     num_kv, value_dim, slots = key.shape[2], value.shape[-1], block_indices.shape[-1]
-    if config is None and whole_row_sm90.serves(query, value, slots, select_block):
-        return whole_row_sm90.backward(query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset)
+    config = plan.lists
     if config is None:
-        all_blocks = batch * num_kv * blocks.num_selection_blocks(key.shape[1], select_block)
-        group = num_heads // num_kv
-        config = tuning.selected_backward_config(group, head_dim, value_dim, query.dtype, select_block, all_blocks)
-    layout = make_layout(
-        query, key, value, slots, select_block, config, _hopper_serves(query, value, select_block, config)
-    )
+        return whole_row_sm90.backward(
+            query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset, plan
+        )
+    hopper = plan.by_block.kernel.endswith("_sm90")
+    layout = make_layout(query, key, value, slots, select_block, config, hopper)
     if max(batch * length * num_heads, batch * key.shape[1] * num_kv) >= 2**31:
         raise NotImplementedError("selected_attention: more than 2^31 query or key rows (B*T*N, B*S*K) in the backward")
 

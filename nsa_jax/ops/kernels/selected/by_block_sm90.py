@@ -17,24 +17,7 @@ from jax import lax
 
 from nsa_jax.ops.kernels.readers import InvertedLists
 from nsa_jax.ops.kernels.softmax import LOG2E, MINUS_INFINITY
-from nsa_jax.ops.target import Target
 from nsa_jax.ops.tiles import ROWS, SelectedGatherConfig
-
-
-def serves(query, value, select_block: int, target: Target) -> bool:
-    """Whether this kernel serves query [B, T, K, G, H] and value [B, S, K, V] on `target`.
-
-    On an H200 1.26 ms where the Triton kernel took 1.74 (4 rows of 65,536, N=6, K=1, H=64, lists random), and 0.79 for
-    0.97 with lists from a model in training (8 rows of 32,768). Other groups of heads would do as well; they have not
-    been measured.
-    """
-    return (
-        target.is_hopper
-        and query.dtype == value.dtype == jnp.bfloat16
-        and query.shape[-1] == value.shape[-1] == select_block == ROWS
-        and query.shape[3] == 6
-        and max(query.size, value.size) // ROWS < 2**31
-    )
 
 
 def partials(

@@ -13,20 +13,18 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.readers import InvertedLists, invert
 from nsa_jax.ops.kernels.selected import by_block_sm90
 from nsa_jax.ops.kernels.selected.softmax import key_rows, store_once
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
 from nsa_jax.ops.kernels.triton import dot, pieces, triton_call
-from nsa_jax.ops.target import current_target
+from nsa_jax.ops.plan import SelectedForwardPlan
 
 # Partials that are in flight together. On an H200 two took 0.85 ms and four 0.89 (4 rows of 65,536, N=6, K=1, H=64, 8
 # to 13 partials of every token; without the guard for tokens that have none).
@@ -247,8 +245,9 @@ def _add_partials(first_row, count, partial, partial_lse, out, lse, *, num_liste
 
 
 def continue_by_key_block(
-    query, key, value, lists, segment_start, query_offset, out, lse, *, select_block, packed, config
-):
+    query, key, value, lists, segment_start, query_offset, out, lse,
+    *, select_block: int, packed: bool, plan: SelectedForwardPlan,
+):  # fmt: skip
     """Adds the listed blocks to the attention of every query.
 
     Args:
@@ -262,7 +261,7 @@ def continue_by_key_block(
       lse: float32 [B, T, K, G], its natural-log log-sum-exp, -inf where there was none.
       select_block: l'.
       packed: whether segment_start matters.
-      config: a `tuning.SelectedConfig`.
+      plan: the kernels.
 
     Returns:
       The new (out, lse).
@@ -271,8 +270,8 @@ def continue_by_key_block(
     num_keys, v_dim = value.shape[1], value.shape[-1]
     num_listed = lists.shape[-1]
     num_blocks = pl.cdiv(num_keys, select_block)
-    hopper = by_block_sm90.serves(query, value, select_block, current_target())
-    limits: Any = tuning.selected_gather_config() if hopper else config
+    hopper = plan.rest.kernel == "selected.by_block_sm90"
+    limits = plan.rest.tiles
 
     # A row is one (batch row, kv head, range of tokens): what has one buffer of partials and is sorted together.
     per_token = num_listed * group * (v_dim * query.dtype.itemsize + 4)

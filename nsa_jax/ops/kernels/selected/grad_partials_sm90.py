@@ -18,28 +18,9 @@ from jax import lax
 from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.selected.grad_layout import Layout
 from nsa_jax.ops.kernels.softmax import LOG2E
-from nsa_jax.ops.target import Target
 from nsa_jax.ops.tiles import ROWS
 
 _WARPGROUPS = 3  # as many as there is shared memory for
-_LEAST_CHUNK = 1024
-
-
-def serves(query, value, group: int, select_block: int, chunk: int, target: Target) -> bool:
-    """Whether this kernel should serve these inputs on `target`; `chunk` is the most list entries of a work item.
-
-    On an H200 2.50 ms, where the Triton kernel took 3.77 and one fed by TMA 3.05, and 0.22 for statistics gathered
-    before (4 rows of 65,536, N=6, K=1, H=64, lists random). Other groups of heads would do as well; they have not been
-    measured, nor have short work items.
-    """
-    return (
-        target.is_hopper
-        and query.dtype == jnp.bfloat16
-        and query.shape[-1] == value.shape[-1] == select_block == ROWS
-        and group == 6
-        and max(query.size, value.size) // ROWS < 2**31
-        and chunk >= _LEAST_CHUNK
-    )
 
 
 def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout: Layout):

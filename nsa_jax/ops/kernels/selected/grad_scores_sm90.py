@@ -18,24 +18,11 @@ from jax import lax
 from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.selected.grad_layout import Layout
 from nsa_jax.ops.kernels.softmax import LOG2E
-from nsa_jax.ops.target import Target
 from nsa_jax.ops.tiles import ROWS
 
 _WARPGROUPS = 2
 # In `order` of `prepare`'s result: the entry's query does not see all of its block.
 _MASKED = 1 << 30
-
-
-def serves(query, value, group: int, select_block: int, target: Target) -> bool:
-    """Whether this kernel can serve these inputs on `target`."""
-    narrow = all(dim in (64, 128) for dim in (query.shape[-1], value.shape[-1]))
-    return (
-        target.is_hopper
-        and query.dtype == jnp.bfloat16
-        and narrow
-        and select_block == ROWS
-        and group in (8, 16, 32, 64)
-    )
 
 
 def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout: Layout) -> readers.InvertedLists:

@@ -19,28 +19,10 @@ from jax import lax
 
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY, NO_WEIGHT
-from nsa_jax.ops.target import Target
 from nsa_jax.ops.tiles import ROWS
 
 _WARPGROUPS = 3
 _QUERY_BUFFERS = 2  # for each warpgroup
-
-
-def serves(query, value, group: int, select_block: int, tile: int, target: Target) -> bool:
-    """Whether this kernel should serve these inputs on `target`, in tiles of `tile` tokens.
-
-    On an H200 0.30 ms where the Triton kernel took 0.43 (4 rows of 65,536, N=6, K=1, H=64, lists random: 3.6 blocks per
-    tile), and 0.84 for 1.16 with 12 blocks per tile of lists from a model in training (8 rows of 32,768). That reads K
-    and V from the L2 cache at 6 TB/s.
-    """
-    return (
-        target.is_hopper
-        and query.dtype == jnp.bfloat16
-        and query.shape[-1] == value.shape[-1] == select_block == ROWS
-        and 5 <= group <= 7
-        and tile * group <= ROWS
-        and query.shape[1] >= tile
-    )
 
 
 def _row_starts(segment_start, tiles: int, tile: int, group: int) -> tuple[jax.Array, jax.Array]:
@@ -64,7 +46,7 @@ class _Tile(NamedTuple):
 
 def forward(
     query, key, value, neighbours, segment_start, query_offset, *, tile: int, packed: bool,
-    config: tuning.SelectedHopperTilesConfig | None = None,
+    config: tuning.SelectedHopperTilesConfig,
 ):  # fmt: skip
     """What the blocks that tiles share give: output [B, T, K, G, V] and natural-log lse float32 [B, T, K, G].
 
@@ -76,7 +58,7 @@ def forward(
       query_offset: int32 [1].
       tile: tokens of a tile.
       packed: whether segment_start matters.
-      config: None picks `tuning.selected_hopper_tiles_config`'s.
+      config: tiles.
     """
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental import pallas as pl
@@ -89,8 +71,6 @@ def forward(
     group = num_heads // num_kv
     tiles = neighbours[0].shape[2]
     all_tiles = batch * num_kv * tiles
-    if config is None:
-        config = tuning.selected_hopper_tiles_config(all_tiles)
     stages = config.stages
     programs = min(config.programs, pl.cdiv(all_tiles, _WARPGROUPS))
     stride = programs * _WARPGROUPS

@@ -1,9 +1,9 @@
 """Selected attention of short rows on Hopper: causal attention under a mask of key blocks.
 
 Where lists hold a good part of all blocks, reading them one by one saves little and costs the gathering of rows, the
-sorting of lists and sums of shares. Here a tile of queries walks all blocks that causality leaves, as ranged attention
-does on Hopper, with one bit per query and block. A tile's keys are one block, so the mask costs a few instructions per
-row and none per score.
+sorting of lists and sums of partials. Here a tile of queries visits all blocks that causality leaves, as range
+attention does on Hopper, with one bit per query and block. A tile's keys are one block, so the mask costs a few
+instructions per row and none per score.
 """
 
 from __future__ import annotations
@@ -12,25 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax.ops import blocks
-from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention import sm90_backward, sm90_forward
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
-from nsa_jax.ops.target import current_target
+from nsa_jax.ops.plan import SelectedBackwardPlan
+from nsa_jax.ops.tiles import RangedHopperConfig
 
 # Keys of a block that these kernels can mask: the rows of one warpgroup's matrix product.
 BLOCK = 64
-
-
-def serves(query, value, slots: int, select_block: int) -> bool:
-    """Whether these kernels should serve lists of `slots` blocks."""
-    num_blocks = blocks.num_selection_blocks(value.shape[1], select_block)
-    return (
-        select_block == BLOCK
-        and num_blocks <= tuning.MASKED_BLOCKS_PER_SLOT * slots
-        and query.shape[1] > 1
-        and sm90_forward.serves(query, value, current_target(), None)
-    )
 
 
 def list_words(block_indices: jax.Array, num_blocks: int) -> jax.Array:
@@ -49,22 +38,22 @@ def visible_ranges(query, key, segment_start, query_offset) -> tuple[jax.Array, 
     return range_attention.clip_ranges(low, high, key.shape[1])
 
 
-def forward(query, key, value, block_indices, segment_start, query_offset) -> tuple[jax.Array, jax.Array]:
+def forward(
+    query, key, value, block_indices, segment_start, query_offset, config: RangedHopperConfig
+) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] and natural-log lse, float32 [B, T, N]; arguments as `attention.selected_forward`."""
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], BLOCK))
-    config = tuning.selected_masked_config(query.shape[-1], value.shape[-1])
     low, high = visible_ranges(query, key, segment_start, query_offset)
     return sm90_forward.block_masked_forward(query, key, value, low, high, config, listed)
 
 
-def backward(query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset):
+def backward(
+    query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset, plan: SelectedBackwardPlan
+):
     """Gradients of query, key and value; arguments as `backward.selected_backward`."""
-    h_dim, v_dim = query.shape[-1], value.shape[-1]
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], BLOCK))
     low, high = visible_ranges(query, key, segment_start, query_offset)
     lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
     args = (query, key, value, d_out.astype(query.dtype), lse, delta, low, high)
-    dq_config = tuning.ranged_hopper_dq_config(h_dim, v_dim, BLOCK, key.shape[1])
-    d_query = sm90_backward.block_masked_grad_query(*args, dq_config, listed)
-    config = tuning.ranged_hopper_dkv_config(h_dim, v_dim, None, key.shape[1])
-    return d_query, *sm90_backward.block_masked_grad_key_value(*args, config, listed)
+    d_query = sm90_backward.block_masked_grad_query(*args, plan.grad_query.tiles, listed)
+    return d_query, *sm90_backward.block_masked_grad_key_value(*args, plan.by_block.tiles, listed)

@@ -19,20 +19,10 @@ from nsa_jax.ops import blocks
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels.softmax import LOG2E
-from nsa_jax.ops.target import Target
+from nsa_jax.ops.tiles import SCORE_KEYS
 
 # Query tokens of one tile (the rows of a warpgroup's matrix product) and compressed keys of one warpgroup.
-QUERIES, _KEYS = 64, 128
-
-
-def serves(query, key_cmp, fold, target: Target) -> bool:
-    """Whether this kernel should serve these inputs on `target`; `fold` is a `Fold`."""
-    wide_enough = _KEYS // fold.padded >= 8  # group members are cut out of a tile in multiples of 8 columns
-    if not (target.is_hopper and query.dtype == jnp.bfloat16 and wide_enough):
-        return False
-    # With H = 64 and fewer keys than three warpgroups have the Triton kernel is faster: 0.134 against 0.177 ms for 127
-    # keys, 0.196 and 0.205 for 255 (64 rows of 2,048 and 32 of 4,096, N=12, K=2).
-    return query.shape[-1] in (128, 192) or (query.shape[-1] == 64 and key_cmp.shape[1] > 3 * _KEYS)
+QUERIES, _KEYS = 64, SCORE_KEYS
 
 
 def _warpgroups(h_dim: int) -> int:

@@ -16,17 +16,19 @@ from nsa_jax.ops.kernels.selection import scores_sm90, scores_triton
 from nsa_jax.ops.kernels.selection.fold import Fold
 from nsa_jax.ops.kernels.selection.top_n import block_lists, row_widths
 from nsa_jax.ops.kernels.softmax import LOG2E
-from nsa_jax.ops.target import current_target
+from nsa_jax.ops.plan import SelectionPlan
 
 
-def select_blocks(query, key_cmp, lse, *, config: NSAConfig, num_keys: int, segment_start=None, query_offset=0):
+def select_blocks(
+    query, key_cmp, lse, *, config: NSAConfig, num_keys: int, segment_start, query_offset, plan: SelectionPlan
+):
     """See `nsa_jax.select_blocks`; `num_keys` is S."""
     batch, length, _, head_dim = query.shape
-    num_cmp, num_kv = key_cmp.shape[1:3]
+    num_kv = key_cmp.shape[2]
     num_blocks = blocks.num_selection_blocks(num_keys, config.select_block)
     fold = Fold.of(config)
-    hopper = num_cmp > 0 and scores_sm90.serves(query, key_cmp, fold, current_target())
-    tile = tuning.select_config(length, fold.padded, query.dtype, hopper)
+    hopper = plan.scores is not None and plan.scores.kernel == "selection.scores_sm90"
+    tile = tuning.select_config(length, fold.padded, query.dtype) if plan.scores is None else plan.scores.tiles
     per_tile = scores_sm90.blocks_per_tile(fold, head_dim) if hopper else tile.keys // fold.padded
     tile_queries = scores_sm90.QUERIES if hopper else tile.queries
     # The top-n kernel reads one block past a row's width from the second plane; TMA writes tiles of 32 columns.
@@ -46,7 +48,7 @@ def select_blocks(query, key_cmp, lse, *, config: NSAConfig, num_keys: int, segm
         call_scores = scores_sm90.prepare(
             query, key_cmp, lse2, start, query_offset, fold, rows=rows, width=width, **call
         )
-    elif num_cmp:
+    elif plan.scores is not None:
 
         def call_scores(where):
             return scores_triton.scores(tile, where, query, key_cmp, lse2, start, rows=rows, width=width, **call)

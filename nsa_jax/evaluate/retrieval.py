@@ -37,14 +37,14 @@ class Probe:
 
         def layer(x, state):
             block: Any = nnx.merge(graphdef, state)
-            h = block.norm_attention(x)
-            if config.attention == "nsa":
-                out, lists = block.attention(h, return_block_indices=True)
-                lists = lists[rows, positions]  # [B, P, K, n]
-            else:
-                out, lists = block.attention(h), None
-            x = x + out
-            return x + block.mlp(block.norm_mlp(x)), lists
+
+            def attend(normed):
+                if config.attention != "nsa":
+                    return block.attention(normed), None
+                out, lists = block.attention(normed, return_block_indices=True)
+                return out, lists[rows, positions]  # [B, P, K, n]
+
+            return block.forward(x, attend)
 
         x, lists = jax.lax.scan(layer, model.embedding[...][tokens].astype(config.dtype), stacked)
         logits = model.logits(model.norm(x[rows, positions]))

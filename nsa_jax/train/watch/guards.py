@@ -12,26 +12,23 @@ summary.json; the same alarm is repeated at most every `_REPEAT` reports.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import math
-import os
-import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 
 from nsa_jax.data import Pipeline
-from nsa_jax.train import disk
+from nsa_jax.train.errors import TrainingError
+from nsa_jax.train.watch.memory_use import memory_points
 
 logger = logging.getLogger("nsa_jax")
 
@@ -48,20 +45,6 @@ _REMEMBERED = (  # attributes that a checkpoint keeps
 )
 
 
-class TrainingError(RuntimeError):
-    """Training stopped because going on would waste the run; the message says why.
-
-    Attributes:
-      guard: name of the guard that stopped it.
-      step: at which it noticed.
-      save: whether the state is worth a checkpoint.
-    """
-
-    def __init__(self, message: str, *, guard: str = "", step: int = 0, save: bool = False):
-        super().__init__(message)
-        self.guard, self.step, self.save = guard, step, save
-
-
 @dataclasses.dataclass(frozen=True)
 class Alarm:
     """Something is wrong that does not have to end the run."""
@@ -69,26 +52,6 @@ class Alarm:
     name: str
     step: int
     message: str
-
-
-def host_memory() -> tuple[int, int]:
-    """Bytes of this process in memory now, and of the machine."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    try:
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
-    except (OSError, ValueError, IndexError):
-        resident = 0
-    return resident, page * os.sysconf("SC_PHYS_PAGES")
-
-
-def memory_points() -> dict[str, tuple[int, int]]:
-    """(in use, limit) in bytes of the host and, where the backend tells, of the fullest local device."""
-    points = {"host": host_memory()}
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    if all("bytes_in_use" in s and "bytes_limit" in s for s in stats):
-        fullest = max(stats, key=lambda s: s["bytes_in_use"])
-        points["device"] = (fullest["bytes_in_use"], fullest["bytes_limit"])
-    return points
 
 
 class Guards:
@@ -456,40 +419,3 @@ def dump(workdir: Path, step: int, pipeline: Pipeline, rows: list[dict[str, floa
     path = workdir / f"bad_step_{step}.npz"
     np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
     return path
-
-
-def check_room(workdir: Path, need: int, step: int = 0) -> None:
-    """Stops before a checkpoint is begun that cannot be finished.
-
-    Raises:
-      TrainingError: the disk has less than `need` bytes left.
-    """
-    if shutil.disk_usage(workdir).free < need:
-        raise TrainingError(disk.advice(workdir, need), guard="disk_full", step=step)
-
-
-@contextlib.contextmanager
-def writing_checkpoint(step: int) -> Iterator[None]:
-    """Turns whatever goes wrong while checkpoints are written into an explanation.
-
-    Raises:
-      TrainingError: with the cause; a full disk is left for `loop.run` to explain.
-    """
-    try:
-        yield
-    except TrainingError:
-        raise
-    except Exception as error:  # Orbax reports what failed in the background in many types
-        if disk.is_full(error):
-            raise
-        raise TrainingError(
-            f"step {step}, guard checkpoint_write: a checkpoint cannot be written ({type(error).__name__}: {error}). "
-            "Fix: look at the disk, and start again",
-            guard="checkpoint_write",
-            step=step,
-        ) from error
-
-
-def describe_stop(error: TrainingError) -> dict[str, Any]:
-    """What stopped.json holds."""
-    return {"guard": error.guard, "step": error.step, "message": str(error), "time": round(time.time(), 3)}

@@ -22,206 +22,26 @@ import argparse
 import functools
 import json
 import logging
-import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from nsa_jax import retrieval
 from nsa_jax.command_line import number
-from nsa_jax.data import DataError, Tokenizer, make_pipeline
-from nsa_jax.data.sources import TextSource
+from nsa_jax.data import DataError
 from nsa_jax.devices import choose_platform
-from nsa_jax.loading import LoadError, load
-from nsa_jax.nn import Transformer
+from nsa_jax.evaluate import retrieval
+from nsa_jax.evaluate.scoring import Scorer, held_out_documents, plot_positions, position_bins, score_documents
+from nsa_jax.hub.export_files import LoadError
+from nsa_jax.hub.load import load
 
 EXIT_USAGE = 2
 TASKS = ("perplexity", "position", "needle", "needle-multi", "recall")
-# Tokens of logits that exist at once, times the vocabulary.
-_LOGITS_ELEMENTS = 2**26
-
-
-def windows(num_tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """How a document is cut: (first input, end, first position that counts) of each window.
-
-    Windows advance by `stride`; each counts the targets that none before it has counted, so that every token but the
-    document's first is counted once.
-    """
-    first, counted = 0, 0
-    while counted < num_tokens:
-        end = min(first + context, num_tokens)
-        yield first, end, counted
-        counted = end
-        first = min(first + stride, max(num_tokens - 1, 0)) if stride < context else end
-
-
-class Scorer:
-    """Losses of a model on rows of tokens."""
-
-    def __init__(self, model: Transformer):
-        self._graphdef, self._params = nnx.split(model)
-        self._run = jax.jit(self._losses)
-
-    def _losses(self, params, inputs, targets):
-        model: Transformer = nnx.merge(self._graphdef, params)
-        hidden = model.hidden(inputs)
-        batch, length, dim = hidden.shape
-        pieces = max(-(-batch * length * model.config.vocab_size // _LOGITS_ELEMENTS), 1)
-        while batch * length % pieces:
-            pieces += 1
-
-        def piece(args):
-            logits = model.logits(args[0])
-            return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, args[1][:, None], -1)[:, 0]
-
-        losses = jax.lax.map(piece, (hidden.reshape(pieces, -1, dim), targets.reshape(pieces, -1)))
-        return losses.reshape(batch, length)
-
-    def __call__(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Nats of each target: float32 [B, T] from int [B, T] inputs and targets."""
-        return np.asarray(self._run(self._params, jnp.asarray(inputs), jnp.asarray(targets)))
-
-
-def score_documents(
-    scorer: Scorer,
-    documents: Sequence[np.ndarray],
-    token_bytes: np.ndarray,
-    eos_id: int,
-    *,
-    context: int,
-    stride: int,
-    batch_size: int,
-) -> dict[str, Any]:
-    """Perplexity and bits per byte over documents, and loss by position in the window.
-
-    As in training, a document's first token is not predicted and its end is.
-
-    Args:
-      scorer: of the model.
-      documents: token ids of each, without EOS.
-      token_bytes: bytes of text of each token id.
-      eos_id: end-of-document token.
-      context: tokens of a window.
-      stride: how far windows advance; at most `context`.
-      batch_size: windows at once.
-
-    Returns:
-      loss, perplexity, bits_per_byte, tokens, bytes, documents; by_position: nats [context] and counts [context] of the
-      documents that fill at least one window (of all, if there is none).
-    """
-    jobs = []
-    whole = any(len(document) >= context for document in documents)
-    for document in documents:
-        stream = np.append(document, eos_id).astype(np.int32)
-        for first, end, counted in windows(len(document), context, stride):
-            jobs.append((stream[first : end + 1], counted - first, len(document) >= context or not whole))
-    nats = tokens = text_bytes = 0.0
-    by_position, counts = np.zeros(context), np.zeros(context)
-    for at in range(0, len(jobs), batch_size):
-        part = jobs[at : at + batch_size]
-        inputs, targets = np.zeros((2, batch_size, context), np.int32)
-        for row, (stream, _, _) in enumerate(part):
-            inputs[row, : len(stream) - 1], targets[row, : len(stream) - 1] = stream[:-1], stream[1:]
-        losses = scorer(inputs, targets)
-        for row, (stream, skip, positional) in enumerate(part):
-            length = len(stream) - 1
-            nats += float(losses[row, skip:length].sum(dtype=np.float64))
-            tokens += length - skip
-            text_bytes += float(token_bytes[stream[1 + skip :]].sum())
-            if positional:
-                by_position[:length] += losses[row, :length]
-                counts[:length] += 1
-    loss = nats / max(tokens, 1)
-    return {
-        "loss": loss,
-        "perplexity": math.exp(min(loss, 700)),
-        "bits_per_byte": nats / math.log(2) / max(text_bytes, 1),
-        "tokens": int(tokens),
-        "bytes": int(text_bytes),
-        "documents": len(documents),
-        "context": context,
-        "stride": stride,
-        "by_position": {"nats": by_position, "counts": counts},
-    }
-
-
-def position_bins(nats: np.ndarray, counts: np.ndarray) -> list[dict[str, float]]:
-    """Mean loss in ranges of positions that double: [0, 1), [1, 2), [2, 4), ... as from, to, loss, tokens."""
-    rows, first = [], 0
-    while first < len(nats):
-        end = min(max(2 * first, 1), len(nats))
-        total = int(counts[first:end].sum())
-        if total:
-            loss = float(nats[first:end].sum()) / total
-            rows.append({"from": first, "to": end, "loss": loss, "tokens": total})
-        first = end
-    return rows
-
-
-def plot_positions(nats: np.ndarray, counts: np.ndarray, window: int, title: str, path: Path) -> None:
-    """Loss over the position in the context, smoothed, with the sliding window marked."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    seen = np.flatnonzero(counts)
-    width = max(len(seen) // 64, 1)
-    keep = seen[: len(seen) // width * width]
-    loss = nats[keep].reshape(-1, width).sum(1) / counts[keep].reshape(-1, width).sum(1)
-    figure, axis = plt.subplots(figsize=(7, 4))
-    axis.plot(keep.reshape(-1, width).mean(1) + 1, loss)
-    axis.axvline(window, color="tab:grey", linestyle=":", label=f"window ({window} tokens)")
-    axis.set_xscale("log")
-    axis.set_xlabel("position in the context")
-    axis.set_ylabel("loss (nats per token)")
-    axis.set_title(title)
-    axis.grid(True, alpha=0.3)
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def held_out_documents(config: ConfigDict, files: Sequence[str], tokenizer: Tokenizer, max_tokens: int):
-    """Documents to score: of files if given, else of the run's validation split, up to `max_tokens` tokens.
-
-    Of a held-out document, 16 contexts at most are taken, so that one long document does not stand for all.
-
-    Raises:
-      DataError: there are none.
-    """
-    found: list[np.ndarray] = []
-    total, longest = 0, max_tokens
-    if files:
-        source: Iterator[np.ndarray] = (tokenizer.encode(text) for text in TextSource(tuple(files)).documents())
-    else:
-        corpus = make_pipeline(config).corpus
-        if corpus is None:
-            raise DataError(
-                f"config.data.source={config.data.source!r}", "keeps no held-out documents", "name some with --files"
-            )
-        split, longest = corpus.validation, 16 * config.data.seq_len
-        source = (np.asarray(split.document(i), np.int32) for i in range(split.stats.documents))
-    for document in source:
-        if len(document):
-            found.append(document[: max(min(max_tokens - total, longest), 2)])
-            total += len(found[-1])
-        if total >= max_tokens:
-            break
-    if not found:
-        raise DataError("held-out documents", "there are none", "name some with --files")
-    return found
 
 
 class Evaluation:
@@ -414,7 +234,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

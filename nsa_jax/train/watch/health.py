@@ -31,8 +31,9 @@ import numpy as np
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn.observe import BRANCHES, NSAArrays, walk_layers
 from nsa_jax.ops import blocks
-from nsa_jax.train.guards import Guards, TrainingError
+from nsa_jax.train.errors import TrainingError
 from nsa_jax.train.state import Setup, batch_sharding
+from nsa_jax.train.watch.guards import Guards
 
 _COLLAPSED = 0.95
 _EPSILON = 1e-9

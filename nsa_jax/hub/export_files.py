@@ -24,7 +24,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from nsa_jax.data.errors import DataError
-from nsa_jax.loading import LoadError
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -32,6 +31,10 @@ _CHECKSUMS = "crc32"  # key of the safetensors metadata: JSON of {array: checksu
 _LARGEST_JSON = 100_000_000  # bytes; safetensors bounds its own headers by this
 _SHARD_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class LoadError(ValueError):
+    """A path holds no model that can be loaded; the message says why and what to do."""
 
 
 def shortened(error: BaseException) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from nsa_jax.train import digests
-from nsa_jax.train.digests import Damage
+from nsa_jax.hub import digests
+from nsa_jax.hub.digests import Damage
 
 logger = logging.getLogger("nsa_jax")
 

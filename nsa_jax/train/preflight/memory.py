@@ -20,7 +20,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from nsa_jax import aot
-from nsa_jax.train import hlo
+from nsa_jax.train.preflight import hlo
 from nsa_jax.train.state import Setup, batch_sharding, setup
 from nsa_jax.train.step import host_transfers, make_eval_step, make_train_step, token_losses
 

@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from nsa_jax.train.guards import memory_points
+from nsa_jax.train.watch.memory_use import memory_points
 
 logger = logging.getLogger("nsa_jax")
 

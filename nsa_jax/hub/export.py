@@ -1,0 +1,90 @@
+"""Exports: a model as safetensors and config.json in the Hugging Face layout, written and read back bit-equal."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from flax import nnx, traverse_util
+from ml_collections import ConfigDict
+
+from nsa_jax.data import Tokenizer
+from nsa_jax.hub.export_files import Arrays, file_in, load_errors, read_json, write_arrays
+from nsa_jax.hub.saved_config import abstract_model, checked_model_config, config_from_dict, whole
+from nsa_jax.nn import Transformer
+
+MODEL_TYPE = "nsa_jax"
+_SHARD_BYTES = 5 * 2**30
+
+
+def _flat(params: dict[str, Any]) -> dict[str, Any]:
+    return {".".join(path): leaf for path, leaf in traverse_util.flatten_dict(params).items()}
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    return traverse_util.unflatten_dict({tuple(name.split(".")): leaf for name, leaf in flat.items()})
+
+
+def export(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    config: ConfigDict,
+    directory: str | os.PathLike,
+    *,
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Writes a model in the Hugging Face layout.
+
+    Args:
+      model: the Transformer.
+      tokenizer: its tokenizer.
+      config: the training config.
+      directory: created if needed; an export that is there is replaced.
+      shard_bytes: size at which another safetensors file is begun.
+    """
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    # config.json goes first and comes last: an export that is cut short cannot be taken for a whole one.
+    (path / "config.json").unlink(missing_ok=True)
+    write_arrays(path, _flat(nnx.to_pure_dict(nnx.state(model, nnx.Param))), shard_bytes)
+    tokenizer.save(path)
+    described = {
+        "model_type": MODEL_TYPE,
+        "architectures": ["Transformer"],
+        "vocab_size": model.config.vocab_size,
+        "torch_dtype": model.config.param_dtype,
+        "eos_token_id": int(tokenizer.eos_id),
+        "config": json.loads(config.to_json()),
+    }
+    (path / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+
+
+def load_exported(directory: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
+    """Reads what `export` wrote.
+
+    Raises:
+      LoadError: a file is missing or damaged, or the arrays are not those that the config describes.
+    """
+    path = Path(directory)
+    described = read_json(path, "config.json")
+    config = config_from_dict(described.get("config"))
+    vocab_size = whole(described, "vocab_size", path)
+    arrays, loaded = Arrays(path), {}
+    graphdef, abstract = abstract_model(checked_model_config(config, vocab_size, arrays, path))
+    expected = _flat(abstract)
+    for name, leaf in expected.items():
+        arrays.expect(name, leaf.shape, str(leaf.dtype))
+    tokenizer = _exported_tokenizer(path)
+    for name in expected:
+        loaded[name] = arrays[name]
+    return nnx.merge(graphdef, _nested(loaded)), tokenizer, config
+
+
+def _exported_tokenizer(path: Path) -> Tokenizer:
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        if name == "tokenizer_config.json" or os.path.lexists(path / name):
+            file_in(path, name)
+    with load_errors(path):
+        return Tokenizer.load(path)

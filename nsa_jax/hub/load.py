@@ -1,0 +1,103 @@
+"""`load`: a model, its tokenizer and its config from a run's workdir or an exported directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import reprlib
+from pathlib import Path
+
+import jax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from nsa_jax.data import DataError, Tokenizer
+from nsa_jax.hub.checkpoint_files import find_steps, load_part, read_info, verify
+from nsa_jax.hub.digests import Damage
+from nsa_jax.hub.export import MODEL_TYPE, load_exported
+from nsa_jax.hub.export_files import LoadError, read_json
+from nsa_jax.hub.saved_config import abstract_model, config_from_dict
+from nsa_jax.nn import ModelConfig, Transformer
+
+logger = logging.getLogger("nsa_jax")
+
+
+def _split_step(path: str) -> tuple[Path, str]:
+    """PATH[@STEP]: STEP is a number, "best" or "" for the newest."""
+    name, at, step = path.rpartition("@")
+    if at and not Path(path).exists() and (step == "best" or step.isdecimal()):
+        return Path(name), step
+    return Path(path), ""
+
+
+def _choose_step(workdir: Path, step: str) -> int:
+    """The step to read: as asked for, and of several the first that is not damaged."""
+    losses, damaged = find_steps(workdir / "checkpoints")
+    found = sorted({*losses, *damaged})
+    if not found:
+        raise LoadError(f"{workdir}: its checkpoints directory holds no finished step")
+    if step == "best":
+        candidates = [chosen for _, chosen in sorted((loss, s) for s, loss in losses.items() if loss is not None)]
+        if not candidates:
+            raise LoadError(f"{workdir}@best: no checkpoint has a validation loss; leave out @best for the newest")
+    else:
+        candidates = [int(step)] if step else found[::-1]
+        if step and int(step) not in found:
+            raise LoadError(f"{workdir}@{step}: no such step; it has {found}")
+    for chosen in candidates:
+        try:
+            if chosen not in damaged:
+                verify(workdir / "checkpoints" / str(chosen))
+                return chosen
+        except Damage as error:
+            damaged[chosen] = str(error)
+        logger.warning("skipping checkpoint %s of %s, it is damaged: %s", chosen, workdir, damaged[chosen])
+    reasons = "; ".join(f"step {chosen}: {damaged[chosen]}" for chosen in candidates)
+    others = [s for s in found if s not in damaged]
+    fix = f"name another step, one of {others}" if others else "restore the damaged files from a copy"
+    raise LoadError(f"{workdir}{'@' if step else ''}{step}: damaged, {reasons}. Fix: {fix}")
+
+
+def _load_workdir(workdir: Path, step: str) -> tuple[Transformer, Tokenizer, ConfigDict]:
+    directory = (workdir / "checkpoints").absolute() / str(_choose_step(workdir, step))
+    config = config_from_dict(read_info(directory)["config"])
+    try:
+        tokenizer = Tokenizer.load(workdir / "tokenizer")
+    except DataError as error:
+        raise LoadError(f"{workdir}: its tokenizer cannot be read: {error}") from error
+    model_config = ModelConfig.from_config(config, tokenizer.vocab_size)
+    graphdef, params = abstract_model(model_config)
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params)
+    # Only the parameters are loaded: the optimizer's state is twice as large.
+    return nnx.merge(graphdef, load_part(directory, {"params": target})["params"]), tokenizer, config
+
+
+def load(path: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
+    """Loads a trained model.
+
+    Args:
+      path: a run's workdir (its newest undamaged checkpoint; WORKDIR@STEP or WORKDIR@best for another), or a directory
+        that `python -m nsa_jax.export` wrote.
+
+    Returns:
+      The `nsa_jax.nn.Transformer`, its tokenizer, and the training config.
+
+    Raises:
+      LoadError: there is nothing to load there, or something about it is damaged. An export may hold anything: no file
+        outside of its directory is read, and nothing is allocated for arrays that it does not hold.
+    """
+    directory, step = _split_step(os.fspath(path))
+    if not directory.is_dir():
+        raise LoadError(f"{directory} is no directory; give a run's workdir or an exported model")
+    if (directory / "checkpoints").is_dir():
+        return _load_workdir(directory, step)
+    if os.path.lexists(directory / "config.json"):
+        kind = read_json(directory, "config.json").get("model_type")
+        if kind != MODEL_TYPE:
+            raise LoadError(
+                f"{directory} holds a model of type {reprlib.repr(kind)}; import it first: "
+                f"python -m nsa_jax.export --import-from={directory} OUTPUT"
+            )
+        return load_exported(directory)
+    raise LoadError(f"{directory} holds neither checkpoints/ nor config.json: it is no run and no exported model")

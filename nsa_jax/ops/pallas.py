@@ -1,0 +1,129 @@
+"""The ops by GPU kernels: a plan for the current device, and the kernels that take it.
+
+This is the one place where kernels learn what device they are for. Kernel families are imported when they are first
+used: a jaxlib without GPU backends can still import the library.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+
+import jax
+
+from nsa_jax.ops import plan
+from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.plan import Shape
+from nsa_jax.ops.target import current_target
+
+
+def _kernels(name: str) -> types.ModuleType:
+    return importlib.import_module(f"nsa_jax.ops.kernels.{name}")
+
+
+@functools.cache
+def _has_cudnn() -> bool:
+    return _kernels("range_attention.window_cudnn").version() > 0
+
+
+def _whole_rows(segment_start, query_offset) -> bool:
+    """Whether rows hold one document each and queries are all of their tokens, as far as is known while tracing."""
+    return segment_start is None and isinstance(query_offset, int) and query_offset == 0
+
+
+def compressed_attention(query, key_cmp, value_cmp, *, config: NSAConfig, segment_start=None, query_offset=0):
+    """See `nsa_jax.compressed_attention`."""
+    return _kernels("range_attention.attention").compressed_attention(
+        query, key_cmp, value_cmp, config=config, segment_start=segment_start, query_offset=query_offset,
+        plan=plan.plan_range(Shape.of(query, key_cmp, value_cmp), current_target()),
+    )  # fmt: skip
+
+
+def select_blocks(query, key_cmp, lse, *, config: NSAConfig, num_keys: int, segment_start=None, query_offset=0):
+    """See `nsa_jax.select_blocks`; `num_keys` is S."""
+    return _kernels("selection.select").select_blocks(
+        query, key_cmp, lse, config=config, num_keys=num_keys, segment_start=segment_start, query_offset=query_offset,
+        plan=plan.plan_selection(Shape.of(query, key_cmp), config, current_target()),
+    )  # fmt: skip
+
+
+def selected_attention(query, key, value, block_indices, *, select_block: int, segment_start=None, query_offset=0):
+    """See `nsa_jax.selected_attention`."""
+    sizes = dict(select_block=select_block, num_selected=block_indices.shape[-1])
+    return _kernels("selected.attention").selected_attention(
+        query, key, value, block_indices, select_block=select_block, segment_start=segment_start,
+        query_offset=query_offset, plan=plan.plan_selected(Shape.of(query, key, value), current_target(), **sizes),
+    )  # fmt: skip
+
+
+def window_attention(query, key, value, *, window: int, segment_start=None, query_offset=0):
+    """See `nsa_jax.window_attention`."""
+    cudnn = _whole_rows(segment_start, query_offset) and _has_cudnn()
+    return _kernels("range_attention.attention").window_attention(
+        query, key, value, window=window, segment_start=segment_start, query_offset=query_offset,
+        plan=plan.plan_range(Shape.of(query, key, value), current_target(), span=window, cudnn=cudnn),
+    )  # fmt: skip
+
+
+def _plan_nsa(query, others, *, config, segment_start, query_offset, window_start, by_kv_head: bool) -> plan.NSAPlan:
+    key_cmp, _, key_slc, value_slc, key_win, *_ = others
+    return plan.plan_nsa(
+        Shape.of(query, key_slc, value_slc),
+        config,
+        current_target(),
+        num_compressed=key_cmp.shape[1],
+        window_keys=key_win.shape[1],
+        cudnn=window_start is None and _whole_rows(segment_start, query_offset) and _has_cudnn(),
+        by_kv_head=by_kv_head,
+    )
+
+
+def nsa_attention(
+    query, *others, config: NSAConfig, segment_start=None, query_offset=0, window_start=None, nonnegative_gates=False
+) -> tuple[jax.Array, jax.Array]:
+    """See `nsa_jax.nsa_attention`; returns the output and the block lists."""
+    where = dict(segment_start=segment_start, query_offset=query_offset, window_start=window_start)
+    made = _plan_nsa(query, others, config=config, **where, by_kv_head=False)
+    return _kernels("layer.nsa").nsa_attention(
+        query, *others, config=config, **where, nonnegative_gates=nonnegative_gates, plan=made
+    )
+
+
+def nsa_attention_by_kv_head(
+    queries, others, *, kv_heads: int, config: NSAConfig, segment_start=None, nonnegative_gates: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """See `nsa_jax.ops.kernels.layer.nsa.nsa_attention_by_kv_head`; rows are whole."""
+    where = dict(segment_start=segment_start, query_offset=0, window_start=None)
+    made = _plan_nsa(queries[0], others, config=config, **where, by_kv_head=True)
+    return _kernels("layer.nsa").nsa_attention_by_kv_head(
+        queries, others, kv_heads=kv_heads, config=config, **where, nonnegative_gates=nonnegative_gates, plan=made
+    )
+
+
+def split_projection(projected: jax.Array, cos: jax.Array, sin: jax.Array, **sizes: int):
+    """See `nsa_jax.ops.kernels.layer.projection.split_projection`."""
+    return _kernels("layer.projection").split_projection(projected, cos, sin, **sizes)
+
+
+def decode_attention(
+    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config: NSAConfig, segment_start
+):
+    """See `nsa_jax.decode_attention`; returns the output [B, T, N, V] and the block lists int32 [B, T, K, n]."""
+    made = plan.plan_decode(Shape.of(query, key_slc, value_slc), max(key_cmp.shape[1], 1), config)
+    return _kernels("decode.step").decode_attention(
+        query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config, segment_start, made
+    )
+
+
+def append_token(projected, gate_bias, turn, lengths, arrays, key_cmp, value_cmp, phis, **sizes):
+    """See `nsa_jax.ops.kernels.decode.append.append_token`; `phis` are tuples of the fields of its `Phi`."""
+    append = _kernels("decode.append")
+    phis = phis and [append.Phi(*phi) for phi in phis]
+    return append.append_token(projected, gate_bias, turn, lengths, arrays, key_cmp, value_cmp, phis, **sizes)
+
+
+def dense_decode_attention(query, key, value, lengths, segment_start=None):
+    """See `nsa_jax.ops.kernels.decode.dense.dense_decode_attention`."""
+    made = plan.plan_decode(Shape.of(query, key, value), key.shape[1], NSAConfig())
+    return _kernels("decode.dense").dense_decode_attention(query, key, value, lengths, segment_start, made)

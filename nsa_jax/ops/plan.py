@@ -1,0 +1,460 @@
+"""Every choice of kernel and of its tiles, as a pure function from a problem to a plan.
+
+`plan_nsa` plans the whole operator, the other `plan_` functions one stage each. Kernels take their part of a plan and
+never ask what device they are traced for; forward and backward cannot disagree, because both are in one plan. The rules
+by which tile sizes follow from shapes are in `tiles`. `explain` shows a plan as a table.
+
+A kernel's name is its module in `nsa_jax.ops.kernels`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from nsa_jax.ops import blocks, tiles
+from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.target import Target, current_target
+from nsa_jax.ops.tiles import DIRECT_GROUPS, ROWS
+
+HEAD_DIMS = (16, 32, 64, 128, 192)
+SM90_HEAD_DIMS = (64, 128, 192)
+MAX_GROUP = 64
+MAX_SELECTION_BLOCKS = 32_768  # top-n keeps a row of scores in registers
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of one attention: query [B, T, N, H], key [B, S, K, H], value [B, S, K, V]."""
+
+    batch: int
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+
+    @classmethod
+    def of(cls, query, key, value=None) -> Shape:
+        """The sizes of arrays; without a value V = H."""
+        batch, num_queries, num_heads, head_dim = query.shape
+        value_dim = (key if value is None else value).shape[-1]
+        dtype = jnp.dtype(query.dtype).name
+        return cls(batch, num_queries, key.shape[1], num_heads, key.shape[2], head_dim, value_dim, dtype)
+
+    @property
+    def group(self) -> int:
+        """G, query heads per key/value head."""
+        return self.num_heads // self.kv_heads
+
+    @property
+    def is_bfloat16(self) -> bool:
+        return self.dtype == "bfloat16"
+
+    def heads_to_batch(self) -> Shape:
+        """The sizes once key/value heads are batch entries."""
+        return dataclasses.replace(self, batch=self.batch * self.kv_heads, num_heads=self.group, kv_heads=1)
+
+    def with_keys(self, num_keys: int) -> Shape:
+        return dataclasses.replace(self, num_keys=num_keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A kernel for one stage and pass.
+
+    Attributes:
+      kernel: its module in `nsa_jax.ops.kernels`.
+      tiles: its tiles, a record of `nsa_jax.ops.tiles`; None if it has none.
+      reason: why it serves.
+      otherwise: the kernel that would serve if it did not; empty if none would.
+    """
+
+    kernel: str
+    tiles: Any
+    reason: str
+    otherwise: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class RangePlan:
+    """Attention over one contiguous range of keys per query: the compressed or the window branch."""
+
+    forward: Choice
+    grad_query: Choice
+    grad_key_value: Choice
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectionPlan:
+    """Which blocks each query reads. `scores` is None without compressed keys: then nothing is scored."""
+
+    scores: Choice | None
+    top_n: Choice
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectedForwardPlan:
+    """The selected branch's forward pass: what neighbouring tokens share, if anything is, and then the rest.
+
+    `lists` are the tiles by which lists are divided; None if `rest` reads whole rows under a mask.
+    """
+
+    neighbours: Choice | None
+    rest: Choice
+    lists: tiles.SelectedConfig | None
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectedBackwardPlan:
+    """The selected branch's backward pass: the whole row under a mask, or block by block and then dq.
+
+    `lists` are the tiles of the pass over blocks; None if the whole row is read, where `by_block` serves dk and dv.
+    """
+
+    by_block: Choice
+    grad_query: Choice
+    lists: tiles.SelectedBackwardConfig | None
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectedPlan:
+    """The selected branch."""
+
+    forward: SelectedForwardPlan
+    backward: SelectedBackwardPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class NSAPlan:
+    """The whole operator. `compressed` is None if the row is too short for a compressed block."""
+
+    shape: Shape  # of the branches; key/value heads may have become batch entries
+    heads_to_batch: Choice | None
+    compressed: RangePlan | None
+    selection: SelectionPlan
+    selected: SelectedPlan
+    window: RangePlan
+
+
+def unsupported(op: str, shape: Shape, target: Target, *, select_block: int | None = None) -> str | None:
+    """Why the GPU kernels cannot serve an op, or None if they can.
+
+    Args:
+      op: the public op's name.
+      shape: its sizes.
+      target: the device.
+      select_block: l', where the op ranks selection blocks of `shape.num_keys` keys.
+    """
+    if target.is_gpu and (target.compute_capability or (0, 0)) < (8, 0):
+        return f"compute capability {target.compute_capability}: the kernels need 8.0 (A100) or later"
+    dims = (("query", shape.head_dim), ("value", shape.value_dim))
+    for name, dim in dims:
+        if dim not in HEAD_DIMS:
+            return f"{name} has head dim {dim}: the kernels support {HEAD_DIMS}"
+    if shape.group > MAX_GROUP:
+        return f"{shape.group} query heads per key/value head: the kernels support at most {MAX_GROUP}"
+    if op == "select_blocks" and select_block is not None:
+        count = blocks.num_selection_blocks(shape.num_keys, select_block)
+        if count > MAX_SELECTION_BLOCKS:
+            return f"{count} selection blocks: the kernels support at most {MAX_SELECTION_BLOCKS}"
+    per_head = max(shape.num_queries * shape.num_heads, shape.num_keys * shape.kv_heads)
+    if shape.batch * per_head >= 2**31:
+        rows = shape.batch * per_head
+        return f"{rows} rows of queries or keys (B*T*N or B*S*K): the kernels index them with 32 bits"
+    return None
+
+
+def sm90_obstacle(shape: Shape, target: Target, span: int | None = None) -> str | None:
+    """Why Hopper's kernels of range attention do not serve, or None if they do; `span` as in `plan_range`.
+
+    TMA fetches groups of `DIRECT_GROUPS` heads as they lie. Other groups need rearranged copies, unless all heads are
+    one group, and short ranges do not repay a copy.
+    """
+    if not target.is_hopper:
+        return "the GPU has no wgmma and TMA (sm90)"
+    if not shape.is_bfloat16:
+        return f"sm90 kernels take bfloat16, not {shape.dtype}"
+    if shape.head_dim not in SM90_HEAD_DIMS or shape.value_dim not in SM90_HEAD_DIMS:
+        return f"sm90 kernels take head dims {SM90_HEAD_DIMS}, not {shape.head_dim} and {shape.value_dim}"
+    if span is None or span > 1024 or shape.kv_heads == 1 or shape.group in DIRECT_GROUPS:
+        return None
+    return f"groups of {shape.group} heads need rearranged copies, which ranges of {span} keys do not repay"
+
+
+def moves_heads_to_batch(shape: Shape, target: Target) -> bool:
+    """Whether the whole operator makes key/value heads batch entries, so that all branches share the copies."""
+    return sm90_obstacle(shape, target) is None and shape.group not in DIRECT_GROUPS
+
+
+def plan_range(shape: Shape, target: Target, *, span: int | None = None, cudnn: bool = False) -> RangePlan:
+    """Plans attention in which every query sees one contiguous range of keys.
+
+    Args:
+      shape: sizes.
+      target: the device.
+      span: the most keys that a query sees, where that is known.
+      cudnn: the ranges are a causal window in whole rows of one document, and cuDNN is there.
+    """
+    dims = shape.head_dim, shape.value_dim, span, shape.num_keys
+    obstacle = sm90_obstacle(shape, target, span)
+    if obstacle is None:
+        reason = "sm90, bfloat16, head dims of 64 to 192"
+        return RangePlan(
+            *(
+                Choice(f"range_attention.{kernel}", rule(*dims), reason, f"range_attention.{otherwise}")
+                for kernel, rule, otherwise in (
+                    ("sm90_forward", tiles.ranged_hopper_config, "triton_forward"),
+                    ("sm90_backward", tiles.ranged_hopper_dq_config, "triton_backward"),
+                    ("sm90_backward", tiles.ranged_hopper_dkv_config, "triton_backward"),
+                )
+            )
+        )
+    forward = Choice(
+        "range_attention.triton_forward",
+        tiles.ranged_forward_config(shape.head_dim, shape.value_dim, shape.dtype),
+        obstacle,
+    )
+    if cudnn and cudnn_serves_window(shape, target):
+        reason = f"a window of whole rows, bfloat16, H = V <= 128; {obstacle}"
+        forward = Choice("range_attention.window_cudnn", None, reason, forward.kernel)
+    sizes = shape.head_dim, shape.value_dim, shape.dtype, target, span
+    return RangePlan(
+        forward,
+        Choice("range_attention.triton_backward", tiles.ranged_dq_config(*sizes), obstacle),
+        Choice("range_attention.triton_backward", tiles.ranged_dkv_config(*sizes), obstacle),
+    )
+
+
+def cudnn_serves_window(shape: Shape, target: Target) -> bool:
+    """Whether cuDNN's forward serves a window in whole rows of one document.
+
+    Never ahead of time: compiling for a GPU that is not here has no cuDNN to ask for its plan.
+    """
+    return (
+        target.is_gpu
+        and not target.ahead_of_time
+        and shape.is_bfloat16
+        and shape.head_dim == shape.value_dim <= 128
+        and shape.num_queries == shape.num_keys > 1
+    )
+
+
+def plan_selection(shape: Shape, config: NSAConfig, target: Target) -> SelectionPlan:
+    """Plans the scores and the top n; `shape.num_keys` is C, the number of compressed keys."""
+    members = 1 << (config.select_block // config.compress_stride - 1).bit_length()  # of a block, to a power of two
+    obstacle = _sm90_scores_obstacle(shape, members, target)
+    hopper = shape.num_keys > 0 and obstacle is None
+    record = tiles.select_config(shape.num_queries, members, shape.dtype, hopper)
+    if hopper:
+        reason = "sm90, bfloat16, enough compressed keys for its warpgroups"
+        scores = Choice("selection.scores_sm90", record, reason, "selection.scores_triton")
+    else:
+        scores = Choice("selection.scores_triton", record, obstacle or "")
+    top_n = Choice("selection.top_n", None, "bisection on the scores' bits; widths follow the number of blocks")
+    return SelectionPlan(scores if shape.num_keys else None, top_n)
+
+
+def _sm90_scores_obstacle(shape: Shape, members: int, target: Target) -> str | None:
+    if not target.is_hopper:
+        return "the GPU has no wgmma and TMA (sm90)"
+    if not shape.is_bfloat16:
+        return f"the sm90 kernel takes bfloat16, not {shape.dtype}"
+    if tiles.SCORE_KEYS // members < 8:
+        return f"selection blocks of {members} compressed blocks are more than its tiles can fold"
+    if shape.head_dim in (128, 192):
+        return None
+    if shape.head_dim != 64:
+        return f"the sm90 kernel takes head dims {SM90_HEAD_DIMS}, not {shape.head_dim}"
+    if shape.num_keys <= 3 * tiles.SCORE_KEYS:
+        return f"{shape.num_keys} compressed keys do not fill three warpgroups of {tiles.SCORE_KEYS}"
+    return None
+
+
+def reads_whole_rows(shape: Shape, target: Target, select_block: int, num_selected: int) -> bool:
+    """Whether lists hold so many of all blocks that causal attention under a mask of blocks is faster."""
+    num_blocks = blocks.num_selection_blocks(shape.num_keys, select_block)
+    return (
+        select_block == ROWS
+        and num_blocks <= tiles.MASKED_BLOCKS_PER_SLOT * num_selected
+        and shape.num_queries > 1
+        and sm90_obstacle(shape, target) is None
+    )
+
+
+def plan_selected(shape: Shape, target: Target, *, select_block: int, num_selected: int) -> SelectedPlan:
+    """Plans the selected branch.
+
+    Args:
+      shape: sizes.
+      target: the device.
+      select_block: l'.
+      num_selected: n, entries of a list.
+    """
+    return SelectedPlan(
+        plan_selected_forward(shape, target, select_block=select_block, num_selected=num_selected),
+        plan_selected_backward(shape, target, select_block=select_block, num_selected=num_selected),
+    )
+
+
+def plan_selected_forward(
+    shape: Shape, target: Target, *, select_block: int, num_selected: int, lists: tiles.SelectedConfig | None = None
+) -> SelectedForwardPlan:
+    """Plans the forward pass; given `lists`, these tiles are used and the rows are not read whole."""
+    dims = shape.head_dim, shape.value_dim
+    if lists is None and reads_whole_rows(shape, target, select_block, num_selected):
+        reason = f"at most {tiles.MASKED_BLOCKS_PER_SLOT} blocks of a row for each of {num_selected} list entries; sm90"
+        record = tiles.selected_masked_config(*dims)
+        whole = Choice("selected.whole_row_sm90", record, reason, "selected.neighbours_triton")
+        return SelectedForwardPlan(None, whole, None)
+    lists = lists or tiles.selected_config(shape.group, *dims, select_block, shape.dtype)
+    if lists.tile == 1 or shape.num_queries == 1:
+        reason = f"{shape.dtype}: tiles of neighbours do not fit" if lists.tile == 1 else "one query"
+        return SelectedForwardPlan(None, Choice("selected.by_token_triton", lists, reason), lists)
+    shared = f"blocks that {lists.share} of {lists.tile} neighbouring tokens list"
+    triton = "selected.neighbours_triton"
+    fits = shape.group in DIRECT_GROUPS and select_block == ROWS and lists.tile * shape.group == 2 * ROWS
+    if fits and sm90_obstacle(shape, target) is None:
+        neighbours = Choice("range_attention.sm90_walk", tiles.selected_hopper_config(*dims), f"{shared}; sm90", triton)
+    elif lists.key_major and _sm90_tiles_fit(shape, target, select_block, lists.tile):
+        count = shape.batch * shape.kv_heads * -(-shape.num_queries // lists.tile)
+        tile_record = tiles.selected_hopper_tiles_config(count)
+        reason = f"{shared}; sm90, groups of 5 to 7 heads of 64"
+        neighbours = Choice("selected.neighbours_sm90", tile_record, reason, triton)
+    else:
+        neighbours = Choice(triton, lists, f"{shared}; {_no_sm90_lists(shape, target, select_block)}")
+    if not lists.key_major:
+        rest = Choice("selected.by_token_triton", lists, f"what is left of the lists; groups of {shape.group} heads")
+    elif _sm90_gathers(shape, target, select_block):
+        reason = "small groups are served by key block; sm90, groups of 6 heads of 64"
+        rest = Choice("selected.by_block_sm90", tiles.selected_gather_config(), reason, "selected.by_block_triton")
+    else:
+        reason = f"small groups are served by key block; {_no_sm90_lists(shape, target, select_block)}"
+        rest = Choice("selected.by_block_triton", lists, reason)
+    return SelectedForwardPlan(neighbours, rest, lists)
+
+
+def _sm90_tiles_fit(shape: Shape, target: Target, select_block: int, tile: int) -> bool:
+    narrow = shape.head_dim == shape.value_dim == select_block == ROWS
+    grouped = 5 <= shape.group <= 7 and tile * shape.group <= ROWS
+    return target.is_hopper and shape.is_bfloat16 and narrow and grouped and shape.num_queries >= tile
+
+
+def _sm90_gathers(shape: Shape, target: Target, select_block: int) -> bool:
+    """Whether the kernels that gather rows themselves serve: other groups of heads have not been measured."""
+    narrow = shape.head_dim == shape.value_dim == select_block == ROWS
+    rows = max(shape.num_queries * shape.num_heads, shape.num_keys * shape.kv_heads) * shape.batch
+    return target.is_hopper and shape.is_bfloat16 and narrow and shape.group == 6 and rows < 2**31
+
+
+def _no_sm90_lists(shape: Shape, target: Target, select_block: int) -> str:
+    """Why no sm90 kernel serves lists of blocks."""
+    obstacle = sm90_obstacle(shape, target)
+    if obstacle:
+        return obstacle
+    dims = f"head dims {shape.head_dim} and {shape.value_dim}"
+    return f"no sm90 kernel for {shape.group} heads per group, {dims}, blocks of {select_block}"
+
+
+def plan_selected_backward(
+    shape: Shape,
+    target: Target,
+    *,
+    select_block: int,
+    num_selected: int,
+    lists: tiles.SelectedBackwardConfig | None = None,
+) -> SelectedBackwardPlan:
+    """Plans the backward pass; given `lists`, these tiles are used and the rows are not read whole."""
+    dims = shape.head_dim, shape.value_dim
+    if lists is None and reads_whole_rows(shape, target, select_block, num_selected):
+        reason = f"at most {tiles.MASKED_BLOCKS_PER_SLOT} blocks of a row for each of {num_selected} list entries; sm90"
+        by_block_tiles = tiles.ranged_hopper_dkv_config(*dims, None, shape.num_keys)
+        query_tiles = tiles.ranged_hopper_dq_config(*dims, ROWS, shape.num_keys)
+        kernel = "selected.whole_row_sm90"
+        return SelectedBackwardPlan(Choice(kernel, by_block_tiles, reason), Choice(kernel, query_tiles, reason), None)
+    if lists is None:
+        count = shape.batch * shape.kv_heads * blocks.num_selection_blocks(shape.num_keys, select_block)
+        lists = tiles.selected_backward_config(shape.group, *dims, shape.dtype, select_block, count)
+    triton = "selected.grad_by_block_triton"
+    if lists.keep_scores:
+        narrow = all(dim in (64, 128) for dim in dims)
+        serves = target.is_hopper and shape.is_bfloat16 and narrow and select_block == ROWS
+        if serves and shape.group in DIRECT_GROUPS:
+            by_block = Choice("selected.grad_scores_sm90", lists, "keeps score gradients (G >= 8); sm90", triton)
+        else:
+            why = _no_sm90_lists(shape, target, select_block)
+            by_block = Choice(triton, lists, f"keeps score gradients (G >= 8, or blocks are divided); {why}")
+        grad_query = Choice("selected.grad_query", lists, "score gradients times the listed keys")
+    else:
+        if not _sm90_gathers(shape, target, select_block):
+            why = _no_sm90_lists(shape, target, select_block)
+            by_block = Choice(triton, lists, f"keeps partial sums of dq; {why}")
+        elif lists.chunk < tiles.SM90_LEAST_CHUNK:
+            why = f"B * K * J is so small that work items have {lists.chunk} list entries, too few for sm90's kernel"
+            by_block = Choice(triton, lists, f"keeps partial sums of dq; {why}")
+        else:
+            reason = "keeps partial sums of dq; sm90, groups of 6 heads of 64, long work items"
+            by_block = Choice("selected.grad_partials_sm90", lists, reason, triton)
+        grad_query = Choice("selected.grad_query_sum", lists, "adds a query's partial sums in the order of its list")
+    return SelectedBackwardPlan(by_block, grad_query, lists)
+
+
+def plan_nsa(
+    shape: Shape,
+    config: NSAConfig,
+    target: Target,
+    *,
+    num_compressed: int,
+    window_keys: int | None = None,
+    cudnn: bool = False,
+    by_kv_head: bool = False,
+) -> NSAPlan:
+    """Plans the whole operator.
+
+    Args:
+      shape: sizes of the query and of the selected branch's keys and values.
+      config: block geometry.
+      target: the device.
+      num_compressed: C.
+      window_keys: keys of the window branch; None means as many as the selected branch has.
+      cudnn: rows are whole and hold one document each, and cuDNN is there.
+      by_kv_head: the arrays' key/value heads are batch entries already.
+    """
+    moved = None
+    if not by_kv_head and shape.kv_heads > 1 and moves_heads_to_batch(shape, target):
+        reason = f"sm90 kernels want the {shape.group} heads of a group in a row; all branches share the copies"
+        moved = Choice("layer.nsa", None, reason)
+        shape = shape.heads_to_batch()
+    window = shape.with_keys(shape.num_keys if window_keys is None else window_keys)
+    compressed = shape.with_keys(num_compressed)
+    return NSAPlan(
+        shape=shape,
+        heads_to_batch=moved,
+        compressed=plan_range(compressed, target) if num_compressed else None,
+        selection=plan_selection(compressed, config, target),
+        selected=plan_selected(shape, target, select_block=config.select_block, num_selected=config.num_selected),
+        window=plan_range(window, target, span=config.window, cudnn=cudnn),
+    )
+
+
+def plan_decode(shape: Shape, num_split: int, config: NSAConfig) -> Choice:
+    """Plans one step of decoding: how the keys of a row are divided among programs.
+
+    Args:
+      shape: sizes of the new queries and of the cache.
+      num_split: compressed blocks that the cache can hold; for dense attention, its tokens.
+      config: block geometry.
+    """
+    row_bytes = (shape.head_dim + shape.value_dim) * jnp.dtype(shape.dtype).itemsize
+    pairs = shape.batch * shape.num_queries * shape.kv_heads
+    return Choice("decode.step", tiles.decode_config(pairs, num_split, config, row_bytes), "any GPU from sm80 on")
+
+
+def layer_kernels_serve(width: int, target: Target | None = None) -> bool:
+    """Whether the kernels for gradients of embeddings, norms and SwiGLU serve layers of this width."""
+    target = target or current_target()
+    return target.is_gpu and (target.compute_capability or (0, 0)) >= (8, 0) and width % 64 == 0

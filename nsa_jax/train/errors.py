@@ -1,0 +1,82 @@
+"""What ends a run early: the error, and how it is explained."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nsa_jax.train import disk
+from nsa_jax.train.processes import peers
+
+logger = logging.getLogger("nsa_jax")
+
+
+class TrainingError(RuntimeError):
+    """Training stopped because going on would waste the run; the message says why.
+
+    Attributes:
+      guard: name of the guard that stopped it.
+      step: at which it noticed.
+      save: whether the state is worth a checkpoint.
+    """
+
+    def __init__(self, message: str, *, guard: str = "", step: int = 0, save: bool = False):
+        super().__init__(message)
+        self.guard, self.step, self.save = guard, step, save
+
+
+def describe_stop(error: TrainingError) -> dict[str, Any]:
+    """What stopped.json holds."""
+    return {"guard": error.guard, "step": error.step, "message": str(error), "time": round(time.time(), 3)}
+
+
+def check_room(workdir: Path, need: int, step: int = 0) -> None:
+    """Stops before a checkpoint is begun that cannot be finished.
+
+    Raises:
+      TrainingError: the disk has less than `need` bytes left.
+    """
+    if shutil.disk_usage(workdir).free < need:
+        raise TrainingError(disk.advice(workdir, need), guard="disk_full", step=step)
+
+
+@contextlib.contextmanager
+def writing_checkpoint(step: int) -> Iterator[None]:
+    """Turns whatever goes wrong while checkpoints are written into an explanation.
+
+    Raises:
+      TrainingError: with the cause; a full disk is left for `loop.run` to explain.
+    """
+    try:
+        yield
+    except TrainingError:
+        raise
+    except Exception as error:  # Orbax reports what failed in the background in many types
+        if disk.is_full(error):
+            raise
+        raise TrainingError(
+            f"step {step}, guard checkpoint_write: a checkpoint cannot be written ({type(error).__name__}: {error}). "
+            "Fix: look at the disk, and start again",
+            guard="checkpoint_write",
+            step=step,
+        ) from error
+
+
+def find_cause(error: BaseException) -> None:
+    """Collectives and checkpoints fail, in many ways, when a process is gone: gives the watch the time to say so.
+
+    The watch then ends this process. Returns at once if there are no other processes or the error has another cause for
+    sure, and after the time that a process takes to be missed if nobody is.
+    """
+    others = peers()
+    if others is None or not isinstance(error, Exception):
+        return
+    if isinstance(error, TrainingError) and error.guard != "checkpoint_write":
+        return
+    logger.warning("%s: looking for the cause in the other processes", type(error).__name__)
+    others.wait_for_verdict()

@@ -1,0 +1,129 @@
+"""Checks of a run against the workdir, the disk, the kernels and the memory of its devices."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from nsa_jax import aot
+from nsa_jax.command_line import workdir_problems
+from nsa_jax.config import Problem
+from nsa_jax.ops import plan
+from nsa_jax.ops.target import current_target
+from nsa_jax.train.preflight import cost as cost_lib
+from nsa_jax.train.preflight.report import Report, gib
+from nsa_jax.train.state import Setup
+
+# Fields that may change between two starts of one run without making it another experiment.
+_MAY_CHANGE = (
+    *("name", "compilation_cache_dir", "preflight", "guards", "train", "mesh"),
+    *("data.num_workers", "data.prefetch", "data.cache_dir"),
+)
+_MAY_CHANGE_ON_PURPOSE = ("optim.", "model.implementation", "model.remat", "model.scan_layers")
+
+
+def _changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key in sorted({*old, *new}):
+        name = f"{prefix}{key}"
+        if name in _MAY_CHANGE:
+            continue
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += _changed_fields(before, after, f"{name}.")
+        elif before != after and key in old and key in new:
+            found.append(f"{name}: {before!r} there, {after!r} now")
+    return found
+
+
+def check_workdir(config: ConfigDict, workdir: Path) -> list[Problem]:
+    """R023: the workdir can be written, and what it holds is this run."""
+    if problems := workdir_problems(workdir):
+        return problems
+    workdir = workdir.absolute()
+    try:
+        old = json.loads((workdir / "env.json").read_text())["config"]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        message = f"workdir {workdir}: its env.json cannot be read ({type(error).__name__})"
+        return [Problem("R023", "warning", message, "another --workdir, if this is not the run to continue")]
+    changed = _changed_fields(old, json.loads(config.to_json()))
+    if not changed:
+        return []
+    on_purpose = all(line.startswith(_MAY_CHANGE_ON_PURPOSE) for line in changed)
+    message = f"workdir {workdir} holds a run with another config: {'; '.join(changed[:8])}"
+    fix = "choose another --workdir, or restore the config in its env.json"
+    return [Problem("R023", "warning" if on_purpose else "error", message, fix)]
+
+
+def check_disk(config: ConfigDict, workdir: Path, one_checkpoint: int) -> list[Problem]:
+    """R024: room for the checkpoints that are kept, and one that is being written."""
+    if not config.train.save_every:
+        return []
+    kept = config.train.keep_last + config.train.keep_best + 1
+    parent = workdir
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    steps = [path for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal()]  # damaged ones stay besides
+    present = sum(f.stat().st_size for step in steps for f in step.rglob("*") if f.is_file())
+    need = kept * one_checkpoint - present
+    if free >= need:
+        return []
+    message = (
+        f"workdir {workdir}: {gib(free)} free, but {kept} checkpoints of {gib(one_checkpoint)} each need {gib(need)}"
+    )
+    return [Problem("R024", "error", message, "free some space, or lower config.train.keep_last")]
+
+
+def check_kernels(config: ConfigDict, made: Setup, gpu: str) -> list[Problem]:
+    """R018: the GPU kernels serve this model's head dims and groups."""
+    m = made.model_config
+    live = made.mesh.devices.flat[0].platform
+    if m.attention != "nsa" or config.model.implementation in ("xla", "reference") or (not gpu and live != "gpu"):
+        return []
+    target = aot.GPUS[gpu].target if gpu else current_target()
+    length, dims = config.data.seq_len, (m.num_heads, m.num_kv_heads, m.head_dim, m.value_head_dim)
+    shape = plan.Shape(1, length, length, *dims, jnp.dtype(m.dtype).name)
+    found = plan.unsupported("select_blocks", shape, target, select_block=m.nsa.select_block)
+    if found is None:
+        return []
+    severity = "error" if config.model.implementation == "pallas" else "warning"
+    message = f"config.model.implementation={config.model.implementation!r}: {found}"
+    if severity == "warning":
+        message += "; the xla implementation would serve instead, many times slower"
+    return [Problem("R018", severity, message, "use head dims and groups that the kernels support, such as 64 or 128")]
+
+
+def check_memory(report: Report, gpu: str, devices: int) -> list[Problem]:
+    """R025: the steps fit into the devices' memory."""
+    memory = report.memory
+    assert memory is not None
+    need = max(memory.total, report.compiled.eval_bytes if report.compiled else 0)
+    if need <= memory.limit:
+        return []
+    where = f"{devices} x {gpu}" if gpu else "this machine"
+    message = f"{gib(need)} per device are needed and {gib(memory.limit)} can be used on {where}"
+    fix = "smaller micro-batches (config.train.grad_accum), config.model.remat='block' or 'full', config.mesh.fsdp"
+    fix += ", or config.mesh.context if one row does not fit"
+    if report.micro_batch:
+        fix += f"; {report.micro_batch.rows} rows per device fit"
+    return [Problem("R025", "error" if memory.compiled else "warning", message, fix)]
+
+
+def check_save_interval(config: ConfigDict, cost: cost_lib.Cost) -> list[Problem]:
+    """R029: a crash costs at most an hour of work."""
+    if not config.train.save_every or cost.step_seconds is None:
+        return []
+    hours = min(config.train.save_every, config.train.steps) * cost.step_seconds / 3600
+    if hours <= 1.0:
+        return []
+    message = f"config.train.save_every={config.train.save_every}: about {hours:.1f} hours of work between checkpoints"
+    fix = f"save at least every {max(int(3600 / cost.step_seconds), 1):,} steps"
+    return [Problem("R029", "error", message, fix)]

@@ -1,0 +1,195 @@
+"""The two examinations: of a config before it is started, and of a run before its first step."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import jax
+from ml_collections import ConfigDict
+
+from nsa_jax import aot
+from nsa_jax import config as config_lib
+from nsa_jax.config import ConfigError, Problem
+from nsa_jax.data import Pipeline
+from nsa_jax.fields import check_fields
+from nsa_jax.train.preflight import cost as cost_lib
+from nsa_jax.train.preflight import data_check
+from nsa_jax.train.preflight import memory as memory_lib
+from nsa_jax.train.preflight import selftest as selftest_lib
+from nsa_jax.train.preflight.checks import check_disk, check_kernels, check_memory, check_save_interval, check_workdir
+from nsa_jax.train.preflight.report import Report, cost_facts, gib, memory_facts, program_facts
+from nsa_jax.train.state import Setup
+
+_SEARCH_UNTIL = 150.0  # seconds since the start, after which no further micro-batch is compiled
+
+
+def examine(
+    config: ConfigDict, workdir: Path, *, target: str = "", devices: int = 0, program_only: bool = False
+) -> Report:
+    """Everything that can be known without training; nothing is downloaded or written, save the cache of small text.
+
+    Args:
+      config: the training config; it need not be valid.
+      workdir: of the run.
+      target: a name in `aot.GPUS`; empty: `config.preflight.target`, and if that is empty too, this machine.
+      devices: how many; 0: `config.preflight.devices`. Only read with a target.
+      program_only: leave out the data and the self-test.
+
+    Returns:
+      The report.
+    """
+    start = time.perf_counter()
+    report = Report(problems=config_lib.validate(config))
+    if check_fields(config, config_lib.default_config())[1]:
+        return report
+    report.problems += check_workdir(config, workdir)
+    if _runnable(config):
+        gpu, count = target or config.preflight.target, devices or config.preflight.devices
+        vocab = memory_lib.vocabulary(config)
+        before: dict[str, list[tuple[str, str]]] = {}
+        if not program_only:
+            _data_and_selftest(config, report, None)
+            assert report.data is not None
+            vocab, before, report.facts = report.data.vocab_size or vocab, report.facts, {}
+        _examine_program(config, workdir, gpu, count, vocab, start, report)
+        report.facts.update(before)
+    report.settle(config)
+    report.seconds["program"] = time.perf_counter() - start - sum(report.seconds.values())
+    return report
+
+
+def before_run(config: ConfigDict, workdir: Path, made: Setup, pipeline: Pipeline) -> Report:
+    """What every run checks before its first step, on the devices it has.
+
+    Args:
+      config: validated.
+      workdir: of the run.
+      made: its setup.
+      pipeline: its data.
+
+    Returns:
+      The report, without errors.
+
+    Raises:
+      ConfigError: something is wrong; nothing has been trained.
+    """
+    report = Report(problems=check_workdir(config, workdir))
+    start = time.perf_counter()
+    kind = made.mesh.devices.flat[0].device_kind
+    report.cost = _cost(config, made, made.mesh.size, kind)
+    report.problems += check_save_interval(config, report.cost)
+    if jax.process_index() == 0:
+        report.problems += check_disk(config, workdir, made.checkpoint_bytes())
+    report.problems += check_kernels(config, made, "")
+    report.seconds["program"] = time.perf_counter() - start
+    _data_and_selftest(config, report, pipeline)
+    report.problems += [problem for problem in config_lib.validate(config) if problem.severity == "error"]
+    report.settle(config)
+    if report.exit_code:
+        raise ConfigError([problem for problem in report.problems if problem.severity == "error"])
+    return report
+
+
+def _runnable(config: ConfigDict) -> bool:
+    """Whether a model and batches can be made of the config at all."""
+    return not any(p.severity == "error" and p.rule in config_lib.FATAL for p in config_lib.validate(config))
+
+
+def _data_and_selftest(config: ConfigDict, report: Report, pipeline: Pipeline | None) -> None:
+    start = time.perf_counter()
+    report.data = data_check.examine(config, pipeline) if pipeline else data_check.examine_local(config)
+    report.problems += report.data.problems
+    report.facts["data"] = report.data.facts
+    report.seconds["data"] = time.perf_counter() - start
+    if config.preflight.selftest:
+        with jax.default_device(jax.local_devices()[0]):
+            tested = selftest_lib.selftest(config)
+        report.problems += tested.problems
+        report.facts["self-test"] = tested.facts
+        report.seconds["self-test"] = tested.seconds
+
+
+def _cost(config: ConfigDict, made: Setup, devices: int, kind: str) -> cost_lib.Cost:
+    return cost_lib.estimate(
+        made.model_config,
+        seq_len=config.data.seq_len,
+        batch_size=config.train.batch_size,
+        steps=config.train.steps,
+        device_kind=kind,
+        devices=devices,
+        utilisation=config.preflight.utilisation,
+    )
+
+
+def _examine_program(
+    config: ConfigDict, workdir: Path, gpu: str, count: int, vocab: int, start: float, report: Report
+) -> None:
+    """Sets the run up for its target and looks at cost, disk and the compiled program."""
+    estimated = False
+    try:
+        made = memory_lib.for_target(config, gpu, count, vocab)
+    except aot.AheadOfTimeUnavailable as error:
+        report.problems.append(Problem("R027", "warning", str(error), "install it for exact figures"))
+        made, estimated = _without_compiler(config, count, vocab), True
+    except ConfigError as error:
+        report.problems += error.problems
+        return
+    size = count if gpu else made.mesh.size
+    kind = cost_lib.device_kind(gpu) if gpu else made.mesh.devices.flat[0].device_kind
+    report.cost = _cost(config, made, size, kind)
+    checkpoint = made.checkpoint_bytes()
+    report.facts["run"] = [
+        ("target", f"{size} x {kind}"),
+        ("mesh", ", ".join(f"{axis} {n}" for axis, n in made.mesh.shape.items())),
+        ("parameters", f"{made.num_parameters():,} (vocabulary {made.model_config.vocab_size:,})"),
+        (
+            "batch",
+            f"{config.train.batch_size} x {config.data.seq_len:,} tokens, "
+            f"{config.train.batch_size // config.train.grad_accum // made.batch_shards} rows of "
+            f"{config.data.seq_len * made.batch_shards // made.token_shards:,} tokens per device and micro-batch",
+        ),
+        ("one checkpoint", gib(checkpoint)),
+    ]
+    report.facts["cost"] = cost_facts(report.cost, size, kind)
+    report.problems += check_save_interval(config, report.cost)
+    report.problems += check_disk(config, workdir, checkpoint)
+    report.problems += check_kernels(config, made, gpu)
+    if estimated:
+        report.memory = memory_lib.estimate(made, gpu)
+        report.problems += check_memory(report, gpu, size)
+        report.facts["memory per device"] = memory_facts(report, gpu)
+    else:
+        _compile_part(config, made, gpu, vocab, start, report)
+
+
+def _compile_part(config: ConfigDict, made: Setup, gpu: str, vocab: int, start: float, report: Report):
+    devices = made.mesh.size
+    try:
+        report.compiled = memory_lib.compile_run(made, gpu)
+        report.memory = report.compiled.memory
+    except aot.AheadOfTimeUnavailable as error:
+        report.problems.append(Problem("R027", "warning", str(error), "install it for exact figures"))
+        report.memory = memory_lib.estimate(made, gpu)
+    if report.compiled and gpu:
+        left = _SEARCH_UNTIL - (time.perf_counter() - start)
+        report.micro_batch = memory_lib.largest_micro_batch(config, gpu, devices, report.compiled.memory, vocab, left)
+    if report.compiled and report.compiled.host:
+        message = f"the compiled step talks to the host: {report.compiled.host[0][:160]}"
+        report.problems.append(Problem("R026", "error", message, "remove callbacks and prints from the model"))
+    report.problems += check_memory(report, gpu, devices)
+    report.facts["memory per device"] = memory_facts(report, gpu)
+    if report.compiled:
+        report.facts["compiled program"] = program_facts(config, report.compiled)
+
+
+def _without_compiler(config: ConfigDict, count: int, vocab: int) -> Setup:
+    """The setup of one device's share of the batch on this machine's first device, to estimate from."""
+    share = config.copy_and_resolve_references()
+    with share.unlocked():
+        mesh = config.mesh
+        rows = config.train.batch_size * mesh.tensor * mesh.context // count
+        share.train.batch_size = max(rows, config.train.grad_accum)
+        share.data.seq_len = config.data.seq_len // mesh.context
+        share.mesh.data = share.mesh.fsdp = share.mesh.tensor = share.mesh.context = 1
+    return memory_lib.setup(share, vocab, jax.devices()[:1])
