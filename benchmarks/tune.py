@@ -19,6 +19,7 @@ import functools
 import json
 import pathlib
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -32,8 +33,11 @@ import nsa_jax  # noqa: E402
 from benchmarks.attention import Bench, make_lists, split_passes  # noqa: E402
 from benchmarks.timing import environment, measure  # noqa: E402
 from nsa_jax.aot import GPUS  # noqa: E402
-from nsa_jax.ops import blocks  # noqa: E402
-from nsa_jax.ops import tiles as tuning  # noqa: E402
+from nsa_jax.ops import (  # noqa: E402
+    blocks,  # noqa: E402
+    selected_tiles,
+    tiles,
+)
 from nsa_jax.ops.target import Target, compile_for, current_target  # noqa: E402
 
 # Rule of nsa_jax/ops/tiles.py -> values to try for each field of the dataclass that it returns.
@@ -112,30 +116,44 @@ def differences(config: Any, base: Any) -> dict[str, Any]:
     return {name: value for name, value, was in pairs if value != was}
 
 
-def observe(function: Callable, arguments: tuple, name: str) -> Any:
-    """What tuning.<name> answers while `function` is traced, None if it is never asked."""
+def rules(name: str) -> types.ModuleType:
+    """The module of a rule."""
+    return selected_tiles if hasattr(selected_tiles, name) else tiles
+
+
+# Makes a function and its arguments. A backward pass takes its plan from the forward pass before it, so both are made
+# while a rule is replaced.
+_Problem = Callable[[], tuple[Callable, tuple]]
+
+
+def observe(problem: _Problem, name: str) -> Any:
+    """What the rule of that name answers while the problem is made and traced, None if it is never asked."""
     answers = []
-    original = getattr(tuning, name)
+    original = getattr(rules(name), name)
 
     def record(*args, **kwargs):
         answers.append(original(*args, **kwargs))
         return answers[-1]
 
     jax.clear_caches()  # what was traced before would not ask again
-    with mock.patch.object(tuning, name, record):
+    with mock.patch.object(rules(name), name, record):
+        function, arguments = problem()
         jax.eval_shape(lambda *x: function(*x), *arguments)
     return answers[0] if answers else None
 
 
-def forced(function: Callable, name: str, config: Any) -> Callable:
-    """`function`, jitted anew, with tuning.<name> answering `config` while it is traced."""
+def forced(problem: _Problem, name: str, config: Any) -> tuple[Callable, tuple]:
+    """The problem, jitted anew, with the rule of that name answering `config` while it is made and traced."""
+    answer = functools.partial(mock.patch.object, rules(name), name, lambda *args, **kwargs: config)
+    jax.clear_caches()  # parts traced before would keep their configuration
+    with answer():
+        function, arguments = problem()
 
     def call(*arguments):
-        with mock.patch.object(tuning, name, lambda *args, **kwargs: config):
+        with answer():
             return function(*arguments)
 
-    jax.clear_caches()  # parts traced before would keep their configuration
-    return jax.jit(call)
+    return jax.jit(call), arguments
 
 
 def distance(got: Any, want: Any) -> float:
@@ -148,9 +166,9 @@ def distance(got: Any, want: Any) -> float:
     return float(max(jax.tree.leaves(jax.tree.map(error, got, want))))
 
 
-def search(function: Callable, arguments: tuple, name: str, base: Any, timer: Callable = measure) -> list[dict]:
+def search(problem: _Problem, name: str, base: Any, timer: Callable = measure) -> list[dict]:
     """Times the neighbours of the best configuration so far, field by field; rows in the order they were timed."""
-    plain = forced(function, name, base)
+    plain, arguments = forced(problem, name, base)
     want = jax.block_until_ready(plain(*arguments))
     rows = [{"kernel": name, "changed": {}, "ms": timer(plain, [arguments]), "error": None}]
     best, best_ms = base, rows[0]["ms"]
@@ -163,13 +181,13 @@ def search(function: Callable, arguments: tuple, name: str, base: Any, timer: Ca
             row: dict[str, Any] = {"kernel": name, "changed": differences(candidate, base), "ms": None, "error": None}
             rows.append(row)
             try:
-                compiled = forced(function, name, candidate)
+                compiled, arguments = forced(problem, name, candidate)
                 error = distance(compiled(*arguments), want)
                 if not error < 1e-2:
                     raise ValueError(f"differs from the heuristic's result by {error:.1e}")
                 row["ms"] = timer(compiled, [arguments])
-            except Exception as problem:  # a candidate that does not fit is a result, too
-                row["error"] = f"{type(problem).__name__}: {str(problem)[:200]}"
+            except Exception as failure:  # a candidate that does not fit is a result, too
+                row["error"] = f"{type(failure).__name__}: {str(failure)[:200]}"
                 continue
             if row["ms"] < best_ms:
                 best, best_ms = candidate, row["ms"]
@@ -185,15 +203,19 @@ class AbstractBench(Bench):
         return jax.ShapeDtypeStruct(shape, self.dtype)
 
 
-def problem(op: str, which: str, bench: Bench, lists) -> tuple[Callable, tuple]:
-    """(function, its arguments) of one op and pass."""
+def problem(op: str, which: str, bench: Bench, lists) -> _Problem:
+    """One op and pass on random inputs."""
     function, inputs, num_differentiable = bench.inputs(op, lists)
     if which == "fwd":
-        return function, inputs
-    _, vjp, _, _ = split_passes(function, num_differentiable)
-    _, pullback = vjp(*inputs)
+        return lambda: (function, inputs)
     cotangent = bench.normal(1, bench.length, bench.heads, bench.value_head)
-    return lambda pullback, cotangent: pullback(cotangent), (pullback, cotangent)
+
+    def backward():
+        _, vjp, _, _ = split_passes(function, num_differentiable)
+        _, pullback = vjp(*inputs)
+        return lambda pullback, cotangent: pullback(cotangent), (pullback, cotangent)
+
+    return backward
 
 
 def abstract_problem(op: str, which: str, bench: AbstractBench) -> tuple[Callable, tuple]:
@@ -219,9 +241,8 @@ def listed(op: str, which: str, bench: AbstractBench, target: Target) -> list[di
     """What a search would time first: the heuristic's choice and its neighbours, without timing or compiling them."""
     rows: list[dict] = []
     with compile_for(target):
-        function, arguments = abstract_problem(op, which, bench)
         for name in kernels(op, which, target):
-            base = observe(function, arguments, name)
+            base = observe(functools.partial(abstract_problem, op, which, bench), name)
             if base is None:
                 continue
             rows.append({"kernel": name, "changed": {}, "base": str(base), "ms": None, "error": None})
@@ -265,12 +286,12 @@ def main(argv: list[str] | None = None) -> list[dict]:
         if args.op == "selected":
             shared_by = 64 if args.lists == "shared" else 1
             lists = make_lists(jax.random.key(args.seed + 1), args.length, kv_heads, config, shared_by)
-        function, arguments = problem(args.op, args.which, Bench(*dims), lists)
+        made = problem(args.op, args.which, Bench(*dims), lists)
         rows = []
         for name in kernels(args.op, args.which, current_target()):
-            base = observe(function, arguments, name)
+            base = observe(made, name)
             if base is not None:
-                rows += search(function, arguments, name, base)
+                rows += search(made, name, base)
                 rows[-1].setdefault("base", str(base))
     print_rows(rows)
     if args.json:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.decode import DecodeInfo, decode_attention
+from nsa_jax.ops.explain import explain
 from nsa_jax.ops.implementations import implementations_served
 from nsa_jax.ops.nsa import (
     compressed_attention,
@@ -22,6 +23,7 @@ __all__ = [
     "NSAConfig",
     "compressed_attention",
     "decode_attention",
+    "explain",
     "implementations_served",
     "load",
     "mean_compress",

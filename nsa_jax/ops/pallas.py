@@ -23,7 +23,8 @@ def _kernels(name: str) -> types.ModuleType:
 
 
 @functools.cache
-def _has_cudnn() -> bool:
+def has_cudnn() -> bool:
+    """Whether cuDNN is there, which serves the forward pass of windows on some GPUs."""
     return _kernels("range_attention.window_cudnn").version() > 0
 
 
@@ -59,7 +60,7 @@ def selected_attention(query, key, value, block_indices, *, select_block: int, s
 
 def window_attention(query, key, value, *, window: int, segment_start=None, query_offset=0):
     """See `nsa_jax.window_attention`."""
-    cudnn = _whole_rows(segment_start, query_offset) and _has_cudnn()
+    cudnn = _whole_rows(segment_start, query_offset) and has_cudnn()
     return _kernels("range_attention.attention").window_attention(
         query, key, value, window=window, segment_start=segment_start, query_offset=query_offset,
         plan=plan.plan_range(Shape.of(query, key, value), current_target(), span=window, cudnn=cudnn),
@@ -74,7 +75,7 @@ def _plan_nsa(query, others, *, config, segment_start, query_offset, window_star
         current_target(),
         num_compressed=key_cmp.shape[1],
         window_keys=key_win.shape[1],
-        cudnn=window_start is None and _whole_rows(segment_start, query_offset) and _has_cudnn(),
+        cudnn=window_start is None and _whole_rows(segment_start, query_offset) and has_cudnn(),
         by_kv_head=by_kv_head,
     )
 

@@ -9,13 +9,20 @@ A kernel's name is its module in `nsa_jax.ops.kernels`.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import jax.numpy as jnp
 
-from nsa_jax.ops import blocks, tiles
+from nsa_jax.ops import blocks, selected_tiles, tiles
 from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.choices import (
+    Choice,
+    NSAPlan,
+    RangePlan,
+    SelectedBackwardPlan,
+    SelectedForwardPlan,
+    SelectedPlan,
+    SelectionPlan,
+    Shape,
+)
 from nsa_jax.ops.target import Target, current_target
 from nsa_jax.ops.tiles import DIRECT_GROUPS, ROWS
 
@@ -23,122 +30,6 @@ HEAD_DIMS = (16, 32, 64, 128, 192)
 SM90_HEAD_DIMS = (64, 128, 192)
 MAX_GROUP = 64
 MAX_SELECTION_BLOCKS = 32_768  # top-n keeps a row of scores in registers
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes of one attention: query [B, T, N, H], key [B, S, K, H], value [B, S, K, V]."""
-
-    batch: int
-    num_queries: int
-    num_keys: int
-    num_heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: str
-
-    @classmethod
-    def of(cls, query, key, value=None) -> Shape:
-        """The sizes of arrays; without a value V = H."""
-        batch, num_queries, num_heads, head_dim = query.shape
-        value_dim = (key if value is None else value).shape[-1]
-        dtype = jnp.dtype(query.dtype).name
-        return cls(batch, num_queries, key.shape[1], num_heads, key.shape[2], head_dim, value_dim, dtype)
-
-    @property
-    def group(self) -> int:
-        """G, query heads per key/value head."""
-        return self.num_heads // self.kv_heads
-
-    @property
-    def is_bfloat16(self) -> bool:
-        return self.dtype == "bfloat16"
-
-    def heads_to_batch(self) -> Shape:
-        """The sizes once key/value heads are batch entries."""
-        return dataclasses.replace(self, batch=self.batch * self.kv_heads, num_heads=self.group, kv_heads=1)
-
-    def with_keys(self, num_keys: int) -> Shape:
-        return dataclasses.replace(self, num_keys=num_keys)
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A kernel for one stage and pass.
-
-    Attributes:
-      kernel: its module in `nsa_jax.ops.kernels`.
-      tiles: its tiles, a record of `nsa_jax.ops.tiles`; None if it has none.
-      reason: why it serves.
-      otherwise: the kernel that would serve if it did not; empty if none would.
-    """
-
-    kernel: str
-    tiles: Any
-    reason: str
-    otherwise: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class RangePlan:
-    """Attention over one contiguous range of keys per query: the compressed or the window branch."""
-
-    forward: Choice
-    grad_query: Choice
-    grad_key_value: Choice
-
-
-@dataclasses.dataclass(frozen=True)
-class SelectionPlan:
-    """Which blocks each query reads. `scores` is None without compressed keys: then nothing is scored."""
-
-    scores: Choice | None
-    top_n: Choice
-
-
-@dataclasses.dataclass(frozen=True)
-class SelectedForwardPlan:
-    """The selected branch's forward pass: what neighbouring tokens share, if anything is, and then the rest.
-
-    `lists` are the tiles by which lists are divided; None if `rest` reads whole rows under a mask.
-    """
-
-    neighbours: Choice | None
-    rest: Choice
-    lists: tiles.SelectedConfig | None
-
-
-@dataclasses.dataclass(frozen=True)
-class SelectedBackwardPlan:
-    """The selected branch's backward pass: the whole row under a mask, or block by block and then dq.
-
-    `lists` are the tiles of the pass over blocks; None if the whole row is read, where `by_block` serves dk and dv.
-    """
-
-    by_block: Choice
-    grad_query: Choice
-    lists: tiles.SelectedBackwardConfig | None
-
-
-@dataclasses.dataclass(frozen=True)
-class SelectedPlan:
-    """The selected branch."""
-
-    forward: SelectedForwardPlan
-    backward: SelectedBackwardPlan
-
-
-@dataclasses.dataclass(frozen=True)
-class NSAPlan:
-    """The whole operator. `compressed` is None if the row is too short for a compressed block."""
-
-    shape: Shape  # of the branches; key/value heads may have become batch entries
-    heads_to_batch: Choice | None
-    compressed: RangePlan | None
-    selection: SelectionPlan
-    selected: SelectedPlan
-    window: RangePlan
 
 
 def unsupported(op: str, shape: Shape, target: Target, *, select_block: int | None = None) -> str | None:
@@ -280,9 +171,15 @@ def reads_whole_rows(shape: Shape, target: Target, select_block: int, num_select
     num_blocks = blocks.num_selection_blocks(shape.num_keys, select_block)
     return (
         select_block == ROWS
-        and num_blocks <= tiles.MASKED_BLOCKS_PER_SLOT * num_selected
+        and num_blocks <= selected_tiles.MASKED_BLOCKS_PER_SLOT * num_selected
         and shape.num_queries > 1
         and sm90_obstacle(shape, target) is None
+    )
+
+
+def _whole_row_reason(num_selected: int) -> str:
+    return (
+        f"at most {selected_tiles.MASKED_BLOCKS_PER_SLOT} blocks in a row for each of {num_selected} list entries; sm90"
     )
 
 
@@ -302,16 +199,21 @@ def plan_selected(shape: Shape, target: Target, *, select_block: int, num_select
 
 
 def plan_selected_forward(
-    shape: Shape, target: Target, *, select_block: int, num_selected: int, lists: tiles.SelectedConfig | None = None
+    shape: Shape,
+    target: Target,
+    *,
+    select_block: int,
+    num_selected: int,
+    lists: selected_tiles.SelectedConfig | None = None,
 ) -> SelectedForwardPlan:
     """Plans the forward pass; given `lists`, these tiles are used and the rows are not read whole."""
     dims = shape.head_dim, shape.value_dim
     if lists is None and reads_whole_rows(shape, target, select_block, num_selected):
-        reason = f"at most {tiles.MASKED_BLOCKS_PER_SLOT} blocks of a row for each of {num_selected} list entries; sm90"
-        record = tiles.selected_masked_config(*dims)
+        reason = _whole_row_reason(num_selected)
+        record = selected_tiles.selected_masked_config(*dims)
         whole = Choice("selected.whole_row_sm90", record, reason, "selected.neighbours_triton")
         return SelectedForwardPlan(None, whole, None)
-    lists = lists or tiles.selected_config(shape.group, *dims, select_block, shape.dtype)
+    lists = lists or selected_tiles.selected_config(shape.group, *dims, select_block, shape.dtype)
     if lists.tile == 1 or shape.num_queries == 1:
         reason = f"{shape.dtype}: tiles of neighbours do not fit" if lists.tile == 1 else "one query"
         return SelectedForwardPlan(None, Choice("selected.by_token_triton", lists, reason), lists)
@@ -319,10 +221,12 @@ def plan_selected_forward(
     triton = "selected.neighbours_triton"
     fits = shape.group in DIRECT_GROUPS and select_block == ROWS and lists.tile * shape.group == 2 * ROWS
     if fits and sm90_obstacle(shape, target) is None:
-        neighbours = Choice("range_attention.sm90_walk", tiles.selected_hopper_config(*dims), f"{shared}; sm90", triton)
+        neighbours = Choice(
+            "range_attention.sm90_forward", selected_tiles.selected_hopper_config(*dims), f"{shared}; sm90", triton
+        )
     elif lists.key_major and _sm90_tiles_fit(shape, target, select_block, lists.tile):
         count = shape.batch * shape.kv_heads * -(-shape.num_queries // lists.tile)
-        tile_record = tiles.selected_hopper_tiles_config(count)
+        tile_record = selected_tiles.selected_hopper_tiles_config(count)
         reason = f"{shared}; sm90, groups of 5 to 7 heads of 64"
         neighbours = Choice("selected.neighbours_sm90", tile_record, reason, triton)
     else:
@@ -331,7 +235,9 @@ def plan_selected_forward(
         rest = Choice("selected.by_token_triton", lists, f"what is left of the lists; groups of {shape.group} heads")
     elif _sm90_gathers(shape, target, select_block):
         reason = "small groups are served by key block; sm90, groups of 6 heads of 64"
-        rest = Choice("selected.by_block_sm90", tiles.selected_gather_config(), reason, "selected.by_block_triton")
+        rest = Choice(
+            "selected.by_block_sm90", selected_tiles.selected_gather_config(), reason, "selected.by_block_triton"
+        )
     else:
         reason = f"small groups are served by key block; {_no_sm90_lists(shape, target, select_block)}"
         rest = Choice("selected.by_block_triton", lists, reason)
@@ -366,19 +272,19 @@ def plan_selected_backward(
     *,
     select_block: int,
     num_selected: int,
-    lists: tiles.SelectedBackwardConfig | None = None,
+    lists: selected_tiles.SelectedBackwardConfig | None = None,
 ) -> SelectedBackwardPlan:
     """Plans the backward pass; given `lists`, these tiles are used and the rows are not read whole."""
     dims = shape.head_dim, shape.value_dim
     if lists is None and reads_whole_rows(shape, target, select_block, num_selected):
-        reason = f"at most {tiles.MASKED_BLOCKS_PER_SLOT} blocks of a row for each of {num_selected} list entries; sm90"
+        reason = _whole_row_reason(num_selected)
         by_block_tiles = tiles.ranged_hopper_dkv_config(*dims, None, shape.num_keys)
         query_tiles = tiles.ranged_hopper_dq_config(*dims, ROWS, shape.num_keys)
         kernel = "selected.whole_row_sm90"
         return SelectedBackwardPlan(Choice(kernel, by_block_tiles, reason), Choice(kernel, query_tiles, reason), None)
     if lists is None:
         count = shape.batch * shape.kv_heads * blocks.num_selection_blocks(shape.num_keys, select_block)
-        lists = tiles.selected_backward_config(shape.group, *dims, shape.dtype, select_block, count)
+        lists = selected_tiles.selected_backward_config(shape.group, *dims, shape.dtype, select_block, count)
     triton = "selected.grad_by_block_triton"
     if lists.keep_scores:
         narrow = all(dim in (64, 128) for dim in dims)
@@ -393,13 +299,15 @@ def plan_selected_backward(
         if not _sm90_gathers(shape, target, select_block):
             why = _no_sm90_lists(shape, target, select_block)
             by_block = Choice(triton, lists, f"keeps partial sums of dq; {why}")
-        elif lists.chunk < tiles.SM90_LEAST_CHUNK:
+        elif lists.chunk < selected_tiles.SM90_LEAST_CHUNK:
             why = f"B * K * J is so small that work items have {lists.chunk} list entries, too few for sm90's kernel"
             by_block = Choice(triton, lists, f"keeps partial sums of dq; {why}")
         else:
             reason = "keeps partial sums of dq; sm90, groups of 6 heads of 64, long work items"
             by_block = Choice("selected.grad_partials_sm90", lists, reason, triton)
-        grad_query = Choice("selected.grad_query_sum", lists, "adds a query's partial sums in the order of its list")
+        grad_query = Choice(
+            "selected.grad_reduce_triton", lists, "adds a query's partial sums in the order of its list"
+        )
     return SelectedBackwardPlan(by_block, grad_query, lists)
 
 

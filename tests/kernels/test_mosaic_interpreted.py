@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.ops import blocks, pallas, plan, reference
+from nsa_jax.ops import blocks, pallas, plan, reference, selected_tiles
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.selected import attention as selected
 from nsa_jax.ops.kernels.selected import whole_row_sm90
@@ -196,8 +196,8 @@ def test_blocks_that_a_tile_shares_match_the_reference(name, called, monkeypatch
     """Blocks that all queries of a tile see whole, that some do, and that lie in their future; one list is empty."""
     kernel, division, shared_by, shape = TILE_CASES[name]
     divide_work(monkeypatch, division, 1)
-    config = tuning.SelectedHopperTilesConfig(stages=2, programs=division)
-    monkeypatch.setattr(tuning, "selected_hopper_tiles_config", lambda _: config)
+    config = selected_tiles.SelectedHopperTilesConfig(stages=2, programs=division)
+    monkeypatch.setattr(selected_tiles, "selected_hopper_tiles_config", lambda _: config)
     case = SELECTED | dict(dtype=jnp.bfloat16) | shape
     query, key, value, _, d_out, start = selected_cases._inputs(0, **case)
     num_blocks = blocks.num_selection_blocks(case["num_keys"], 64)
@@ -247,9 +247,9 @@ def test_selected_backward_by_key_blocks_matches_the_reference(name, monkeypatch
     case = SELECTED | case
     at_once = case.pop("queries_at_once", None)
     *inputs, block_indices, d_out, start = selected_cases._inputs(1, dtype=jnp.bfloat16, **case)
-    monkeypatch.setattr(tuning, "SM90_LEAST_CHUNK", 0)
+    monkeypatch.setattr(selected_tiles, "SM90_LEAST_CHUNK", 0)
     keep_scores = kernel == "grad_scores_sm90"
-    config = tuning.SelectedBackwardConfig(64, chunk, 4, 2, keep_scores=keep_scores, tile=2, share=2)
+    config = selected_tiles.SelectedBackwardConfig(64, chunk, 4, 2, keep_scores=keep_scores, tile=2, share=2)
     if at_once:
         config = dataclasses.replace(config, buffer_bytes=at_once * case["slots"] * 6 * 64 * 2)
     layout = make_layout(*inputs, case["slots"], 64, config)
@@ -283,9 +283,9 @@ def test_selected_attention_by_key_blocks_matches_the_reference(name, called, mo
     chunk, row_tokens, ahead, shape = GATHER_CASES[name]
     case = SELECTED | dict(dtype=jnp.bfloat16) | shape
     query, key, value, lists, d_out, start = selected_cases._inputs(3, **case)
-    limits = tuning.SelectedGatherConfig(chunk=chunk, row_tokens=row_tokens, warpgroups=2, ahead=ahead)
-    monkeypatch.setattr(tuning, "selected_gather_config", lambda: limits)
-    config = dataclasses.replace(tuning.selected_config(6, 64, 64, 64, jnp.bfloat16), tile=4, share=4)
+    limits = selected_tiles.SelectedGatherConfig(chunk=chunk, row_tokens=row_tokens, warpgroups=2, ahead=ahead)
+    monkeypatch.setattr(selected_tiles, "selected_gather_config", lambda: limits)
+    config = dataclasses.replace(selected_tiles.selected_config(6, 64, 64, 64, jnp.bfloat16), tile=4, share=4)
     offset = case["offset"]
     want, want_lse, _ = selected_cases._reference(query, key, value, lists, d_out, start, 64, offset)
     sizes = dict(select_block=64, num_selected=lists.shape[-1], lists=config)

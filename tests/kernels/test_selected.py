@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nsa_jax.ops import pallas, plan, reference
-from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops import pallas, plan, reference, selected_tiles
 from nsa_jax.ops.kernels.selected import attention as selected
 from nsa_jax.ops.kernels.selected import neighbours
 from nsa_jax.ops.target import current_target
@@ -101,7 +100,9 @@ def forward(path, arrays, keywords):
     """The forward kernels by a named path: (out, lse)."""
     query, key, value, lists = arrays
     group = query.shape[2] // key.shape[2]
-    config = tuning.selected_config(group, query.shape[3], value.shape[3], keywords["select_block"], query.dtype)
+    config = selected_tiles.selected_config(
+        group, query.shape[3], value.shape[3], keywords["select_block"], query.dtype
+    )
     start = keywords["segment_start"]
     packed = start is not None
     start = jnp.zeros(query.shape[:2], jnp.int32) if start is None else start
@@ -247,7 +248,7 @@ def test_on_gpu_shorter_last_range():
 def test_on_gpu_equals_reference_and_repeats_bit_for_bit(shape, shared, masked, monkeypatch):
     settings = dict(batch=2, length=1500, h_dim=128, v_dim=128, block=64, n=16, dtype=jnp.bfloat16, shared=shared)
     arrays, keywords = make_inputs(**(settings | shape))
-    monkeypatch.setattr(tuning, "MASKED_BLOCKS_PER_SLOT", 2 if masked else 0)
+    monkeypatch.setattr(selected_tiles, "MASKED_BLOCKS_PER_SLOT", 2 if masked else 0)
     sizes = keywords["select_block"], arrays[3].shape[-1]
     if masked and not plan.reads_whole_rows(plan.Shape.of(*arrays[:3]), current_target(), *sizes):
         pytest.skip("not served under a mask")

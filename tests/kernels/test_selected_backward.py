@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from nsa_jax.ops import blocks, plan, reference
-from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops import blocks, plan, reference, selected_tiles
 from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.selected import backward as selected_backward_module
 from nsa_jax.ops.kernels.selected import grad_query, grad_scores_sm90
 from nsa_jax.ops.kernels.selected.backward import selected_backward
 from nsa_jax.ops.kernels.selected.grad_layout import make_layout
 from nsa_jax.ops.kernels.triton import row_delta
+from nsa_jax.ops.selected_tiles import SelectedBackwardConfig
 from nsa_jax.ops.target import current_target
-from nsa_jax.ops.tiles import SelectedBackwardConfig
 
 
 def _random_lists(rng, batch, length, num_kv, slots, num_blocks) -> np.ndarray:
@@ -282,12 +281,12 @@ def test_gradients_on_a_gpu_are_close_and_bit_equal_between_runs(name, path, mon
     ) | _GPU_CASES[name]  # fmt: skip
     query, key, value, indices, d_out, start = _inputs(3, **case)
     select_block, offset = case["select_block"], case["offset"]
-    monkeypatch.setattr(tuning, "MASKED_BLOCKS_PER_SLOT", 2 if path == "masked" else 0)
+    monkeypatch.setattr(selected_tiles, "MASKED_BLOCKS_PER_SLOT", 2 if path == "masked" else 0)
     shape, sizes = plan.Shape.of(query, key, value), dict(select_block=select_block, num_selected=indices.shape[-1])
     if path == "masked" and not plan.reads_whole_rows(shape, current_target(), *sizes.values()):
         pytest.skip("not served under a mask")
     if path == "hopper_shares":
-        monkeypatch.setattr(tuning, "SM90_LEAST_CHUNK", 0)
+        monkeypatch.setattr(selected_tiles, "SM90_LEAST_CHUNK", 0)
         made = plan.plan_selected_backward(shape, current_target(), **sizes)
         if made.by_block.kernel != "selected.grad_partials_sm90":
             pytest.skip("not served by Hopper's kernel for shares of dq")

@@ -12,6 +12,7 @@ import pytest
 
 import nsa_jax
 from nsa_jax import NSAConfig
+from nsa_jax.ops import implementations
 from nsa_jax.ops.target import Target, compile_for
 from tests.ops.cases import SMALL, Case
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from nsa_jax.ops.choices import Choice
 from nsa_jax.ops.kernels.decode.softmax_parts import (
     PartSoftmax,
     combine,
@@ -18,7 +19,6 @@ from nsa_jax.ops.kernels.decode.softmax_parts import (
 )
 from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.kernels.triton import triton_call
-from nsa_jax.ops.plan import Choice
 
 
 def _dense_kernel(*refs, num_starts, num_queries, group, rows, keys, scale):

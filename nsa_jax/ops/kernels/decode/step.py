@@ -26,10 +26,10 @@ from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.choices import Choice
 from nsa_jax.ops.kernels.decode.softmax_parts import PartSoftmax, combine, iota, part_of, partials, query_position
 from nsa_jax.ops.kernels.softmax import LOG2E, MINUS_INFINITY
 from nsa_jax.ops.kernels.triton import interpreted, triton_call
-from nsa_jax.ops.plan import Choice
 
 
 def _visible_range(t, start, num_cmp: int, config: NSAConfig):

@@ -17,13 +17,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.choices import NSAPlan
 from nsa_jax.ops.kernels.layer import gate_kernels
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.selected.attention import selected_forward
 from nsa_jax.ops.kernels.selected.backward import selected_backward
 from nsa_jax.ops.kernels.selection.select import select_blocks
 from nsa_jax.ops.kernels.triton import first_derivative
-from nsa_jax.ops.plan import NSAPlan
 
 # Under these names remat policies keep what the backward pass needs.
 _RESIDUALS = "nsa_attention_residuals"

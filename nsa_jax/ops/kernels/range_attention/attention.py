@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.choices import RangePlan
 from nsa_jax.ops.kernels.range_attention import (
     sm90_backward,
     sm90_forward,
@@ -24,7 +25,6 @@ from nsa_jax.ops.kernels.range_attention import (
 )
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.kernels.triton import first_derivative, row_delta
-from nsa_jax.ops.plan import RangePlan
 
 
 def compressed_attention(query, key_cmp, value_cmp, *, config: NSAConfig, segment_start, query_offset, plan: RangePlan):

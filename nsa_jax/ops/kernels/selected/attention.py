@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from nsa_jax.ops.choices import Choice, SelectedForwardPlan, SelectedPlan
 from nsa_jax.ops.kernels.range_attention import sm90_forward
 from nsa_jax.ops.kernels.selected import (
     by_block_triton,
@@ -24,7 +25,6 @@ from nsa_jax.ops.kernels.selected import (
 from nsa_jax.ops.kernels.selected.backward import selected_backward
 from nsa_jax.ops.kernels.selected.neighbours import split_lists
 from nsa_jax.ops.kernels.triton import first_derivative, row_delta
-from nsa_jax.ops.plan import Choice, SelectedForwardPlan, SelectedPlan
 
 
 def selected_forward(
@@ -67,7 +67,7 @@ def _shared_blocks(
     *, tile: int, select_block: int, packed: bool,
 ):  # fmt: skip
     """What the blocks that tiles share give: output [B, T, K, G, V] and lse [B, T, K, G]; `grouped` is the query so."""
-    if chosen.kernel == "range_attention.sm90_walk":
+    if chosen.kernel == "range_attention.sm90_forward":
         low, high = whole_row_sm90.visible_ranges(query, key, segment_start, query_offset)
         out, lse = sm90_forward.neighbours_forward(query, key, value, low, high, chosen.tiles, neighbours)
         return out.reshape(*grouped.shape[:-1], value.shape[-1]), lse.reshape(grouped.shape[:-1])

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nsa_jax.ops.choices import SelectedBackwardPlan
 from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.selected import (
     grad_by_block_triton,
@@ -36,7 +37,6 @@ from nsa_jax.ops.kernels.selected import (
 )
 from nsa_jax.ops.kernels.selected.grad_layout import Layout, make_layout
 from nsa_jax.ops.kernels.softmax import LOG2E
-from nsa_jax.ops.plan import SelectedBackwardPlan
 
 
 def _by_block_module(layout: Layout):

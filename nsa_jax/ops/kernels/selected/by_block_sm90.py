@@ -17,7 +17,8 @@ from jax import lax
 
 from nsa_jax.ops.kernels.readers import InvertedLists
 from nsa_jax.ops.kernels.softmax import LOG2E, MINUS_INFINITY
-from nsa_jax.ops.tiles import ROWS, SelectedGatherConfig
+from nsa_jax.ops.selected_tiles import SelectedGatherConfig
+from nsa_jax.ops.tiles import ROWS
 
 
 def partials(

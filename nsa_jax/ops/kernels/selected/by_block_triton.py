@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from nsa_jax.ops.choices import SelectedForwardPlan
 from nsa_jax.ops.kernels.readers import InvertedLists, invert
 from nsa_jax.ops.kernels.selected import by_block_sm90
 from nsa_jax.ops.kernels.selected.softmax import key_rows, store_once
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
 from nsa_jax.ops.kernels.triton import dot, pieces, triton_call
-from nsa_jax.ops.plan import SelectedForwardPlan
 
 # Partials that are in flight together. On an H200 two took 0.85 ms and four 0.89 (4 rows of 65,536, N=6, K=1, H=64, 8
 # to 13 partials of every token; without the guard for tokens that have none).

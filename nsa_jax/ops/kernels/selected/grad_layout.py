@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.kernels import readers
-from nsa_jax.ops.tiles import SelectedBackwardConfig
+from nsa_jax.ops.selected_tiles import SelectedBackwardConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY, NO_WEIGHT
+from nsa_jax.ops.selected_tiles import SelectedHopperTilesConfig
 from nsa_jax.ops.tiles import ROWS
 
 _WARPGROUPS = 3
@@ -46,7 +46,7 @@ class _Tile(NamedTuple):
 
 def forward(
     query, key, value, neighbours, segment_start, query_offset, *, tile: int, packed: bool,
-    config: tuning.SelectedHopperTilesConfig,
+    config: SelectedHopperTilesConfig,
 ):  # fmt: skip
     """What the blocks that tiles share give: output [B, T, K, G, V] and natural-log lse float32 [B, T, K, G].
 

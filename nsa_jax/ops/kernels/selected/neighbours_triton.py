@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from nsa_jax.ops.kernels.selected.softmax import attend_block, finish, load_once, store_once
 from nsa_jax.ops.kernels.softmax import LOG2E, empty_state
 from nsa_jax.ops.kernels.triton import pieces, triton_call
-from nsa_jax.ops.tiles import SelectedConfig
+from nsa_jax.ops.selected_tiles import SelectedConfig
 
 
 def _tile_kernel(

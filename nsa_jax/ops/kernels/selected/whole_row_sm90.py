@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax.ops import blocks
+from nsa_jax.ops.choices import SelectedBackwardPlan
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention import sm90_backward, sm90_forward
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
-from nsa_jax.ops.plan import SelectedBackwardPlan
 from nsa_jax.ops.tiles import RangedHopperConfig
 
 # Keys of a block that these kernels can mask: the rows of one warpgroup's matrix product.

@@ -12,11 +12,11 @@ from jax.experimental import pallas as pl
 from nsa_jax.ops import blocks
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.choices import SelectionPlan
 from nsa_jax.ops.kernels.selection import scores_sm90, scores_triton
 from nsa_jax.ops.kernels.selection.fold import Fold
 from nsa_jax.ops.kernels.selection.top_n import block_lists, row_widths
 from nsa_jax.ops.kernels.softmax import LOG2E
-from nsa_jax.ops.plan import SelectionPlan
 
 
 def select_blocks(

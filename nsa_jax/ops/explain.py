@@ -1,0 +1,141 @@
+"""Which kernel serves each stage and pass of a problem, and why: a plan as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nsa_jax.ops import blocks, pallas, plan
+from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.choices import Choice, NSAPlan, Shape
+from nsa_jax.ops.target import Target, current_target
+
+_GPUS = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One stage and pass.
+
+    Attributes:
+      stage: part of the operator, such as "selected".
+      direction: "forward" or "backward", with what it computes where a pass has several kernels.
+      choice: the kernel, its tiles and the reason.
+    """
+
+    stage: str
+    direction: str
+    choice: Choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The kernels of a problem; `print` shows them as a table.
+
+    Attributes:
+      target: the device they are for.
+      shape: sizes of the selected branch.
+      packed: rows hold several documents.
+      unsupported: why no kernels serve and XLA does, or None.
+      rows: one for each stage and pass; empty if no kernels serve.
+    """
+
+    target: Target
+    shape: Shape
+    packed: bool
+    unsupported: str | None
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        s = self.shape
+        capability = self.target.compute_capability
+        device = f"sm{capability[0]}{capability[1]}" if capability else self.target.platform
+        lines = [
+            f"NSA on {device}: B={s.batch} T={s.num_queries} N={s.num_heads} K={s.kv_heads} G={s.group} H={s.head_dim} "
+            f"V={s.value_dim} {s.dtype}{' packed' if self.packed else ''}"
+        ]
+        if self.unsupported is not None:
+            return f"{lines[0]}\nserved by implementation='xla', since the kernels do not: {self.unsupported}"
+        cells = [(r.stage, r.direction, r.choice.kernel) for r in self.rows]
+        widths = [max(len(row[i]) for row in cells) for i in range(3)]
+        indent = " " * (sum(widths) + 6)
+        for row, cell in zip(self.rows, cells, strict=True):
+            lines.append("  ".join(text.ljust(width) for text, width in zip(cell, widths, strict=True)).rstrip())
+            lines[-1] += f"  {row.choice.reason}"
+            if row.choice.otherwise:
+                lines.append(f"{indent}otherwise {row.choice.otherwise}")
+            if row.choice.tiles is not None:
+                record = dataclasses.asdict(row.choice.tiles)
+                lines.append(indent + ", ".join(f"{name}={value}" for name, value in record.items()))
+        return "\n".join(lines)
+
+
+def explain(
+    *,
+    length: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    batch: int = 1,
+    dtype: str = "bfloat16",
+    packed: bool = False,
+    config: NSAConfig | None = None,
+    target: Target | str | None = None,
+) -> Explanation:
+    """Prints and returns which kernel serves each stage and pass of `nsa_attention`, with which tiles and why.
+
+    Args:
+      length: T, tokens of a row.
+      num_heads: N.
+      num_kv_heads: K.
+      head_dim: H.
+      value_dim: V; None means H.
+      batch: B.
+      dtype: of queries, keys and values.
+      packed: rows hold several documents (`segment_start` is given).
+      config: block geometry; None means the paper's.
+      target: "a100", "h100", "h200" or a `Target`; None means the current device.
+
+    Raises:
+      ValueError: the sizes contradict each other, or the target is unknown.
+    """
+    if isinstance(target, str):
+        if target not in _GPUS:
+            raise ValueError(f"target={target!r}: must be one of {sorted(_GPUS)}, a Target or None")
+        target = Target("gpu", _GPUS[target], ahead_of_time=True)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
+    config, target = config or NSAConfig(), target or current_target()
+    shape = Shape(batch, length, length, num_heads, num_kv_heads, head_dim, value_dim or head_dim, dtype)
+    reason = plan.unsupported("select_blocks", shape, target, select_block=config.select_block)
+    if reason is None and not target.is_gpu:
+        reason = f"no GPU (platform {target.platform})"
+    rows: tuple[Row, ...] = ()
+    if reason is None:
+        count = blocks.num_compressed(length, config)
+        cudnn = not packed and not target.ahead_of_time and pallas.has_cudnn()
+        rows = plan_rows(plan.plan_nsa(shape, config, target, num_compressed=count, cudnn=cudnn))
+    explanation = Explanation(target, shape, packed, reason, rows)
+    print(explanation)
+    return explanation
+
+
+def plan_rows(made: NSAPlan) -> tuple[Row, ...]:
+    """The plan's choices, in the order in which they run."""
+    choices: list[tuple[str, str, Choice | None]] = [("all branches", "rearrange", made.heads_to_batch)]
+    branches = [("window", made.window), ("compressed", made.compressed)]
+    choices += [(name, "forward", branch.forward) for name, branch in branches if branch is not None]
+    forward, backward = made.selected.forward, made.selected.backward
+    choices += [
+        ("selection", "scores", made.selection.scores),
+        ("selection", "top n", made.selection.top_n),
+        ("selected", "forward, shared blocks", forward.neighbours),
+        ("selected", "forward", forward.rest),
+        ("selected", "backward, dk and dv", backward.by_block),
+        ("selected", "backward, dq", backward.grad_query),
+    ]
+    for name, branch in reversed(branches):
+        if branch is not None:
+            choices.append((name, "backward, dq", branch.grad_query))
+            choices.append((name, "backward, dk and dv", branch.grad_key_value))
+    return tuple(Row(stage, direction, choice) for stage, direction, choice in choices if choice is not None)

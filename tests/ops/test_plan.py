@@ -1,0 +1,183 @@
+"""Which kernel serves which problem: the table, and what holds for every plan. No GPU is needed."""
+
+import dataclasses
+import importlib.util
+import itertools
+
+import jax.numpy as jnp
+import pytest
+
+import nsa_jax
+from nsa_jax.ops import blocks, pallas, plan
+from nsa_jax.ops.choices import Choice, Shape
+from nsa_jax.ops.explain import plan_rows
+from nsa_jax.ops.target import Target, compile_for
+
+PAPER = nsa_jax.NSAConfig()
+A100, H100 = Target("gpu", (8, 0), ahead_of_time=True), Target("gpu", (9, 0), ahead_of_time=True)
+
+# B, T, N, K, H, V, dtype
+SHAPES = {
+    "paper": (1, 65536, 64, 4, 128, 128, "bfloat16"),
+    "groups_of_4": (1, 32768, 32, 8, 128, 128, "bfloat16"),
+    "groups_of_7": (1, 8192, 28, 4, 128, 128, "bfloat16"),
+    "small": (4, 65536, 12, 2, 64, 64, "bfloat16"),
+    "small_one_row": (1, 32768, 12, 2, 64, 64, "bfloat16"),
+    "short_rows": (64, 2048, 12, 2, 64, 64, "bfloat16"),
+    "wide": (1, 8192, 16, 1, 192, 128, "bfloat16"),
+    "float32": (2, 4096, 8, 2, 64, 128, "float32"),
+    "narrow": (2, 4096, 8, 2, 32, 32, "bfloat16"),
+}
+TRITON_RANGE = "range_attention.triton_forward range_attention.triton_backward"
+SM90_RANGE = "range_attention.sm90_forward range_attention.sm90_backward"
+# Of each shape: heads moved to the batch, range attention, scores, shared blocks, the rest, backward by block, dq.
+A100_TABLE = {
+    "paper": (False, TRITON_RANGE, "neighbours_triton", "by_token_triton", "grad_by_block_triton", "grad_query"),
+    "groups_of_4": (False, TRITON_RANGE, "neighbours_triton", "by_block_triton", "grad_by_block_triton",
+                    "grad_reduce_triton"),
+    "groups_of_7": (False, TRITON_RANGE, "neighbours_triton", "by_block_triton", "grad_by_block_triton",
+                    "grad_reduce_triton"),
+    "small": (False, TRITON_RANGE, "neighbours_triton", "by_block_triton", "grad_by_block_triton",
+              "grad_reduce_triton"),
+    "small_one_row": (False, TRITON_RANGE, "neighbours_triton", "by_block_triton", "grad_by_block_triton",
+                      "grad_reduce_triton"),
+    "short_rows": (False, TRITON_RANGE, "neighbours_triton", "by_block_triton", "grad_by_block_triton",
+                   "grad_reduce_triton"),
+    "wide": (False, TRITON_RANGE, "neighbours_triton", "by_token_triton", "grad_by_block_triton", "grad_query"),
+    "float32": (False, TRITON_RANGE, None, "by_token_triton", "grad_by_block_triton", "grad_query"),
+    "narrow": (False, TRITON_RANGE, "neighbours_triton", "by_block_triton", "grad_by_block_triton",
+               "grad_reduce_triton"),
+}  # fmt: skip
+H100_TABLE = A100_TABLE | {
+    "paper": (False, SM90_RANGE, "sm90_forward", "by_token_triton", "grad_scores_sm90", "grad_query"),
+    "groups_of_4": (True, SM90_RANGE, "neighbours_triton", "by_block_triton", "grad_by_block_triton",
+                    "grad_reduce_triton"),
+    "groups_of_7": (True, SM90_RANGE, "neighbours_triton", "by_block_triton", "grad_by_block_triton",
+                    "grad_reduce_triton"),
+    "small": (True, SM90_RANGE, "neighbours_sm90", "by_block_sm90", "grad_partials_sm90", "grad_reduce_triton"),
+    # One row has too few key blocks for long work items.
+    "small_one_row": (True, SM90_RANGE, "neighbours_sm90", "by_block_sm90", "grad_by_block_triton",
+                      "grad_reduce_triton"),
+    "short_rows": (True, SM90_RANGE, None, "whole_row_sm90", "whole_row_sm90", "whole_row_sm90"),
+    "wide": (False, SM90_RANGE, "neighbours_triton", "by_token_triton", "grad_by_block_triton", "grad_query"),
+}  # fmt: skip
+SCORES_SM90 = {"paper", "groups_of_4", "groups_of_7", "small", "small_one_row", "wide"}
+
+
+def planned(name: str, target: Target) -> plan.NSAPlan:
+    batch, length, num_heads, kv_heads, *rest = SHAPES[name]
+    shape = Shape(batch, length, length, num_heads, kv_heads, *rest)
+    return plan.plan_nsa(shape, PAPER, target, num_compressed=blocks.num_compressed(length, PAPER))
+
+
+@pytest.mark.parametrize(("target", "name"), [*itertools.product(["a100", "h100"], SHAPES)])
+def test_the_table_of_kernels(target, name):
+    made = planned(name, {"a100": A100, "h100": H100}[target])
+    moved, ranges, shared, rest, by_block, grad_query = (A100_TABLE if target == "a100" else H100_TABLE)[name]
+    assert (made.heads_to_batch is not None) == moved
+    forward, backward = ranges.split()
+    for branch in (made.compressed, made.window):
+        assert (branch.forward.kernel, branch.grad_query.kernel) == (forward, backward)
+        assert branch.grad_key_value.kernel == backward
+    scores = "sm90" if target == "h100" and name in SCORES_SM90 else "triton"
+    assert made.selection.scores.kernel == f"selection.scores_{scores}"
+    selected = made.selected
+    got = None if selected.forward.neighbours is None else selected.forward.neighbours.kernel.rpartition(".")[2]
+    assert got == shared
+    chosen = (selected.forward.rest, selected.backward.by_block, selected.backward.grad_query)
+    assert [choice.kernel for choice in chosen] == [f"selected.{x}" for x in (rest, by_block, grad_query)]
+
+
+@pytest.mark.parametrize(("target", "name"), [*itertools.product([A100, H100], SHAPES)])
+def test_every_choice_names_a_module_and_a_reason(target, name):
+    for row in plan_rows(planned(name, target)):
+        choice = row.choice
+        assert choice.reason and choice.kernel != choice.otherwise
+        for kernel in filter(None, (choice.kernel, choice.otherwise)):
+            assert importlib.util.find_spec(f"nsa_jax.ops.kernels.{kernel}"), kernel
+        if target is H100 and "triton" in choice.kernel and "by_token" not in choice.kernel:
+            words = ("sm90", "warpgroups", "adds a query's partial sums")
+            assert any(word in choice.reason for word in words), f"{choice.kernel}: {choice.reason}"
+
+
+def test_plans_are_keys_of_traces():
+    """Equal problems have equal plans, or jitted functions would be traced again and again."""
+    assert planned("small", H100) == planned("small", H100)
+    assert hash(planned("paper", H100)) == hash(planned("paper", H100))
+    assert planned("small", H100) != planned("small", A100)
+
+
+def test_what_the_batch_decides_is_said():
+    """A row alone has too few key blocks to fill Hopper's kernel for dq with long work items."""
+    one, two = (
+        plan.plan_selected_backward(
+            Shape(batch, 32768, 32768, 12, 2, 64, 64, "bfloat16"), H100, select_block=64, num_selected=16
+        )
+        for batch in (1, 2)
+    )
+    assert two.by_block.kernel == "selected.grad_partials_sm90"
+    assert one.by_block.kernel == "selected.grad_by_block_triton" and "B * K * J" in one.by_block.reason
+
+
+def test_a_window_alone_is_not_rearranged_for_hopper():
+    shape = Shape(1, 8192, 8192, 12, 2, 64, 64, "bfloat16")
+    alone, inside = plan.plan_range(shape, H100, span=512), planned("small", H100).window
+    assert alone.forward.kernel == "range_attention.triton_forward"
+    assert "6 heads need rearranged copies" in alone.forward.reason
+    assert inside.forward.kernel == "range_attention.sm90_forward"
+
+
+def test_cudnn_serves_windows_of_whole_rows_where_it_is():
+    shape = Shape(1, 8192, 8192, 12, 2, 64, 64, "bfloat16")
+    here = dataclasses.replace(A100, ahead_of_time=False)
+    assert plan.plan_range(shape, here, span=512, cudnn=True).forward.kernel == "range_attention.window_cudnn"
+    for changed in (shape.with_keys(9000), dataclasses.replace(shape, dtype="float32"),
+                    dataclasses.replace(shape, value_dim=128)):  # fmt: skip
+        chosen = plan.plan_range(changed, here, span=512, cudnn=True).forward
+        assert chosen.kernel == "range_attention.triton_forward"
+    assert plan.plan_range(shape, A100, span=512, cudnn=True).forward.kernel == "range_attention.triton_forward"
+
+
+def test_the_operator_takes_its_plan(monkeypatch):
+    """What `nsa_attention` is traced with is what `plan_nsa` says, and nothing else is asked."""
+    asked = []
+    original = plan.plan_nsa
+    monkeypatch.setattr(plan, "plan_nsa", lambda *args, **kw: asked.append(original(*args, **kw)) or asked[-1])
+    with compile_for(A100):
+        query = jnp.zeros((1, 64, 2, 16), jnp.bfloat16)
+        key = jnp.zeros((1, 64, 1, 16), jnp.bfloat16)
+        config = nsa_jax.NSAConfig(16, 8, 16, 3, 1, 1, 32)
+        compressed = jnp.zeros((1, 7, 1, 16), jnp.bfloat16)
+        gates = jnp.zeros((1, 64, 2, 3), jnp.bfloat16)
+        import jax
+
+        jax.make_jaxpr(
+            lambda q: pallas.nsa_attention(q, compressed, compressed, key, key, key, key, gates, config=config)
+        )(query)
+    assert [type(x) for x in asked] == [plan.NSAPlan] and isinstance(asked[0].selected.forward.rest, Choice)
+
+
+def test_explain_prints_a_row_for_each_stage_and_pass(capsys):
+    told = nsa_jax.explain(
+        length=32768, num_heads=12, num_kv_heads=2, head_dim=64, packed=True, target="h100", config=PAPER
+    )
+    text = capsys.readouterr().out
+    assert text.startswith("NSA on sm90: B=1 T=32768 N=12 K=2 G=6 H=64 V=64 bfloat16 packed\n")
+    assert {(row.stage, row.direction) for row in told.rows} >= {
+        ("compressed", "forward"), ("window", "forward"), ("selection", "scores"), ("selection", "top n"),
+        ("selected", "forward"), ("selected", "backward, dq"), ("compressed", "backward, dk and dv"),
+    }  # fmt: skip
+    for row in told.rows:
+        assert f"{row.choice.kernel}  {row.choice.reason}" in text
+    assert "otherwise selected.by_block_triton" in text and "warpgroups=4" in text
+
+
+def test_explain_says_why_no_kernel_serves(capsys):
+    told = nsa_jax.explain(length=512, num_heads=2, num_kv_heads=1, head_dim=48, target="a100")
+    assert told.unsupported.startswith("query has head dim 48") and not told.rows
+    assert "implementation='xla'" in capsys.readouterr().out
+    assert "no GPU" in nsa_jax.explain(length=512, num_heads=2, num_kv_heads=1, head_dim=64).unsupported
+    with pytest.raises(ValueError, match="target='v100'"):
+        nsa_jax.explain(length=512, num_heads=2, num_kv_heads=1, head_dim=64, target="v100")
+    with pytest.raises(ValueError, match="num_heads=3"):
+        nsa_jax.explain(length=512, num_heads=3, num_kv_heads=2, head_dim=64, target="a100")
