@@ -45,8 +45,8 @@ def selected_forward(
         split = split_lists(
             block_indices, segment_start, query_offset, tile=tile, share=plan.lists.share, num_keys=num_keys, **blocks
         )
-        walks = split.block, split.bits, split.num_shared
-        arrays = query, grouped, key, value, walks, segment_start, query_offset
+        neighbours = split.block, split.bits, split.num_shared
+        arrays = query, grouped, key, value, neighbours, segment_start, query_offset
         state = _shared_blocks(*arrays, plan.neighbours, tile=tile, **blocks)
         lists = split.rest
     if plan.rest.kernel == "selected.by_token_triton":
@@ -63,21 +63,21 @@ def selected_forward(
 
 
 def _shared_blocks(
-    query, grouped, key, value, walks, segment_start, query_offset, chosen: Choice,
+    query, grouped, key, value, neighbours, segment_start, query_offset, chosen: Choice,
     *, tile: int, select_block: int, packed: bool,
 ):  # fmt: skip
     """What the blocks that tiles share give: output [B, T, K, G, V] and lse [B, T, K, G]; `grouped` is the query so."""
     if chosen.kernel == "range_attention.sm90_forward":
         low, high = whole_row_sm90.visible_ranges(query, key, segment_start, query_offset)
-        out, lse = sm90_forward.neighbours_forward(query, key, value, low, high, chosen.tiles, walks)
+        out, lse = sm90_forward.neighbours_forward(query, key, value, low, high, chosen.tiles, neighbours)
         return out.reshape(*grouped.shape[:-1], value.shape[-1]), lse.reshape(grouped.shape[:-1])
     if chosen.kernel == "selected.neighbours_sm90":
         return neighbours_sm90.forward(
-            query, key, value, walks, segment_start, query_offset,
+            query, key, value, neighbours, segment_start, query_offset,
             tile=tile, packed=packed, config=chosen.tiles,
         )  # fmt: skip
     return neighbours_triton.forward(
-        grouped, key, value, walks, segment_start, query_offset,
+        grouped, key, value, neighbours, segment_start, query_offset,
         select_block=select_block, packed=packed, config=chosen.tiles,
     )  # fmt: skip
 

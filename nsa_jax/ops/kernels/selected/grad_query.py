@@ -7,6 +7,8 @@ tile list are read once for the whole tile, and the rest of each list token by t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,59 +32,97 @@ def split_for(block_indices, segment_start, query_offset, layout: Layout) -> Spl
     )  # fmt: skip
 
 
-def _token_kernel(step_ref, *refs, layout: Layout, rows: int, resume: bool):
-    """dq [B*T*N, H] of one query and key/value head: its score gradients times the keys of its blocks.
+class _Query(NamedTuple):
+    """The query and key/value head of a program."""
 
-    refs: what tells the list (with `resume` `Split.rest` and `num_rest`, else how many entries each query has and the
-    entries of every range), d_scores [(pairs*E + 1) * G, columns], key [B*S*K, H], dq so far, dq.
-    """
-    *list_refs, d_scores_ref, key_ref, before_ref, d_query_ref = refs
+    local: jax.Array  # the query's number in the range
+    local_pair: jax.Array
+    pair: jax.Array
+    token: jax.Array
+    batch: jax.Array
+    head: jax.Array
+
+
+def _locate(step_ref, layout: Layout) -> _Query:
     local, local_pair = pl.program_id(0), pl.program_id(1)
     pair = step_ref[0] + local_pair
     token = step_ref[1] * layout.range_length + local
-    batch, head = pair // layout.num_kv, pair % layout.num_kv
+    return _Query(local, local_pair, pair, token, pair // layout.num_kv, pair % layout.num_kv)
 
-    @pl.when(token < layout.length)
+
+def _rows_of(query: _Query, rows: int, layout: Layout):
+    """(head of the group, row in [B*T*N, H]) of each row of a program; surplus rows repeat the last head."""
+    member = jnp.minimum(lax.iota(jnp.int32, rows), layout.group - 1)
+    return member, (query.batch * layout.length + query.token) * layout.num_heads + query.head * layout.group + member
+
+
+def _add_entries(total, count, entry, d_scores_ref, key_ref, query: _Query, member, layout: Layout):
+    """Adds score gradients times keys of `count` list entries to `total`; entry: i -> (block, slot)."""
+
+    def add(i, carry):
+        total, (block, slot) = carry
+        following = entry(jnp.minimum(i + 1, layout.slots - 1))
+        key_row, _, _ = layout.key_rows(query.batch, query.head, block, 0, layout.columns)
+        key = load_rows(key_ref, key_row, layout.head_dim)
+        buffer_entry = query.local_pair * layout.entries + query.local * layout.slots + slot
+        d_scores = d_scores_ref[buffer_entry * layout.group + member, :]
+        total = [acc + dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)]
+        return total, following
+
+    total, _ = lax.fori_loop(0, count, add, (total, entry(0)))
+    return total
+
+
+def _token_kernel(
+    step_ref, count_ref, entries_ref, d_scores_ref, key_ref, _dq, d_query_ref, *, layout: Layout, rows: int
+):  # fmt: skip
+    """dq [B*T*N, H] of one query and key/value head: its score gradients times the keys of its blocks.
+
+    count_ref [B*K, at least T] and entries_ref [B*K*ranges, E], the lists; d_scores_ref [(pairs*E + 1) * G, columns];
+    key_ref [B*S*K, H].
+    """
+    query = _locate(step_ref, layout)
+
+    @pl.when(query.token < layout.length)
     def _():
-        if resume:
-            tile, padded = layout.config.tile, pl.next_power_of_2(layout.slots)
-            at = batch, token // tile, token % tile, head
-            # One element for most programs where neighbours share their lists: there is nothing left to do.
-            count = list_refs[1][batch, head, token // tile, token % tile]
-        else:
-            count = list_refs[0][pair, token]
-        member = jnp.minimum(lax.iota(jnp.int32, rows), layout.group - 1)  # surplus rows repeat the last head
-        out_row = (batch * layout.length + token) * layout.num_heads + head * layout.group + member
+        count = count_ref[query.pair, query.token]
+        member, out_row = _rows_of(query, rows, layout)
 
         def entry(i):
-            """(block, slot) of the i-th entry."""
-            if resume:
-                value = list_refs[0][(*at, i)]
-                return value // padded, value % padded
-            return list_refs[1][pair * layout.ranges + step_ref[1], local * layout.slots + i], i
+            return entries_ref[query.pair * layout.ranges + step_ref[1], query.local * layout.slots + i], i
 
-        def add(i, carry):
-            total, (block, slot) = carry
-            following = entry(jnp.minimum(i + 1, layout.slots - 1))
-            key = load_rows(key_ref, layout.key_rows(batch, head, block, 0, layout.columns)[0], layout.head_dim)
-            buffer_entry = local_pair * layout.entries + local * layout.slots + slot
-            d_scores = d_scores_ref[buffer_entry * layout.group + member, :]
-            total = [acc + dot(d_scores, piece, (1, 0)) for acc, piece in zip(total, key, strict=True)]
-            return total, following
+        total = [jnp.zeros((rows, size), jnp.float32) for _, size in pieces(layout.head_dim)]
+        total = _add_entries(total, count, entry, d_scores_ref, key_ref, query, member, layout)
+        store_rows(d_query_ref, out_row, [piece * layout.scale for piece in total])
 
-        def run():
-            if resume:
-                before = load_rows(before_ref, out_row, layout.head_dim)
-                total = [piece.astype(jnp.float32) * (1.0 / layout.scale) for piece in before]
-            else:
-                total = [jnp.zeros((rows, size), jnp.float32) for _, size in pieces(layout.head_dim)]
-            total, _ = lax.fori_loop(0, count, add, (total, entry(0)))
+
+def _rest_kernel(
+    step_ref, rest_ref, num_rest_ref, d_scores_ref, key_ref, before_ref, d_query_ref, *, layout: Layout, rows: int
+):  # fmt: skip
+    """As `_token_kernel` of what `_tile_kernel` left of the lists, added to dq so far.
+
+    rest_ref and num_rest_ref: `Split.rest` and `Split.num_rest`.
+    """
+    query = _locate(step_ref, layout)
+
+    @pl.when(query.token < layout.length)
+    def _():
+        tile, padded = layout.config.tile, pl.next_power_of_2(layout.slots)
+        at = query.batch, query.token // tile, query.token % tile, query.head
+        # One element for most programs where neighbours share their lists: there is nothing left to do.
+        count = num_rest_ref[query.batch, query.head, query.token // tile, query.token % tile]
+        member, out_row = _rows_of(query, rows, layout)
+
+        def entry(i):
+            value = rest_ref[(*at, i)]
+            return value // padded, value % padded
+
+        @pl.when(count > 0)
+        def _():
+            before = load_rows(before_ref, out_row, layout.head_dim)
+            total = [piece.astype(jnp.float32) * (1.0 / layout.scale) for piece in before]
+            total = _add_entries(total, count, entry, d_scores_ref, key_ref, query, member, layout)
             store_rows(d_query_ref, out_row, [piece * layout.scale for piece in total])
-
-        if resume:
-            pl.when(count > 0)(run)
-        else:
-            run()
 
 
 def _tile_kernel(
@@ -157,10 +197,11 @@ def finish_query(step, split: Split | None, counts, entries, buffer, key, d_quer
     """
     out_shape = jax.ShapeDtypeStruct(d_query.shape, d_query.dtype)
     config = layout.config
+    kernel: Callable = _token_kernel
     lists: tuple[jax.Array, ...] = (counts, entries)
     if split is not None:
         assert split.slots is not None and split.num_rest is not None
-        lists = (split.rest, split.num_rest)
+        kernel, lists = _rest_kernel, (split.rest, split.num_rest)
         d_query = triton_call(
             functools.partial(
                 _tile_kernel, layout=layout, rows=max(16, pl.next_power_of_2(config.tile * layout.group))
@@ -174,10 +215,10 @@ def finish_query(step, split: Split | None, counts, entries, buffer, key, d_quer
         )(step, split.block, split.bits, split.slots, split.num_shared, buffer, key, d_query)
     rows = max(16, pl.next_power_of_2(layout.group))
     return triton_call(
-        functools.partial(_token_kernel, layout=layout, rows=rows, resume=split is not None),
+        functools.partial(kernel, layout=layout, rows=rows),
         grid=(layout.range_length, layout.pairs),
         out_shape=out_shape,
-        input_output_aliases={3 + len(lists): 0},
+        input_output_aliases={5: 0},
         num_warps=2 if rows * layout.head_dim <= 2048 else 4,
         num_stages=3 if d_query.dtype == jnp.bfloat16 else 1,
         name="nsa_selected_backward_query_major",

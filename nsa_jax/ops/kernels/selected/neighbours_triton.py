@@ -63,7 +63,16 @@ def _tile_kernel(
 
 
 def forward(
-    query, key, value, walks, segment_start, query_offset, *, select_block: int, packed: bool, config: SelectedConfig
+    query,
+    key,
+    value,
+    neighbours,
+    segment_start,
+    query_offset,
+    *,
+    select_block: int,
+    packed: bool,
+    config: SelectedConfig,
 ):
     """Output [B, T, K, G, V] and natural-log lse float32 [B, T, K, G].
 
@@ -71,7 +80,7 @@ def forward(
       query: [B, T, K, G, H].
       key: [B, S, K, H].
       value: [B, S, K, V].
-      walks: (block, bits, num_shared) of a `neighbours.Split` by tiles of `config.tile` tokens.
+      neighbours: (block, bits, num_shared) of a `neighbours.Split` by tiles of `config.tile` tokens.
       segment_start: int32 [B, T].
       query_offset: int32 [1].
       select_block: l'.
@@ -80,7 +89,7 @@ def forward(
     """
     batch, length, num_kv, group, h_dim = query.shape
     num_keys, v_dim = value.shape[1], value.shape[-1]
-    size, tile, width = config.keys, config.tile, walks[0].shape[-1]
+    size, tile, width = config.keys, config.tile, neighbours[0].shape[-1]
     return triton_call(
         functools.partial(
             _tile_kernel,
@@ -116,4 +125,4 @@ def forward(
             jax.ShapeDtypeStruct((batch, length, num_kv, group), jnp.float32),
         ],
         name="nsa_selected_forward_tiles",
-    )(query_offset, *walks, segment_start, query, key, value)
+    )(query_offset, *neighbours, segment_start, query, key, value)

@@ -1,9 +1,9 @@
 """Selected attention of short rows on Hopper: causal attention under a mask of key blocks.
 
 Where lists hold a good part of all blocks, reading them one by one saves little and costs the gathering of rows, the
-sorting of lists and sums of shares. Here a tile of queries walks all blocks that causality leaves, as ranged attention
-does on Hopper, with one bit per query and block. A tile's keys are one block, so the mask costs a few instructions per
-row and none per score.
+sorting of lists and sums of partials. Here a tile of queries visits all blocks that causality leaves, as range
+attention does on Hopper, with one bit per query and block. A tile's keys are one block, so the mask costs a few
+instructions per row and none per score.
 """
 
 from __future__ import annotations
