@@ -18,6 +18,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from nsa_jax import config as config_lib
+from nsa_jax import rules as rules_lib
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "config.md"
@@ -131,15 +132,15 @@ def _allowed(name: str, comment: str) -> str:
         if all(choice in comment for choice in config_lib.CHOICES[name]):
             return ""  # the comment says what each is
         return ", ".join(f"`{choice!r}`" for choice in config_lib.CHOICES[name])
-    bounds = [f"≥ {lowest}" for lowest, names in config_lib._AT_LEAST.items() if name in names.split()]
-    if name in config_lib._RANGES:
-        low, low_included, high, high_included = config_lib._RANGES[name]
+    bounds = [f"≥ {lowest}" for lowest, names in rules_lib._AT_LEAST.items() if name in names.split()]
+    if name in rules_lib._RANGES:
+        low, low_included, high, high_included = rules_lib._RANGES[name]
         if high != float("inf"):
             return f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high_included else ')'}"
         bounds.append(f"{'≥' if low_included else '>'} {low:g}")
     if name.startswith("model.nsa."):
         bounds.append("> 0")
-    bounds += [f"≤ {highest:_}" for highest, names in config_lib._AT_MOST.items() if name in names.split()]
+    bounds += [f"≤ {highest:_}" for highest, names in rules_lib._AT_MOST.items() if name in names.split()]
     return ", ".join(bounds)
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from ml_collections import ConfigDict
 
 from nsa_jax import config as config_lib
@@ -22,13 +20,14 @@ from nsa_jax.command_line import workdir_problems
 from nsa_jax.data import make_pipeline
 from nsa_jax.data.cache import cache_root
 from nsa_jax.devices import keep_compiled_programs
-from nsa_jax.hub.export import load_exported
 from nsa_jax.ops.implementations import forget_implementations_served, implementations_served
 from nsa_jax.train import disk, env, flops, lock, metrics, preflight, processes
-from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences, parse_resume
+from nsa_jax.train.callbacks import Callback, Callbacks
+from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
 from nsa_jax.train.errors import TrainingError, check_room, describe_stop, writing_checkpoint
 from nsa_jax.train.preflight.data_check import loss_floor
 from nsa_jax.train.profiling import Profile, Window, check_window
+from nsa_jax.train.start import finished_before, first_state, optimizer_to_reset
 from nsa_jax.train.state import Setup, State, batch_sharding, setup, to_device
 from nsa_jax.train.step import make_eval_step, make_train_step
 from nsa_jax.train.stopping import HALT, StopRequest
@@ -67,11 +66,6 @@ class _Batches:
         return waits
 
 
-def _put(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A value that every process has, laid out over the devices of all."""
-    return jax.make_array_from_callback(value.shape, sharding, np.asarray(value).__getitem__)
-
-
 class Run:
     """One run from its config to its summary; `run` is the whole of it.
 
@@ -82,6 +76,7 @@ class Run:
         directory of an exported model (its weights only).
       devices: to run on; None means all.
       profile: steps to trace into the workdir.
+      callbacks: called at the start, after each step and at the end.
     """
 
     def __init__(
@@ -91,6 +86,7 @@ class Run:
         resume: str | None = None,
         devices: list | None = None,
         profile: Window | None = None,
+        callbacks: Sequence[Callback] = (),
     ):
         forget_implementations_served()
         self.config = config
@@ -100,6 +96,7 @@ class Run:
         processes.check_devices()
         self._other = parse_resume(resume) if resume else None
         self._window = profile
+        self._callbacks = Callbacks(callbacks)
         self.pipeline = processes.first_alone(
             lambda: make_pipeline(config, process_index=jax.process_index(), process_count=jax.process_count())
         )
@@ -136,64 +133,15 @@ class Run:
         self.guards = Guards(self.config, self.workdir, bigram_entropy=floor, active=jax.process_index() == 0)
 
     def _restore(self, checkpoints: Checkpoints, info: dict, data: Any) -> tuple[int, State, str | None]:
-        """Where the state comes from: this workdir's newest checkpoint, else --resume, else the initialisation."""
-        target = self.setup.target()
-        fresh = self.setup.fresh_optimizer if self.config.train.reset_optimizer else None
-        own = checkpoints.restore(target, data, fresh_optimizer=fresh)
-        if own is not None:
-            self.best = checkpoints.best()
-            self.guards.restore(checkpoints.guards(own[0]))
-            self._early = self.guards.early_stop()
-            self._last_row, self._last_validation = metrics.last_rows(self.workdir, own[0])
-            return (*own, str(self.workdir))
-        if self._other is not None:
-            directory, step = self._other
-            if (directory / "config.json").is_file():
-                return 0, self._from_export(directory, info), str(directory)
-            other = Checkpoints(directory, info, read_only=True)
-            try:
-                found = other.restore(target, data, step, fresh)
-            finally:
-                other.close()
-            if found is None:
-                raise config_lib.ConfigError(
-                    [
-                        config_lib.Problem(
-                            "R022", "error", f"--resume={directory}: no checkpoint there", "give another run"
-                        )
-                    ]
-                )
-            return (*found, str(directory))
-        return 0, self.setup.init(), None
-
-    def _finished_before(self, start: int) -> dict[str, Any] | None:
-        """The summary of the start that finished the run; None if it was interrupted before it wrote one."""
-        try:
-            summary = json.loads((self.workdir / "summary.json").read_text())
-        except (OSError, ValueError):
-            return None
-        if not summary.get("finished") or summary.get("step") != start:
-            return None
-        logger.info("finished already, at step %d of %s: raise config.train.steps to go on", start, self.workdir)
-        return {**summary, "start_step": start}
-
-    def _from_export(self, directory: Path, info: dict) -> State:
-        """A fresh state with the weights of an exported (or imported) model."""
-        model, tokenizer, config = load_exported(directory)
-        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        saved = {
-            "parameters": describe({"params": params}),
-            "tokenizer": tokenizer.fingerprint,
-            "config": env.plain_config(config),
-        }
-        if lines := differences(saved, info):
-            shown = "\n  ".join(lines[:20])
-            raise CheckpointError(
-                f"the config does not fit the exported model {directory}:\n  {shown}\n"
-                f"Fix: set the fields as in {directory / 'config.json'}, or give another model"
-            )
-        state = self.setup.init()
-        return {**state, "params": jax.tree.map(_put, params, self.setup.sharding["params"])}
+        """The last finished step, the state, and where it comes from: this workdir, else --resume, else nothing."""
+        own = checkpoints.restore(self.setup.target(), data, fresh_optimizer=optimizer_to_reset(self.setup))
+        if own is None:
+            return first_state(self.setup, self._other, info, data)
+        self.best = checkpoints.best()
+        self.guards.restore(checkpoints.guards(own[0]))
+        self._early = self.guards.early_stop()
+        self._last_row, self._last_validation = metrics.last_rows(self.workdir, own[0])
+        return (*own, str(self.workdir))
 
     def run(self) -> dict[str, Any]:
         """Trains to the end, or to a stop request.
@@ -220,7 +168,7 @@ class Run:
             stack.callback(checkpoints.close)
             stack.callback(data.close)
             start, state, source = self._restore(checkpoints, info, data)
-            if start >= train.steps and (finished := self._finished_before(start)) is not None:
+            if start >= train.steps and (finished := finished_before(self.workdir, start)) is not None:
                 return finished
             if self._window is not None:
                 check_window(self._window, start + 1, train.steps)
@@ -251,16 +199,19 @@ class Run:
             if self.peers is not None:
                 self.peers.on_loss = self._on_loss
             try:
+                self._callbacks.on_start(self, start)
                 step, state, reason = self._train(start, state, data, checkpoints, writer, stop, source)
                 if train.save_every and step not in checkpoints.steps():
                     self._save(checkpoints, step, state, data)
                 with writing_checkpoint(step):
                     checkpoints.wait()
+                self.best = checkpoints.best() or self.best
+                summary = self._summarise(writer, start, step, reason)
+                self._callbacks.on_end(summary)
+                return summary
             except TrainingError as error:
                 self._explain(error, checkpoints)
                 raise
-            self.best = checkpoints.best() or self.best
-            return self._summarise(writer, start, step, reason)
 
     def _train(self, start, state, data, checkpoints, writer, stop, source):
         """The loop. Returns the last finished step, the state, and what stopped it early (or None)."""
@@ -329,6 +280,8 @@ class Run:
         if self.peers is not None:
             self.peers.beat(step)
         self._check_steps(interval.first_step, rows)
+        for number, values in enumerate(rows, interval.first_step):
+            self._callbacks.on_step(number, metrics.train_row(values))
         config = self.config
         steps = max(len(rows) - interval.untimed, 1)
         tokens = steps * config.train.batch_size * config.data.seq_len
@@ -484,6 +437,7 @@ def run(
     resume: str | None = None,
     devices: list | None = None,
     profile: Window | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Trains as `config` says and returns the summary.
 
@@ -493,11 +447,12 @@ def run(
       resume: "DIR[@STEP]" of another run to start from.
       devices: to run on; None means all.
       profile: steps to trace into the workdir.
+      callbacks: called at the start, after each step and at the end; see `Callback`.
 
     Raises:
       ConfigError: with everything that is wrong, before any device is touched.
       WorkdirInUse: another run is at work in the workdir.
-      TrainingError: a guard stopped the run, or a disk is full.
+      TrainingError: a guard or a callback stopped the run, or a disk is full.
     """
     config_lib.check(config, workdir_problems(workdir))
     keep_compiled_programs(config.compilation_cache_dir)
@@ -505,7 +460,7 @@ def run(
     made = None
     try:
         with lock.holding(workdir):
-            made = Run(config, workdir, resume, devices, profile)
+            made = Run(config, workdir, resume, devices, profile, callbacks)
             made.examine()
             return made.run()
     except Exception as error:

@@ -2,7 +2,7 @@
 
 `examine` looks at everything that can be known without training: the config's rules, the compiled steps, the cost, the
 workdir and the data. `python train.py --config=... --preflight` prints what it finds and exits with 0 or 2. Rules of
-the config itself are in nsa_jax/config.py; those that need a device, a disk or data are here and in data_check.py:
+the config itself are in nsa_jax/rules.py; those that need a device, a disk or data are here and in data_check.py:
 
   R008 vocabulary smaller than the tokenizer's      R025 does not fit into the devices' memory
   R018 the kernels do not serve this model          R026 the compiled step talks to the host

@@ -1,0 +1,314 @@
+"""What is refused in a config, and how it is fixed: the rules that need neither device, disk, data nor network.
+
+The others are those of preflight.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from nsa_jax.fields import Problem, remote
+from nsa_jax.ops.blocks import NSAConfig
+
+
+class _Findings:
+    """Collects problems while rules run."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def error(self, rule: str, message: str, fix: str) -> None:
+        self.problems.append(Problem(rule, "error", message, fix))
+
+    def warning(self, rule: str, message: str, fix: str) -> None:
+        self.problems.append(Problem(rule, "warning", message, fix))
+
+
+CHOICES = {
+    "model.attention": ("nsa", "dense", "window"),
+    "model.compressor": ("mlp", "mean"),
+    "model.implementation": ("auto", "reference", "xla", "pallas"),
+    "model.compute_dtype": ("float32", "bfloat16"),
+    "model.param_dtype": ("float32", "bfloat16"),
+    "model.remat": ("none", "block", "attention_saved", "dots_saved", "full"),
+    "data.source": ("stdlib", "text", "hf", "synthetic"),
+    "data.synthetic": ("random", "copy", "recall"),
+    "data.tokenizer": ("byte", "bpe", "hf"),
+    "optim.name": ("adamw",),
+    "optim.schedule": ("cosine", "linear", "constant"),
+    "preflight.target": ("", "a100-40gb", "a100-80gb", "h100", "h200"),
+}
+
+_AT_LEAST = {
+    3: "data.synthetic_vocab",
+    1: (
+        "model.dim model.num_layers model.num_heads model.num_kv_heads model.head_dim data.seq_len data.prefetch "
+        "train.steps train.batch_size train.grad_accum train.log_every train.keep_last mesh.fsdp mesh.tensor "
+        "mesh.context preflight.devices"
+    ),
+    0: (
+        "seed model.vocab_size model.value_head_dim model.mlp_dim data.max_documents data.num_workers train.eval_every "
+        "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip "
+        "guards.floor_steps guards.max_gap guards.divergence guards.spike guards.plateau_steps guards.early_stop "
+        "guards.early_stop_delta guards.min_gate_entropy guards.stall_seconds"
+    ),
+}
+
+# Beyond these a slip of the keyboard is likelier than a purpose, and what it leads to is no clear message.
+_AT_MOST = {
+    1 << 24: "model.vocab_size data.bpe_vocab_size data.synthetic_vocab",
+    1 << 20: (
+        "model.dim model.num_layers model.num_heads model.num_kv_heads model.head_dim model.value_head_dim "
+        "model.mlp_dim model.nsa.compress_block model.nsa.compress_stride model.nsa.select_block "
+        "model.nsa.num_selected model.nsa.num_initial model.nsa.num_local model.nsa.window"
+    ),
+    1 << 10: "data.num_workers data.prefetch",
+    30 * 86_400: "guards.stall_seconds guards.heartbeat_seconds",
+}
+
+# field: (lowest, is it allowed itself, highest, is it allowed itself)
+_RANGES = {
+    "model.dropout": (0.0, True, 1.0, False),
+    "data.val_fraction": (0.0, True, 1.0, False),
+    "optim.learning_rate": (0.0, False, float("inf"), False),
+    "optim.final_fraction": (0.0, True, 1.0, True),
+    "optim.b1": (0.0, True, 1.0, False),
+    "optim.b2": (0.0, True, 1.0, False),
+    "optim.eps": (0.0, False, float("inf"), False),
+    "model.norm_eps": (0.0, False, float("inf"), False),
+    "model.init_std": (0.0, False, float("inf"), False),
+    "model.rope_theta": (1.0, False, float("inf"), False),
+    "preflight.utilisation": (0.0, False, 1.0, True),
+    "guards.floor_ratio": (0.0, True, 1.0, False),
+    "guards.late_floor_ratio": (0.0, True, 1.0, False),
+    "guards.max_gate_share": (0.0, False, 1.0, True),
+    "guards.max_collapsed": (0.0, True, 1.0, True),
+    "guards.heartbeat_seconds": (0.0, False, float("inf"), False),
+    "guards.peer_seconds": (2.0, True, 600.0, True),
+}
+
+# Fields that name files: none can hold this character, and nothing here reads or writes buckets.
+_PATHS = "name compilation_cache_dir data.cache_dir data.tokenizer_path data.hf_path data.hf_name"
+
+# Errors that cannot be accepted by config.preflight.ignore: no run could follow.
+FATAL = frozenset(f"R{i:03}" for i in (0, 1, 2, 3, 4, 5, 7, 8, 10, 20, 21, 22, 55, 56, 57))
+
+_LONG_RUN = 5_000  # steps; beyond, a mistake costs days
+_TOY_PARAMETERS = 5_000_000  # outside the embedding; fewer are for trying things out
+
+
+def _field(config: ConfigDict, name: str) -> Any:
+    for part in name.split("."):
+        config = config[part]
+    return config
+
+
+def _check_values(config: ConfigDict, found: _Findings) -> None:
+    for name, allowed in CHOICES.items():
+        value = _field(config, name)
+        if value not in allowed:
+            found.error("R001", f"config.{name}={value!r}: no such choice", f"use one of {', '.join(allowed)}")
+    for lowest, names in _AT_LEAST.items():
+        for name in names.split():
+            value = _field(config, name)
+            if not value >= lowest:
+                found.error("R002", f"config.{name}={value}: too small", f"use at least {lowest}")
+    for highest, names in _AT_MOST.items():
+        for name in names.split():
+            value = _field(config, name)
+            if value > highest:
+                found.error("R002", f"config.{name}={value}: too large", f"use at most {highest:,}")
+    for name, (low, low_included, high, high_included) in _RANGES.items():
+        value = _field(config, name)
+        inside = (value >= low if low_included else value > low) and (value <= high if high_included else value < high)
+        if not inside:
+            interval = f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high_included else ')'}"
+            found.error("R003", f"config.{name}={value}: out of range", f"use a value in {interval}")
+    if config.mesh.data != -1 and config.mesh.data < 1:
+        found.error("R002", f"config.mesh.data={config.mesh.data}: too small", "use -1 for all devices, or at least 1")
+
+
+def _check_model(config: ConfigDict, found: _Findings) -> NSAConfig | None:
+    m, seq_len = config.model, config.data.seq_len
+    if m.num_kv_heads >= 1 and m.num_heads % m.num_kv_heads:
+        message = f"config.model.num_kv_heads={m.num_kv_heads}: does not divide num_heads={m.num_heads}"
+        found.error("R004", message, "use a divisor of num_heads")
+    if m.head_dim % 2:
+        message = f"config.model.head_dim={m.head_dim}: odd, but RoPE turns pairs"
+        found.error("R004", message, "use an even head_dim (64 or 128 for the GPU kernels)")
+    try:
+        nsa = NSAConfig(**m.nsa.to_dict())
+    except ValueError as error:
+        found.error("R005", f"config.model.nsa: {error}", "see NSAConfig; the paper's geometry is the default")
+        return None
+    if m.attention != "nsa" or config.allow_dense_regime:
+        return nsa
+    reach = nsa.num_selected * nsa.select_block
+    if seq_len <= reach:
+        message = (
+            f"config.data.seq_len={seq_len}: every query reads all of its past, since num_selected * select_block = "
+            f"{reach}; nothing is sparse"
+        )
+        found.error("R006", message, "use longer sequences or fewer blocks, or set config.allow_dense_regime=True")
+    elif seq_len <= 2 * nsa.window:
+        message = f"config.data.seq_len={seq_len}: the window of {nsa.window} covers most of it"
+        found.warning("R006", message, "use sequences of at least 4 windows")
+    return nsa
+
+
+def _check_mesh(config: ConfigDict, found: _Findings) -> None:
+    m, tensor, context = config.model, config.mesh.tensor, config.mesh.context
+    if tensor > 1:
+        if m.num_kv_heads % tensor:
+            message = (
+                f"config.mesh.tensor={tensor}: does not divide num_kv_heads={m.num_kv_heads}; a key/value head, its "
+                "query heads and their block list stay on one device"
+            )
+            found.error("R020", message, "use a divisor of num_kv_heads, and fsdp or context for the other devices")
+        if m.mlp_dim % tensor:
+            message = f"config.mesh.tensor={tensor}: does not divide mlp_dim={m.mlp_dim}"
+            found.error("R020", message, "use a multiple of 64 * tensor")
+        if m.vocab_size % tensor:
+            message = f"config.mesh.tensor={tensor}: does not divide vocab_size={m.vocab_size}"
+            found.error("R020", message, f"pad it to {-(-m.vocab_size // (64 * tensor)) * 64 * tensor}")
+    if context > 1:
+        share, rest = divmod(config.data.seq_len, context)
+        least = (
+            (max(m.nsa.compress_stride, 1), m.nsa.compress_block - m.nsa.compress_stride)
+            if m.attention == "nsa"
+            else (1, 1)
+        )
+        if rest or share % least[0] or share < least[1]:
+            message = (
+                f"config.mesh.context={context}: rows of {config.data.seq_len} tokens cannot be split over {context} "
+                f"devices in multiples of {least[0]} tokens (compress_stride), at least {least[1]}"
+            )
+            fix = f"use a data.seq_len that is a multiple of {context * least[0]}, or fewer devices"
+            found.error("R020", message, fix)
+
+
+def _check_paths(config: ConfigDict, found: _Findings) -> None:
+    if not config.name:
+        found.error("R001", "config.name='': empty", "name the run; runs/<name> is its default workdir")
+    for name in _PATHS.split():
+        if "\0" in _field(config, name):
+            found.error("R001", f"config.{name}={_field(config, name)!r}: holds a null character", "remove it")
+    for name in ("compilation_cache_dir", "data.cache_dir"):
+        if scheme := remote(_field(config, name)):
+            message = f"config.{name}={_field(config, name)!r}: {scheme} is not supported"
+            found.error("R001", message, "use a local directory")
+
+
+def _check_data(config: ConfigDict, found: _Findings) -> None:
+    d = config.data
+    if d.source == "text" and not d.files:
+        found.error("R007", "config.data.files=(): source text has nothing to read", "give files or globs")
+    if d.source == "hf" and not d.hf_path:
+        message = "config.data.hf_path='': source hf needs a dataset"
+        found.error("R007", message, "give the first argument of datasets.load_dataset")
+    if d.tokenizer == "hf" and not d.tokenizer_path:
+        message = "config.data.tokenizer_path='': tokenizer hf needs one"
+        found.error("R007", message, "give the path of a tokenizer.json or a hub id")
+    if d.tokenizer == "bpe" and d.bpe_vocab_size < 257:
+        message = f"config.data.bpe_vocab_size={d.bpe_vocab_size}: smaller than the 256 bytes and EOS"
+        found.error("R007", message, "use at least 257")
+    smallest = {"byte": 257, "bpe": d.bpe_vocab_size}.get(d.tokenizer, 0)
+    if d.source != "synthetic" and 0 < config.model.vocab_size < smallest:
+        message = f"config.model.vocab_size={config.model.vocab_size}: smaller than the tokenizer's {smallest}"
+        found.error("R008", message, "set it to 0, which means the tokenizer's size")
+    if config.train.eval_batches and d.val_fraction == 0 and d.source != "synthetic":
+        message = f"config.data.val_fraction={d.val_fraction} with eval_batches > 0: no document is held out"
+        found.error("R009", message, "hold out a share such as 0.01, or set config.train.eval_batches=0")
+
+
+def _check_training(config: ConfigDict, found: _Findings) -> None:
+    t, o, mesh = config.train, config.optim, config.mesh
+    if t.batch_size * config.data.seq_len >= 1 << 31:
+        message = f"config.train.batch_size={t.batch_size}: {t.batch_size * config.data.seq_len:,} tokens in a step"
+        found.error("R010", message, f"use fewer than {1 << 31:,}: smaller batches or a smaller config.data.seq_len")
+    if t.grad_accum >= 1 and t.batch_size % t.grad_accum:
+        message = f"config.train.batch_size={t.batch_size}: not a multiple of grad_accum={t.grad_accum}"
+        found.error("R010", message, "make it one; batch_size counts all micro-batches")
+    elif t.grad_accum >= 1 and mesh.data >= 1 and mesh.fsdp >= 1:
+        micro, devices = t.batch_size // t.grad_accum, mesh.data * mesh.fsdp
+        if micro % devices:
+            message = (
+                f"config.mesh.data={mesh.data}: {micro} rows per micro-batch cannot be split over {devices} devices"
+            )
+            found.error("R010", message, f"use a batch_size that is a multiple of {devices * t.grad_accum}")
+    if o.warmup_steps >= t.steps > 0:
+        message = f"config.optim.warmup_steps={o.warmup_steps}: the run of {t.steps} steps ends before the warm-up"
+        found.error("R011", message, "warm up for 1 to 10 % of the steps")
+    if t.eval_every and not t.eval_batches:
+        message = "config.train.eval_batches=0 with eval_every > 0: there is no validation"
+        found.warning("R012", message, "set eval_batches, or eval_every=0 as well")
+    if t.steps < _LONG_RUN:
+        return
+    if not t.save_every:
+        message = f"config.train.save_every=0: runs of {_LONG_RUN:,} steps or more need checkpoints"
+        found.error("R013", message, "set save_every, such as 1000")
+    elif t.save_every > t.steps // 2:
+        message = f"config.train.save_every={t.save_every}: at most one checkpoint before the end of {t.steps} steps"
+        found.error("R013", message, "save several times, such as every 1000 steps")
+    if not t.eval_batches or not t.eval_every:
+        message = (
+            f"config.train.eval_every={t.eval_every}, eval_batches={t.eval_batches}: runs this long need validation"
+        )
+        found.error("R014", message, "validate several times, on 16 batches or more")
+    _check_long_run(config, found)
+
+
+def _check_long_run(config: ConfigDict, found: _Findings) -> None:
+    """What is fine for trying things out and a waste in a run of days."""
+    m, o = config.model, config.optim
+    if m.compute_dtype != "bfloat16":
+        message = f"config.model.compute_dtype={m.compute_dtype!r}: a GPU computes it many times slower than bfloat16"
+        found.error("R015", message, 'set "bfloat16"; statistics and optimizer stay float32')
+    width = m.num_heads * m.head_dim
+    parameters = m.num_layers * m.dim * (2 * width + 3 * (m.mlp_dim or 8 * m.dim // 3))
+    if parameters < _TOY_PARAMETERS:
+        message = f"config.model.dim={m.dim}, num_layers={m.num_layers}: about {parameters:,} parameters, a toy"
+        found.error("R016", message, "use a larger model, or fewer steps")
+    if config.data.source == "synthetic":
+        found.error("R016", "config.data.source='synthetic': a toy task", "use text, or fewer steps")
+    if m.param_dtype != "float32":
+        message = f"config.model.param_dtype={m.param_dtype!r}: small updates are rounded away"
+        found.error("R017", message, 'set "float32"; compute_dtype alone decides the speed')
+    if o.clip == 0:
+        found.warning("R019", "config.optim.clip=0: one bad batch can undo days", "clip at 1.0")
+    if o.warmup_steps == 0:
+        found.warning("R019", "config.optim.warmup_steps=0: Adam's first steps are at full size", "warm up for 1 %")
+    if o.learning_rate > 1e-2:
+        message = f"config.optim.learning_rate={o.learning_rate}: beyond what models of this kind survive"
+        found.warning("R019", message, "start from 3e-4 to 1e-3")
+    if m.attention == "nsa" and not config.guards.health:
+        found.warning("R019", "config.guards.health=False: collapsed gates would go unnoticed", "leave it on")
+    if not config.preflight.selftest:
+        found.warning("R019", "config.preflight.selftest=False: causality is taken on trust", "leave it on")
+
+
+_RULE_ID = re.compile(r"R\d{3}")
+
+
+def _check_ignored(config: ConfigDict, found: _Findings) -> None:
+    for rule in config.preflight.ignore:
+        if not (isinstance(rule, str) and _RULE_ID.fullmatch(rule)):
+            message = f"config.preflight.ignore: {rule!r} is no rule's id"
+            found.error("R000", message, 'name the rules as errors do, such as ("R013",)')
+        elif rule in FATAL:
+            message = f"config.preflight.ignore: {rule} cannot be ignored, no run could follow"
+            found.error("R000", message, f"correct what {rule} says, and take it out of the tuple")
+
+
+_CHECKS = (_check_values, _check_paths, _check_model, _check_mesh, _check_data, _check_training, _check_ignored)
+
+
+def broken_rules(config: ConfigDict) -> list[Problem]:
+    """What the rules say about a config that has every field, each of its default's type."""
+    found = _Findings()
+    for check_part in _CHECKS:
+        check_part(config, found)
+    return found.problems
