@@ -1,4 +1,4 @@
-# make install | quickstart | test | chaos | notebooks | lint | docs-check     (PYTHON=python3.12 chooses the interpreter, EXTRAS=cuda13 the CUDA version)
+# make install | quickstart | test | test-quick | chaos | notebooks | lint | docs-check     (PYTHON=python3.12 chooses the interpreter, EXTRAS=cuda13 the CUDA version)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +16,7 @@ PY := $(VENV)/bin/python
 stamp = $(VENV)/.installed-$(1)
 comma := ,
 
-.PHONY: install quickstart test lint pytest docs docs-check notebooks chaos format clean
+.PHONY: install quickstart test test-quick lint pytest docs docs-check notebooks chaos format clean
 
 install: $(call stamp,run)
 
@@ -24,6 +24,18 @@ quickstart: $(call stamp,run)
 	$(PY) train.py --config=configs/quickstart.py
 
 test: lint pytest
+
+# For those who change something: a little of every package, every operator against the reference with its gradients.
+QUICK := tests/test_config.py tests/test_command_line.py tests/ops/test_block_lists.py tests/ops/test_arguments.py \
+  tests/ops/test_implementations.py::test_implementation_agrees_with_reference \
+  tests/kernels/test_gated.py tests/kernels/test_norm_swiglu.py tests/kernels/test_select.py::test_ties_go_to_the_lower_index \
+  tests/nn/test_layers.py tests/nn/test_transformer.py::test_every_parameter_gets_a_finite_nonzero_gradient \
+  tests/data/test_packing.py tests/data/test_token_cache.py tests/train/test_guards.py \
+  tests/train/test_step.py::test_losses_and_their_gradients_are_those_of_the_formula \
+  tests/decode/test_decode_attention.py tests/tools/test_export.py tests/tools/test_generate.py::test_command_line
+
+test-quick: lint
+	$(PY) -m pytest -q -n $(TEST_JOBS) -m "not slow and not notebook" $(QUICK) $(PYTEST_ARGS)
 
 # The pages that are generated: the configuration reference, and measured figures from benchmarks/results.
 docs: $(call stamp,run)

@@ -30,6 +30,17 @@ if not flags.FLAGS.is_parsed():
     flags.FLAGS(["pytest"], known_only=True)
 
 
+@pytest.fixture
+def quick_compilation():
+    """XLA leaves most optimizations out: an interpreted kernel is compiled for much longer than it runs."""
+    if HAS_GPU:
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def pytest_collection_modifyitems(config, items):
     if any(device.platform == "gpu" for device in jax.devices()):
         return

@@ -207,7 +207,7 @@ def test_one_run_over_two_hosts_is_stopped_by_a_signal(tmp_path):
             assert run.poll() is None and time.monotonic() < end, (tmp_path / "out.txt").read_text()
             time.sleep(0.1)
         run.send_signal(signal.SIGTERM)
-        assert run.wait(timeout=60) == 0, (tmp_path / "out.txt").read_text()
+        assert run.wait(timeout=240) == 0, (tmp_path / "out.txt").read_text()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -16,6 +17,8 @@ from nsa_jax.ops import blocks, pallas, reference
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.selection import scores_sm90, top_n
 from nsa_jax.ops.kernels.selection.fold import Fold
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SMALL = NSAConfig(compress_block=16, compress_stride=8, select_block=32, num_selected=4, num_initial=1, num_local=1)
 
@@ -72,14 +75,22 @@ def test_ties_go_to_the_lower_index():
     np.testing.assert_array_equal(got[0, 399, 0], [0, 1, 2, 12])
 
 
+TOP_N = NSAConfig(compress_block=16, compress_stride=8, select_block=16, num_selected=7, num_initial=1, num_local=2)
+TOP_N_BLOCKS, TOP_N_ROWS = 1000, 16
+
+
+@functools.cache
+def call_top_n(packed):
+    """Compiled once for all rows: which of their blocks are candidates is known when the program runs."""
+    common = dict(batch=1, num_kv=1, length=TOP_N_ROWS, config=TOP_N, num_blocks=TOP_N_BLOCKS)
+    return jax.jit(lambda where, scores, start: top_n.block_lists(where, scores, start if packed else None, **common))
+
+
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("candidates", [5, 127, 128, 130, 257, 300, 384, 385, 600, 700, 800, 896, 900, 1000])
 def test_top_n_of_rows_of_every_width(candidates, ties):
     """Rows are read up to a multiple of 128 blocks, in up to three parts."""
-    config = NSAConfig(
-        compress_block=16, compress_stride=8, select_block=16, num_selected=7, num_initial=1, num_local=2
-    )
-    num_blocks, rows = 1000, 16
+    config, num_blocks, rows = TOP_N, TOP_N_BLOCKS, TOP_N_ROWS
     assert top_n.row_widths(num_blocks, config.num_selected) == list(range(128, 1025, 128))
     rng = np.random.default_rng(candidates)
     scores = rng.uniform(size=(1, 2, rows, 1032)).astype(np.float32)
@@ -88,8 +99,7 @@ def test_top_n_of_rows_of_every_width(candidates, ties):
     position = candidates * config.select_block - rows + jnp.arange(rows, dtype=jnp.int32)
     start = jnp.maximum(position[-1:] // 3 if ties else 0, 0) * jnp.ones_like(position)
     where = jnp.asarray([position[0], 0], jnp.int32)
-    common = dict(batch=1, num_kv=1, length=rows, config=config, num_blocks=num_blocks)
-    got = top_n.block_lists(where, jnp.asarray(scores), start[None] if ties else None, **common)
+    got = call_top_n(ties)(where, jnp.asarray(scores), start[None])
     importance = scores[0, 0, :, :num_blocks] + scores[0, 1, :, 1 : num_blocks + 1]
     want = blocks.select_from_importance(jnp.asarray(importance), position, start, config)
     np.testing.assert_array_equal(got[0, :, 0], want)

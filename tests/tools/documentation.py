@@ -181,7 +181,7 @@ class World:
         for target in targets:
             if phony is None or target not in phony[1].split():
                 raise DocsError(f"make {target}: no such target")
-        done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, timeout=240)
         if done.returncode:
             raise DocsError(f"make {' '.join(words)}: {done.stderr}")
 

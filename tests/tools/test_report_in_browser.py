@@ -49,7 +49,7 @@ class Tab:
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(url)
-        self.page.wait_for_selector("html[data-ready]", timeout=30_000)
+        self.page.wait_for_selector("html[data-ready]", timeout=120_000)
 
     def __call__(self, script: str, *arguments):
         return self.page.evaluate(script, *arguments)
@@ -74,9 +74,9 @@ class Tab:
 
     def until(self, condition: str) -> None:
         """Waits for a condition; the page's own policy forbids the browser to poll one given as text."""
-        end = time.monotonic() + 15
+        end = time.monotonic() + 60
         while not self(f"Boolean({condition})"):
-            assert time.monotonic() < end, f"{condition}: not in 15 s"
+            assert time.monotonic() < end, f"{condition}: not in a minute"
             self.page.wait_for_timeout(20)
 
     def all_charts(self) -> None:

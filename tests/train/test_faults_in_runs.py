@@ -64,15 +64,19 @@ def with_batches(made, change):
 
 @pytest.mark.slow
 def test_healthy_500_steps_raise_no_alarm(tmp_path):
+    """Of those about time, a busy machine raises some rightly; test_guards.py gives them times of its own."""
     config = tiny_config(train__steps=500, train__log_every=10, train__eval_every=100, train__eval_batches=2)
     config.train.save_every = 250
     config.guards.health = True
     summary = run(config, tmp_path, devices=one_device())
-    assert summary["finished"] and summary["alarms"] == {}
-    assert not (tmp_path / "stopped.json").exists() and not (tmp_path / "alarms.jsonl").exists()
+    assert summary["finished"] and not (tmp_path / "stopped.json").exists()
+    told = tmp_path / "alarms.jsonl"
+    alarms = {json.loads(line)["alarm"] for line in told.read_text().splitlines()} if told.exists() else set()
+    assert alarms == set(summary["alarms"]) and alarms <= {"throughput", "data_wait"}
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in rows if "train/loss" in row][-1]
-    assert last["health/keys_counted"] == last["health/keys_predicted"] > 0 and last["alarm/total"] == 0
+    assert last["health/keys_counted"] == last["health/keys_predicted"] > 0
+    assert last["alarm/total"] == sum(summary["alarms"].values())
     health = [json.loads(line) for line in (tmp_path / "health.jsonl").read_text().splitlines()]
     assert len(health) == 50 and len(health[0]["gate_entropy"]) == config.model.num_layers
     preflight = json.loads((tmp_path / "env.json").read_text())["preflight"]
@@ -252,8 +256,13 @@ def test_a_failing_write_is_explained_and_older_checkpoints_survive(tmp_path):
 
 
 def test_a_stalled_loader_is_reported_with_all_stacks(tmp_path):
-    def stall_here():
-        time.sleep(1.2)
+    def stall_here():  # on a busy machine the watchdog waits, too
+        end, written = (
+            time.monotonic() + 60,
+            tmp_path / "heartbeat_0.jsonl",
+        )
+        while not (written.exists() and "stalled" in written.read_text()) and time.monotonic() < end:
+            time.sleep(0.1)
 
     with Watchdog(tmp_path, stall_seconds=0.4, heartbeat_seconds=0.1) as watchdog:
         watchdog.beat(7)
