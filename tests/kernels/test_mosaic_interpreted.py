@@ -27,7 +27,7 @@ from tests.kernels import test_selected_backward as selected_cases
 mosaic_interpreter.skip_where_missing()
 
 # A kernel that waits for a barrier for ever blocks outside Python, where only the thread method gets through.
-pytestmark = pytest.mark.timeout(240, method="thread")
+pytestmark = pytest.mark.timeout(580, method="thread")
 
 
 @pytest.fixture

@@ -59,20 +59,7 @@ class LossGuards:
                 raise self._divergence(step, f"limit config.guards.divergence={limit}")
 
     def on_validation(self, step: int, val_loss: float, train_loss: float | None) -> str | None:
-        """A validation.
-
-        Args:
-          step: at which it was made.
-          val_loss: nats per token.
-          train_loss: recent training loss; None if there is none yet (the moving average is used if there is one).
-
-        Returns:
-          Why the run should stop early, or None.
-
-        Raises:
-          TrainingError: validation loss is beyond training loss by more than the limit, the training loss has risen,
-            or validation loss is not finite.
-        """
+        """See `Guards.on_validation`."""
         if not math.isfinite(val_loss):
             message = f"step {step}: validation loss {val_loss}: not finite. Lower config.optim.learning_rate"
             raise TrainingError(message, guard="non_finite", step=step)
