@@ -12,6 +12,8 @@ from nsa_jax import NSAConfig
 from nsa_jax.ops import blocks
 from tests.ops.cases import ARGUMENTS, relative_error
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("nonnegative_gates", [True, False])

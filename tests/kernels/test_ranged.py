@@ -19,6 +19,8 @@ from nsa_jax.ops.kernels.range_attention import tiles as range_tiles
 from nsa_jax.ops.kernels.softmax import NO_WEIGHT
 from nsa_jax.ops.target import current_target
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=40)
 
 

@@ -15,6 +15,8 @@ from nsa_jax.ops.kernels.selected import attention as selected
 from nsa_jax.ops.kernels.selected import neighbours
 from nsa_jax.ops.target import current_target
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def random_lists(rng, batch, length, num_kv, num_keys, block, n, offset=0, shared=1):
     """Ascending random lists, `shared` neighbouring tokens alike, padded with J; own block and block 0 forced.

@@ -21,6 +21,8 @@ from nsa_jax.ops.kernels.triton import row_delta
 from nsa_jax.ops.selected_tiles import SelectedBackwardConfig
 from nsa_jax.ops.target import current_target
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def _random_lists(rng, batch, length, num_kv, slots, num_blocks) -> np.ndarray:
     """Ascending lists of distinct blocks of random lengths (0 included), padded with J; some name future blocks."""

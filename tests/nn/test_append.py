@@ -13,6 +13,8 @@ import nsa_jax
 from nsa_jax import nn
 from nsa_jax.nn import cache as caches
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 GEOMETRY = nsa_jax.NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12)
 # Positions of the new token: the first; in the middle; ends of the first and a later block; the last; beyond the cache.
 LENGTHS = np.asarray([0, 5, 7, 30, 43, 63, 64, 67], np.int32)

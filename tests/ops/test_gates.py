@@ -13,6 +13,8 @@ from nsa_jax.ops import blocks
 from tests.ops import oracle
 from tests.ops.cases import ARGUMENTS, SMALL, TESTED, Case, Tested, run
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # Options and what goes with them are met in test_implementations.
 EVERY = (Tested("reference"), *(tested for tested in TESTED if not tested.options))
 LONG = Case("long", T=75, N=4, K=2)  # T > 2w + l: every branch has left its start

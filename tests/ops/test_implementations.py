@@ -12,6 +12,8 @@ import pytest
 from tests.ops import oracle
 from tests.ops.cases import ARGUMENTS, BY_NAME, CASES, ON_GPU, TESTED, reference, relative_error, run
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ORACLE_CASES = [BY_NAME[name] for name in (
     "one_token",
     "shorter_than_a_block",
