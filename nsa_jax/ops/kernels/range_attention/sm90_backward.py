@@ -24,7 +24,7 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
     """dq [B, T, N, H].
 
     Args:
-      query, key, value, low, high: as `attention.ranged_forward` took them.
+      query, key, value, low, high: as `triton_forward.ranged_forward` took them.
       grad_out: [B, T, N, V].
       lse: float32 [B, T, N], base 2, `NO_WEIGHT` where a query sees nothing.
       delta: float32 [B, T, N], the sums over V of out * grad_out.

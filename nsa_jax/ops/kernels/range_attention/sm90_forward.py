@@ -22,7 +22,7 @@ from nsa_jax.ops.tiles import ROWS
 
 
 def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConfig):
-    """As `attention.ranged_forward`, with the Hopper kernel."""
+    """As `triton_forward.ranged_forward`, with the Hopper kernel."""
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     return _forward(query, key, value, low, high, config, sm90_visibility.KeyRange)
