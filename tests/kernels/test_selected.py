@@ -142,7 +142,7 @@ def test_gradients_equal_reference(documents):
     def loss(module):
         return lambda *qkv: (module.selected_attention(*qkv, lists, **keywords) * cotangent).sum()
 
-    got = jax.grad(loss(selected), argnums=(0, 1, 2))(query, key, value)
+    got = jax.grad(loss(pallas), argnums=(0, 1, 2))(query, key, value)
     want = jax.grad(loss(reference), argnums=(0, 1, 2))(query, key, value)
     for name, g, w in zip(("query", "key", "value"), got, want, strict=True):
         assert relative_error(g, w) < 1e-5, name
