@@ -117,7 +117,7 @@ def test_kernels_of_norms_and_swiglu_on_shares_of_tokens(monkeypatch, mesh):
     block = Block(config, rngs=nnx.Rngs(0))
     block.norm_mlp.scale[...] = jax.random.uniform(jax.random.key(2), (config.dim,), minval=0.5, maxval=2.0)
     want = layer_outputs(block, x, None)
-    monkeypatch.setattr(layers, "_has_kernels", lambda width: width % 64 == 0)
+    monkeypatch.setattr(layers, "layer_kernels_serve", lambda width: width % 64 == 0)
     got = layer_outputs(block, x, None, mesh_of(**mesh))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)

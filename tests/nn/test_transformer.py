@@ -90,7 +90,7 @@ def test_layers_with_the_gradients_of_kernels_equal_the_formulas(monkeypatch, re
         return jax.jit(lambda params: jax.value_and_grad(functools.partial(loss_of, graphdef))(params, tokens_of(49)))
 
     plain = traced().trace(params)
-    monkeypatch.setattr(layers, "_has_kernels", lambda width: width % 64 == 0)
+    monkeypatch.setattr(layers, "layer_kernels_serve", lambda width: width % 64 == 0)
     own = traced().trace(params)
     assert _count(plain.jaxpr.jaxpr, "pallas_call") == 0
     assert _count(own.jaxpr.jaxpr, "pallas_call") == 2 + (3 if scan_layers else 6)
