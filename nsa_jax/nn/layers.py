@@ -25,7 +25,7 @@ from nsa_jax.nn.sharding import (
 )
 from nsa_jax.ops import blocks
 from nsa_jax.ops.nsa import mean_compress
-from nsa_jax.ops.plan import layer_kernels_serve
+from nsa_jax.ops.pallas import layer_kernels_serve
 
 # SwiGLU's hidden values, as remat policies name them.
 HIDDEN = "swiglu_hidden"

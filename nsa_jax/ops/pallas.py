@@ -128,3 +128,9 @@ def dense_decode_attention(query, key, value, lengths, segment_start=None):
     """See `nsa_jax.ops.kernels.decode.dense.dense_decode_attention`."""
     made = plan.plan_decode(Shape.of(query, key, value), key.shape[1], NSAConfig())
     return _kernels("decode.dense").dense_decode_attention(query, key, value, lengths, segment_start, made)
+
+
+def layer_kernels_serve(width: int) -> bool:
+    """Whether the kernels for gradients of embeddings, norms and SwiGLU serve layers of this width here."""
+    target = current_target()
+    return target.is_gpu and (target.compute_capability or (0, 0)) >= (8, 0) and width % 64 == 0

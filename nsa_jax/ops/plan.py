@@ -23,7 +23,7 @@ from nsa_jax.ops.choices import (
     SelectionPlan,
     Shape,
 )
-from nsa_jax.ops.target import Target, current_target
+from nsa_jax.ops.target import Target
 from nsa_jax.ops.tiles import DIRECT_GROUPS, ROWS
 
 HEAD_DIMS = (16, 32, 64, 128, 192)
@@ -360,9 +360,3 @@ def plan_decode(shape: Shape, num_split: int, config: NSAConfig) -> Choice:
     row_bytes = (shape.head_dim + shape.value_dim) * jnp.dtype(shape.dtype).itemsize
     pairs = shape.batch * shape.num_queries * shape.kv_heads
     return Choice("decode.step", tiles.decode_config(pairs, num_split, config, row_bytes), "any GPU from sm80 on")
-
-
-def layer_kernels_serve(width: int, target: Target | None = None) -> bool:
-    """Whether the kernels for gradients of embeddings, norms and SwiGLU serve layers of this width."""
-    target = target or current_target()
-    return target.is_gpu and (target.compute_capability or (0, 0)) >= (8, 0) and width % 64 == 0

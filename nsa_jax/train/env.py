@@ -72,16 +72,20 @@ def kernels(setup: Setup, target: Target) -> dict[str, str]:
 
 
 def explain_step(setup: Setup, target: Target) -> Explanation | None:
-    """Which kernels serve a micro-batch's share of one device of `target`; None if NSA's kernels are not wanted."""
+    """Which kernels serve one device's share of a micro-batch on `target`.
+
+    None if NSA's kernels are not wanted, or where a context axis cuts rows into slices of their own shapes.
+    """
     config, m = setup.config, setup.model_config
     if m.attention != "nsa" or m.implementation in ("xla", "reference") or not target.is_gpu:
+        return None
+    if setup.token_shards != setup.batch_shards:
         return None
     rows = max(config.train.batch_size // config.train.grad_accum // setup.batch_shards, 1)
     length, tensor = config.data.seq_len, setup.mesh.shape.get("tensor", 1)
     heads = tensor if m.num_kv_heads % tensor == 0 else 1
-    queries = length * setup.batch_shards // setup.token_shards
     dims = m.num_heads // heads, m.num_kv_heads // heads, m.head_dim, m.value_head_dim, jnp.dtype(m.dtype).name
-    return explanation_of(Shape(rows, queries, length, *dims), m.nsa, target, packed=config.data.packing)
+    return explanation_of(Shape(rows, length, length, *dims), m.nsa, target, packed=config.data.packing)
 
 
 def environment(setup: Setup, *, start_step: int, resumed_from: str | None, data: dict[str, Any]) -> dict[str, Any]:

@@ -96,7 +96,11 @@ def test_env_and_summary_say_what_was_run(finished):
 
     assert env["parameters"]["total"] == count_parameters(Transformer(run.setup.model_config, rngs=nnx.Rngs(0)))
     assert env["config"]["model"]["nsa"]["window"] == 12 and env["config"]["train"]["steps"] == 30
-    assert env["implementations"]["selected_attention"] == "reference" and env["deterministic"] is True
+    assert (
+        env["implementations"]["selected_attention"] == "reference"
+        and env["deterministic"] is True
+        and env["kernels"] == {}
+    )
     assert env["versions"]["jax"] == jax.__version__ and env["devices"]["count"] == 1
     assert set(env["git"]) == {"commit", "changed"}
     assert env["data"]["splits"]["train"]["tokens"] > 10_000

@@ -41,13 +41,13 @@ def window_attention(query, key, value, *, window: int, segment_start, query_off
 
 def compressed_ranges(query, segment_start, query_offset, config: NSAConfig) -> tuple[jax.Array, jax.Array]:
     """(low, high), int32 [B, T]: the compressed blocks that each query sees."""
-    t, start = _positions(query, segment_start, query_offset)
+    t, start = blocks.query_positions(query, segment_start, query_offset)
     return blocks.compressed_range(t, start, config)
 
 
 def window_ranges(query, segment_start, query_offset, window: int) -> tuple[jax.Array, jax.Array]:
     """(low, high), int32 [B, T]: the tokens of each query's window."""
-    t, start = _positions(query, segment_start, query_offset)
+    t, start = blocks.query_positions(query, segment_start, query_offset)
     return jnp.maximum(start, t - window + 1), t + 1
 
 
@@ -82,12 +82,6 @@ def clip_ranges(low, high, num_keys: int) -> tuple[jax.Array, jax.Array]:
     low, high = jnp.clip(low, 0, num_keys), jnp.clip(high, 0, num_keys)
     empty = high <= low
     return jnp.where(empty, num_keys, low), jnp.where(empty, 0, high)
-
-
-def _positions(query, segment_start, query_offset) -> tuple[jax.Array, jax.Array]:
-    """Query positions and segment starts, both int32 [B, T]."""
-    t = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32) + query_offset, query.shape[:2])
-    return t, jnp.zeros_like(t) if segment_start is None else segment_start.astype(jnp.int32)
 
 
 def forward(query, key, value, low, high, plan: RangePlan, window: int | None) -> tuple[jax.Array, jax.Array]:

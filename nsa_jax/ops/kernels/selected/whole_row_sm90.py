@@ -16,10 +16,7 @@ from nsa_jax.ops.choices import SelectedBackwardPlan
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention import sm90_backward, sm90_forward
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
-from nsa_jax.ops.tiles import RangedHopperConfig
-
-# Keys of a block that these kernels can mask: the rows of one warpgroup's matrix product.
-BLOCK = 64
+from nsa_jax.ops.tiles import ROWS, RangedHopperConfig
 
 
 def list_words(block_indices: jax.Array, num_blocks: int) -> jax.Array:
@@ -42,7 +39,7 @@ def forward(
     query, key, value, block_indices, segment_start, query_offset, config: RangedHopperConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, V] and natural-log lse, float32 [B, T, N]; arguments as `attention.selected_forward`."""
-    listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], BLOCK))
+    listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], ROWS))
     low, high = visible_ranges(query, key, segment_start, query_offset)
     return sm90_forward.block_masked_forward(query, key, value, low, high, config, listed)
 
@@ -51,7 +48,7 @@ def backward(
     query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset, plan: SelectedBackwardPlan
 ):
     """Gradients of query, key and value; arguments as `backward.selected_backward`."""
-    listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], BLOCK))
+    listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], ROWS))
     low, high = visible_ranges(query, key, segment_start, query_offset)
     lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
     args = (query, key, value, d_out.astype(query.dtype), lse, delta, low, high)
