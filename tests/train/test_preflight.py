@@ -340,6 +340,7 @@ def test_the_kernels_of_a_device_are_named():
     facts = dict(kernel_facts(explained))
     assert facts["range_attention.sm90_forward"] == "window forward; compressed forward"
     assert "(" not in facts["selection.top_n"]
+    assert "compressed keys do not fill" in facts["selection.scores_triton"]
     assert env.kernels(made, aot.GPUS["h100"].target)["window, forward"] == "range_attention.sm90_forward"
     assert env.kernels(made, Target("cpu")) == {}
 

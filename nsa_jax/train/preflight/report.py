@@ -88,13 +88,13 @@ def cost_facts(cost: cost_lib.Cost, devices: int, kind: str) -> list[tuple[str, 
 
 
 def kernel_facts(explained: Explanation) -> list[tuple[str, str]]:
-    """A line for each kernel: what it serves, and why where Hopper has a faster one for other shapes."""
+    """A line for each kernel: the stages and passes that it serves, and the reason where Triton serves on Hopper."""
     if explained.unsupported is not None:
         return [("none", f"XLA serves: {explained.unsupported}")]
     served: dict[tuple[str, str], list[str]] = {}
     for row in explained.rows:
-        slower = explained.target.is_hopper and "_triton" in row.choice.kernel and "sm90" in row.choice.reason
-        key = row.choice.kernel, row.choice.reason if slower else ""
+        not_sm90 = explained.target.is_hopper and row.choice.kernel.endswith("_triton")
+        key = row.choice.kernel, row.choice.reason if not_sm90 else ""
         served.setdefault(key, []).append(f"{row.stage} {row.direction}")
     return [
         (kernel, "; ".join(stages) + (f" ({reason})" if reason else "")) for (kernel, reason), stages in served.items()
