@@ -39,29 +39,63 @@ def _num_chunks(rows: int, length: int, vocab: int) -> int:
 
 
 def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-    """Cross-entropy of every token, float32 nats [B, T].
+    """Cross-entropy of every token, float32 nats [B, T], computed in chunks of the sequence from float32 logits.
 
-    Computed in chunks of the sequence whose logits are computed again in the backward pass, where all logits at once
-    would be large. Every device of a mesh works on its own tokens, with its share of the vocabulary where a tensor axis
-    splits it (only maxima and sums are exchanged then). A head that fsdp splits is fetched in the compute dtype. Its
-    gradient is summed over devices once, not per chunk, and each device receives that of its own part. Logits and the
-    head's gradient are float32; the gradient of the logits is rounded to the compute dtype, as every factor of a matrix
-    product is.
+    Every device of a mesh works on its own tokens, with its share of the vocabulary where a tensor axis splits it (only
+    maxima and sums are exchanged then). It has no gradient; `weighted_loss` has.
 
     Args:
       model: for its output head.
       hidden: [B, T, D] from `model.hidden`.
       targets: int32 [B, T].
+
+    Raises:
+      NotImplementedError: it is differentiated.
     """
     tokens = token_spec(*targets.shape)
+    return _on_token_shards(_local_token_losses, model, (hidden, targets), (tokens, tokens), tokens)
+
+
+def weighted_loss(model: Transformer, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+    """The sum over all tokens of their cross-entropy in nats times their weight, a float32 scalar.
+
+    Where it is differentiated, the gradients are computed together with the loss, chunk by chunk of the sequence: each
+    chunk's logits are computed once and never kept. Logits and the head's gradient are float32; the gradient of the
+    logits is rounded to the compute dtype, as every factor of a matrix product is. A head that fsdp splits is fetched
+    in the compute dtype. Its gradient is summed over devices once, not per chunk, and each device receives that of its
+    own part.
+
+    Args:
+      model: for its output head.
+      hidden: [B, T, D] from `model.hidden`.
+      targets: int32 [B, T].
+      weights: float32 [B, T].
+    """
+    tokens = token_spec(*targets.shape)
+    sums = _on_token_shards(
+        lambda *args: _local_weighted_loss(*args)[None, None],
+        model,
+        (hidden, targets, weights),
+        (tokens, tokens, tokens),
+        tokens,
+    )
+    return sums.sum()
+
+
+def _on_token_shards(local: Callable, model: Transformer, arrays: tuple, specs: tuple, out_spec: P) -> jax.Array:
+    """`local(tied, split, weight, *arrays)` on each device's tokens, with the head in the compute dtype.
+
+    `split` tells whether the weight is the device's share of the vocabulary.
+    """
     weight, tied = model.output_weight(), model.config.tie_embeddings
     split = model.config.vocab_size % tensor_size() == 0 and tensor_size() > 1
     weight_spec = parameter_spec(weight.shape, 0 if tied else 1)
+    dtype = arrays[0].dtype
 
-    def losses(hidden, shard, targets):
-        return _local_token_losses(tied, split, hidden, whole_weights(shard, weight_spec, hidden.dtype), targets)
+    def shard(shard, *arrays):
+        return local(tied, split, whole_weights(shard, weight_spec, dtype), *arrays)
 
-    return on_shards(losses, (hidden, weight, targets), (tokens, weight_spec, tokens), tokens)
+    return on_shards(shard, (weight, *arrays), (weight_spec, *specs), out_spec)
 
 
 def _head(weight: jax.Array, tied: bool, dtype: jnp.dtype) -> jax.Array:
@@ -95,53 +129,72 @@ def _first_token_of(vocab: int, split: bool) -> jax.Array | int:
     return jax.lax.axis_index(TENSOR) * vocab if split else 0
 
 
+def _cross_entropy(logits: jax.Array, targets: jax.Array, vocab: int, split: bool) -> tuple[jax.Array, jax.Array]:
+    """(losses, logsumexp) [B, T] of logits of all the vocabulary, or with `split` of this device's share of it."""
+    index = targets - _first_token_of(vocab, split)
+    own = (index >= 0) & (index < vocab)
+    picked = jnp.take_along_axis(logits, jnp.where(own, index, 0)[..., None], axis=-1)[..., 0]
+    if not split:
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        return lse - picked, lse
+    peak = jax.lax.pmax(logits.max(-1), TENSOR)
+    lse = peak + jnp.log(jax.lax.psum(jnp.exp(logits - peak[..., None]).sum(-1), TENSOR))
+    return lse - jax.lax.psum(jnp.where(own, picked, 0.0), TENSOR), lse
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _local_token_losses(tied: bool, split: bool, hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+def _local_token_losses(tied: bool, split: bool, weight: jax.Array, hidden: jax.Array, targets: jax.Array) -> jax.Array:
     """`token_losses` of one device's tokens; with `split` the weight is its share of the vocabulary."""
-    return _losses_fwd(tied, split, hidden, weight, targets)[0]
-
-
-def _losses_fwd(tied, split, hidden, weight, targets):
     vocab = weight.shape[0 if tied else 1]
-    head, first = _head(weight, tied, hidden.dtype), _first_token_of(vocab, split)
+    head = _head(weight, tied, hidden.dtype)
 
     def chunk(_, hidden, targets):
-        logits = _logits(hidden, head, vocab)
-        index = targets - first
-        own = (index >= 0) & (index < vocab)
-        picked = jnp.take_along_axis(logits, jnp.where(own, index, 0)[..., None], axis=-1)[..., 0]
-        if not split:
-            lse = jax.nn.logsumexp(logits, axis=-1)
-            return None, (lse - picked, lse)
-        peak = jax.lax.pmax(logits.max(-1), TENSOR)
-        lse = peak + jnp.log(jax.lax.psum(jnp.exp(logits - peak[..., None]).sum(-1), TENSOR))
-        return None, (lse - jax.lax.psum(jnp.where(own, picked, 0.0), TENSOR), lse)
+        return None, _cross_entropy(_logits(hidden, head, vocab), targets, vocab, split)[0]
 
-    _, (losses, lse) = _over_chunks(chunk, None, (hidden, targets), vocab)
-    return losses, (hidden, weight, targets, lse)
+    return _over_chunks(chunk, None, (hidden, targets), vocab)[1]
 
 
-def _losses_bwd(tied, split, residuals, d_losses):
-    hidden, weight, targets, lse = residuals
+def _token_losses_fwd(tied, split, weight, hidden, targets):
+    raise NotImplementedError("token_losses would keep all logits for its gradient: differentiate weighted_loss")
+
+
+_local_token_losses.defvjp(_token_losses_fwd, lambda *_: ())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _local_weighted_loss(
+    tied: bool, split: bool, weight: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """`weighted_loss` of one device's tokens; with `split` the weight is its share of the vocabulary."""
+    return jnp.sum(_local_token_losses(tied, split, weight, hidden, targets) * weights)
+
+
+def _weighted_loss_fwd(tied, split, weight, hidden, targets, weights):
     vocab = weight.shape[0 if tied else 1]
     head, first = _head(weight, tied, hidden.dtype), _first_token_of(vocab, split)
-    if split:  # each device of the tensor axis was given its share of the cotangent of a result that all of them have
-        d_losses = jax.lax.psum(d_losses, TENSOR)
 
-    def chunk(d_head, hidden, targets, lse, d_losses):
-        probs = jnp.exp(_logits(hidden, head, vocab) - lse[..., None])
+    def chunk(d_head, hidden, targets, weights):
+        logits = _logits(hidden, head, vocab)
+        losses, lse = _cross_entropy(logits, targets, vocab, split)
         picked = jnp.arange(len(head)) == (targets - first)[..., None]
-        d_logits = ((probs - picked) * d_losses[..., None]).astype(hidden.dtype)
+        d_logits = ((jnp.exp(logits - lse[..., None]) - picked) * weights[..., None]).astype(hidden.dtype)
         d_head += jnp.einsum("btv,btd->vd", d_logits, hidden, preferred_element_type=jnp.float32)
-        return d_head, jnp.einsum("btv,vd->btd", d_logits, head)
+        return d_head, (losses, jnp.einsum("btv,vd->btd", d_logits, head))
 
     d_head = jnp.zeros(head.shape, jnp.float32)
-    d_head, d_hidden = _over_chunks(chunk, d_head, (hidden, targets, lse, d_losses), vocab)
-    d_head = d_head[:vocab].astype(weight.dtype)
-    return d_hidden, d_head if tied else d_head.T, None
+    d_head, (losses, d_hidden) = _over_chunks(chunk, d_head, (hidden, targets, weights), vocab)
+    d_weight = d_head[:vocab].astype(weight.dtype)
+    return jnp.sum(losses * weights), (d_weight if tied else d_weight.T, d_hidden, losses)
 
 
-_local_token_losses.defvjp(_losses_fwd, _losses_bwd)
+def _weighted_loss_bwd(tied, split, gradients, factor):
+    if split:  # each device of the tensor axis was given its share of the cotangent of a result that all of them have
+        factor = jax.lax.psum(factor, TENSOR)
+    d_weight, d_hidden, d_weights = (x * factor.astype(x.dtype) for x in gradients)
+    return d_weight, d_hidden, None, d_weights
+
+
+_local_weighted_loss.defvjp(_weighted_loss_fwd, _weighted_loss_bwd)
 
 
 def _split_micro_batches(batch: Batch, count: int) -> Batch:
@@ -197,8 +250,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
             deterministic=config.model.dropout == 0,
             rngs=key,
         )
-        losses = token_losses(model, hidden, batch["targets"])
-        return jnp.sum(losses * batch["loss_mask"]) / total
+        return weighted_loss(model, hidden, batch["targets"], batch["loss_mask"] / total)
 
     def gradient(params, batch, total, key):
         """Loss and gradients of all micro-batches."""

@@ -14,7 +14,14 @@ from flax import nnx
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
 from nsa_jax.train import step as step_lib
 from nsa_jax.train.state import decays, learning_rate, make_mesh, mesh_problems, partition_spec, setup
-from nsa_jax.train.step import host_transfers, make_eval_step, make_sampler, make_train_step, token_losses
+from nsa_jax.train.step import (
+    host_transfers,
+    make_eval_step,
+    make_sampler,
+    make_train_step,
+    token_losses,
+    weighted_loss,
+)
 
 from .tiny import VOCAB, one_device, random_batch, steps, tiny_config
 
@@ -107,7 +114,7 @@ def test_loss_in_chunks_equals_the_loss_at_once(monkeypatch):
     def loss(params):
         model = made.model(params)
         hidden = model.hidden(batch["inputs"])
-        return (token_losses(model, hidden, batch["targets"]) * uneven_mask(config)).sum()
+        return weighted_loss(model, hidden, batch["targets"], jnp.asarray(uneven_mask(config)))
 
     whole = jax.jit(jax.value_and_grad(loss))(params)
     monkeypatch.setattr(step_lib, "_LOGIT_BYTES", 8 * 48 * VOCAB * 4 // 5)
@@ -119,7 +126,7 @@ def test_loss_in_chunks_equals_the_loss_at_once(monkeypatch):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
 @pytest.mark.parametrize(("vocab", "dtype"), [(50, "float32"), (128, "float32"), (50, "bfloat16")])
 def test_losses_and_their_gradients_are_those_of_the_formula(vocab, dtype, tied, chunks, monkeypatch):
-    """Their backward pass is written out; here against the compiler's of a plain cross-entropy in float32."""
+    """The loss's gradients are written out; here against the compiler's of a plain cross-entropy in float32."""
     heads = dict(num_heads=2, num_kv_heads=1, head_dim=16, num_layers=1)
     sizes = dict(dim=32, vocab_size=vocab, tie_embeddings=tied, compute_dtype=dtype, init_std=0.3)
     model = Transformer(ModelConfig(**heads, **sizes), rngs=nnx.Rngs(0))
@@ -129,18 +136,35 @@ def test_losses_and_their_gradients_are_those_of_the_formula(vocab, dtype, tied,
     weight = jax.random.normal(jax.random.key(3), (3, 24))
     monkeypatch.setattr(step_lib, "_LOGIT_BYTES", 3 * 24 * vocab * 4 // chunks)
 
-    def ours(params, hidden):
-        return (token_losses(nnx.merge(graphdef, params), hidden, targets) * weight).sum()
+    def ours(params, hidden, weight):
+        return 3 * weighted_loss(nnx.merge(graphdef, params), hidden, targets, weight)
 
-    def plain(params, hidden):
+    def formula(params, hidden):
         logits = nnx.merge(graphdef, params).logits(hidden)
-        return -(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0] * weight).sum()
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
 
-    (want, want_grads), (got, grads) = (jax.jit(jax.value_and_grad(f, (0, 1)))(params, hidden) for f in (plain, ours))
+    def plain(params, hidden, weight):
+        return 3 * (formula(params, hidden) * weight).sum()
+
+    (want, want_grads), (got, grads) = (
+        jax.jit(jax.value_and_grad(f, (0, 1, 2)))(params, hidden, weight) for f in (plain, ours)
+    )
     assert float(got) == pytest.approx(float(want), rel=1e-5)
+    assert float(jax.jit(ours)(params, hidden, weight)) == pytest.approx(float(want), rel=1e-5)
+    each = jax.jit(lambda params: token_losses(nnx.merge(graphdef, params), hidden, targets))
+    np.testing.assert_allclose(each(params), formula(params, hidden), rtol=1e-4, atol=1e-5)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a - b) <= (1e-5 if dtype == "float32" else 6e-3) * np.linalg.norm(b)
+
+
+def test_losses_of_single_tokens_refuse_to_be_differentiated():
+    config = tiny_config(**DENSE)
+    made, batch = setup(config, VOCAB, one_device()), random_batch(config)
+    model = made.model(made.init()["params"])
+    hidden = model.hidden(batch["inputs"])
+    with pytest.raises(NotImplementedError, match="weighted_loss"):
+        jax.grad(lambda hidden: token_losses(model, hidden, batch["targets"]).sum())(hidden)
 
 
 def test_large_vocabularies_never_have_all_logits_in_memory():

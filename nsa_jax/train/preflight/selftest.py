@@ -27,7 +27,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import Problem
 from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.ops.target import current_target
-from nsa_jax.train.step import token_losses
+from nsa_jax.train.step import weighted_loss
 
 _VOCAB = 256
 _PIECES = {
@@ -96,7 +96,8 @@ def _gradient(graphdef: nnx.GraphDef, packed: bool):
         def loss(params):
             model = nnx.merge(graphdef, params)
             hidden = model.hidden(tokens, segment_start if packed else None)
-            return token_losses(model, hidden, jnp.roll(tokens, -1, axis=1)).mean()
+            weights = jnp.full(tokens.shape, 1 / tokens.size, jnp.float32)
+            return weighted_loss(model, hidden, jnp.roll(tokens, -1, axis=1), weights)
 
         return jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(params))
 
