@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 
 from nsa_jax import config as config_lib
 from nsa_jax import rules as rules_lib
+from nsa_jax.ops.rope import RopeScaling
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "config.md"
@@ -27,6 +28,7 @@ _TITLES = {
     "": "The run",
     "model": "Model",
     "model.nsa": "Block geometry",
+    "model.rope_scaling": "RoPE for longer rows",
     "data": "Data",
     "train": "Training",
     "optim": "Optimizer",
@@ -34,6 +36,9 @@ _TITLES = {
     "preflight": "Preflight",
     "guards": "Guards",
 }
+
+# Whose fields are those of a dataclass.
+_DATACLASSES: dict[str, type] = {"model.nsa": config_lib.NSAConfig, "model.rope_scaling": RopeScaling}
 
 _HEAD = """\
 # Configuration reference
@@ -99,8 +104,8 @@ def fields() -> dict[str, str]:
         name = f"{alias[target.value.id]}{target.attr}"
         if len(node.targets) == 2 and isinstance(node.targets[1], ast.Name):
             alias[node.targets[1].id] = f"{name}."
-        elif name == "model.nsa":
-            found.update({f"model.nsa.{field}": text for field, text in _attributes(config_lib.NSAConfig).items()})
+        elif name in _DATACLASSES:
+            found.update({f"{name}.{field}": text for field, text in _attributes(_DATACLASSES[name]).items()})
         else:
             found[name] = comments.get(node.end_lineno or 0) or comments.get(node.value.end_lineno or 0, "")
     return found

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from nsa_jax.fields import ConfigError, Problem, check_fields
 from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.rope import RopeScaling
 from nsa_jax.rules import CHOICES, FATAL, broken_rules
 
 __all__ = [
@@ -49,6 +50,11 @@ def default_config() -> ConfigDict:
     m.value_head_dim = 0  # V; 0: head_dim
     m.mlp_dim = 0  # SwiGLU hidden width; 0: 8/3 of dim rounded up to a multiple of 64
     m.rope_theta = 10_000.0  # RoPE base; raise it for long sequences
+    m.rotary_dim = 0  # features of a head that RoPE turns; 0: head_dim
+    m.qk_norm = False  # RMSNorm of queries and keys per head, before RoPE (Qwen 3)
+    m.qkv_bias = False  # biases of queries, keys and values (Qwen 2)
+    m.out_bias = False  # bias of attention's output projection
+    m.mlp_bias = False  # biases of the MLP's projections
     m.norm_eps = 1e-6  # added to the mean square in RMSNorm
     m.init_std = (
         0.02  # of all projections; those that write to the residual stream are scaled by 1/sqrt(2 * num_layers)
@@ -63,6 +69,7 @@ def default_config() -> ConfigDict:
     m.remat = "block"  # none | block | attention_saved | dots_saved | full: what the backward pass recomputes
 
     m.nsa = ConfigDict(dataclasses.asdict(NSAConfig()))  # see NSAConfig
+    m.rope_scaling = ConfigDict(dataclasses.asdict(RopeScaling()))  # see RopeScaling
 
     c.data = d = ConfigDict()
     d.source = "stdlib"  # stdlib | text | hf | synthetic

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from nsa_jax.fields import Problem, remote
 from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.rope import KINDS, RopeScaling
 
 
 class _Findings:
@@ -30,6 +31,7 @@ class _Findings:
 CHOICES = {
     "model.attention": ("nsa", "dense", "window"),
     "model.compressor": ("mlp", "mean"),
+    "model.rope_scaling.kind": KINDS,
     "model.implementation": ("auto", "reference", "xla", "pallas"),
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
@@ -50,7 +52,8 @@ _AT_LEAST = {
         "mesh.context preflight.devices"
     ),
     0: (
-        "seed model.vocab_size model.value_head_dim model.mlp_dim data.max_documents data.num_workers train.eval_every "
+        "seed model.vocab_size model.value_head_dim model.mlp_dim model.rotary_dim model.rope_scaling.original_length "
+        "data.max_documents data.num_workers train.eval_every "
         "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip "
         "guards.floor_steps guards.max_gap guards.divergence guards.spike guards.plateau_steps guards.early_stop "
         "guards.early_stop_delta guards.min_gate_entropy guards.stall_seconds"
@@ -81,6 +84,12 @@ _RANGES = {
     "model.norm_eps": (0.0, False, float("inf"), False),
     "model.init_std": (0.0, False, float("inf"), False),
     "model.rope_theta": (1.0, False, float("inf"), False),
+    "model.rope_scaling.factor": (1.0, True, float("inf"), False),
+    "model.rope_scaling.attention_factor": (0.0, True, float("inf"), False),
+    "model.rope_scaling.low_freq_factor": (0.0, False, float("inf"), False),
+    "model.rope_scaling.high_freq_factor": (0.0, False, float("inf"), False),
+    "model.rope_scaling.beta_fast": (0.0, False, float("inf"), False),
+    "model.rope_scaling.beta_slow": (0.0, False, float("inf"), False),
     "preflight.utilisation": (0.0, False, 1.0, True),
     "guards.floor_ratio": (0.0, True, 1.0, False),
     "guards.late_floor_ratio": (0.0, True, 1.0, False),
@@ -139,6 +148,10 @@ def _check_model(config: ConfigDict, found: _Findings) -> NSAConfig | None:
     if m.head_dim % 2:
         message = f"config.model.head_dim={m.head_dim}: odd, but RoPE turns pairs"
         found.error("R004", message, "use an even head_dim (64 or 128 for the GPU kernels)")
+    if m.rotary_dim % 2 or m.rotary_dim > m.head_dim:
+        message = f"config.model.rotary_dim={m.rotary_dim}: odd, or larger than head_dim={m.head_dim}"
+        found.error("R004", message, "use an even number of a head's features, or 0 for all")
+    _check_rope_scaling(config, found)
     try:
         nsa = NSAConfig(**m.nsa.to_dict())
     except ValueError as error:
@@ -157,6 +170,15 @@ def _check_model(config: ConfigDict, found: _Findings) -> NSAConfig | None:
         message = f"config.data.seq_len={seq_len}: the window of {nsa.window} covers most of it"
         found.warning("R006", message, "use sequences of at least 4 windows")
     return nsa
+
+
+def _check_rope_scaling(config: ConfigDict, found: _Findings) -> None:
+    scaling = config.model.rope_scaling
+    try:
+        RopeScaling(**scaling.to_dict())
+    except ValueError as error:
+        if scaling.kind in KINDS:  # another kind is reported as no such choice
+            found.error("R005", f"config.model.{error}", "see RopeScaling; converted models have what they came with")
 
 
 def _check_mesh(config: ConfigDict, found: _Findings) -> None:

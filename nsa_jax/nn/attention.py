@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from nsa_jax.nn.config import ModelConfig
-from nsa_jax.nn.layers import init_normal, make_compressor, rope, rope_turns
+from nsa_jax.nn.layers import RMSNorm, add_bias, init_bias, init_normal, make_compressor
 from nsa_jax.nn.sharding import (
     TENSOR,
     HeadSplit,
@@ -84,18 +84,31 @@ def _cut_bwd(widths, total, _, gradients):
 _cut_activations.defvjp(_cut_fwd, _cut_bwd)
 
 
-def _fused_product(x: jax.Array, kernel: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """x @ kernel, with zeros behind it up to a multiple of `WIDTH_MULTIPLE`."""
-    return x @ jnp.pad(kernel.astype(dtype), ((0, 0), (0, -kernel.shape[1] % WIDTH_MULTIPLE)))
+def _fused_product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """x @ kernel + bias, with zeros behind it up to a multiple of `WIDTH_MULTIPLE`; the bias may be shorter."""
+    out = x @ jnp.pad(kernel.astype(dtype), ((0, 0), (0, -kernel.shape[1] % WIDTH_MULTIPLE)))
+    return out if bias is None else out + jnp.pad(bias.astype(dtype), (0, out.shape[-1] - len(bias)))
 
 
 def _project(
-    x: jax.Array, kernel: jax.Array, dtype: jnp.dtype, widths: tuple[int, ...], num_kv_heads: int
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    dtype: jnp.dtype,
+    widths: tuple[int, ...],
+    num_kv_heads: int,
 ) -> list[jax.Array]:
-    """x @ kernel in one product, cut along the last axis into pieces of the given widths."""
+    """x @ kernel + bias in one product, cut along the last axis into pieces of the given widths.
+
+    A bias that is shorter than the widths ends with one of the pieces.
+    """
     if tensor_size() > 1 and num_kv_heads % tensor_size() == 0:
-        return _project_by_group(x, kernel.astype(dtype), widths, num_kv_heads)
-    out = _fused_product(x, kernel, dtype)
+        pieces = _project_by_group(x, kernel.astype(dtype), widths, num_kv_heads)
+        if bias is None:
+            return pieces
+        biases = _cut(jnp.pad(bias.astype(dtype), (0, sum(widths) - len(bias))), widths)
+        return [piece + part for piece, part in zip(pieces, biases, strict=True)]
+    out = _fused_product(x, kernel, bias, dtype)
     # Elsewhere it would gain nothing, and a custom gradient has no forward mode.
     return _cut_activations(out, widths, out.shape[-1]) if current_target().is_gpu else _cut(out, widths)
 
@@ -155,9 +168,12 @@ class NSAttention(nnx.Module):
 
     Attributes:
       w_in: [D, N*H + 3*K*H + 3*K*V + 3*N], in the order of `Projections`.
+      b_in: [N*H + 3*K*H + 3*K*V], the bias of queries, keys and values; None without `config.qkv_bias`.
+      q_norm, k_norm: RMSNorm of a head's queries, and of its keys in all three branches; None without `config.qk_norm`.
       gate_bias: [N, 3]; zero at first, so that every gate starts near 0.5.
       compress_key, compress_value: phi of keys and of values.
       w_out: [N*V, D].
+      b_out: [D]; None without `config.out_bias`.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -165,28 +181,43 @@ class NSAttention(nnx.Module):
         self.config = config
         self.widths = (n * h, k * h, k * v, k * h, k * v, k * h, k * v, 3 * n)
         self.w_in = init_normal(rngs, (config.dim, sum(self.widths)), config.init_std, config)
+        self.b_in = init_bias(sum(self.widths[:-1]), config) if config.qkv_bias else None
+        self.q_norm = RMSNorm(config, h) if config.qk_norm else None
+        self.k_norm = RMSNorm(config, h) if config.qk_norm else None
         self.gate_bias = nnx.Param(jnp.zeros((n, 3), jnp.dtype(config.param_dtype)))
         self.compress_key = make_compressor(config, h, rngs=rngs)
         self.compress_value = make_compressor(config, v, rngs=rngs)
         self.w_out = init_normal(rngs, (n * v, config.dim), config.residual_std, config)
+        self.b_out = init_bias(config.dim, config) if config.out_bias else None
 
-    def project(self, x: Float[Array, "B T D"], positions: jax.Array) -> Projections:
-        """Queries, keys, values and gates of the tokens x at row positions `positions` ([T] or [B, T])."""
+    def project(self, x: Float[Array, "B T D"], positions: jax.Array, length: int = 0) -> Projections:
+        """Queries, keys, values and gates of the tokens x at row positions `positions` ([T] or [B, T]).
+
+        `length` is that of the whole row, which RoPE's scaling of the kind "dynamic" depends on.
+        """
         config = self.config
-        pieces = _project(x, self.w_in[...], config.dtype, self.widths, config.num_kv_heads)
+        bias = None if self.b_in is None else self.b_in[...]
+        pieces = _project(x, self.w_in[...], bias, config.dtype, self.widths, config.num_kv_heads)
         query, *keys_values = (
             _heads(piece, count)
             for piece, count in zip(pieces[:-1], (config.num_heads, *[config.num_kv_heads] * 6), strict=True)
         )
         key_raw, value_raw, key_slc, value_slc, key_win, value_win = keys_values
+        if self.q_norm is not None and self.k_norm is not None:
+            query = self.q_norm(query)
+            key_raw, key_slc, key_win = (self.k_norm(key) for key in (key_raw, key_slc, key_win))
         logits = _heads(pieces[-1].astype(jnp.float32), config.num_heads) + self.gate_bias[...].astype(jnp.float32)
-        turn = functools.partial(rope, positions=positions, theta=config.rope_theta)
+        turn = functools.partial(config.rope, positions=positions, length=length)
         return Projections(
             turn(query), key_raw, value_raw, turn(key_slc), value_slc, turn(key_win), value_win, jax.nn.sigmoid(logits)
         )
 
     def compress(
-        self, key_raw: Float[Array, "B S K H"], value_raw: Float[Array, "B S K V"], first_position: int | jax.Array = 0
+        self,
+        key_raw: Float[Array, "B S K H"],
+        value_raw: Float[Array, "B S K V"],
+        first_position: int | jax.Array = 0,
+        length: int = 0,
     ) -> tuple[Float[Array, "B C K H"], Float[Array, "B C K V"]]:
         """Compressed keys, roped at their block's last position, and compressed values.
 
@@ -194,13 +225,15 @@ class NSAttention(nnx.Module):
           key_raw: [B, S, K, H] unroped keys, starting where a block starts.
           value_raw: [B, S, K, V].
           first_position: row position of the first of them.
+          length: tokens of the whole row; see `project`.
         """
-        return _compress((self.compress_key, self.compress_value), key_raw, value_raw, first_position, self.config)
+        phi = (self.compress_key, self.compress_value)
+        return _compress(phi, key_raw, value_raw, first_position, self.config, length)
 
     def output(self, attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
         """Joins the heads and projects back to the model width."""
         flat = attended.reshape(*attended.shape[:2], -1)
-        return flat @ self.w_out[...].astype(self.config.dtype)
+        return add_bias(flat @ self.w_out[...].astype(self.config.dtype), self.b_out)
 
     def __call__(
         self,
@@ -236,11 +269,11 @@ class NSAttention(nnx.Module):
         if split.context == 1 and self._kernels_cut(x):
             attended, block_indices = self._attend_cut(x, segment_start, positions, split)
         elif split.context > 1:
-            p = self.project(x, positions)
+            p = self.project(x, positions, x.shape[1])
             attended, block_indices = self._attend_split(p, positions[..., :1], segment_start, split)
         else:
-            p = self.project(x, positions)
-            key_cmp, value_cmp = self.compress(p.key_raw, p.value_raw, positions[..., :1])
+            p = self.project(x, positions, x.shape[1])
+            key_cmp, value_cmp = self.compress(p.key_raw, p.value_raw, positions[..., :1], x.shape[1])
             arrays = (segment_start, p.query, key_cmp, value_cmp, *p[3:])
             specs = (split.tokens, *(split.heads,) * (len(arrays) - 1))
             attended, block_indices = on_shards(self._attend, arrays, specs, (split.heads, split.heads))
@@ -264,13 +297,18 @@ class NSAttention(nnx.Module):
     def _kernels_cut(self, x: jax.Array) -> bool:
         """Whether kernels take the fused projection of whole rows as it is."""
         config = self.config
-        return tensor_size() == 1 and projected.serves(
-            (*x.shape[:2], config.num_heads, config.head_dim),
-            config.num_kv_heads,
-            config.value_head_dim,
-            config.dtype,
-            config=config.nsa,
-            implementation=config.implementation,
+        # Norms of queries and keys lie between the cut and the turn, which these kernels do in one.
+        return (
+            not config.qk_norm
+            and tensor_size() == 1
+            and projected.serves(
+                (*x.shape[:2], config.num_heads, config.head_dim),
+                config.num_kv_heads,
+                config.value_head_dim,
+                config.dtype,
+                config=config.nsa,
+                implementation=config.implementation,
+            )
         )
 
     def _attend_cut(self, x: jax.Array, segment_start: jax.Array | None, positions: jax.Array, split: HeadSplit):
@@ -278,11 +316,11 @@ class NSAttention(nnx.Module):
         config, kv_heads = self.config, self.config.num_kv_heads
         group = config.num_heads // kv_heads
         graphdef, phi, phi_specs = self._compressors()
-        turns = rope_turns(positions, config.head_dim, config.rope_theta)
+        turns = config.rope_turns(positions, x.shape[1])
         cos, sin = turns if positions.ndim > 1 else (turn[None] for turn in turns)
         first_position = positions[..., :1]
         rows = split.rows if positions.ndim > 1 else P()
-        fused = _fused_product(x, self.w_in[...], config.dtype)
+        fused = _fused_product(x, self.w_in[...], None if self.b_in is None else self.b_in[...], config.dtype)
         arrays = (segment_start, first_position, cos, sin, phi, self.gate_bias[...], fused)
         specs = (split.tokens, rows, rows, rows, phi_specs, P(), split.tokens)
 
@@ -292,7 +330,8 @@ class NSAttention(nnx.Module):
             if first_position.ndim > 1:
                 first_position = jnp.repeat(first_position, kv_heads, axis=0)
             compressors = nnx.merge(graphdef, whole_weights(phi, phi_specs))
-            key_cmp, value_cmp = _compress(compressors, pieces.key_raw, pieces.value_raw, first_position, config)
+            raw = pieces.key_raw, pieces.value_raw
+            key_cmp, value_cmp = _compress(compressors, *raw, first_position, config, x.shape[1])
             logits = _heads(pieces.logits.astype(jnp.float32), config.num_heads) + bias.astype(jnp.float32)
             gates = jax.nn.sigmoid(logits).reshape(*logits.shape[:2], kv_heads, group, 3).swapaxes(1, 2)
             others = (key_cmp, value_cmp, *pieces[3:7], gates.reshape(-1, *gates.shape[2:]))
@@ -344,9 +383,10 @@ class NSAttention(nnx.Module):
                 for x in (p.key_raw, p.value_raw)
             )
             compressors = nnx.merge(graphdef, whole_weights(phi, phi_specs))
-            pair = _compress(compressors, key_raw, value_raw, first_position + start, self.config)
+            length = p.query.shape[1] * context
+            pair = _compress(compressors, key_raw, value_raw, first_position + start, self.config, length)
             # The last device's last blocks reach beyond the row.
-            count = blocks.num_compressed(p.query.shape[1] * context, nsa)
+            count = blocks.num_compressed(length, nsa)
             key_cmp, value_cmp = (all_tokens(x)[:, :count] for x in pair)
             (key_win, before), (value_win, _) = (
                 with_tokens_before(x, nsa.window - 1, context) for x in (p.key_win, p.value_win)
@@ -369,12 +409,12 @@ class NSAttention(nnx.Module):
         return on_shards(local, arrays, specs, (split.heads, split.heads))
 
 
-def _compress(phi: tuple, key_raw: jax.Array, value_raw: jax.Array, first_position, config: ModelConfig):
+def _compress(phi: tuple, key_raw: jax.Array, value_raw: jax.Array, first_position, config: ModelConfig, length: int):
     """See `NSAttention.compress`; phi is its pair of compressors."""
     key, value = phi[0](key_raw), phi[1](value_raw)
     index = jnp.arange(key.shape[1], dtype=jnp.int32)
     last = first_position + blocks.compressed_last_position(index, config.nsa)
-    return rope(key, last, config.rope_theta), value
+    return config.rope(key, last, length), value
 
 
 def dense_attention(query, key, value, *, segment_start=None, deterministic=False):
@@ -419,7 +459,10 @@ class DenseAttention(nnx.Module):
 
     Attributes:
       w_in: [D, N*H + K*H + K*V]: query, key, value.
+      b_in: [N*H + K*H + K*V]; None without `config.qkv_bias`.
+      q_norm, k_norm: RMSNorm of a head's queries and keys; None without `config.qk_norm`.
       w_out: [N*V, D].
+      b_out: [D]; None without `config.out_bias`.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -427,20 +470,29 @@ class DenseAttention(nnx.Module):
         self.config = config
         self.widths = (n * h, k * h, k * v)
         self.w_in = init_normal(rngs, (config.dim, sum(self.widths)), config.init_std, config)
+        self.b_in = init_bias(sum(self.widths), config) if config.qkv_bias else None
+        self.q_norm = RMSNorm(config, h) if config.qk_norm else None
+        self.k_norm = RMSNorm(config, h) if config.qk_norm else None
         self.w_out = init_normal(rngs, (n * v, config.dim), config.residual_std, config)
+        self.b_out = init_bias(config.dim, config) if config.out_bias else None
 
-    def project(self, x: Float[Array, "B T D"], positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Roped query [B, T, N, H], roped key [B, T, K, H] and value [B, T, K, V]."""
+    def project(
+        self, x: Float[Array, "B T D"], positions: jax.Array, length: int = 0
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Roped query [B, T, N, H], roped key [B, T, K, H] and value [B, T, K, V]; see `NSAttention.project`."""
         config = self.config
-        query, key, value = _project(x, self.w_in[...], config.dtype, self.widths, config.num_kv_heads)
+        bias = None if self.b_in is None else self.b_in[...]
+        query, key, value = _project(x, self.w_in[...], bias, config.dtype, self.widths, config.num_kv_heads)
         query, key = _heads(query, config.num_heads), _heads(key, config.num_kv_heads)
-        turn = functools.partial(rope, positions=positions, theta=config.rope_theta)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        turn = functools.partial(config.rope, positions=positions, length=length)
         return turn(query), turn(key), _heads(value, config.num_kv_heads)
 
     def output(self, attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
         """Joins the heads and projects back to the model width."""
         flat = attended.reshape(*attended.shape[:2], -1)
-        return flat @ self.w_out[...].astype(self.config.dtype)
+        return add_bias(flat @ self.w_out[...].astype(self.config.dtype), self.b_out)
 
     def __call__(
         self,
@@ -451,7 +503,7 @@ class DenseAttention(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Attention over the row; the arguments are `NSAttention`'s."""
         _check_input(x, segment_start, self.config)
-        arrays = (segment_start, *self.project(x, _positions(x, positions)))
+        arrays = (segment_start, *self.project(x, _positions(x, positions), x.shape[1]))
         split = head_split(x.shape[0], x.shape[1], self.config.num_kv_heads)
         attend = self._attend_split if split.context > 1 else self._attend
         specs = (split.tokens, *(split.heads,) * 3)

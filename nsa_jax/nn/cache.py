@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from nsa_jax.nn.attention import DenseAttention, NSAttention, Projections
 from nsa_jax.nn.config import ModelConfig
-from nsa_jax.nn.layers import MeanCompressor, MLPCompressor, rope_turns
+from nsa_jax.nn.layers import MeanCompressor, MLPCompressor
 from nsa_jax.nn.sharding import batch_axes, constrain_batch, sharded_attention, tensor_size
 from nsa_jax.ops import blocks, nsa, pallas, plan
 from nsa_jax.ops.decode import decode_attention, gated_sum, slot_positions
@@ -99,8 +99,15 @@ def init_cache(config: ModelConfig, batch: int, capacity: int) -> Cache:
       capacity: S, tokens a row can hold, a multiple of `select_block`; see `capacity_bucket`.
 
     Raises:
-      ValueError: `capacity` is not a multiple of `select_block`.
+      ValueError: `capacity` is not a multiple of `select_block`, or rows would outgrow what RoPE scaling of the kind
+        "dynamic" leaves as it is.
     """
+    scaling = config.rope_scaling
+    if scaling.kind == "dynamic" and capacity > scaling.original_length:
+        raise ValueError(
+            f"capacity={capacity}: RoPE scaling of the kind 'dynamic' would turn the cached keys of rows beyond "
+            f"original_length={scaling.original_length} tokens again; use shorter rows, or 'yarn' or 'linear'"
+        )
     if capacity < 1 or capacity % config.nsa.select_block:
         raise ValueError(f"capacity={capacity}: must be a positive multiple of select_block={config.nsa.select_block}")
     shapes = _layer_shapes(config, batch, capacity)
@@ -212,7 +219,7 @@ def _append_by_kernels(attention: NSAttention, layer: NSALayerCache, batch: int)
     They know the compressors of this library, and one device: under a mesh the compiler splits the plain operations.
     """
     config = attention.config
-    if not kernels_wanted(config.implementation):
+    if not kernels_wanted(config.implementation) or config.qk_norm:
         return False
     if batch_axes(batch) or tensor_size() > 1:
         return False
@@ -227,14 +234,18 @@ def _append_by_kernels(attention: NSAttention, layer: NSALayerCache, batch: int)
 def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths):
     """What `_append_nsa` returns, by two kernels."""
     config = attention.config
-    turn = jnp.stack(rope_turns(lengths, config.head_dim, config.rope_theta), axis=1)
+    turn = jnp.stack(config.rope_turns(lengths), axis=1)
+    projected = h[:, 0] @ attention.w_in[...].astype(config.dtype)
+    if attention.b_in is not None:
+        bias = attention.b_in[...].astype(config.dtype)
+        projected = projected + jnp.pad(bias, (0, projected.shape[-1] - len(bias)))
     phis = [
         tuple(x[...].astype(config.dtype) for x in (phi.position, phi.w_1, phi.b_1, phi.w_2))
         for phi in (attention.compress_key, attention.compress_value)
         if isinstance(phi, MLPCompressor)
     ]
     query, gates, arrays = pallas.append_token(
-        h[:, 0] @ attention.w_in[...].astype(config.dtype),
+        projected,
         attention.gate_bias[...],
         turn,
         lengths,

@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from nsa_jax.config import CHOICES, NSAConfig, Problem, default_config, nsa_config
 from nsa_jax.ops.implementations import IMPLEMENTATIONS
+from nsa_jax.ops.rope import RopeScaling, rope, rope_turns
 
 
 def _default_mlp_dim(dim: int) -> int:
@@ -21,7 +23,10 @@ def _default_mlp_dim(dim: int) -> int:
 # What the same parameters compute depends on these and on the block geometry. It does not depend on how they were
 # initialised and are trained (init_std, dropout) or computed (dtypes, implementation, scan_layers, remat), and other
 # fields show in the parameters' shapes.
-_FUNCTION = "attention num_heads num_kv_heads head_dim rope_theta norm_eps tie_embeddings compressor".split()
+_FUNCTION = (
+    "attention num_heads num_kv_heads head_dim rope_theta rotary_dim norm_eps tie_embeddings compressor "
+    "qk_norm qkv_bias out_bias mlp_bias"
+).split()
 _GEOMETRY = {"nsa": tuple(field.name for field in dataclasses.fields(NSAConfig)), "window": ("window",)}
 
 
@@ -40,6 +45,8 @@ def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) ->
     def fields(model: Mapping[str, Any]) -> dict[str, Any]:
         model, nsa = {**default, **model}, {**default["nsa"], **model.get("nsa", {})}
         geometry = {f"nsa.{name}": nsa[name] for name in _GEOMETRY.get(model["attention"], ())}
+        scaling = {**default["rope_scaling"], **model["rope_scaling"]}
+        geometry |= {f"rope_scaling.{name}": value for name, value in scaling.items()}
         return {name: model[name] for name in _FUNCTION} | geometry
 
     old, new = fields(saved), fields(wanted)
@@ -71,6 +78,12 @@ class ModelConfig:
       nsa: block geometry of the sparse attention.
       attention: "nsa", "dense" or "window" (dense within the sliding window).
       rope_theta: base of the rotary position embedding.
+      rope_scaling: how its frequencies are changed for longer rows.
+      rotary_dim: features of a head that it turns; 0 means all. Of each half of a head, the first rotary_dim / 2.
+      qk_norm: queries and keys are normalised per head (RMSNorm) before RoPE.
+      qkv_bias: queries, keys and values have a bias.
+      out_bias: attention's output projection has a bias.
+      mlp_bias: the MLP's projections have biases.
       norm_eps: added to the mean square in RMSNorm.
       init_std: standard deviation of all projections at initialisation.
       dropout: share of the outputs of attention and MLP that training sets to zero.
@@ -99,6 +112,12 @@ class ModelConfig:
     nsa: NSAConfig = NSAConfig()
     attention: str = "nsa"
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling = RopeScaling()
+    rotary_dim: int = 0
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
     norm_eps: float = 1e-6
     init_std: float = 0.02
     dropout: float = 0.0
@@ -123,6 +142,9 @@ class ModelConfig:
             raise ValueError(f"ModelConfig.num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}")
         if self.head_dim % 2:
             raise ValueError(f"ModelConfig.head_dim={self.head_dim}: must be even, since RoPE turns pairs")
+        if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
+            message = f"must be even and at most head_dim={self.head_dim}"
+            raise ValueError(f"ModelConfig.rotary_dim={self.rotary_dim}: {message}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"ModelConfig.dropout={self.dropout}: must be in [0, 1)")
         same = "attention", "compressor", "compute_dtype", "param_dtype", "remat"
@@ -142,6 +164,17 @@ class ModelConfig:
         """Initialisation of the 2 * num_layers projections that write to the residual stream."""
         return self.init_std * (2 * self.num_layers) ** -0.5
 
+    def rope(self, x: jax.Array, positions: jax.Array, length: int = 0) -> jax.Array:
+        """Queries or keys [B, T, N, H], turned at integer positions [T] or [B, T] of rows of `length` tokens."""
+        return rope(x, positions, self.rope_theta, **self._rope(length))
+
+    def rope_turns(self, positions: jax.Array, length: int = 0) -> tuple[jax.Array, jax.Array]:
+        """The cosines and sines of `rope`, float32 [..., H/2] each."""
+        return rope_turns(positions, self.head_dim, self.rope_theta, **self._rope(length))
+
+    def _rope(self, length: int) -> dict[str, Any]:
+        return dict(scaling=self.rope_scaling, rotary_dim=self.rotary_dim, length=length)
+
     @classmethod
     def from_config(cls, config: ConfigDict, vocab_size: int) -> ModelConfig:
         """The model of a training config.
@@ -152,6 +185,7 @@ class ModelConfig:
         """
         fields = {field.name for field in dataclasses.fields(cls)} - {
             "nsa",
+            "rope_scaling",
             "implementation",
             "vocab_size",
             "deterministic",
@@ -161,6 +195,7 @@ class ModelConfig:
         return cls(
             **values,
             nsa=nsa_config(config),
+            rope_scaling=RopeScaling(**config.model.rope_scaling.to_dict()),
             implementation=implementation,
             vocab_size=config.model.vocab_size or vocab_size,
             deterministic=config.train.deterministic,

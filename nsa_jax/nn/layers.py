@@ -1,4 +1,4 @@
-"""The parts that attention and transformer share: RMSNorm, RoPE, SwiGLU, dropout and the compressor phi."""
+"""The parts that attention and transformer share: RMSNorm, SwiGLU, dropout and the compressor phi."""
 
 from __future__ import annotations
 
@@ -36,39 +36,22 @@ def init_normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, config: Mode
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.dtype(config.param_dtype)))
 
 
+def init_bias(features: int, config: ModelConfig) -> nnx.Param:
+    """A bias of zeros."""
+    return nnx.Param(jnp.zeros((features,), jnp.dtype(config.param_dtype)))
+
+
+def add_bias(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
+    """x [..., F] plus a bias [F], in x's dtype; x itself without one."""
+    return x if bias is None else x + bias[...].astype(x.dtype)
+
+
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Sets a share `rate` of x to zero and scales the rest up; does nothing without a key."""
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
-
-
-def rope_turns(positions: jax.Array, dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of RoPE at integer positions [...] for heads of size `dim`, float32 [..., dim/2] each."""
-    half = dim // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions.astype(jnp.float32)[..., None] * frequency
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rope(x: Float[Array, "B T N H"], positions: jax.Array, theta: float) -> Float[Array, "B T N H"]:
-    """Rotary position embedding, applied to every head by itself, in float32.
-
-    Feature i of the first half and feature i of the second half of a head form a pair that is turned by
-    position * theta**(-2i/H), so that scores depend on differences of positions only.
-
-    Args:
-      x: [B, T, N, H], H even.
-      positions: integer [T] or [B, T].
-      theta: base of the frequencies.
-
-    Returns:
-      [B, T, N, H] in x's dtype.
-    """
-    cos, sin = (turn[..., None, :] for turn in rope_turns(positions, x.shape[-1], theta))  # [(B,) T, 1, H/2]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def _rows_plain(table: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -159,14 +142,19 @@ _pass_and_norm.defvjp(_pass_and_norm_fwd, _pass_and_norm_bwd)
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square normalisation with a learned scale; statistics in float32."""
+    """Root mean square normalisation of the last axis with a learned scale; statistics in float32.
 
-    def __init__(self, config: ModelConfig):
-        self.scale = nnx.Param(jnp.ones((config.dim,), jnp.dtype(config.param_dtype)))
+    Attributes:
+      scale: [features], ones at first.
+    """
+
+    def __init__(self, config: ModelConfig, features: int = 0):
+        """A norm of `features`; 0 means the model's width D."""
+        self.scale = nnx.Param(jnp.ones((features or config.dim,), jnp.dtype(config.param_dtype)))
         self.eps = config.norm_eps
         self.dtype = config.dtype
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "... F"]) -> Float[Array, "... F"]:
         """Normalises the last axis; returns the compute dtype."""
         return _normed(x, self.scale[...], self.eps, self.dtype)
 
@@ -219,25 +207,40 @@ _gated_product.defvjp(_gated_product_fwd, _gated_product_bwd)
 
 
 class SwiGLU(nnx.Module):
-    """silu(x W_gate) * (x W_up), projected back: the MLP of a block. W_gate and W_up are one matrix."""
+    """silu(x W_gate) * (x W_up), projected back: the MLP of a block. W_gate and W_up are one matrix.
+
+    Attributes:
+      w_in: [D, 2M].
+      w_out: [M, D].
+      b_in, b_out: [2M] and [D], added to the products; None without `config.mlp_bias`.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.w_in = init_normal(rngs, (config.dim, 2 * config.mlp_dim), config.init_std, config)
         self.w_out = init_normal(rngs, (config.mlp_dim, config.dim), config.residual_std, config)
+        self.b_in = init_bias(2 * config.mlp_dim, config) if config.mlp_bias else None
+        self.b_out = init_bias(config.dim, config) if config.mlp_bias else None
         self.dtype = config.dtype
         # Where the products before are kept. Where they are not, computing this again takes a pass of its own.
         self.keep = config.remat in ("none", "dots_saved")
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the MLP to each token."""
+        return add_bias(self._products(x), self.b_out)
+
+    def _products(self, x: jax.Array) -> jax.Array:
         w_in, w_out = self.w_in[...].astype(self.dtype), self.w_out[...].astype(self.dtype)
         if tensor_size() > 1:  # a device's share of the fused matrix is the same columns of both halves
             halves = constrain_tensor(w_in.reshape(w_in.shape[0], 2, -1), 2)
-            hidden = constrain_tokens(jnp.einsum("btd,dcm->btcm", x, halves), None, TENSOR)
+            hidden = jnp.einsum("btd,dcm->btcm", x, halves)
+            if self.b_in is not None:
+                hidden = hidden + self.b_in[...].astype(self.dtype).reshape(2, -1)
+            hidden = constrain_tokens(hidden, None, TENSOR)
             return _gated(hidden[:, :, 0], hidden[:, :, 1]) @ w_out
+        both = add_bias(x @ w_in, self.b_in)
         if layer_kernels_serve(w_out.shape[0]):
-            return _gated_product(x @ w_in, w_out, self.keep)
-        return _gated_product_plain(x @ w_in, w_out)
+            return _gated_product(both, w_out, self.keep)
+        return _gated_product_plain(both, w_out)
 
 
 class MLPCompressor(nnx.Module):

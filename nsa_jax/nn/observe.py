@@ -71,8 +71,8 @@ def run_attention(attention: NSAttention, h: jax.Array, segment_start: jax.Array
     """
     config = attention.config
     positions = jnp.arange(h.shape[1], dtype=jnp.int32)
-    p = attention.project(h, positions)
-    key_cmp, value_cmp = attention.compress(p.key_raw, p.value_raw, positions[..., :1])
+    p = attention.project(h, positions, h.shape[1])
+    key_cmp, value_cmp = attention.compress(p.key_raw, p.value_raw, positions[..., :1], h.shape[1])
     return run_branches(
         p.query,
         key_cmp,

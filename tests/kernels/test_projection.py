@@ -16,9 +16,9 @@ from jax.sharding import AxisType, Mesh
 import nsa_jax
 from nsa_jax import aot
 from nsa_jax.nn import ModelConfig, NSAttention
-from nsa_jax.nn.layers import rope, rope_turns
 from nsa_jax.nn.transformer import remat
 from nsa_jax.ops.kernels.layer import projection
+from nsa_jax.ops.rope import RopeScaling, rope, rope_turns
 from nsa_jax.ops.target import Target, compile_for
 from tests.kernels.hollow import hollow_kernels
 from tests.ops.cases import ON_GPU, SMALL, relative_error
@@ -135,10 +135,16 @@ def test_turns_have_no_gradient():
 CONFIG = ModelConfig(dim=256, num_heads=12, num_kv_heads=2, head_dim=64, init_std=0.06)
 
 
+# Options that the kernels serve: a bias is added before the cut, and turns are whatever cosines and sines are given.
+BIASED = dict(qkv_bias=True, out_bias=True, rotary_dim=8, rope_scaling=RopeScaling("yarn", 4.0, 16))
+
+
 def layer_outputs(config, x, segment_start, positions):
     """Output, block lists and gradients (of all parameters and of x) of a layer with the given config."""
     layer = NSAttention(config, rngs=nnx.Rngs(0))
     layer.gate_bias[...] = jax.random.normal(jax.random.key(5), layer.gate_bias.shape)
+    if config.qkv_bias:
+        layer.b_in[...] = jax.random.normal(jax.random.key(6), layer.b_in.shape)
     graphdef, params = nnx.split(layer)
     weight = jax.random.normal(jax.random.key(3), x.shape)
 
@@ -161,11 +167,13 @@ def segments(batch, length, begin):
 
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
-    ("packed", "devices"), [(False, 1), (True, 1), (True, 2)], ids=["plain", "packed_positions_by_row", "rows_split"]
+    ("packed", "devices", "options"),
+    [(False, 1, BIASED), (True, 1, {}), (True, 2, BIASED)],
+    ids=["plain_biased", "packed_positions_by_row", "rows_split_biased"],
 )
-def test_a_layer_on_interpreted_kernels_equals_the_reference(packed, devices, monkeypatch):
+def test_a_layer_on_interpreted_kernels_equals_the_reference(packed, devices, options, monkeypatch):
     monkeypatch.setattr("nsa_jax.ops.plan.moves_heads_to_batch", lambda *args: True)
-    sizes = dict(dim=32, num_heads=6, head_dim=16, value_head_dim=32, nsa=SMALL, init_std=0.1)
+    sizes = dict(dim=32, num_heads=6, head_dim=16, value_head_dim=32, nsa=SMALL, init_std=0.1, **options)
     exact = dataclasses.replace(CONFIG, **sizes, compute_dtype="float32", implementation="reference")
     length = 61
     x = jax.random.normal(jax.random.key(1), (2, length, 32))

@@ -12,16 +12,19 @@ from flax import nnx
 import nsa_jax
 from nsa_jax import nn
 from nsa_jax.nn import cache as caches
+from nsa_jax.ops.rope import RopeScaling
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 GEOMETRY = nsa_jax.NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12)
 # Positions of the new token: the first; in the middle; ends of the first and a later block; the last; beyond the cache.
 LENGTHS = np.asarray([0, 5, 7, 30, 43, 63, 64, 67], np.int32)
+YARN = RopeScaling("yarn", 4.0, 16)
 MODELS = {
     "mlp_group_6": dict(num_heads=6, num_kv_heads=1, head_dim=32, value_head_dim=16),
     "mlp_group_1": dict(num_heads=2, num_kv_heads=2, head_dim=16),
     "mean_group_4": dict(num_heads=8, num_kv_heads=2, head_dim=16, compressor="mean"),
+    "biased": dict(num_heads=4, num_kv_heads=2, head_dim=16, qkv_bias=True, rotary_dim=8, rope_scaling=YARN),
     "key_dim_192": dict(num_heads=2, num_kv_heads=1, head_dim=192, value_head_dim=128),
 }
 
@@ -32,6 +35,8 @@ def build(changes, implementation):
     )
     attention = nn.NSAttention(config, rngs=nnx.Rngs(0))
     attention.gate_bias[...] = jax.random.normal(jax.random.key(1), attention.gate_bias.shape)
+    if config.qkv_bias:
+        attention.b_in[...] = jax.random.normal(jax.random.key(4), attention.b_in.shape)
     if config.compressor == "mlp":
         for index, phi in enumerate((attention.compress_key, attention.compress_value)):
             phi.b_1[...] = jax.random.normal(jax.random.key(2 + index), phi.b_1.shape)
@@ -62,6 +67,7 @@ def test_plain_operations_serve_where_kernels_cannot():
     layer = caches._layer_shapes(build(MODELS["mlp_group_1"], None).config, 8, 64)
     assert not caches._append_by_kernels(build(MODELS["mlp_group_1"], None), layer, 8)  # no GPU
     assert not caches._append_by_kernels(build(MODELS["mlp_group_1"], "xla"), layer, 8)
+    assert not caches._append_by_kernels(build(dict(MODELS["mlp_group_1"], qk_norm=True), "pallas"), layer, 8)
     odd = build(dict(num_heads=2, num_kv_heads=2, head_dim=24), "pallas")
     assert not caches._append_by_kernels(odd, caches._layer_shapes(odd.config, 8, 64), 8)  # head dim 24
     grid = np.asarray(jax.devices()[:2]).reshape(2, 1)

@@ -13,6 +13,8 @@ import nsa_jax
 from nsa_jax import aot, nn
 from nsa_jax.nn.cache import capacity_bucket, memory_report
 from nsa_jax.nn.decoder import Decoder
+from nsa_jax.ops.rope import RopeScaling
+from tests.nn.test_model_options import OPTIONS, fill
 
 SMALL = nsa_jax.NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12)
 LENGTH = 90  # more than five selection blocks and seven windows
@@ -22,6 +24,7 @@ def make_model(**changes) -> nn.Transformer:
     fields = dict(dim=16, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=31, num_layers=2, mlp_dim=24, nsa=SMALL)
     fields |= dict(compute_dtype="float32", init_std=0.2, remat="none") | changes
     model = nn.Transformer(nn.ModelConfig(**fields), rngs=nnx.Rngs(0))
+    fill(model)  # biases and norms
     if model.config.attention == "nsa":  # gates that differ between heads and branches
         bias = model.blocks.attention.gate_bias
         bias[...] = jax.random.normal(jax.random.key(1), bias[...].shape)
@@ -73,6 +76,8 @@ SHAPES = {
     "group_16": dict(num_heads=16, num_kv_heads=1, compressor="mean", scan_layers=False),
     "dense": dict(attention="dense"),
     "window": dict(attention="window"),
+    "options": OPTIONS | dict(rotary_dim=4),
+    "dense_options": OPTIONS | dict(rotary_dim=4, attention="dense"),
 }
 CASES = [(name, False) for name in SHAPES] + [("group_4", True), ("group_6", True), ("dense", True), ("window", True)]
 
@@ -109,6 +114,13 @@ def test_rows_of_different_lengths_do_not_touch_each_other():
     second = run(changed)
     np.testing.assert_array_equal(first[:, :2], second[:, :2])
     assert np.abs(first[:, 2] - second[:, 2]).max() > 1e-3
+
+
+def test_rows_that_dynamic_scaling_would_turn_again_have_no_cache():
+    decoder = Decoder(make_model(rope_scaling=RopeScaling("dynamic", 2.0, 256)))
+    decoder.init_cache(1, 256)
+    with pytest.raises(ValueError, match="original_length=256"):
+        decoder.init_cache(1, 257)
 
 
 def test_prefill_is_causal_across_chunks():

@@ -12,7 +12,8 @@ from flax import nnx
 
 from nsa_jax import NSAConfig
 from nsa_jax.nn import ModelConfig, NSAttention, attention
-from nsa_jax.nn.layers import MLPCompressor, RMSNorm, dropout, rope
+from nsa_jax.nn.layers import MLPCompressor, RMSNorm, dropout
+from nsa_jax.ops.rope import rope
 
 NSA = NSAConfig(
     compress_block=8, compress_stride=4, select_block=8, num_selected=4, num_initial=1, num_local=2, window=16

@@ -16,6 +16,8 @@ from nsa_jax.nn import DenseAttention, ModelConfig, NSAttention, Transformer, la
 from nsa_jax.nn.sharding import MESH_AXES
 from nsa_jax.nn.transformer import Block
 from nsa_jax.ops import blocks
+from nsa_jax.ops.rope import RopeScaling
+from tests.nn.test_model_options import OPTIONS, fill
 
 # 48 tokens in shares of 12: every cut goes through a window of 20, which reaches over two shares, and a compressed
 # block of 8; two of three cuts go through a selection block.
@@ -59,12 +61,15 @@ def inputs(batch=2):
     return x, jnp.asarray(np.stack([starts, np.zeros(LENGTH)])[:batch], jnp.int32)
 
 
+def make_layer(attention="nsa", **changes):
+    config = dataclasses.replace(CONFIG, attention=attention, **changes)
+    return fill((NSAttention if attention == "nsa" else DenseAttention)(config, rngs=nnx.Rngs(0)))
+
+
 @functools.cache
 def truth(attention, packed):
-    layer = (NSAttention if attention == "nsa" else DenseAttention)(
-        dataclasses.replace(CONFIG, attention=attention, implementation="reference"), rngs=nnx.Rngs(0)
-    )
     x, segment_start = inputs()
+    layer = make_layer(attention, implementation="reference")
     return layer_outputs(layer, x, segment_start if packed else None)
 
 
@@ -78,7 +83,7 @@ def truth(attention, packed):
     ids=lambda value: value if isinstance(value, str) else "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_nsa_on_shares_of_tokens_and_heads(implementation, packed, mesh):
-    layer = NSAttention(dataclasses.replace(CONFIG, implementation=implementation), rngs=nnx.Rngs(0))
+    layer = make_layer(implementation=implementation)
     x, segment_start = inputs()
     got = layer_outputs(layer, x, segment_start if packed else None, mesh_of(**mesh))
     chex.assert_trees_all_close(got, truth("nsa", packed), atol=2e-5, rtol=1e-4)
@@ -86,11 +91,21 @@ def test_nsa_on_shares_of_tokens_and_heads(implementation, packed, mesh):
 
 @pytest.mark.parametrize("attention", ["dense", "window"])
 def test_dense_and_window_layers_on_shares_of_tokens_and_heads(attention):
-    layer = DenseAttention(dataclasses.replace(CONFIG, attention=attention), rngs=nnx.Rngs(0))
+    layer = make_layer(attention)
     x, segment_start = inputs()
     for packed in (True, False):
         got = layer_outputs(layer, x, segment_start if packed else None, mesh_of(context=4, tensor=2))
         chex.assert_trees_all_close(got, truth(attention, packed), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("scaling", [OPTIONS["rope_scaling"], RopeScaling("dynamic", 4.0, 16)], ids=["yarn", "dynamic"])
+def test_layers_with_norms_biases_and_scaled_rope_on_shares_of_tokens_and_heads(attention, scaling):
+    options = OPTIONS | dict(rope_scaling=scaling)
+    x, segment_start = inputs()
+    want = layer_outputs(make_layer(attention, implementation="reference", **options), x, segment_start)
+    got = layer_outputs(make_layer(attention, **options), x, segment_start, mesh_of(context=4, tensor=2))
+    chex.assert_trees_all_close(got, want, atol=3e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense", "window"])

@@ -46,7 +46,7 @@ def _halves(half: int):
 
 
 def _turned(first, second, turn_ref):
-    """RoPE of the halves [..., H/2], as `nsa_jax.nn.layers.rope`, from cosines and sines [2, H/2]."""
+    """RoPE of the halves [..., H/2], as `nsa_jax.ops.rope.rope`, from cosines and sines [2, H/2]."""
     index, _ = _halves(turn_ref.shape[1])
     cos, sin = turn_ref[0, index], turn_ref[1, index]
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)

@@ -264,7 +264,7 @@ def split_projection(
       projected: [B, T, W], whose columns are the query (N*H), raw key (K*H) and value (K*V), the selected branch's key
         and value, the window's key and value, the gates' logits (3*N), then padding, whose gradient is 0. H must be a
         multiple of 16.
-      cos, sin: float32 [1 or B, T, H / 2], see `nsa_jax.nn.layers.rope_turns`. They get no gradient.
+      cos, sin: float32 [1 or B, T, H / 2], see `nsa_jax.ops.rope.rope_turns`. They get no gradient.
       num_heads: N.
       num_kv_heads: K.
       head_dim: H.
