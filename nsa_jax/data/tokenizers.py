@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from nsa_jax.data.errors import DataError
 BPE_TRAINING_BYTES = 64 << 20
 BPE_EOS = "<|endoftext|>"
 _MOST_IDS = 1 << 24  # larger vocabularies are mistakes, and tables of their size would fill the memory
+# Of a tokenizer_config.json: what `save` writes itself, and what names code to be run, which nothing here does.
+_OWN_SETTINGS = ("kind", "eos_token", "fingerprint", "auto_map")
 _KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
 
 
@@ -89,7 +91,7 @@ class Tokenizer:
                 tokenizer = SyntheticTokenizer(size, copy=copy)
             elif kind == "hf" and isinstance(saved.get("eos_token"), str):
                 text = Path(directory, "tokenizer.json").read_bytes().decode("utf-8")
-                tokenizer = HuggingFaceTokenizer(text, eos=saved["eos_token"])
+                tokenizer = HuggingFaceTokenizer(text, eos=saved["eos_token"], settings=saved)
             else:
                 raise DataError(str(path), f"kind={kind!r:.80}, or its eos_token, is none that save() writes", fix)
         except (OSError, UnicodeDecodeError) as error:
@@ -114,7 +116,7 @@ def _json_object(path: Path, fix: str) -> dict[str, Any]:
     return value
 
 
-def _write_config(directory: str | os.PathLike, **fields: Any) -> None:
+def _write_config(directory: str | os.PathLike, fields: dict[str, Any]) -> None:
     Path(directory).mkdir(parents=True, exist_ok=True)
     Path(directory, "tokenizer_config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
@@ -139,7 +141,7 @@ class ByteTokenizer(Tokenizer):
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def save(self, directory: str | os.PathLike) -> None:
-        _write_config(directory, kind="byte", fingerprint=self.fingerprint)
+        _write_config(directory, {"kind": "byte", "fingerprint": self.fingerprint})
 
 
 class SyntheticTokenizer(Tokenizer):
@@ -179,7 +181,7 @@ class SyntheticTokenizer(Tokenizer):
 
     def save(self, directory: str | os.PathLike) -> None:
         fields = {"vocab_size": self.vocab_size, "copy": self.copy}
-        _write_config(directory, kind="synthetic", **fields, fingerprint=self.fingerprint)
+        _write_config(directory, {"kind": "synthetic", **fields, "fingerprint": self.fingerprint})
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -189,13 +191,18 @@ class HuggingFaceTokenizer(Tokenizer):
       serialized: text of a tokenizer.json.
       eos: its end-of-document token. If empty, the first of the usual names in its vocabulary is used.
       name: for messages.
+      settings: what its tokenizer_config.json says besides, such as a chat template; kept by `save`, used by nothing
+        here.
 
     Raises:
       DataError: the file is no tokenizer, or has no end-of-document token.
     """
 
-    def __init__(self, serialized: str, *, eos: str = "", name: str = "tokenizer.json"):
+    def __init__(
+        self, serialized: str, *, eos: str = "", name: str = "tokenizer.json", settings: Mapping[str, Any] | None = None
+    ):
         self.name = name
+        self.settings = {key: value for key, value in (settings or {}).items() if key not in _OWN_SETTINGS}
         try:
             self._tokenizer = hf_tokenizers.Tokenizer.from_str(serialized)
             eos.encode()  # raises for half of a surrogate pair, which JSON can hold
@@ -259,7 +266,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def save(self, directory: str | os.PathLike) -> None:
-        _write_config(directory, kind="hf", eos_token=self.eos_token, fingerprint=self.fingerprint)
+        own = {"kind": "hf", "eos_token": self.eos_token, "fingerprint": self.fingerprint}
+        _write_config(directory, {**self.settings, **own})
         Path(directory, "tokenizer.json").write_text(self._serialized, encoding="utf-8")
 
 
@@ -334,8 +342,9 @@ def _load_trained(directory: Path) -> Tokenizer:
         raise DataError(error.where, error.what, f"delete {directory}: the tokenizer is trained again") from error
 
 
-def _hf_tokenizer_files(path: str) -> tuple[str, str]:
-    """Text of tokenizer.json and the EOS token that tokenizer_config.json beside it names ('' if none)."""
+def _hf_tokenizer_files(path: str) -> tuple[str, dict[str, Any]]:
+    """Text of tokenizer.json, and the settings of tokenizer_config.json and chat_template.jinja beside it."""
+    template = None
     local = Path(path).expanduser()
     if local.is_dir():
         local = local / "tokenizer.json"
@@ -344,6 +353,8 @@ def _hf_tokenizer_files(path: str) -> tuple[str, str]:
             serialized = local.read_text(encoding="utf-8")
             settings_file = local.with_name("tokenizer_config.json")
             settings_text = settings_file.read_text(encoding="utf-8") if settings_file.is_file() else "{}"
+            template_file = local.with_name("chat_template.jinja")
+            template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise DataError(
@@ -369,9 +380,10 @@ def _hf_tokenizer_files(path: str) -> tuple[str, str]:
         settings = json.loads(settings_text)
     except (ValueError, RecursionError):  # tokenizer.json may be enough, because the usual names are tried
         settings = None
-    eos = settings.get("eos_token") if isinstance(settings, dict) else None
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    return serialized, eos if isinstance(eos, str) else ""
+    settings = settings if isinstance(settings, dict) else {}
+    if template is not None:
+        settings["chat_template"] = template
+    return serialized, settings
 
 
 def load_tokenizer(
@@ -402,6 +414,9 @@ def load_tokenizer(
             raise DataError(
                 "config.data.tokenizer_path=''", "tokenizer='hf' has none", "name a tokenizer.json or a hub id"
             )
-        serialized, eos = _hf_tokenizer_files(data.tokenizer_path)
-        return HuggingFaceTokenizer(serialized, eos=data.tokenizer_eos or eos, name=data.tokenizer_path)
+        serialized, settings = _hf_tokenizer_files(data.tokenizer_path)
+        found = settings.get("eos_token")
+        found = found.get("content") if isinstance(found, dict) else found
+        eos = data.tokenizer_eos or (found if isinstance(found, str) else "")
+        return HuggingFaceTokenizer(serialized, eos=eos, name=data.tokenizer_path, settings=settings)
     raise DataError(f"config.data.tokenizer={data.tokenizer!r}", "no such tokenizer", "use byte, bpe or hf")

@@ -1,110 +1,67 @@
-"""Checkpoints of other programs: the import of dense Llama-style models."""
+"""Checkpoints of other programs: the import of dense models, as they are or as the start of an NSA model.
+
+Arrays are read in parts, layer by layer, and written transposed and in the dtype of the parameters into the memory that
+the model keeps: no second copy of the checkpoint is made.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from nsa_jax.config import default_config
 from nsa_jax.hub.export_files import Arrays, LoadError, read_json
-from nsa_jax.hub.saved_config import checked_model_config, positive, whole
+from nsa_jax.hub.families import dense_shapes, imported_config, sliding_window, unsupported
+from nsa_jax.hub.saved_config import abstract_model, checked_model_config
 from nsa_jax.nn import ModelConfig, Transformer
+from nsa_jax.nn.layers import make_compressor
+
+__all__ = ["GATE", "import_dense", "imported_config"]
+
+# Where the compressed branch's gate begins. On rows that window and selection cover, the output of each attention
+# layer differs from the dense one by this share at most; the sigmoid's slope, eps (1 - eps), is what opens the gate.
+GATE = 0.005
+_CLOSED = -30.0  # of a gate of 0: the sigmoid is 1e-13, which is nothing beside the others in float32
+_ALIGNED = 64  # bytes; JAX uses memory that begins at a multiple of this as it is
 
 
-def _rope_parameters(described: dict[str, Any], path: Path) -> dict[str, Any]:
-    found = described.get("rope_scaling") or described.get("rope_parameters") or {}
-    if not isinstance(found, dict):
-        raise LoadError(f"{path / 'config.json'}: rope_scaling={reprlib.repr(found)}: must be an object or null")
-    return found
+def gate_bias(eps: float) -> list[float]:
+    """Biases of the gates (compressed, selected, window) that begin at (eps, (1 - eps) / 2, (1 - eps) / 2)."""
+    other = (1.0 - eps) / 2
+    return [math.log(gate / (1.0 - gate)) if gate > 0 else _CLOSED for gate in (eps, other, other)]
 
 
-def _refuse_what_is_not_supported(described: dict[str, Any], arrays: Arrays, directory: Path) -> None:
-    found = []
-    scaling = _rope_parameters(described, directory)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "default":
-        found.append(f"RoPE scaling of type {reprlib.repr(kind)}")
-    if described.get("hidden_act", "silu") != "silu":
-        found.append(f"activation {reprlib.repr(described['hidden_act'])}")
-    if described.get("use_sliding_window") or (
-        described.get("sliding_window") and described.get("model_type") == "mistral"
-    ):
-        found.append("sliding-window attention")
-    for what, part in (("biases", ".bias"), ("norms of queries and keys", "self_attn.q_norm"), ("experts", "experts.")):
-        if any(part in name for name in arrays.files):
-            found.append(what)
+def _refuse(found: list[str], directory: Path) -> None:
     if found:
         raise LoadError(f"{directory}: cannot import {', '.join(found)}; the dense model here has none")
 
 
-def imported_config(described: dict[str, Any], attention: str, path: Path = Path()) -> ConfigDict:
-    """The training config of a Llama-style config.json; data and training fields keep their defaults.
-
-    Args:
-      described: what config.json holds.
-      attention: of the model here, "dense" or "nsa".
-      path: directory of config.json, for messages.
-
-    Raises:
-      LoadError: a field is missing, or not what it must be.
-    """
-    config = default_config()
-    m = config.model
-    m.attention = attention
-    m.dim, m.num_layers = (whole(described, name, path) for name in ("hidden_size", "num_hidden_layers"))
-    m.num_heads = whole(described, "num_attention_heads", path)
-    m.num_kv_heads = whole(described, "num_key_value_heads", path, m.num_heads)
-    m.head_dim = whole(described, "head_dim", path, m.dim // m.num_heads)
-    m.mlp_dim, m.vocab_size = (whole(described, name, path) for name in ("intermediate_size", "vocab_size"))
-    parameters = _rope_parameters(described, path)
-    theta = described.get("rope_theta") or parameters.get("rope_theta") or 10_000.0
-    m.rope_theta = positive(theta, "rope_theta", path)
-    m.norm_eps = positive(described.get("rms_norm_eps", 1e-6), "rms_norm_eps", path)
-    tied = described.get("tie_word_embeddings", False)
-    if not isinstance(tied, bool):
-        raise LoadError(f"{path / 'config.json'}: tie_word_embeddings={reprlib.repr(tied)}: must be true or false")
-    m.tie_embeddings = tied
-    config.data.seq_len = whole(described, "max_position_embeddings", path, config.data.seq_len)
-    return config
+def _check_window(described: dict[str, Any], config: ConfigDict, path: Path) -> None:
+    """Refuses layers of a sliding window, unless the model here attends likewise or rows are no longer than it."""
+    window, everywhere = sliding_window(described, path)
+    if not window or config.data.seq_len <= window or (everywhere and config.model.attention == "window"):
+        return
+    which = "all layers" if everywhere else "some of the layers"
+    other = "attention='window', or for " if everywhere else ""
+    raise LoadError(
+        f"{path}: cannot import sliding-window attention as {config.model.attention}: {which} read {window} tokens, and "
+        f"rows have {config.data.seq_len}. Fix: ask for {other}rows of at most {window} tokens (seq_len)"
+    )
 
 
-def _dense_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every array of a Llama-style checkpoint, one layer after another."""
-    dim, query = config.dim, config.num_heads * config.head_dim
-    key, value = config.num_kv_heads * config.head_dim, config.num_kv_heads * config.value_head_dim
-    yield "model.embed_tokens.weight", (config.vocab_size, dim)
-    yield "model.norm.weight", (dim,)
-    if not config.tie_embeddings:
-        yield "lm_head.weight", (config.vocab_size, dim)
-    layer = {
-        "self_attn.q_proj": (query, dim),
-        "self_attn.k_proj": (key, dim),
-        "self_attn.v_proj": (value, dim),
-        "self_attn.o_proj": (dim, config.num_heads * config.value_head_dim),
-        "mlp.gate_proj": (config.mlp_dim, dim),
-        "mlp.up_proj": (config.mlp_dim, dim),
-        "mlp.down_proj": (dim, config.mlp_dim),
-        "input_layernorm": (dim,),
-        "post_attention_layernorm": (dim,),
-    }
-    for index in range(config.num_layers):
-        for name, shape in layer.items():
-            yield f"model.layers.{index}.{name}.weight", shape
-
-
-def _check_dense_arrays(arrays: Arrays, config: ModelConfig, path: Path) -> None:
+def _check_arrays(arrays: Arrays, config: ModelConfig, path: Path) -> None:
     """Raises LoadError unless the arrays are exactly those that the config asks for, from their headers alone."""
     expected = set()
-    for name, shape in _dense_shapes(config):
+    for name, shape in dense_shapes(config):
         arrays.expect(name, shape)
         expected.add(name)
     unused = sorted(
@@ -118,75 +75,164 @@ def _check_dense_arrays(arrays: Arrays, config: ModelConfig, path: Path) -> None
         )
 
 
-def _layer_params(arrays: Arrays, index: int, config: ModelConfig, fresh: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of one block, float32; `fresh` holds what a new model would begin with."""
-    prefix = f"model.layers.{index}."
+def _stored_dtype(arrays: Arrays) -> str:
+    """The dtype of parameters that holds every number of a checkpoint."""
+    return "bfloat16" if {kind for _, kind in arrays.shapes.values()} == {"bfloat16"} else "float32"
 
-    def weight(name: str) -> jax.Array:  # [in, out]; the checkpoint holds [out, in]
-        return arrays[f"{prefix}{name}.weight"].astype(jnp.float32).T
 
-    query, key, value = (weight(f"self_attn.{name}_proj") for name in "qkv")
+def _empty(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Memory for a parameter, which JAX on a CPU takes over without a copy."""
+    size = math.prod(leaf.shape) * leaf.dtype.itemsize
+    raw = np.empty(size + _ALIGNED, np.uint8)
+    begin = -raw.ctypes.data % _ALIGNED
+    return raw[begin : begin + size].view(leaf.dtype).reshape(leaf.shape)
+
+
+class _Reader:
+    """Copies arrays of a checkpoint into memory of another dtype."""
+
+    def __init__(self, arrays: Arrays):
+        self._arrays = arrays
+
+    def copy(self, name: str, target: np.ndarray) -> None:
+        """Fills `target`, which has the array's shape."""
+        for rows, part in self._arrays.parts(name):
+            target[rows] = part
+
+    def transpose(self, name: str, target: np.ndarray) -> None:
+        """Fills `target` [in, out] from a matrix [out, in]."""
+        for rows, part in self._arrays.parts(name):
+            target[:, rows] = part.astype(target.dtype, copy=False).T
+
+
+def _widths(config: ModelConfig) -> tuple[int, int, int]:
+    """Columns of queries, keys and values."""
+    key, value = config.num_kv_heads * config.head_dim, config.num_kv_heads * config.value_head_dim
+    return config.num_heads * config.head_dim, key, value
+
+
+def _fill_attention(read: _Reader, prefix: str, target: dict[str, Any], config: ModelConfig, gate: float) -> None:
+    """Fills one layer's attention; every branch of NSA gets the dense keys and values."""
+    query, key, value = _widths(config)
+    pair, branches = key + value, 3 if config.attention == "nsa" else 1
+
+    def fill(copy: Callable[[str, np.ndarray], None], kind: str, into: np.ndarray) -> None:  # into [..., columns]
+        for letter, first, width in (("q", 0, query), ("k", query, key), ("v", query + key, value)):
+            copy(f"{prefix}{letter}_proj.{kind}", into[..., first : first + width])
+        for branch in range(1, branches):
+            first = query + branch * pair
+            into[..., first : first + pair] = into[..., query : query + pair]
+
+    fill(read.transpose, "weight", target["w_in"])
+    target["w_in"][:, query + branches * pair :] = 0  # gates depend on their biases alone
+    read.transpose(f"{prefix}o_proj.weight", target["w_out"])
+    if config.qkv_bias:
+        fill(read.copy, "bias", target["b_in"])
+    if config.out_bias:
+        read.copy(f"{prefix}o_proj.bias", target["b_out"])
+    if config.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            read.copy(f"{prefix}{name}.weight", target[name]["scale"])
     if config.attention == "nsa":
-        gates = jnp.zeros((config.dim, 3 * config.num_heads), jnp.float32)
-        attention = dict(fresh["attention"])
-        attention["w_in"] = jnp.concatenate([query, *(key, value) * 3, gates], axis=1)
-        # Each gate a third: on rows shorter than window and selection, two of the branches are dense attention.
-        attention["gate_bias"] = jnp.full((config.num_heads, 3), -math.log(2.0), jnp.float32)
-        for name in ("compress_key", "compress_value"):
-            if "w_2" in attention.get(name, {}):  # the MLP begins as the mean of the block
-                attention[name] = attention[name] | {"w_2": jnp.zeros_like(attention[name]["w_2"])}
-    else:
-        attention = {"w_in": jnp.concatenate([query, key, value], axis=1)}
-    attention["w_out"] = weight("self_attn.o_proj")
-    gate, up = weight("mlp.gate_proj"), weight("mlp.up_proj")
-    return {
-        "attention": attention,
-        "mlp": {"w_in": jnp.concatenate([gate, up], axis=1), "w_out": weight("mlp.down_proj")},
-        "norm_attention": {"scale": arrays[f"{prefix}input_layernorm.weight"].astype(jnp.float32)},
-        "norm_mlp": {"scale": arrays[f"{prefix}post_attention_layernorm.weight"].astype(jnp.float32)},
-    }
+        target["gate_bias"][...] = gate_bias(gate)
+
+
+def _fill_compressors(target: dict[str, Any], config: ModelConfig, rngs: nnx.Rngs) -> None:
+    """Fills one layer's compressors: what a new model begins with, but the mean of the block exactly."""
+    sizes = {"compress_key": config.head_dim, "compress_value": config.value_head_dim}
+    for name, features in sizes.items():
+        if name in target:  # the mean has no parameters
+            fresh = nnx.to_pure_dict(nnx.state(make_compressor(config, features, rngs=rngs), nnx.Param))
+            for part, array in fresh.items():
+                target[name][part][...] = 0 if part == "w_2" else np.asarray(array)
+
+
+def _fill_layer(read: _Reader, index: int, target: dict[str, Any], config: ModelConfig, gate: float) -> None:
+    prefix, m = f"model.layers.{index}.", config.mlp_dim
+    _fill_attention(read, f"{prefix}self_attn.", target["attention"], config, gate)
+    mlp = target["mlp"]
+    for name, columns in (("gate", slice(0, m)), ("up", slice(m, 2 * m))):
+        read.transpose(f"{prefix}mlp.{name}_proj.weight", mlp["w_in"][:, columns])
+        if config.mlp_bias:
+            read.copy(f"{prefix}mlp.{name}_proj.bias", mlp["b_in"][columns])
+    read.transpose(f"{prefix}mlp.down_proj.weight", mlp["w_out"])
+    if config.mlp_bias:
+        read.copy(f"{prefix}mlp.down_proj.bias", mlp["b_out"])
+    read.copy(f"{prefix}input_layernorm.weight", target["norm_attention"]["scale"])
+    read.copy(f"{prefix}post_attention_layernorm.weight", target["norm_mlp"]["scale"])
+
+
+def _read_params(arrays: Arrays, config: ModelConfig, abstract: dict[str, Any], seed: int, gate: float) -> Any:
+    """The parameters in host memory, in the tree of `abstract`."""
+    params = jax.tree.map(_empty, abstract)
+    read, rngs = _Reader(arrays), nnx.Rngs(seed)
+    read.copy("model.embed_tokens.weight", params["embedding"])
+    for index in range(config.num_layers):
+        layer = jax.tree.map(lambda leaf, i=index: leaf[i], params["blocks"])
+        _fill_layer(read, index, layer, config, gate)
+        if config.attention == "nsa":
+            _fill_compressors(layer["attention"], config, rngs)
+    read.copy("model.norm.weight", params["norm"]["scale"])
+    if not config.tie_embeddings:
+        read.transpose("lm_head.weight", params["head"])
+    return params
 
 
 def import_dense(
     directory: str | os.PathLike,
     *,
     attention: str = "dense",
+    gate: float = GATE,
+    dtype: str | None = None,
+    seq_len: int | None = None,
     edit: Callable[[ConfigDict], None] | None = None,
 ) -> tuple[Transformer, ConfigDict]:
-    """Reads a dense Llama-style checkpoint.
+    """Reads a dense checkpoint of a family that `nsa_jax.hub.families` knows.
+
+    With attention="nsa" every branch has the dense keys and values, and compression is the mean. On rows of at most
+    min(w, n l') tokens the window and the selected branch are dense attention each, so that with gate=0 the model is
+    the dense one.
 
     Args:
       directory: config.json and safetensors.
-      attention: "dense" for the same function, "nsa" for a model to continue training.
+      attention: "dense" for the same function, "nsa" for a model to continue training, "window" for a checkpoint whose
+        layers attend to a sliding window.
+      gate: eps in [0, 1): gates begin at (eps, (1 - eps) / 2, (1 - eps) / 2) for the compressed, the selected and the
+        window branch. With 0 the compressed branch hardly learns, since the sigmoid's slope is eps (1 - eps).
+      dtype: of the parameters, "float32" or "bfloat16"; None means bfloat16 if all arrays of the checkpoint are, and
+        float32 otherwise.
+      seq_len: tokens of rows, `config.data.seq_len`; None means the checkpoint's max_position_embeddings.
       edit: changes the config before the model is made, for example its NSA geometry or compute dtype.
 
     Returns:
       The model and a training config for it.
 
     Raises:
-      LoadError: the checkpoint has parts that this model has not, or lacks some.
+      LoadError: the checkpoint has parts that this model has not, or lacks some. It is raised before an array is read.
+      ValueError: `gate` is out of range.
     """
+    if not 0.0 <= gate < 1.0:
+        raise ValueError(f"gate={gate}: must be in [0, 1)")
     path = Path(directory)
     described = read_json(path, "config.json")
-    arrays = Arrays(path)
-    _refuse_what_is_not_supported(described, arrays, path)
+    _refuse(unsupported(described, path), path)
     config = imported_config(described, attention, path)
+    window, everywhere = sliding_window(described, path)
+    if attention == "window" and everywhere:
+        config.model.nsa.window = window
+    if seq_len is not None:
+        config.data.seq_len = seq_len
+    arrays = Arrays(path)  # their headers
+    config.model.param_dtype = dtype or _stored_dtype(arrays)
     if edit is not None:
         edit(config)
+    _check_window(described, config, path)
     model_config = checked_model_config(config, config.model.vocab_size, arrays, path)
-    _check_dense_arrays(arrays, model_config, path)
-    graphdef, state = nnx.split(Transformer(model_config, rngs=nnx.Rngs(config.seed)))
-    fresh = nnx.to_pure_dict(state)
-    layers = [
-        _layer_params(arrays, i, model_config, jax.tree.map(lambda leaf, i=i: leaf[i], fresh["blocks"]))
-        for i in range(model_config.num_layers)
-    ]
-    params: dict[str, Any] = {
-        "embedding": arrays["model.embed_tokens.weight"].astype(jnp.float32),
-        "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
-        "norm": {"scale": arrays["model.norm.weight"].astype(jnp.float32)},
-    }
-    if not model_config.tie_embeddings:
-        params["head"] = arrays["lm_head.weight"].astype(jnp.float32).T
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(model_config.param_dtype)), params)
-    return nnx.merge(graphdef, params), config
+    _check_arrays(arrays, model_config, path)
+    graphdef, abstract = abstract_model(model_config)
+    params = _read_params(arrays, model_config, abstract, config.seed, gate)
+    leaves, tree = jax.tree.flatten(params)
+    del params
+    for index, leaf in enumerate(leaves):  # one after another: on a GPU the host's memory is freed as it goes
+        leaves[index] = jnp.asarray(leaf)
+    return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), config

@@ -8,20 +8,21 @@ anything is allocated for them. Exports hold a checksum of each array; files of 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
 import re
 import reprlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.flax import save_file
 
 from nsa_jax.data.errors import DataError
 
@@ -31,6 +32,8 @@ _CHECKSUMS = "crc32"  # key of the safetensors metadata: JSON of {array: checksu
 _LARGEST_JSON = 100_000_000  # bytes; safetensors bounds its own headers by this
 _SHARD_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BLOCK_BYTES = 8 * 2**20  # of an array that is read in parts
 
 
 class LoadError(ValueError):
@@ -96,21 +99,75 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def _checksum(array: jax.Array) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+def _checksum(array: Any) -> int:
+    return zlib.crc32(_raw(np.asarray(array)))
 
 
-def _save(path: Path, arrays: dict[str, jax.Array]) -> None:
-    checksums = {name: _checksum(array) for name, array in arrays.items()}
-    save_file(arrays, path, metadata={"format": "flax", _CHECKSUMS: json.dumps(checksums)})
-    mask = os.umask(0)
-    os.umask(mask)
-    os.chmod(path, 0o666 & ~mask)  # safetensors makes files for their owner alone
+def _raw(array: np.ndarray) -> memoryview:
+    """The bytes of an array, row by row."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def write_arrays(directory: Path, arrays: dict[str, jax.Array], shard_bytes: int) -> None:
-    """Writes model.safetensors, or shards of at most `shard_bytes` (or one array) and their index."""
-    shards: list[dict[str, jax.Array]] = [{}]
+@dataclasses.dataclass(frozen=True)
+class LaterArray:
+    """An array that is made when it is written, so that only one of many takes memory.
+
+    Attributes:
+      shape: of the array.
+      dtype: of the array.
+      make: returns it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.make(), dtype)
+
+
+def _save(path: Path, arrays: Mapping[str, Any], kind: str) -> None:
+    """Writes a safetensors file, one array after another: no second copy of them all is made."""
+    names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))  # every array begins aligned
+
+    def header(checksums: dict[str, int]) -> bytes:
+        sums = ", ".join(f"{json.dumps(name)}: {checksums.get(name, 0):>10}" for name in names)  # always as long
+        fields: dict[str, Any] = {"__metadata__": {"format": kind, _CHECKSUMS: f"{{{sums}}}"}}
+        end = 0
+        for name in names:
+            begin, end = end, end + arrays[name].nbytes
+            dtype, shape = _NAMES[str(arrays[name].dtype)], list(arrays[name].shape)
+            fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        text = json.dumps(fields).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    checksums: dict[str, int] = {}
+    with path.open("wb") as file:
+        file.write(header(checksums))
+        for name in names:
+            array = np.asarray(arrays[name])
+            checksums[name] = _checksum(array)
+            file.write(_raw(array))
+        file.seek(0)
+        file.write(header(checksums))
+
+
+def write_arrays(directory: Path, arrays: Mapping[str, Any], shard_bytes: int, kind: str = "flax") -> None:
+    """Writes model.safetensors, or shards of at most `shard_bytes` (or one array) and their index.
+
+    Args:
+      directory: model files that are there are removed.
+      arrays: arrays or `LaterArray`s by name.
+      shard_bytes: size at which another file is begun.
+      kind: what the files say about the arrays' layout: "flax", or "pt" for transformers.
+    """
+    shards: list[dict[str, Any]] = [{}]
     size = 0
     for name, array in arrays.items():
         if shards[-1] and size + array.nbytes > shard_bytes:
@@ -121,12 +178,12 @@ def write_arrays(directory: Path, arrays: dict[str, jax.Array], shard_bytes: int
     for stale in directory.glob("model*.safetensors*"):
         stale.unlink()
     if len(shards) == 1:
-        _save(directory / WHOLE, shards[0])
+        _save(directory / WHOLE, shards[0], kind)
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _save(directory / name, shard)
+        _save(directory / name, shard, kind)
         weight_map |= dict.fromkeys(shard, name)
     total = sum(array.nbytes for array in arrays.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -170,6 +227,7 @@ class Arrays:
         held = {name: set(file.keys()) for name, file in self._open.items()}
         self.files = dict.fromkeys(held[WHOLE], WHOLE) if found is None else found
         self._checksums = {name: self._read_checksums(name) for name in names}
+        self._begins: dict[str, dict[str, int]] = {}
         self.shapes: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, file in self.files.items():
             if name not in held[file]:
@@ -224,11 +282,53 @@ class Arrays:
             array = self._open[file].get_tensor(name)
         checksums = self._checksums[file]
         if checksums and checksums.get(name) != _checksum(array):
-            raise LoadError(
-                f"{self._directory / file}: {name} has not the checksum that was written with it; the file is damaged. "
-                "Fix: copy or export the model again"
-            )
+            raise self._damaged(name)
         return array
+
+    def _damaged(self, name: str) -> LoadError:
+        return LoadError(
+            f"{self._directory / self.files[name]}: {name} has not the checksum that was written with it; the file is "
+            "damaged. Fix: copy or export the model again"
+        )
+
+    def _begin(self, name: str) -> int:
+        """Where an array begins in its file, whose header safetensors has checked."""
+        file = self.files[name]
+        if file not in self._begins:
+            with (self._directory / file).open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(length))
+            header.pop("__metadata__", None)
+            self._begins[file] = {key: 8 + length + field["data_offsets"][0] for key, field in header.items()}
+        return self._begins[file][name]
+
+    def parts(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
+        """An array in parts along its first axis, so that no whole copy of it is made.
+
+        Args:
+          name: of the array, whose header `expect` has compared.
+
+        Yields:
+          Indices of the first axis, and these rows in the dtype of the file.
+
+        Raises:
+          LoadError: the file is damaged.
+        """
+        shape, kind = self.shapes[name]
+        dtype, file = np.dtype(getattr(jnp, kind)), self.files[name]
+        row = math.prod(shape[1:]) * dtype.itemsize
+        step, checksum = max(_BLOCK_BYTES // max(row, 1), 1), 0
+        with load_errors(self._directory / file), (self._directory / file).open("rb") as opened:
+            opened.seek(self._begin(name))
+            for first in range(0, shape[0], step):
+                rows = slice(first, min(first + step, shape[0]))
+                raw = opened.read((rows.stop - first) * row)
+                if len(raw) != (rows.stop - first) * row:
+                    raise self._damaged(name)
+                checksum = zlib.crc32(raw, checksum)
+                yield rows, np.frombuffer(raw, dtype).reshape(-1, *shape[1:])
+        if self._checksums[file] and self._checksums[file].get(name) != checksum:
+            raise self._damaged(name)
 
     @property
     def largest(self) -> int:

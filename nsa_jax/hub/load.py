@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import reprlib
@@ -12,7 +13,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from nsa_jax.data import DataError, Tokenizer
-from nsa_jax.hub.checkpoint_files import find_steps, load_part, read_info, verify
+from nsa_jax.hub.checkpoint_files import best_of, find_steps, finite, load_part, read_info, verify
 from nsa_jax.hub.digests import Damage
 from nsa_jax.hub.export import MODEL_TYPE, load_exported
 from nsa_jax.hub.export_files import LoadError, read_json
@@ -73,6 +74,33 @@ def _load_workdir(workdir: Path, step: str) -> tuple[Transformer, Tokenizer, Con
     return nnx.merge(graphdef, load_part(directory, {"params": target})["params"]), tokenizer, config
 
 
+def recorded_metrics(path: str | os.PathLike) -> dict[str, float]:
+    """What a workdir says about the checkpoint that `load` reads of it.
+
+    Args:
+      path: as `load` takes it.
+
+    Returns:
+      "step", "val/loss" and what else was measured at this step's validation, as far as it is known; nothing of an
+      export.
+    """
+    directory, step = _split_step(os.fspath(path))
+    losses, _ = find_steps(directory / "checkpoints")
+    chosen = best_of(losses) if step == "best" else int(step) if step else max(losses, default=None)
+    if chosen is None or chosen not in losses:
+        return {}
+    found: dict[str, float] = {"step": chosen}
+    if losses[chosen] is not None:
+        found["val/loss"] = losses[chosen]
+    try:
+        validation = json.loads((directory / "summary.json").read_bytes())["validation"]
+        if validation["step"] == chosen:
+            found |= {name: value for name, value in validation.items() if finite(value) is not None}
+    except (OSError, ValueError, KeyError, TypeError):  # a run that was not finished has none
+        pass
+    return found
+
+
 def load(path: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
     """Loads a trained model.
 
@@ -97,7 +125,7 @@ def load(path: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
         if kind != MODEL_TYPE:
             raise LoadError(
                 f"{directory} holds a model of type {reprlib.repr(kind)}; import it first: "
-                f"python -m nsa_jax.export --import-from={directory} OUTPUT"
+                f"python -m nsa_jax.convert {directory} OUTPUT"
             )
         return load_exported(directory)
     raise LoadError(f"{directory} holds neither checkpoints/ nor config.json: it is no run and no exported model")

@@ -114,7 +114,8 @@ def test_an_imported_nsa_model_begins_with_the_dense_branches():
     """On rows within window and selection, two of three branches are the dense attention; all have gradients."""
     model, config = export.import_dense(LLAMA, attention="nsa", edit=small_nsa)
     attention = model.blocks.attention
-    np.testing.assert_allclose(jax.nn.sigmoid(attention.gate_bias[...]), 1 / 3, rtol=1e-6)
+    gates = np.broadcast_to([0.005, 0.4975, 0.4975], (2, 4, 3))
+    np.testing.assert_allclose(jax.nn.sigmoid(attention.gate_bias[...]), gates, rtol=1e-5)
     _, *pieces = np.split(np.asarray(attention.w_in[...]), np.cumsum([32, 16, 16, 16, 16, 16, 16]), axis=-1)
     for branch in (0, 2, 4):
         np.testing.assert_array_equal(pieces[branch], pieces[0])
@@ -166,8 +167,8 @@ def test_an_import_without_tokenizer_asks_for_one(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0}}, "RoPE scaling of type 'llama3'"),
-        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 500.0}}, "RoPE scaling of type 'longrope'"),
+        ({"hidden_act": "gelu"}, "the activation 'gelu'"),
         ({"num_hidden_layers": 1}, "have no place in this model"),
         ({"intermediate_size": 25}, "config.json does not fit"),
     ],

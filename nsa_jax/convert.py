@@ -1,0 +1,176 @@
+"""Converts a dense checkpoint of today to a model of nsa_jax, with NSA in the place of dense attention.
+
+    python -m nsa_jax.convert Llama-3.2-1B converted/llama-nsa
+    python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-dense --attention=dense --dtype=float32
+
+CHECKPOINT is a directory with config.json and safetensors, or the id of a model on the Hugging Face hub. OUTPUT is an
+export: `nsa_jax.load`, generate, evaluate and `train.py --resume` take it. The tokenizer and its chat template are kept.
+
+Supported are Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5 and Qwen3 (dense). What else a checkpoint has is refused by
+name before any of its arrays is read. An NSA model begins close to the dense one (see --gate) and then needs continued
+training; --text reports the loss of both before that, on files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from nsa_jax.command_line import number
+from nsa_jax.data import DataError, Tokenizer, load_tokenizer
+from nsa_jax.data.sources import TextSource
+from nsa_jax.data.tokenizers import ByteTokenizer
+from nsa_jax.devices import choose_platform
+from nsa_jax.evaluate.scoring import Scorer, score_documents
+from nsa_jax.hub.convert import GATE, import_dense
+from nsa_jax.hub.export import export
+from nsa_jax.hub.export_files import LoadError, file_in, shortened
+from nsa_jax.nn import Transformer
+
+EXIT_USAGE = 2
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def find_checkpoint(name: str) -> Path:
+    """The directory of a checkpoint: a local one, or that of a model of the Hugging Face hub, which is fetched.
+
+    Raises:
+      LoadError: there is neither.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if not _HUB_ID.fullmatch(name) or os.path.lexists(path):
+        raise LoadError(f"{name} is no directory; give a checkpoint's directory, or a hub id such as OWNER/MODEL")
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise LoadError(f"{name} is no directory, and without huggingface_hub no hub id: pip install it") from None
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        raise LoadError(
+            f"{name} is no directory, and is not to be had from the Hugging Face hub "
+            f"({type(error).__name__}: {shortened(error)}). Fix: correct the id, check the network, or give a directory"
+        ) from error
+
+
+def _tokenizer(given: str | None, source: Path, config: ConfigDict) -> Tokenizer:
+    """The tokenizer that was asked for, or the checkpoint's own."""
+    if given == "byte":
+        return ByteTokenizer()
+    path = Path(given) if given else source / "tokenizer.json"
+    if not given:
+        for name in _TOKENIZER_FILES:
+            if os.path.lexists(source / name):
+                file_in(source, name)
+    if not path.is_file():
+        raise LoadError(f"{path} is no file; name a tokenizer.json with --tokenizer, or --tokenizer=byte")
+    config.data.tokenizer, config.data.tokenizer_path = "hf", str(path.absolute())
+    tokenizer = load_tokenizer(config)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise LoadError(
+            f"{path}: its ids go up to {tokenizer.vocab_size - 1}, but the embedding has {config.model.vocab_size} rows. "
+            "Fix: give the checkpoint's own tokenizer.json"
+        )
+    return tokenizer
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Does what the command line of `nsa_jax.convert` asks for.
+
+    Raises:
+      LoadError, DataError: the checkpoint or its tokenizer cannot be used.
+    """
+    source, target = find_checkpoint(args.checkpoint), Path(args.output)
+    if target.exists() and target.samefile(source):
+        raise LoadError(f"{target}: is the checkpoint itself; name another directory to write")
+    found: list[Tokenizer] = []
+
+    def add_tokenizer(config: ConfigDict) -> None:  # before arrays are read, which may take long
+        found.append(_tokenizer(args.tokenizer, source, config))
+
+    options = {"dtype": args.dtype, "seq_len": args.seq_len, "edit": add_tokenizer}
+    model, config = import_dense(source, attention=args.attention, gate=args.gate, **options)
+    tokenizer = found[0]
+    export(model, tokenizer, config, target)
+    print(f"converted {args.checkpoint} to {args.attention} attention: {target}")
+    if args.text:
+        models = {"dense": import_dense(source, **options)[0], args.attention: model}
+        for name, loss in step_zero_losses(models, tokenizer, args.text, min(config.data.seq_len, 4096)).items():
+            print(f"loss at step 0, {name}: {loss:.4f} nats per token")
+
+
+def step_zero_losses(
+    models: dict[str, Transformer], tokenizer: Tokenizer, files: Sequence[str], context: int
+) -> dict[str, float]:
+    """Nats per token of several models on text files, in windows of `context` tokens."""
+    documents = [tokenizer.encode(text) for text in TextSource(tuple(files)).documents()]
+    documents = [document[: 64 * context] for document in documents if len(document)]
+    token_bytes = np.asarray(tokenizer.token_bytes)
+    return {
+        name: score_documents(
+            Scorer(model), documents, token_bytes, tokenizer.eos_id, context=context, stride=context, batch_size=1
+        )["loss"]
+        for name, model in models.items()
+    }
+
+
+def add_arguments(parser: argparse._ActionsContainer) -> None:
+    """Declares the options of an import."""
+    parser.add_argument(
+        "--attention", choices=("nsa", "dense", "window"), default="nsa", help="of the model (default %(default)s)"
+    )
+    parser.add_argument(
+        "--gate",
+        type=number(float, 0.0, 0.99),
+        default=GATE,
+        metavar="EPS",
+        help="NSA: the compressed branch's gate at first; 0: exactly the dense model on short rows (default %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of the parameters; default: the checkpoint's, or float32"
+    )
+    parser.add_argument(
+        "--seq-len", type=number(int, 1), help="tokens of rows; default: the checkpoint's max_position_embeddings"
+    )
+    parser.add_argument("--tokenizer", help="a tokenizer.json, or byte; default: the checkpoint's")
+    parser.add_argument("--text", nargs="+", default=[], help="report the loss before training on these files")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nsa_jax.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="directory of a dense checkpoint, or a hub id")
+    parser.add_argument("output", metavar="OUTPUT", help="directory to write")
+    add_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line tool; returns the exit status."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    choose_platform()
+    try:
+        convert(args)
+    except (LoadError, DataError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Dense models as folders that transformers loads by itself: `export_native`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from nsa_jax.data import Tokenizer
+from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from nsa_jax.hub.export_files import LaterArray, LoadError, write_arrays
+from nsa_jax.hub.families import dense_shapes
+from nsa_jax.nn import ModelConfig, Transformer, count_parameters
+
+_SHARD_BYTES = 5 * 2**30
+_SETTINGS = "tokenizer_config.json"
+
+
+def _without_counterpart(config: ModelConfig) -> list[str]:
+    """What of a dense model no family of transformers has, with what can be done about it."""
+    found = []
+    if config.value_head_dim != config.head_dim:
+        found.append(f"value_head_dim={config.value_head_dim} beside head_dim={config.head_dim}")
+    if config.rotary_dim not in (0, config.head_dim):
+        found.append(f"rotary_dim={config.rotary_dim}")
+    if getattr(config, "logit_soft_cap", 0.0):
+        found.append(f"logit_soft_cap={config.logit_soft_cap}")
+    if config.out_bias and not config.qkv_bias:
+        found.append("out_bias without qkv_bias")
+    if config.qk_norm and config.qkv_bias != config.out_bias:
+        found.append("qk_norm with qkv_bias alone")
+    if config.mlp_bias and (config.qk_norm or config.qkv_bias != config.out_bias):
+        found.append("mlp_bias beside qk_norm or qkv_bias alone")
+    return found
+
+
+def family_of(config: ModelConfig) -> tuple[str, str]:
+    """The model_type and the class of transformers that compute what a model computes.
+
+    Raises:
+      LoadError: there are none.
+    """
+    if config.attention != "dense":
+        raise LoadError(
+            f"transformers has no counterpart of attention={config.attention!r}. Fix: leave out --format=transformers, "
+            "and read the export with nsa_jax.load; only models with dense attention become native folders"
+        )
+    if found := _without_counterpart(config):
+        raise LoadError(
+            f"transformers has no counterpart of a model with {', '.join(found)}. Fix: leave out --format=transformers, "
+            "and read the export with nsa_jax.load"
+        )
+    if config.qk_norm:
+        return "qwen3", "Qwen3ForCausalLM"
+    if config.qkv_bias and not config.out_bias:
+        return "qwen2", "Qwen2ForCausalLM"
+    return "llama", "LlamaForCausalLM"
+
+
+def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    scaling = config.rope_scaling
+    if scaling.kind == "none":
+        return None
+    found: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind in ("llama3", "yarn"):
+        found["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind == "llama3":
+        found |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind == "yarn":
+        found |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        if scaling.attention_factor:
+            found["attention_factor"] = scaling.attention_factor
+    return found
+
+
+def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
+    """The config.json that transformers reads, without the tokens of the tokenizer.
+
+    Args:
+      config: of a dense model.
+      seq_len: tokens of the rows that it was trained on.
+
+    Raises:
+      LoadError: transformers has no such model.
+    """
+    kind, architecture = family_of(config)
+    scaling = config.rope_scaling
+    # The names of version 4 of transformers, which version 5 reads too.
+    found: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        # Frequencies of the kind "dynamic" begin to change beyond this length.
+        "max_position_embeddings": scaling.original_length if scaling.kind == "dynamic" else seq_len,
+        "initializer_range": config.init_std,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _rope_scaling(config),
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": config.param_dtype,
+        "use_cache": True,
+    }
+    if kind == "llama":
+        found |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    elif kind == "qwen3":
+        found |= {"attention_bias": config.qkv_bias}
+    if kind.startswith("qwen"):
+        found["use_sliding_window"] = False
+    return found
+
+
+def _layer_arrays(block: Mapping[str, Any], index: int, config: ModelConfig) -> dict[str, Callable[[], np.ndarray]]:
+    """What makes each array of a layer in transformers' layout, by its name without the layer's prefix."""
+    attention, mlp = block["attention"], block["mlp"]
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    ends = {"q": (0, query), "k": (query, query + key), "v": (query + key, query + 2 * key)}
+    halves = {"gate": (0, config.mlp_dim), "up": (config.mlp_dim, 2 * config.mlp_dim)}
+    columns = {f"self_attn.{name}": (attention, at) for name, at in ends.items()}
+    columns |= {f"mlp.{name}": (mlp, at) for name, at in halves.items()}
+    found: dict[str, Callable[[], np.ndarray]] = {}
+    for name, (part, (first, end)) in columns.items():
+        found[f"{name}_proj.weight"] = lambda w=part["w_in"], a=first, b=end: np.asarray(w[index, :, a:b]).T
+        if part.get("b_in") is not None:
+            found[f"{name}_proj.bias"] = lambda w=part["b_in"], a=first, b=end: np.asarray(w[index, a:b])
+    for name, part in (("self_attn.o_proj", attention), ("mlp.down_proj", mlp)):
+        found[f"{name}.weight"] = lambda w=part["w_out"]: np.asarray(w[index]).T
+        if part.get("b_out") is not None:
+            found[f"{name}.bias"] = lambda w=part["b_out"]: np.asarray(w[index])
+    norms = {"input_layernorm": block["norm_attention"], "post_attention_layernorm": block["norm_mlp"]}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": attention["q_norm"], "self_attn.k_norm": attention["k_norm"]}
+    for name, part in norms.items():
+        found[f"{name}.weight"] = lambda w=part["scale"]: np.asarray(w[index])
+    return found
+
+
+def _arrays(model: Transformer) -> dict[str, LaterArray]:
+    """Every array in transformers' layout; each is made when it is written."""
+    config = model.config
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    made: dict[str, Callable[[], np.ndarray]] = {
+        "model.embed_tokens.weight": lambda: np.asarray(params["embedding"]),
+        "model.norm.weight": lambda: np.asarray(params["norm"]["scale"]),
+        "lm_head.weight": lambda: np.asarray(params["head"]).T,
+    }
+    for index in range(config.num_layers):
+        layer = _layer_arrays(params["blocks"], index, config)
+        made |= {f"model.layers.{index}.{name}": make for name, make in layer.items()}
+    dtype = np.dtype(params["embedding"].dtype)
+    return {name: LaterArray(shape, dtype, made[name]) for name, shape in dense_shapes(config)}
+
+
+def _byte_tokenizer() -> str:
+    """The text of a tokenizer.json whose ids are `ByteTokenizer`'s: bytes, and the end of a document."""
+    import tokenizers
+
+    # Byte-level tokenizers write each byte as a character that can be seen: itself, or one from 256 on.
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    characters = {byte: chr(byte) for byte in seen} | {byte: chr(256 + i) for i, byte in enumerate(unseen)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({text: byte for byte, text in characters.items()}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>"])
+    return made.to_str()
+
+
+def _save_tokenizer(tokenizer: Tokenizer, path: Path) -> bool:
+    """Writes the tokenizer as transformers reads it; returns whether it can be written so."""
+    if isinstance(tokenizer, ByteTokenizer):
+        tokenizer = HuggingFaceTokenizer(_byte_tokenizer(), eos="<|endoftext|>")
+    for name in ("tokenizer.json", _SETTINGS):
+        (path / name).unlink(missing_ok=True)
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return False
+    tokenizer.save(path)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    settings |= {**tokenizer.settings, "eos_token": tokenizer.eos_token}
+    (path / _SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return True
+
+
+def _card(model: Transformer, config: ConfigDict, metrics: Mapping[str, Any], has_tokenizer: bool, kind: str) -> str:
+    """The README.md of the folder."""
+    rows = {
+        "parameters": f"{count_parameters(model):,}",
+        "layers, width": f"{model.config.num_layers}, {model.config.dim}",
+        "rows in training": f"{config.data.seq_len:,} tokens",
+        "training steps": f"{metrics['step']:,}" if "step" in metrics else "not recorded",
+    }
+    rows |= {name: f"{value:.4f}" for name, value in metrics.items() if name != "step"}
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    load = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    load += ['model = AutoModelForCausalLM.from_pretrained("DIRECTORY")']
+    load += ['tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")'] if has_tokenizer else []
+    note = "" if has_tokenizer else "\nIts tokens are synthetic: there is no tokenizer for text.\n"
+    return (
+        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- nsa_jax\n---\n\n# {config.name}\n\n"
+        f"A language model with dense attention in the layout of {kind}, trained with nsa_jax.\n{note}\n"
+        f"| | |\n|---|---|\n{table}\n\n"
+        "val/loss is in nats per token, measured on held-out documents by the trainer.\n\n"
+        "```python\n" + "\n".join(load) + "\n```\n"
+    )
+
+
+def export_native(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    config: ConfigDict,
+    directory: str | os.PathLike,
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Writes a dense model as a folder that transformers loads.
+
+    It holds config.json, generation_config.json, safetensors, the tokenizer and a README.md. Weights keep their bits.
+    `nsa_jax.hub.convert.import_dense` reads the folder back.
+
+    Args:
+      model: the Transformer.
+      tokenizer: its tokenizer; a synthetic one is left out.
+      config: the training config.
+      directory: created if needed; a model that is there is replaced.
+      metrics: "step" and what was measured, for the README.md.
+      shard_bytes: size at which another safetensors file is begun.
+
+    Raises:
+      LoadError: transformers has no such model. Nothing is written then.
+    """
+    described = native_config(model.config, config.data.seq_len)
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").unlink(missing_ok=True)  # it comes last, as in `export`
+    write_arrays(path, _arrays(model), shard_bytes, kind="pt")
+    has_tokenizer = _save_tokenizer(tokenizer, path)
+    ids = {"bos_token_id": None, "eos_token_id": int(tokenizer.eos_id)}
+    (path / "generation_config.json").write_text(json.dumps(ids, indent=1) + "\n")
+    card = _card(model, config, metrics or {}, has_tokenizer, described["architectures"][0])
+    (path / "README.md").write_text(card, encoding="utf-8")
+    (path / "config.json").write_text(json.dumps(described | ids, indent=1) + "\n")

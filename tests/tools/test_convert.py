@@ -1,0 +1,550 @@
+"""Dense checkpoints of every family become models here and folders for transformers; NSA begins as the dense model."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from safetensors import safe_open
+
+import nsa_jax
+from nsa_jax import convert, evaluate, export, generate
+from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SyntheticTokenizer
+from nsa_jax.hub.convert import GATE, gate_bias, import_dense
+from nsa_jax.hub.export_files import Arrays, LoadError
+from nsa_jax.hub.native import export_native
+
+from .checkpoints import FAMILIES, LLAMA3, UNSCALED, VOCAB, YARN, describe, logits, write
+from .runs import small_config, write_run
+from .test_export import same_parameters
+
+
+def float32(config) -> None:
+    config.model.compute_dtype = "float32"
+
+
+def tokens(length: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, length)
+
+
+def run(model, row: np.ndarray) -> np.ndarray:
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(jax.jit(model)(jnp.asarray(row[None], jnp.int32))[0])
+
+
+def stored(directory: Path) -> dict[str, np.ndarray]:
+    arrays = Arrays(directory)
+    return {name: np.asarray(arrays[name]) for name in arrays.files}
+
+
+def letters(path: Path, template: str | None = None, size: int = VOCAB) -> Path:
+    """Writes a tokenizer of single characters and its settings, as a checkpoint has them."""
+    words = {"</s>": 0, **{chr(48 + i): i for i in range(1, size)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    made.save(str(path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": "</s>"}, "auto_map": {"x": "y"}}
+    settings |= {"chat_template": template} if template else {}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+# Import
+
+
+@pytest.mark.parametrize("family", UNSCALED)
+def test_an_imported_model_computes_its_familys_formulas(tmp_path, family):
+    described = describe(family)
+    arrays = write(tmp_path, described, files=1 + len(family) % 3)
+    model, config = import_dense(tmp_path, edit=float32)
+    assert config.model.param_dtype == "float32" and config.data.seq_len == 128
+    row = tokens(48)
+    want = logits(described, arrays, row)
+    np.testing.assert_allclose(run(model, row), want, atol=2e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("llama3", {}, {"kind": "llama3", "factor": 8.0, "original_length": 64, "high_freq_factor": 4.0}),
+        ("llama3, tied", {}, {"kind": "llama3", "factor": 8.0, "original_length": 64, "low_freq_factor": 1.0}),
+        ("qwen2.5, yarn", {}, {"kind": "yarn", "factor": 4.0, "original_length": 32, "attention_factor": 0.0}),
+        (
+            "qwen2",
+            {"rope_scaling": YARN | {"attention_factor": 1.5, "beta_fast": 16, "beta_slow": None}},
+            {"attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 1.0},
+        ),
+        (
+            "qwen2",
+            {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 32}},
+            {"factor": 4.0, "original_length": 32},
+        ),
+        ("llama2", {"rope_scaling": {"type": "linear", "factor": 2}}, {"kind": "linear", "factor": 2.0}),
+        (
+            "llama2",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 7}},
+            {"kind": "dynamic", "factor": 2.0, "original_length": 128},  # transformers reads the longest row here
+        ),
+        ("mistral", {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, {"attention_factor": 1.0}),
+        ("llama2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, {"kind": "none"}),
+    ],
+)
+def test_scaling_of_rope_is_read_in_every_spelling(tmp_path, family, changes, expected):
+    write(tmp_path, describe(family, **changes))
+    config = import_dense(tmp_path)[1].model
+    got = config.rope_scaling.to_dict()
+    assert {name: got[name] for name in expected} == expected
+    want = {"llama3": 500_000.0, "llama3, tied": 500_000.0, "mistral": 1_000_000.0}.get(family, 10_000.0)
+    assert config.rope_theta == (5.0 if "rope_parameters" in changes else want)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama2", {"model_type": "gemma3"}, "a model of type 'gemma3' .known types are llama, mistral, qwen2, qwen3"),
+        ("llama2", {"model_type": None}, "a model of type None"),
+        ("llama2", {"hidden_act": "gelu"}, "the activation 'gelu'"),
+        ("llama2", {"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
+        ("llama2", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "RoPE scaling of type 'longrope'"),
+        ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ("qwen3", {"rope_scaling": YARN | {"truncate": False}}, "YaRN whose range is not rounded"),
+        ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differs between layers"),
+        ("llama2", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=None: must be a positive"),
+        ("llama2", {"rope_scaling": {"rope_type": "linear"}}, "factor=None: must be a positive number"),
+        ("llama2", {"rope_scaling": LLAMA3 | {"factor": 0.5}}, "factor=0.5: "),
+        ("llama2", {"attention_bias": "yes"}, "attention_bias='yes': must be true or false"),
+        ("llama2", {"attention_bias": True}, "no array 'model.layers.0.self_attn.q_proj.bias'"),
+        ("llama2", {"model_type": "qwen3", "head_dim": 8}, "no array 'model.layers.0.self_attn.q_norm.weight'"),
+        ("llama2", {"tie_word_embeddings": True, "num_hidden_layers": 1}, "9 arrays have no place"),
+    ],
+)
+def test_what_is_missing_here_is_named_before_an_array_is_read(tmp_path, monkeypatch, family, changes, words):
+    described = describe(family)
+    write(tmp_path, described)
+    described = {name: value for name, value in (described | changes).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    monkeypatch.setattr(Arrays, "__getitem__", lambda *_: pytest.fail("an array was read"))
+    monkeypatch.setattr(Arrays, "parts", lambda *_: pytest.fail("an array was read"))
+    with pytest.raises(LoadError, match=words):
+        import_dense(tmp_path)
+
+
+SLIDING = [
+    ("mistral", {"sliding_window": 16}, True),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, True),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, False),
+    (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "everywhere"), SLIDING)
+def test_layers_of_a_sliding_window_need_window_attention_or_short_rows(tmp_path, family, changes, everywhere):
+    write(tmp_path, describe(family, **changes))
+    for attention in ("dense", "nsa", *(() if everywhere else ("window",))):
+        with pytest.raises(LoadError, match="sliding-window attention.* read 16 tokens, and rows have 128") as caught:
+            import_dense(tmp_path, attention=attention)
+        assert ("attention='window'" in str(caught.value)) == everywhere
+    model, config = import_dense(tmp_path, edit=float32, seq_len=16)
+    row = tokens(40)
+    if everywhere:
+        window, config = import_dense(tmp_path, attention="window", edit=float32)
+        assert config.model.nsa.window == 16
+        got, want = run(window, row), run(model, row)
+        np.testing.assert_allclose(got[:16], want[:16], atol=1e-5 * np.abs(want).max())
+        assert np.abs(got[16:] - want[16:]).max() > 0.01 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("changes", [{"sliding_window": 128}, {"sliding_window": None}])
+def test_a_window_as_long_as_all_rows_is_none(tmp_path, changes):
+    write(tmp_path, describe("mistral", **changes))
+    assert import_dense(tmp_path)[1].model.attention == "dense"
+
+
+@pytest.mark.parametrize(
+    ("stored_as", "asked", "expected"),
+    [
+        (np.float32, None, "float32"),
+        (np.float16, None, "float32"),
+        (jnp.bfloat16, None, "bfloat16"),
+        (jnp.bfloat16, "float32", "float32"),
+        (np.float32, "bfloat16", "bfloat16"),
+    ],
+)
+def test_parameters_have_the_dtype_that_was_asked_for_or_the_checkpoints(tmp_path, stored_as, asked, expected):
+    arrays = write(tmp_path, describe("qwen2"), dtype=stored_as)
+    model, config = import_dense(tmp_path, dtype=asked)
+    assert config.model.param_dtype == expected
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(model)} == {expected}
+    want = arrays["model.embed_tokens.weight"].astype(getattr(jnp, expected))
+    np.testing.assert_array_equal(np.asarray(model.embedding[...]), want)
+    want = arrays["model.layers.1.self_attn.q_proj.weight"].astype(getattr(jnp, expected))
+    np.testing.assert_array_equal(np.asarray(model.blocks.attention.w_in[...])[1, :, :32], want.T)
+
+
+def test_large_arrays_are_read_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr("nsa_jax.hub.export_files._BLOCK_BYTES", 300)  # two rows
+    arrays = write(tmp_path, describe("llama2"))
+    read = [rows for rows, _ in Arrays(tmp_path).parts("model.layers.0.mlp.down_proj.weight")]
+    assert len(read) == 32
+    model, _ = import_dense(tmp_path)
+    want = arrays["model.layers.0.mlp.down_proj.weight"].T
+    np.testing.assert_array_equal(np.asarray(model.blocks.mlp.w_out[...])[0], want)
+
+
+# NSA
+
+
+def geometry(config, window: int = 32, num_selected: int = 2) -> None:
+    float32(config)
+    n = config.model.nsa
+    n.compress_block, n.compress_stride, n.select_block, n.num_initial, n.num_local = 8, 4, 16, 1, 1
+    n.window, n.num_selected = window, num_selected
+
+
+def error(got: np.ndarray, want: np.ndarray) -> float:
+    """The largest difference as a share of the largest logit."""
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nsa_without_gate_is_the_dense_model_on_short_rows(tmp_path, family):
+    write(tmp_path, describe(family))
+    dense, _ = import_dense(tmp_path, edit=geometry)
+    nsa, _ = import_dense(tmp_path, attention="nsa", gate=0.0, edit=geometry)
+    row = tokens(64)
+    got, want = run(nsa, row), run(dense, row)
+    assert error(got[:32], want[:32]) <= 2e-5  # min(w, n l') = 32
+    assert error(got[32:], want[32:]) > 1e-3
+    begun, _ = import_dense(tmp_path, attention="nsa", edit=geometry)
+    assert 1e-4 < error(run(begun, row)[:32], want[:32]) <= 0.02
+
+
+@pytest.mark.parametrize(("window", "num_selected", "short"), [(24, 4, 24), (48, 2, 32)])
+def test_rows_are_short_up_to_the_window_and_to_what_is_selected(tmp_path, window, num_selected, short):
+    write(tmp_path, describe("qwen3"))
+
+    def edit(config):
+        geometry(config, window, num_selected)
+
+    nsa, dense = (import_dense(tmp_path, attention=name, gate=0.0, edit=edit)[0] for name in ("nsa", "dense"))
+    row = tokens(64)
+    differs = np.abs(run(nsa, row) - run(dense, row)).max(-1) > 1e-4
+    assert not differs[:short].any() and differs[short : short + 8].any()
+
+
+def test_every_parameter_of_a_converted_model_can_learn(tmp_path):
+    """The mean's share of phi begins with a zero matrix, whose own gradient opens it; gates open by their slope."""
+    write(tmp_path, describe("qwen3"))
+    model, _ = import_dense(tmp_path, attention="nsa", edit=geometry)
+    assert not np.asarray(model.blocks.attention.compress_key.w_2[...]).any()
+    from flax import nnx
+
+    graphdef, params = nnx.split(model)
+    row = jnp.asarray(tokens(64)[None], jnp.int32)
+    grads = jax.jit(jax.grad(lambda p: jax.nn.log_softmax(nnx.merge(graphdef, p)(row))[0, :, 5].mean()))(params)
+    attention = nnx.to_pure_dict(grads)["blocks"]["attention"]
+    gate = np.abs(np.asarray(attention["gate_bias"]))  # [layers, N, 3]
+    assert (gate[..., 0] > 1e-3 * gate[..., 1:].max()).all()
+    for phi in ("compress_key", "compress_value"):
+        assert np.abs(np.asarray(attention[phi]["w_2"])).max() > 0
+
+
+def test_gates_begin_as_asked():
+    for eps in (0.0, 1e-6, GATE, 0.5, 0.99):
+        gates = np.asarray(jax.nn.sigmoid(jnp.asarray(gate_bias(eps), jnp.float32)))
+        np.testing.assert_allclose(gates, [eps, (1 - eps) / 2, (1 - eps) / 2], rtol=2e-5, atol=1e-12)
+    assert (np.asarray(jax.nn.sigmoid(jnp.asarray(gate_bias(0.0), jnp.bfloat16))) < 1e-12)[0]
+
+
+@pytest.mark.parametrize("gate", [-0.1, 1.0, float("nan")])
+def test_gates_out_of_range_are_refused(tmp_path, gate):
+    with pytest.raises(ValueError, match="gate=.*must be in"):
+        import_dense(tmp_path, attention="nsa", gate=gate)
+
+
+# Memory
+
+
+_MEASURED = """
+import resource, sys
+from nsa_jax import convert
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+small, large, output, attention = sys.argv[1:]
+options = [f"--attention={attention}", "--tokenizer=byte"]
+assert convert.main([small, output, *options]) == 0
+before = peak()
+assert convert.main([large, output, *options]) == 0
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_conversion_needs_little_more_memory_than_the_checkpoint_is_large(tmp_path, attention):
+    write(tmp_path / "small", describe("llama3", vocab_size=512), dtype=jnp.bfloat16)
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "vocab_size": 16_000}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
+    write(tmp_path / "large", describe("llama3", **sizes, **heads), dtype=jnp.bfloat16, files=3)
+    size = sum(path.stat().st_size for path in (tmp_path / "large").glob("*.safetensors"))
+    assert size > 400e6
+    arguments = [str(tmp_path / name) for name in ("small", "large", "output")]
+    done = subprocess.run(
+        # A shell between: what starts as this process has its peak already.
+        ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", _MEASURED, *arguments, attention],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(nsa_jax.__file__).parent.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    ratio = int(done.stdout.split()[-1]) / size
+    print(f"{attention}: {ratio:.3f} of {size / 1e6:.0f} MB")
+    assert 0.9 < ratio < 1.3
+
+
+# Folders for transformers
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_folder_holds_the_bits_of_the_checkpoint(tmp_path, family, dtype):
+    described = describe(family)
+    arrays = write(tmp_path / "in", described, dtype=dtype, files=2)
+    model, config = import_dense(tmp_path / "in")
+    export_native(model, SyntheticTokenizer(VOCAB, copy=False), config, tmp_path / "out", shard_bytes=10_000)
+    got = stored(tmp_path / "out")
+    assert got.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert got[name].dtype == array.dtype
+        np.testing.assert_array_equal(got[name].view(np.uint8), array.view(np.uint8), err_msg=name)
+    again, config_again = import_dense(tmp_path / "out")
+    same_parameters(model, again)
+    assert config_again == config
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            assert file.metadata()["format"] == "pt"
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "architecture"),
+    [
+        ("llama3", "llama", "LlamaForCausalLM"),
+        ("llama, biased", "llama", "LlamaForCausalLM"),
+        ("mistral", "llama", "LlamaForCausalLM"),
+        ("qwen2", "qwen2", "Qwen2ForCausalLM"),
+        ("qwen3, biased", "qwen3", "Qwen3ForCausalLM"),
+    ],
+)
+def test_a_folder_names_the_class_that_computes_the_model(tmp_path, family, kind, architecture):
+    write(tmp_path / "in", describe(family))
+    model, config = import_dense(tmp_path / "in")
+    export_native(model, SyntheticTokenizer(VOCAB, copy=False), config, tmp_path / "out")
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (described["model_type"], described["architectures"]) == (kind, [architecture])
+
+
+@pytest.fixture(scope="module")
+def dense_run(tmp_path_factory):
+    """A workdir of a byte-level dense model with a padded vocabulary, and what its trainer summarised."""
+    path, config = tmp_path_factory.mktemp("runs") / "dense", small_config()
+    config.model.attention, config.name = "dense", "dense"
+    write_run(path, config)
+    validation = {"step": 2, "val/loss": 3.0, "val/bits_per_byte": 4.25}
+    (path / "summary.json").write_text(json.dumps({"validation": validation}))
+    return path
+
+
+def test_a_run_becomes_a_folder_with_its_metrics(dense_run, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert export.main([str(dense_run), str(out), "--format=transformers"]) == 0
+    described = json.loads((out / "config.json").read_text())
+    model, tokenizer, _ = nsa_jax.load(dense_run)
+    assert described["vocab_size"] == 260 == stored(out)["model.embed_tokens.weight"].shape[0]
+    assert described["eos_token_id"] == tokenizer.eos_id == 256
+    card = (out / "README.md").read_text()
+    for row in ("| training steps | 2 |", "| val/loss | 3.0000 |", "| val/bits_per_byte | 4.2500 |"):
+        assert row in card
+    mask = os.umask(0)
+    os.umask(mask)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {0o666 & ~mask}
+    assert export.main([f"{dense_run}@best", str(out), "--format=transformers"]) == 0
+    card = (out / "README.md").read_text()
+    assert "| val/loss | 2.0000 |" in card and "bits_per_byte" not in card
+
+    assert convert.main([str(out), str(tmp_path / "back"), "--attention=dense"]) == 0
+    back, letters_of, _ = nsa_jax.load(tmp_path / "back")
+    same_parameters(nsa_jax.load(f"{dense_run}@best")[0], back)
+    text = "Bytes: \u00e4\u00f6 \U0001f600\t\n\x00"
+    np.testing.assert_array_equal(letters_of.encode(text), ByteTokenizer().encode(text))
+    assert letters_of.decode(letters_of.encode(text)) == text and letters_of.eos_id == 256
+
+
+def test_models_without_a_counterpart_are_refused_and_nothing_is_written(tmp_path, capsys):
+    for attention in ("nsa", "window"):
+        config = small_config()
+        config.model.attention = attention
+        write_run(tmp_path / attention, config)
+        out = tmp_path / "out"
+        assert export.main([str(tmp_path / attention), str(out), "--format=transformers"]) == 2
+        error = capsys.readouterr().err
+        assert f"no counterpart of attention='{attention}'" in error and "leave out --format=transformers" in error
+        assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"value_head_dim": 16}, "value_head_dim=16"),
+        ({"rotary_dim": 4}, "rotary_dim=4"),
+        ({"logit_soft_cap": 30.0}, "logit_soft_cap=30.0"),
+        ({"out_bias": True}, "out_bias without qkv_bias"),
+        ({"qk_norm": True, "qkv_bias": True}, "qk_norm with qkv_bias alone"),
+        ({"mlp_bias": True, "qkv_bias": True}, "mlp_bias beside"),
+    ],
+)
+def test_options_without_a_counterpart_are_named(tmp_path, changes, words):
+    from flax import nnx
+
+    from nsa_jax import nn
+
+    config = small_config()
+    config.model.attention = "dense"
+    for name, value in changes.items():
+        config.model[name] = value
+    model = nn.Transformer(nn.ModelConfig.from_config(config, 257), rngs=nnx.Rngs(0))
+    with pytest.raises(LoadError, match=words):
+        export_native(model, ByteTokenizer(), config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# Tokenizers
+
+
+def test_the_tokenizer_and_its_chat_template_are_kept(tmp_path):
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    write(tmp_path / "in", describe("qwen3"))
+    letters(tmp_path / "in", template)
+    assert convert.main([str(tmp_path / "in"), str(tmp_path / "nsa")]) == 0
+    _, tokenizer, config = nsa_jax.load(tmp_path / "nsa")
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    assert tokenizer.settings == {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    assert config.model.attention == "nsa" and tokenizer.eos_token == "</s>"
+
+    (tmp_path / "in" / "chat_template.jinja").write_text("{{ newer }}")  # where transformers 5 puts it
+    assert convert.main([str(tmp_path / "in"), str(tmp_path / "dense"), "--attention=dense"]) == 0
+    assert export.main([str(tmp_path / "dense"), str(tmp_path / "out"), "--format=transformers"]) == 0
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == "{{ newer }}" and settings["eos_token"] == "</s>"
+    assert not settings.keys() & {"kind", "fingerprint", "auto_map"}
+
+
+def test_links_out_of_a_checkpoint_are_not_followed(tmp_path, capsys):
+    write(tmp_path / "in", describe("llama2"))
+    letters(tmp_path / "in")
+    (tmp_path / "secret").write_text("a secret")
+    (tmp_path / "in" / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    assert convert.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+    assert "outside of the model's directory" in capsys.readouterr().err
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_path, capsys):
+    write(tmp_path / "in", describe("llama2"))
+    letters(tmp_path / "in", size=VOCAB + 5)
+    assert convert.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+    assert "its ids go up to 68, but the embedding has 64 rows" in capsys.readouterr().err
+
+
+# The command line
+
+
+def test_a_converted_model_is_generated_from_and_evaluated(tmp_path, capsys):
+    write(tmp_path / "in", describe("qwen3"))
+    letters(tmp_path / "in")
+    out, text = str(tmp_path / "out"), tmp_path / "text.txt"
+    text.write_text("Hello there " * 20)
+    assert convert.main([str(tmp_path / "in"), out, "--gate=0", "--dtype=float32", "--text", str(text)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "loss at step 0" in line]
+    dense, nsa = (float(words[5]) for words in lines)
+    assert dense == pytest.approx(nsa, abs=5e-3)  # in bfloat16; the text is shorter than the window
+    assert generate.main([out, "--prompt", "Hello", "--max-tokens=3", "--quiet"]) == 0
+    assert evaluate.main([out, "--tasks=perplexity", f"--files={text}", "--batch-size=1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["NONE", "OUT"], "is no directory; give a checkpoint's directory, or a hub id"),
+        (["IN", "IN"], "is the checkpoint itself"),
+        (["IN", "OUT"], "name a tokenizer.json with --tokenizer"),
+        (["IN", "FILE", "--tokenizer=byte"], "FILE"),
+        (["EMPTY", "OUT"], "config.json is missing"),
+        (["IN", "OUT", "--gate=1"], "argument --gate"),
+        (["IN", "OUT", "--gate=-0.1"], "argument --gate"),
+        (["IN", "OUT", "--gate=nan"], "argument --gate"),
+        (["IN", "OUT", "--dtype=int8"], "argument --dtype"),
+        (["IN", "OUT", "--seq-len=0"], "argument --seq-len"),
+        (["IN", "OUT", "--attention=sparse"], "argument --attention"),
+        (["IN"], "OUTPUT"),
+    ],
+)
+def test_bad_arguments_are_one_line(tmp_path, capsys, arguments, words):
+    write(tmp_path / "in", describe("llama2", vocab_size=300))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("a file")
+    places = {"IN": "in", "OUT": "out", "FILE": "file", "EMPTY": "empty", "NONE": "none"}
+    given = [str(tmp_path / places[word]) if word in places else word for word in arguments]
+    try:
+        status = convert.main(given)
+    except SystemExit as exit:  # of argparse
+        status = exit.code
+    error = capsys.readouterr().err
+    assert status == 2 and "Traceback" not in error
+    assert words.replace("FILE", str(tmp_path / "file")) in error.strip().splitlines()[-1]
+    assert (tmp_path / "in" / "model.safetensors").exists()
+
+
+def test_hub_ids_are_fetched(tmp_path, monkeypatch, capsys):
+    import huggingface_hub
+
+    write(tmp_path / "in", describe("llama2", vocab_size=300))
+    asked = []
+
+    def fetch(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(tmp_path / "in")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert convert.main(["owner/model", "out", "--tokenizer=byte"]) == 0
+    assert asked[0][0] == "owner/model" and "model*.safetensors" in asked[0][1]
+
+    def offline(name, allow_patterns):
+        raise OSError("cannot find\nthe files")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    assert convert.main(["owner/model", "out", "--tokenizer=byte"]) == 2
+    line = capsys.readouterr().err.strip().splitlines()
+    assert len(line) == 1 and "not to be had from the Hugging Face hub (OSError: cannot find the files)" in line[0]
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert convert.main(["owner/model", "out", "--tokenizer=byte"]) == 2
+    assert "without huggingface_hub no hub id" in capsys.readouterr().err
