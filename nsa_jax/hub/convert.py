@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
@@ -234,5 +233,5 @@ def import_dense(
     leaves, tree = jax.tree.flatten(params)
     del params
     for index, leaf in enumerate(leaves):  # one after another: on a GPU the host's memory is freed as it goes
-        leaves[index] = jnp.asarray(leaf)
+        leaves[index] = jax.device_put(leaf)
     return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), config
