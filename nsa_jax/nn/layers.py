@@ -46,6 +46,11 @@ def add_bias(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
     return x if bias is None else x + bias[...].astype(x.dtype)
 
 
+def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
+    """cap * tanh(logits / cap), which lies within (-cap, cap) (arXiv 2408.00118, section 2); 0 changes nothing."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Sets a share `rate` of x to zero and scales the rest up; does nothing without a key."""
     if key is None or rate == 0.0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from nsa_jax.nn import Transformer
 from nsa_jax.nn.attention import WIDTH_MULTIPLE
+from nsa_jax.nn.layers import soft_cap
 from nsa_jax.nn.sharding import TENSOR, on_shards, parameter_spec, tensor_size, token_spec, whole_weights
 from nsa_jax.train.state import Setup, State, batch_sharding, learning_rate
 
@@ -56,8 +58,10 @@ def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> j
     return _on_token_shards(_local_token_losses, model, (hidden, targets), (tokens, tokens), tokens)
 
 
-def weighted_loss(model: Transformer, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-    """The sum over all tokens of their cross-entropy in nats times their weight, a float32 scalar.
+def weighted_loss(
+    model: Transformer, hidden: jax.Array, targets: jax.Array, weights: jax.Array, z_loss: float = 0.0
+) -> tuple[jax.Array, jax.Array]:
+    """What training minimises: the sum over all tokens of weight * (cross-entropy + z_loss * logsumexp(logits)**2).
 
     Where it is differentiated, the gradients are computed together with the loss, chunk by chunk of the sequence: each
     chunk's logits are computed once and never kept. Logits and the head's gradient are float32; the gradient of the
@@ -70,35 +74,62 @@ def weighted_loss(model: Transformer, hidden: jax.Array, targets: jax.Array, wei
       hidden: [B, T, D] from `model.hidden`.
       targets: int32 [B, T].
       weights: float32 [B, T].
+      z_loss: keeps the logits' normaliser near 1 (arXiv 2204.02311, section 5).
+
+    Returns:
+      Two float32 scalars: the sum, and the part of it that is cross-entropy in nats, which has no gradient.
     """
     tokens = token_spec(*targets.shape)
     sums = _on_token_shards(
-        lambda *args: _local_weighted_loss(*args)[None, None],
+        lambda head, *args: _local_weighted_loss(dataclasses.replace(head, z_loss=z_loss), *args)[None, None],
         model,
         (hidden, targets, weights),
         (tokens, tokens, tokens),
         tokens,
     )
-    return sums.sum()
+    sums = sums.sum((0, 1))
+    return sums.sum(), jax.lax.stop_gradient(sums[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """What is fixed about the output head on a device.
+
+    Attributes:
+      tied: its weight is the embedding [vocab, D], otherwise [D, vocab].
+      split: its weight is this device's share of the vocabulary.
+      soft_cap: see `ModelConfig.logit_soft_cap`.
+      z_loss: see `weighted_loss`.
+    """
+
+    tied: bool
+    split: bool
+    soft_cap: float
+    z_loss: float = 0.0
+
+    def vocabulary(self, weight: jax.Array) -> int:
+        return weight.shape[0 if self.tied else 1]
+
+    def first_token(self, weight: jax.Array) -> jax.Array | int:
+        """The index of the first token of this device's share of the vocabulary."""
+        return jax.lax.axis_index(TENSOR) * self.vocabulary(weight) if self.split else 0
 
 
 def _on_token_shards(local: Callable, model: Transformer, arrays: tuple, specs: tuple, out_spec: P) -> jax.Array:
-    """`local(tied, split, weight, *arrays)` on each device's tokens, with the head in the compute dtype.
-
-    `split` tells whether the weight is the device's share of the vocabulary.
-    """
-    weight, tied = model.output_weight(), model.config.tie_embeddings
-    split = model.config.vocab_size % tensor_size() == 0 and tensor_size() > 1
-    weight_spec = parameter_spec(weight.shape, 0 if tied else 1)
+    """`local(head, weight, *arrays)` on each device's tokens, with a `_Head` and its weight in the compute dtype."""
+    weight, config = model.output_weight(), model.config
+    split = config.vocab_size % tensor_size() == 0 and tensor_size() > 1
+    head = _Head(config.tie_embeddings, split, config.logit_soft_cap)
+    weight_spec = parameter_spec(weight.shape, 0 if head.tied else 1)
     dtype = arrays[0].dtype
 
     def shard(shard, *arrays):
-        return local(tied, split, whole_weights(shard, weight_spec, dtype), *arrays)
+        return local(head, whole_weights(shard, weight_spec, dtype), *arrays)
 
     return on_shards(shard, (weight, *arrays), (weight_spec, *specs), out_spec)
 
 
-def _head(weight: jax.Array, tied: bool, dtype: jnp.dtype) -> jax.Array:
+def _head_rows(weight: jax.Array, tied: bool, dtype: jnp.dtype) -> jax.Array:
     """The output head as [vocab, D] in the compute dtype, the vocabulary rounded up to a width with fast kernels."""
     weight = weight.astype(dtype) if tied else weight.astype(dtype).T
     return jnp.pad(weight, ((0, -len(weight) % WIDTH_MULTIPLE), (0, 0)))
@@ -118,20 +149,16 @@ def _over_chunks(function: Callable, carry, arrays: tuple, vocab: int):
     return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:]), out)
 
 
-def _logits(hidden: jax.Array, head: jax.Array, vocab: int) -> jax.Array:
+def _logits(head: _Head, hidden: jax.Array, rows: jax.Array, vocab: int) -> jax.Array:
     """float32 [B, T, padded vocabulary], -inf for what is no token."""
-    logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
-    return logits if len(head) == vocab else jnp.where(jnp.arange(len(head)) < vocab, logits, -jnp.inf)
+    logits = jnp.einsum("btd,vd->btv", hidden, rows, preferred_element_type=jnp.float32)
+    logits = soft_cap(logits, head.soft_cap)
+    return logits if len(rows) == vocab else jnp.where(jnp.arange(len(rows)) < vocab, logits, -jnp.inf)
 
 
-def _first_token_of(vocab: int, split: bool) -> jax.Array | int:
-    """The index of the first token of a device's share of the vocabulary."""
-    return jax.lax.axis_index(TENSOR) * vocab if split else 0
-
-
-def _cross_entropy(logits: jax.Array, targets: jax.Array, vocab: int, split: bool) -> tuple[jax.Array, jax.Array]:
-    """(losses, logsumexp) [B, T] of logits of all the vocabulary, or with `split` of this device's share of it."""
-    index = targets - _first_token_of(vocab, split)
+def _cross_entropy(logits, targets: jax.Array, vocab: int, first, split: bool) -> tuple[jax.Array, jax.Array]:
+    """(losses, logsumexp) [B, T] of logits of all the vocabulary, or with `split` of the share that begins at `first`."""
+    index = targets - first
     own = (index >= 0) & (index < vocab)
     picked = jnp.take_along_axis(logits, jnp.where(own, index, 0)[..., None], axis=-1)[..., 0]
     if not split:
@@ -142,53 +169,72 @@ def _cross_entropy(logits: jax.Array, targets: jax.Array, vocab: int, split: boo
     return lse - jax.lax.psum(jnp.where(own, picked, 0.0), TENSOR), lse
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _local_token_losses(tied: bool, split: bool, weight: jax.Array, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-    """`token_losses` of one device's tokens; with `split` the weight is its share of the vocabulary."""
-    vocab = weight.shape[0 if tied else 1]
-    head = _head(weight, tied, hidden.dtype)
+def _local_losses(head: _Head, weight, hidden, targets) -> tuple[jax.Array, jax.Array]:
+    """(losses, logsumexp) [B, T] of one device's tokens."""
+    vocab, first = head.vocabulary(weight), head.first_token(weight)
+    rows = _head_rows(weight, head.tied, hidden.dtype)
 
     def chunk(_, hidden, targets):
-        return None, _cross_entropy(_logits(hidden, head, vocab), targets, vocab, split)[0]
+        return None, _cross_entropy(_logits(head, hidden, rows, vocab), targets, vocab, first, head.split)
 
     return _over_chunks(chunk, None, (hidden, targets), vocab)[1]
 
 
-def _token_losses_fwd(tied, split, weight, hidden, targets):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _local_token_losses(head: _Head, weight: jax.Array, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+    """`token_losses` of one device's tokens."""
+    return _local_losses(head, weight, hidden, targets)[0]
+
+
+def _token_losses_fwd(head, weight, hidden, targets):
     raise NotImplementedError("token_losses would keep all logits for its gradient: differentiate weighted_loss")
 
 
 _local_token_losses.defvjp(_token_losses_fwd, lambda *_: ())
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _weighted_sums(head: _Head, losses: jax.Array, lse: jax.Array, weights: jax.Array) -> jax.Array:
+    """[cross-entropy, z-loss], each summed with the weights."""
+    z_losses = head.z_loss * jnp.square(lse) if head.z_loss else jnp.zeros_like(lse)
+    return jnp.stack([jnp.sum(losses * weights), jnp.sum(z_losses * weights)])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _local_weighted_loss(
-    tied: bool, split: bool, weight: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array
+    head: _Head, weight: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """`weighted_loss` of one device's tokens; with `split` the weight is its share of the vocabulary."""
-    return jnp.sum(_local_token_losses(tied, split, weight, hidden, targets) * weights)
+    """The two parts of `weighted_loss` of one device's tokens; both must have the same cotangent."""
+    return _weighted_sums(head, *_local_losses(head, weight, hidden, targets), weights)
 
 
-def _weighted_loss_fwd(tied, split, weight, hidden, targets, weights):
-    vocab = weight.shape[0 if tied else 1]
-    head, first = _head(weight, tied, hidden.dtype), _first_token_of(vocab, split)
+def _weighted_loss_fwd(head, weight, hidden, targets, weights):
+    vocab, first = head.vocabulary(weight), head.first_token(weight)
+    rows = _head_rows(weight, head.tied, hidden.dtype)
 
-    def chunk(d_head, hidden, targets, weights):
-        logits = _logits(hidden, head, vocab)
-        losses, lse = _cross_entropy(logits, targets, vocab, split)
-        picked = jnp.arange(len(head)) == (targets - first)[..., None]
-        d_logits = ((jnp.exp(logits - lse[..., None]) - picked) * weights[..., None]).astype(hidden.dtype)
-        d_head += jnp.einsum("btv,btd->vd", d_logits, hidden, preferred_element_type=jnp.float32)
-        return d_head, (losses, jnp.einsum("btv,vd->btd", d_logits, head))
+    def chunk(d_rows, hidden, targets, weights):
+        logits = _logits(head, hidden, rows, vocab)
+        losses, lse = _cross_entropy(logits, targets, vocab, first, head.split)
+        picked = jnp.arange(len(rows)) == (targets - first)[..., None]
+        probs = jnp.exp(logits - lse[..., None])
+        if head.z_loss:
+            probs = probs * (1 + 2 * head.z_loss * lse[..., None])
+        d_logits = (probs - picked) * weights[..., None]
+        if head.soft_cap:  # -inf stands for what is no token
+            d_logits *= 1 - jnp.square(jnp.maximum(logits, -head.soft_cap) / head.soft_cap)
+        d_logits = d_logits.astype(hidden.dtype)
+        d_rows += jnp.einsum("btv,btd->vd", d_logits, hidden, preferred_element_type=jnp.float32)
+        return d_rows, (losses, lse, jnp.einsum("btv,vd->btd", d_logits, rows))
 
-    d_head = jnp.zeros(head.shape, jnp.float32)
-    d_head, (losses, d_hidden) = _over_chunks(chunk, d_head, (hidden, targets, weights), vocab)
-    d_weight = d_head[:vocab].astype(weight.dtype)
-    return jnp.sum(losses * weights), (d_weight if tied else d_weight.T, d_hidden, losses)
+    d_rows = jnp.zeros(rows.shape, jnp.float32)
+    d_rows, (losses, lse, d_hidden) = _over_chunks(chunk, d_rows, (hidden, targets, weights), vocab)
+    d_weight = d_rows[:vocab].astype(weight.dtype)
+    per_token = losses + head.z_loss * jnp.square(lse) if head.z_loss else losses
+    return _weighted_sums(head, losses, lse, weights), (d_weight if head.tied else d_weight.T, d_hidden, per_token)
 
 
-def _weighted_loss_bwd(tied, split, gradients, factor):
-    if split:  # each device of the tensor axis was given its share of the cotangent of a result that all of them have
+def _weighted_loss_bwd(head, gradients, cotangents):
+    factor = cotangents[0]
+    if head.split:  # each device of the tensor axis was given its share of the cotangent of a result that all have
         factor = jax.lax.psum(factor, TENSOR)
     d_weight, d_hidden, d_weights = (x * factor.astype(x.dtype) for x in gradients)
     return d_weight, d_hidden, None, d_weights
@@ -250,11 +296,11 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
             deterministic=config.model.dropout == 0,
             rngs=key,
         )
-        return weighted_loss(model, hidden, batch["targets"], batch["loss_mask"] / total)
+        return weighted_loss(model, hidden, batch["targets"], batch["loss_mask"] / total, config.train.z_loss)
 
     def gradient(params, batch, total, key):
-        """Loss and gradients of all micro-batches."""
-        value_and_grad = jax.value_and_grad(micro_loss)
+        """What is minimised and the cross-entropy in it, and the gradients of all micro-batches."""
+        value_and_grad = jax.value_and_grad(micro_loss, has_aux=True)
         if count == 1:
             return value_and_grad(params, batch, total, jax.random.fold_in(key, 0))
 
@@ -263,7 +309,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
             got = value_and_grad(params, micro, total, jax.random.fold_in(key, index))
             return jax.tree.map(jnp.add, carry, got), None
 
-        zero = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
+        zero = jax.tree.map(jnp.zeros_like, ((jnp.zeros(()), jnp.zeros(())), params))
         return jax.lax.scan(accumulate, zero, (jnp.arange(count), _split_micro_batches(batch, count)))[0]
 
     if setup.mesh.shape["data"] == setup.mesh.size > 1 and config.model.dropout == 0:
@@ -274,7 +320,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         params = state["params"]
         total = jnp.maximum(batch["loss_mask"].sum(), 1.0)
         key = jax.random.fold_in(jax.random.key(config.seed), state["step"])
-        loss, grads = gradient(params, batch, total, key)
+        (objective, loss), grads = gradient(params, batch, total, key)
         # Measured here, before clipping and before anything could reset it.
         grad_norm = _global_norm(grads)
         updates, opt_state = setup.optimizer.update(grads, state["opt_state"], params)
@@ -289,6 +335,8 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
             "update_norm": _global_norm(updates),
             "learning_rate": schedule(state["step"]),
         }
+        if config.train.z_loss:
+            metrics["z_loss"] = objective - loss
         chex.assert_rank(list(metrics.values()), 0)
         return {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}, metrics
 

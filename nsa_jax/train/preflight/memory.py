@@ -145,7 +145,7 @@ def kept_activations(made: Setup) -> int:
         def loss(params):
             model = made.model(params)
             hidden = model.hidden(inputs, inputs if config.data.packing else None)
-            return weighted_loss(model, hidden, targets, jnp.ones(targets.shape, jnp.float32))
+            return weighted_loss(model, hidden, targets, jnp.ones(targets.shape, jnp.float32))[0]
 
         return jax.tree.leaves(jax.vjp(loss, params)[1])
 
