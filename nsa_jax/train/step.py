@@ -14,7 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 from nsa_jax.nn import Transformer
 from nsa_jax.nn.attention import WIDTH_MULTIPLE
-from nsa_jax.nn.sharding import TENSOR, on_shards, parameter_spec, tensor_size, token_spec, whole_weights
+from nsa_jax.nn.sharding import (
+    TENSOR,
+    Pieces,
+    fetch,
+    fsdp_dimension,
+    give_back,
+    on_shards,
+    parameter_spec,
+    tensor_size,
+    token_spec,
+)
 from nsa_jax.train.state import Setup, State, batch_sharding, learning_rate
 
 Batch = dict[str, jax.Array]
@@ -44,9 +54,9 @@ def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> j
     Computed in chunks of the sequence whose logits are computed again in the backward pass, where all logits at once
     would be large. Every device of a mesh works on its own tokens, with its share of the vocabulary where a tensor axis
     splits it (only maxima and sums are exchanged then). A head that fsdp splits is fetched in the compute dtype. Its
-    gradient is summed over devices once, not per chunk, and each device receives that of its own part. Logits and the
-    head's gradient are float32; the gradient of the logits is rounded to the compute dtype, as every factor of a matrix
-    product is.
+    gradient is summed over devices once, not per chunk, and each device receives that of its own part; a large one is
+    made and summed in pieces of the vocabulary (`nn.sharding.Pieces`). Logits and the head's gradient are float32; the
+    gradient of the logits is rounded to the compute dtype, as every factor of a matrix product is.
 
     Args:
       model: for its output head.
@@ -57,17 +67,24 @@ def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> j
     weight, tied = model.output_weight(), model.config.tie_embeddings
     split = model.config.vocab_size % tensor_size() == 0 and tensor_size() > 1
     weight_spec = parameter_spec(weight.shape, 0 if tied else 1)
+    dimension = fsdp_dimension(weight_spec)
+    if dimension is not None and not tied:
+        dimension = 1 - dimension  # of the head as [vocab, D]
 
     def losses(hidden, shard, targets):
-        return _local_token_losses(tied, split, hidden, whole_weights(shard, weight_spec, hidden.dtype), targets)
+        return _local_token_losses(tied, split, dimension, hidden, shard, targets)
 
     return on_shards(losses, (hidden, weight, targets), (tokens, weight_spec, tokens), tokens)
 
 
-def _head(weight: jax.Array, tied: bool, dtype: jnp.dtype) -> jax.Array:
-    """The output head as [vocab, D] in the compute dtype, the vocabulary rounded up to a width with fast kernels."""
-    weight = weight.astype(dtype) if tied else weight.astype(dtype).T
-    return jnp.pad(weight, ((0, -len(weight) % WIDTH_MULTIPLE), (0, 0)))
+def _head(shard: jax.Array, tied: bool, dimension: int | None, dtype: jnp.dtype) -> jax.Array:
+    """The output head as [vocab, D] in the compute dtype, from the part of it that this device holds."""
+    return fetch(shard.astype(dtype) if tied else shard.astype(dtype).T, dimension)
+
+
+def _padded(head: jax.Array) -> jax.Array:
+    """The head with rows of 0 up to a width with fast kernels."""
+    return jnp.pad(head, ((0, -len(head) % WIDTH_MULTIPLE), (0, 0)))
 
 
 def _over_chunks(function: Callable, carry, arrays: tuple, vocab: int):
@@ -95,15 +112,21 @@ def _first_token_of(vocab: int, split: bool) -> jax.Array | int:
     return jax.lax.axis_index(TENSOR) * vocab if split else 0
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _local_token_losses(tied: bool, split: bool, hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
-    """`token_losses` of one device's tokens; with `split` the weight is its share of the vocabulary."""
-    return _losses_fwd(tied, split, hidden, weight, targets)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _local_token_losses(
+    tied: bool, split: bool, dimension: int | None, hidden: jax.Array, shard: jax.Array, targets: jax.Array
+) -> jax.Array:
+    """`token_losses` of one device's tokens; with `split` the head is its share of the vocabulary.
+
+    `dimension` of the head [vocab, D] is what the fsdp axis splits, and `shard` is this device's part.
+    """
+    return _losses_fwd(tied, split, dimension, hidden, shard, targets)[0]
 
 
-def _losses_fwd(tied, split, hidden, weight, targets):
-    vocab = weight.shape[0 if tied else 1]
-    head, first = _head(weight, tied, hidden.dtype), _first_token_of(vocab, split)
+def _losses_fwd(tied, split, dimension, hidden, shard, targets):
+    whole = _head(shard, tied, dimension, hidden.dtype)
+    vocab, head = len(whole), _padded(whole)
+    first = _first_token_of(vocab, split)
 
     def chunk(_, hidden, targets):
         logits = _logits(hidden, head, vocab)
@@ -118,27 +141,52 @@ def _losses_fwd(tied, split, hidden, weight, targets):
         return None, (lse - jax.lax.psum(jnp.where(own, picked, 0.0), TENSOR), lse)
 
     _, (losses, lse) = _over_chunks(chunk, None, (hidden, targets), vocab)
-    return losses, (hidden, weight, targets, lse)
+    # What was fetched is kept: fetching it again would cost more than its memory for the short time until it is used.
+    return losses, (hidden, shard, None if dimension is None else whole, targets, lse)
 
 
-def _losses_bwd(tied, split, residuals, d_losses):
-    hidden, weight, targets, lse = residuals
-    vocab = weight.shape[0 if tied else 1]
-    head, first = _head(weight, tied, hidden.dtype), _first_token_of(vocab, split)
+def _head_gradients(rows, index, hidden, lse, d_losses, d_hidden=None):
+    """float32 [len(rows), D] of some rows of the head, and `d_hidden` [B, T, D] with what they add to it.
+
+    Args:
+      rows: [rows, D].
+      index: int32 [B, T], the row that is each token's target; others than rows are none of these.
+      hidden, lse, d_losses: as in the forward pass, of all tokens.
+      d_hidden: float32 so far; None where these are all rows: then it is returned in the compute dtype.
+    """
+    count, rows = len(rows), _padded(rows)
+
+    def chunk(d_rows, hidden, index, lse, d_losses, *so_far):
+        probs = jnp.exp(_logits(hidden, rows, count) - lse[..., None])
+        picked = jnp.arange(len(rows)) == index[..., None]
+        d_logits = ((probs - picked) * d_losses[..., None]).astype(hidden.dtype)
+        d_rows += jnp.einsum("btv,btd->vd", d_logits, hidden, preferred_element_type=jnp.float32)
+        dtype = jnp.float32 if so_far else None
+        return d_rows, sum(so_far, jnp.einsum("btv,vd->btd", d_logits, rows, preferred_element_type=dtype))
+
+    so_far = () if d_hidden is None else (d_hidden,)
+    zero = jnp.zeros(rows.shape, jnp.float32)
+    d_rows, d_hidden = _over_chunks(chunk, zero, (hidden, index, lse, d_losses, *so_far), count)
+    return d_rows[:count], d_hidden
+
+
+def _losses_bwd(tied, split, dimension, residuals, d_losses):
+    hidden, shard, head, targets, lse = residuals
+    head = _head(shard, tied, dimension, hidden.dtype) if head is None else head
     if split:  # each device of the tensor axis was given its share of the cotangent of a result that all of them have
         d_losses = jax.lax.psum(d_losses, TENSOR)
+    pieces = Pieces.of(shard.shape if tied else shard.shape[::-1], dimension)
+    index = targets - _first_token_of(len(head), split)
+    number = index if pieces.single else pieces.number(index)
 
-    def chunk(d_head, hidden, targets, lse, d_losses):
-        probs = jnp.exp(_logits(hidden, head, vocab) - lse[..., None])
-        picked = jnp.arange(len(head)) == (targets - first)[..., None]
-        d_logits = ((probs - picked) * d_losses[..., None]).astype(hidden.dtype)
-        d_head += jnp.einsum("btv,btd->vd", d_logits, hidden, preferred_element_type=jnp.float32)
-        return d_head, jnp.einsum("btv,vd->btd", d_logits, head)
+    def piece(d_hidden, start, width):
+        rows = pieces.take(head, start, width)
+        d_rows, d_hidden = _head_gradients(rows, number - start * pieces.owners, hidden, lse, d_losses, d_hidden)
+        return d_hidden, give_back(d_rows.astype(shard.dtype), dimension)
 
-    d_head = jnp.zeros(head.shape, jnp.float32)
-    d_head, d_hidden = _over_chunks(chunk, d_head, (hidden, targets, lse, d_losses), vocab)
-    d_head = d_head[:vocab].astype(weight.dtype)
-    return d_hidden, d_head if tied else d_head.T, None
+    none = None if pieces.single else jnp.zeros(hidden.shape, jnp.float32)
+    d_hidden, d_head = pieces.over(piece, none)
+    return d_hidden.astype(hidden.dtype), d_head if tied else d_head.T, None
 
 
 _local_token_losses.defvjp(_losses_fwd, _losses_bwd)
