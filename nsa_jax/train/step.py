@@ -1,9 +1,7 @@
-"""The compiled functions of training: loss, train step, evaluation step, sampling."""
+"""The compiled functions of training: train step, evaluation step, sampling."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -13,16 +11,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from nsa_jax.nn import Transformer
-from nsa_jax.nn.attention import WIDTH_MULTIPLE
-from nsa_jax.nn.layers import soft_cap
-from nsa_jax.nn.sharding import TENSOR, on_shards, parameter_spec, tensor_size, token_spec, whole_weights
+from nsa_jax.nn.sharding import token_spec
+from nsa_jax.train.loss import token_losses, weighted_loss
 from nsa_jax.train.state import Setup, State, batch_sharding, learning_rate
 
 Batch = dict[str, jax.Array]
-
-# float32 logits of one chunk on one device: more is not faster, and [B*T, vocab] can be larger than the model.
-_LOGIT_BYTES = 512 * 2**20
 
 
 def check_batch(batch: Batch, batch_size: int, seq_len: int) -> None:
@@ -32,215 +25,6 @@ def check_batch(batch: Batch, batch_size: int, seq_len: int) -> None:
     )
     chex.assert_type([batch["inputs"], batch["targets"], batch["segment_start"]], jnp.int32)
     chex.assert_type(batch["loss_mask"], jnp.float32)
-
-
-def _num_chunks(rows: int, length: int, vocab: int) -> int:
-    """The smallest divisor of `length` that keeps a chunk's float32 logits within `_LOGIT_BYTES`."""
-    need = rows * length * vocab * 4 / _LOGIT_BYTES
-    return next(k for k in range(1, length + 1) if length % k == 0 and k >= min(need, length))
-
-
-def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-    """Cross-entropy of every token, float32 nats [B, T], computed in chunks of the sequence from float32 logits.
-
-    Every device of a mesh works on its own tokens, with its share of the vocabulary where a tensor axis splits it (only
-    maxima and sums are exchanged then). It has no gradient; `weighted_loss` has.
-
-    Args:
-      model: for its output head.
-      hidden: [B, T, D] from `model.hidden`.
-      targets: int32 [B, T].
-
-    Raises:
-      NotImplementedError: it is differentiated.
-    """
-    tokens = token_spec(*targets.shape)
-    return _on_token_shards(_local_token_losses, model, (hidden, targets), (tokens, tokens), tokens)
-
-
-def weighted_loss(
-    model: Transformer, hidden: jax.Array, targets: jax.Array, weights: jax.Array, z_loss: float = 0.0
-) -> tuple[jax.Array, jax.Array]:
-    """What training minimises: the sum over all tokens of weight * (cross-entropy + z_loss * logsumexp(logits)**2).
-
-    Where it is differentiated, the gradients are computed together with the loss, chunk by chunk of the sequence: each
-    chunk's logits are computed once and never kept. Logits and the head's gradient are float32; the gradient of the
-    logits is rounded to the compute dtype, as every factor of a matrix product is. A head that fsdp splits is fetched
-    in the compute dtype. Its gradient is summed over devices once, not per chunk, and each device receives that of its
-    own part.
-
-    Args:
-      model: for its output head.
-      hidden: [B, T, D] from `model.hidden`.
-      targets: int32 [B, T].
-      weights: float32 [B, T].
-      z_loss: keeps the logits' normaliser near 1 (arXiv 2204.02311, section 5).
-
-    Returns:
-      Two float32 scalars: the sum, and the part of it that is cross-entropy in nats, which has no gradient.
-    """
-    tokens = token_spec(*targets.shape)
-    sums = _on_token_shards(
-        lambda head, *args: _local_weighted_loss(dataclasses.replace(head, z_loss=z_loss), *args)[None, None],
-        model,
-        (hidden, targets, weights),
-        (tokens, tokens, tokens),
-        tokens,
-    )
-    sums = sums.sum((0, 1))
-    return sums.sum(), jax.lax.stop_gradient(sums[0])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Head:
-    """What is fixed about the output head on a device.
-
-    Attributes:
-      tied: its weight is the embedding [vocab, D], otherwise [D, vocab].
-      split: its weight is this device's share of the vocabulary.
-      soft_cap: see `ModelConfig.logit_soft_cap`.
-      z_loss: see `weighted_loss`.
-    """
-
-    tied: bool
-    split: bool
-    soft_cap: float
-    z_loss: float = 0.0
-
-    def vocabulary(self, weight: jax.Array) -> int:
-        return weight.shape[0 if self.tied else 1]
-
-    def first_token(self, weight: jax.Array) -> jax.Array | int:
-        """The index of the first token of this device's share of the vocabulary."""
-        return jax.lax.axis_index(TENSOR) * self.vocabulary(weight) if self.split else 0
-
-
-def _on_token_shards(local: Callable, model: Transformer, arrays: tuple, specs: tuple, out_spec: P) -> jax.Array:
-    """`local(head, weight, *arrays)` on each device's tokens, with a `_Head` and its weight in the compute dtype."""
-    weight, config = model.output_weight(), model.config
-    split = config.vocab_size % tensor_size() == 0 and tensor_size() > 1
-    head = _Head(config.tie_embeddings, split, config.logit_soft_cap)
-    weight_spec = parameter_spec(weight.shape, 0 if head.tied else 1)
-    dtype = arrays[0].dtype
-
-    def shard(shard, *arrays):
-        return local(head, whole_weights(shard, weight_spec, dtype), *arrays)
-
-    return on_shards(shard, (weight, *arrays), (weight_spec, *specs), out_spec)
-
-
-def _head_rows(weight: jax.Array, tied: bool, dtype: jnp.dtype) -> jax.Array:
-    """The output head as [vocab, D] in the compute dtype, the vocabulary rounded up to a width with fast kernels."""
-    weight = weight.astype(dtype) if tied else weight.astype(dtype).T
-    return jnp.pad(weight, ((0, -len(weight) % WIDTH_MULTIPLE), (0, 0)))
-
-
-def _over_chunks(function: Callable, carry, arrays: tuple, vocab: int):
-    """(carry, results [B, T, ...]) of `function(carry, *chunks)` over chunks of the sequence of arrays [B, T, ...]."""
-    rows, length = arrays[0].shape[:2]
-    chunks = _num_chunks(rows, length, vocab)
-    if chunks == 1:
-        return function(carry, *arrays)
-
-    def cut(x):  # [B, T, ...] -> [chunks, B, T / chunks, ...]
-        return jnp.moveaxis(x.reshape(rows, chunks, length // chunks, *x.shape[2:]), 1, 0)
-
-    carry, out = jax.lax.scan(lambda carry, chunk: function(carry, *chunk), carry, tuple(map(cut, arrays)))
-    return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:]), out)
-
-
-def _logits(head: _Head, hidden: jax.Array, rows: jax.Array, vocab: int) -> jax.Array:
-    """float32 [B, T, padded vocabulary], -inf for what is no token."""
-    logits = jnp.einsum("btd,vd->btv", hidden, rows, preferred_element_type=jnp.float32)
-    logits = soft_cap(logits, head.soft_cap)
-    return logits if len(rows) == vocab else jnp.where(jnp.arange(len(rows)) < vocab, logits, -jnp.inf)
-
-
-def _cross_entropy(logits, targets: jax.Array, vocab: int, first, split: bool) -> tuple[jax.Array, jax.Array]:
-    """(losses, logsumexp) [B, T] of logits of all the vocabulary, or with `split` of the share that begins at `first`."""
-    index = targets - first
-    own = (index >= 0) & (index < vocab)
-    picked = jnp.take_along_axis(logits, jnp.where(own, index, 0)[..., None], axis=-1)[..., 0]
-    if not split:
-        lse = jax.nn.logsumexp(logits, axis=-1)
-        return lse - picked, lse
-    peak = jax.lax.pmax(logits.max(-1), TENSOR)
-    lse = peak + jnp.log(jax.lax.psum(jnp.exp(logits - peak[..., None]).sum(-1), TENSOR))
-    return lse - jax.lax.psum(jnp.where(own, picked, 0.0), TENSOR), lse
-
-
-def _local_losses(head: _Head, weight, hidden, targets) -> tuple[jax.Array, jax.Array]:
-    """(losses, logsumexp) [B, T] of one device's tokens."""
-    vocab, first = head.vocabulary(weight), head.first_token(weight)
-    rows = _head_rows(weight, head.tied, hidden.dtype)
-
-    def chunk(_, hidden, targets):
-        return None, _cross_entropy(_logits(head, hidden, rows, vocab), targets, vocab, first, head.split)
-
-    return _over_chunks(chunk, None, (hidden, targets), vocab)[1]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _local_token_losses(head: _Head, weight: jax.Array, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-    """`token_losses` of one device's tokens."""
-    return _local_losses(head, weight, hidden, targets)[0]
-
-
-def _token_losses_fwd(head, weight, hidden, targets):
-    raise NotImplementedError("token_losses would keep all logits for its gradient: differentiate weighted_loss")
-
-
-_local_token_losses.defvjp(_token_losses_fwd, lambda *_: ())
-
-
-def _weighted_sums(head: _Head, losses: jax.Array, lse: jax.Array, weights: jax.Array) -> jax.Array:
-    """[cross-entropy, z-loss], each summed with the weights."""
-    z_losses = head.z_loss * jnp.square(lse) if head.z_loss else jnp.zeros_like(lse)
-    return jnp.stack([jnp.sum(losses * weights), jnp.sum(z_losses * weights)])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _local_weighted_loss(
-    head: _Head, weight: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array
-) -> jax.Array:
-    """The two parts of `weighted_loss` of one device's tokens; both must have the same cotangent."""
-    return _weighted_sums(head, *_local_losses(head, weight, hidden, targets), weights)
-
-
-def _weighted_loss_fwd(head, weight, hidden, targets, weights):
-    vocab, first = head.vocabulary(weight), head.first_token(weight)
-    rows = _head_rows(weight, head.tied, hidden.dtype)
-
-    def chunk(d_rows, hidden, targets, weights):
-        logits = _logits(head, hidden, rows, vocab)
-        losses, lse = _cross_entropy(logits, targets, vocab, first, head.split)
-        picked = jnp.arange(len(rows)) == (targets - first)[..., None]
-        probs = jnp.exp(logits - lse[..., None])
-        if head.z_loss:
-            probs = probs * (1 + 2 * head.z_loss * lse[..., None])
-        d_logits = (probs - picked) * weights[..., None]
-        if head.soft_cap:  # -inf stands for what is no token
-            d_logits *= 1 - jnp.square(jnp.maximum(logits, -head.soft_cap) / head.soft_cap)
-        d_logits = d_logits.astype(hidden.dtype)
-        d_rows += jnp.einsum("btv,btd->vd", d_logits, hidden, preferred_element_type=jnp.float32)
-        return d_rows, (losses, lse, jnp.einsum("btv,vd->btd", d_logits, rows))
-
-    d_rows = jnp.zeros(rows.shape, jnp.float32)
-    d_rows, (losses, lse, d_hidden) = _over_chunks(chunk, d_rows, (hidden, targets, weights), vocab)
-    d_weight = d_rows[:vocab].astype(weight.dtype)
-    per_token = losses + head.z_loss * jnp.square(lse) if head.z_loss else losses
-    return _weighted_sums(head, losses, lse, weights), (d_weight if head.tied else d_weight.T, d_hidden, per_token)
-
-
-def _weighted_loss_bwd(head, gradients, cotangents):
-    factor = cotangents[0]
-    if head.split:  # each device of the tensor axis was given its share of the cotangent of a result that all have
-        factor = jax.lax.psum(factor, TENSOR)
-    d_weight, d_hidden, d_weights = (x * factor.astype(x.dtype) for x in gradients)
-    return d_weight, d_hidden, None, d_weights
-
-
-_local_weighted_loss.defvjp(_weighted_loss_fwd, _weighted_loss_bwd)
 
 
 def _split_micro_batches(batch: Batch, count: int) -> Batch:

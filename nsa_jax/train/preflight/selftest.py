@@ -27,7 +27,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import Problem
 from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.ops.target import current_target
-from nsa_jax.train.step import weighted_loss
+from nsa_jax.train.loss import weighted_loss
 
 _VOCAB = 256
 _PIECES = {
