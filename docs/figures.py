@@ -137,6 +137,8 @@ def training_rows() -> dict[str, list[str]]:
     eight = [found("nsa", 2048, "dots_saved", "unrolled", devices=8, layout=layout) for layout in ("data", "fsdp")]
     context = results("context_h200")
     split = [row for row in (*context["same"], *context["long"]) if row["attention"] == "nsa"]
+    vocabulary = results("vocabulary_h100")["rows"]
+    mebibytes = lambda part, kind: [f"{row[part][kind] / 2**20:,.0f}" for row in vocabulary]  # noqa: E731
     return {
         "model with NSA, tokens/s": [thousands(speed) for speed in speeds[0]],
         "model with dense attention, tokens/s": [thousands(speed) for speed in speeds[1]],
@@ -148,6 +150,11 @@ def training_rows() -> dict[str, list[str]]:
         "eight GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in eight],
         "share of eight times one GPU": [f"{row['scaling']:.1%}".replace("%", " %") for row in eight],
         "row split over GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in split],
+        "gathered in a step, MiB": mebibytes("bytes", "all-gather"),
+        "gathered, needed by embedding and head, MiB": mebibytes("needed", "all-gather"),
+        "reduced and scattered in a step, MiB": mebibytes("bytes", "reduce-scatter"),
+        "reduced and scattered, needed by embedding and head, MiB": mebibytes("needed", "reduce-scatter"),
+        "temporaries, GiB": [digits(row["temporaries"] / 2**30) for row in vocabulary],
         "row split over GPUs, peak GiB": [digits(row["peak_gib_so_far"]) for row in split],
     }
 

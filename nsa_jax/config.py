@@ -55,6 +55,7 @@ def default_config() -> ConfigDict:
     m.qkv_bias = False  # biases of queries, keys and values (Qwen 2)
     m.out_bias = False  # bias of attention's output projection
     m.mlp_bias = False  # biases of the MLP's projections
+    m.logit_soft_cap = 0.0  # c: logits are c * tanh(logits / c) (Gemma 2); 0: none
     m.norm_eps = 1e-6  # added to the mean square in RMSNorm
     m.init_std = (
         0.02  # of all projections; those that write to the residual stream are scaled by 1/sqrt(2 * num_layers)
@@ -105,6 +106,7 @@ def default_config() -> ConfigDict:
     t.save_every = 500  # steps between checkpoints; 0: none
     t.keep_last = 3  # checkpoints kept besides the best
     t.keep_best = True  # also save at validations lower than all before, and keep the checkpoint of the lowest
+    t.z_loss = 0.0  # training adds this times the square of each token's logsumexp of logits, such as 1e-4; 0: none
     t.deterministic = True  # on GPUs, sums in one order and untuned matrix products: runs are bit-equal
     t.reset_optimizer = False  # if a checkpoint's optimizer state does not fit config.optim, start it anew
     t.sample_tokens = 128  # length of the text sample written at each validation; 0: none

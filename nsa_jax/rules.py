@@ -84,6 +84,8 @@ _RANGES = {
     "model.norm_eps": (0.0, False, float("inf"), False),
     "model.init_std": (0.0, False, float("inf"), False),
     "model.rope_theta": (1.0, False, float("inf"), False),
+    "model.logit_soft_cap": (0.0, True, float("inf"), False),
+    "train.z_loss": (0.0, True, float("inf"), False),
     "model.rope_scaling.factor": (1.0, True, float("inf"), False),
     "model.rope_scaling.attention_factor": (0.0, True, float("inf"), False),
     "model.rope_scaling.low_freq_factor": (0.0, False, float("inf"), False),

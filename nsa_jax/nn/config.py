@@ -25,7 +25,7 @@ def _default_mlp_dim(dim: int) -> int:
 # fields show in the parameters' shapes.
 _FUNCTION = (
     "attention num_heads num_kv_heads head_dim rope_theta rotary_dim norm_eps tie_embeddings compressor "
-    "qk_norm qkv_bias out_bias mlp_bias"
+    "qk_norm qkv_bias out_bias mlp_bias logit_soft_cap"
 ).split()
 _GEOMETRY = {"nsa": tuple(field.name for field in dataclasses.fields(NSAConfig)), "window": ("window",)}
 
@@ -84,6 +84,7 @@ class ModelConfig:
       qkv_bias: queries, keys and values have a bias.
       out_bias: attention's output projection has a bias.
       mlp_bias: the MLP's projections have biases.
+      logit_soft_cap: c, of logits c * tanh(logits / c); 0 means none.
       norm_eps: added to the mean square in RMSNorm.
       init_std: standard deviation of all projections at initialisation.
       dropout: share of the outputs of attention and MLP that training sets to zero.
@@ -118,6 +119,7 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    logit_soft_cap: float = 0.0
     norm_eps: float = 1e-6
     init_std: float = 0.02
     dropout: float = 0.0
@@ -145,6 +147,8 @@ class ModelConfig:
         if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
             message = f"must be even and at most head_dim={self.head_dim}"
             raise ValueError(f"ModelConfig.rotary_dim={self.rotary_dim}: {message}")
+        if not 0.0 <= self.logit_soft_cap < float("inf"):
+            raise ValueError(f"ModelConfig.logit_soft_cap={self.logit_soft_cap}: must be positive, or 0 for none")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"ModelConfig.dropout={self.dropout}: must be in [0, 1)")
         same = "attention", "compressor", "compute_dtype", "param_dtype", "remat"

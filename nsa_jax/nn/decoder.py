@@ -12,7 +12,7 @@ from flax import nnx
 
 from nsa_jax.nn.attention import WIDTH_MULTIPLE
 from nsa_jax.nn.cache import Cache, capacity_bucket, init_cache, prefill_attention, step_attention
-from nsa_jax.nn.layers import RMSNorm
+from nsa_jax.nn.layers import RMSNorm, soft_cap
 from nsa_jax.nn.transformer import Block, Transformer
 
 # Parameters that are used in float32; all others are used in the compute dtype.
@@ -85,7 +85,8 @@ class Decoder:
         weight, equation = (
             (params["head"], "...d,dv->...v") if "head" in params else (params["embedding"], "...d,vd->...v")
         )
-        return jnp.einsum(equation, hidden, weight, preferred_element_type=jnp.float32)
+        logits = jnp.einsum(equation, hidden, weight, preferred_element_type=jnp.float32)
+        return soft_cap(logits, self.config.logit_soft_cap)
 
     def prefill_chunk(self, params, cache: Cache, tokens, offset, lengths, segment_start=None):
         """One chunk of every row's prompt; see `prefill`.

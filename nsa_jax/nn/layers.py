@@ -15,13 +15,16 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.nn.config import ModelConfig
 from nsa_jax.nn.sharding import (
     TENSOR,
+    Pieces,
     constrain_tensor,
     constrain_tokens,
+    fetch,
+    fsdp_dimension,
+    give_back,
     on_shards,
     parameter_spec,
     tensor_size,
     token_spec,
-    whole_weights,
 )
 from nsa_jax.ops import blocks
 from nsa_jax.ops.nsa import mean_compress
@@ -44,6 +47,11 @@ def init_bias(features: int, config: ModelConfig) -> nnx.Param:
 def add_bias(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
     """x [..., F] plus a bias [F], in x's dtype; x itself without one."""
     return x if bias is None else x + bias[...].astype(x.dtype)
+
+
+def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
+    """cap * tanh(logits / cap), which lies within (-cap, cap) (arXiv 2408.00118, section 2); 0 changes nothing."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -81,22 +89,63 @@ def _rows_bwd(dtype, residuals, grad):
 _rows.defvjp(_rows_fwd, _rows_bwd)
 
 
+def _added_rows(number: jax.Array, grad: jax.Array, first: jax.Array | int, count: int) -> jax.Array:
+    """float32 [count, D]: sums of those grad [N, D] whose number [N] is `first`, first + 1 and so on."""
+    place = jnp.where(number >= first, number - first, count)  # "drop" leaves out what is not below count
+    return jnp.zeros((count, grad.shape[1]), jnp.float32).at[place].add(grad.astype(jnp.float32), mode="drop")
+
+
+# The gradient of a table that fsdp splits is made in pieces where it is large.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _fetched_rows(shard: jax.Array, index: jax.Array, dtype: jnp.dtype, dimension: int) -> jax.Array:
+    return _rows_plain(fetch(shard.astype(dtype), dimension), index, dtype)
+
+
+def _fetched_rows_fwd(shard, index, dtype, dimension):
+    return _fetched_rows(shard, index, dtype, dimension), (index, shard)
+
+
+def _fetched_rows_bwd(dtype, dimension, residuals, grad):
+    from nsa_jax.ops.kernels.layer.embedding import lookup_sums, summed_rows
+
+    index, shard = residuals
+    pieces = Pieces.of(shard.shape, dimension)
+    number, grad = pieces.number(index.reshape(-1)), grad.reshape(-1, grad.shape[-1])
+    if layer_kernels_serve(grad.shape[1]):
+        rows = functools.partial(summed_rows, lookup_sums(number, grad, pieces.owners * pieces.own))
+    else:
+        rows = functools.partial(_added_rows, number, grad)
+
+    def piece(_, start, width):
+        part = rows(pieces.owners * start, pieces.owners * width)
+        return None, give_back(part.astype(shard.dtype), dimension)
+
+    return pieces.over(piece, None)[1], None
+
+
+_fetched_rows.defvjp(_fetched_rows_fwd, _fetched_rows_bwd)
+
+
 def embed(table: Float[Array, "vocab D"], tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
     """Rows of the embedding for tokens in [0, vocab), in `dtype`.
 
     Every device of a mesh looks up its own tokens. A table that fsdp splits is fetched in `dtype`; where a tensor axis
     splits the vocabulary, devices look up in their own rows, and the results are summed. The gradient of the table is
-    added in float32 in an order that is the same in every run.
+    added in float32 in an order that is the same in every run. Where fsdp splits the table, it is made in pieces of at
+    most `sharding.PIECE_BYTES`, of which each device receives its own part.
     """
     stored, spec = parameter_spec(table.shape, 0), token_spec(*tokens.shape)
     split = tensor_size() > 1 and len(table) % tensor_size() == 0
-    rows = _rows if layer_kernels_serve(table.shape[1]) else _rows_plain
+    vocab = len(table) // tensor_size() if split else len(table)
+    dimension = fsdp_dimension(stored)
 
     def local(shard, tokens):
-        table = whole_weights(shard, stored, dtype)
-        if not split:
-            return rows(table, tokens, dtype)
-        return rows(table, tokens - jax.lax.axis_index(TENSOR) * len(table), dtype)[None]
+        index = tokens - jax.lax.axis_index(TENSOR) * vocab if split else tokens
+        if dimension is not None:
+            rows = _fetched_rows(shard, index, dtype, dimension)
+        else:
+            rows = (_rows if layer_kernels_serve(table.shape[1]) else _rows_plain)(shard, index, dtype)
+        return rows[None] if split else rows
 
     if not split:
         return on_shards(local, (table, tokens), (stored, spec), spec)

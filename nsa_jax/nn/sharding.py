@@ -14,7 +14,6 @@ single device, everything here does nothing.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -197,40 +196,103 @@ def head_split(batch_size: int, length: int, num_kv_heads: int, multiple: int = 
 # Below, functions for use inside `on_shards`.
 
 
-def whole_weights(shards: Any, specs: Any, dtype: jnp.dtype | None = None) -> Any:
-    """The weights of which the devices of the fsdp axis hold parts, fetched in `dtype` and returned in their own.
+def fsdp_dimension(spec: P) -> int | None:
+    """The dimension of a weight that the fsdp axis splits, or None."""
+    for dimension, axes in enumerate(spec):
+        if FSDP in (axes if isinstance(axes, tuple) else (axes,)):
+            return dimension
+    return None
 
-    A gradient is added up over devices in its weight's own dtype, and each device receives that of its part alone.
+
+def fetch(shard: jax.Array, dimension: int | None) -> jax.Array:
+    """The weight of which the devices of the fsdp axis hold parts; the shard itself where `dimension` is None."""
+    return shard if dimension is None else jax.lax.all_gather(shard, FSDP, axis=dimension, tiled=True)
+
+
+def give_back(gradient: jax.Array, dimension: int | None) -> jax.Array:
+    """The gradient of `fetch`'s argument: summed over the fsdp axis, this device's part of it."""
+    if dimension is None:
+        return gradient
+    return jax.lax.psum_scatter(gradient, FSDP, scatter_dimension=dimension, tiled=True)
+
+
+def whole_weights(shards: Any, specs: Any) -> Any:
+    """The weights of which the devices of the fsdp axis hold parts.
+
+    A gradient is added up over devices in its weight's dtype, and each device receives that of its part alone.
 
     Args:
       shards: this device's parts, a pytree.
       specs: how each weight is split; what the fsdp axis does not split is returned as it is.
-      dtype: what the weights are about to be cast to; None means their own.
+    """
+    return jax.tree.map(lambda shard, spec: fetch(shard, fsdp_dimension(spec)), shards, specs)
+
+
+# Where fsdp splits embedding or head, a float32 gradient that is larger than this is made and given back in pieces.
+PIECE_BYTES = 512 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """The pieces in which the gradient of a matrix [rows, D] is made, so that no device ever holds all of it.
+
+    Every piece has as many rows of each owner's part as of any other's, so that each device receives its share of every
+    piece. The rows of a piece are grouped by owner, and pieces follow each other: that gives every row a number.
+
+    Attributes:
+      owners: devices that hold neighbouring rows each; 1 where the rows are not split.
+      own: rows that each of them holds.
+      size: rows of one owner in a piece; the last piece may have fewer.
     """
 
-    def fetch(shard, spec):
-        for dimension, axes in enumerate(spec):
-            if FSDP in (axes if isinstance(axes, tuple) else (axes,)):
-                return _gathered(shard, dimension, dtype or shard.dtype)
-        return shard
+    owners: int
+    own: int
+    size: int
 
-    return jax.tree.map(fetch, shards, specs)
+    @classmethod
+    def of(cls, shard: tuple[int, ...], dimension: int | None) -> Pieces:
+        """Those of a matrix [rows, D] that the fsdp axis splits into parts of shape `shard` at `dimension`, if it does.
 
+        Without a split there is one piece: the device needs the whole gradient.
+        """
+        devices = 1 if dimension is None else jax.sharding.get_abstract_mesh().shape[FSDP]
+        owners = devices if dimension == 0 else 1
+        count = 1 if dimension is None else -(-math.prod(shard) * devices * 4 // PIECE_BYTES)
+        return cls(owners, shard[0], -(-shard[0] // min(count, shard[0])))
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(shard: jax.Array, dimension: int, dtype: jnp.dtype) -> jax.Array:
-    return jax.lax.all_gather(shard.astype(dtype), FSDP, axis=dimension, tiled=True).astype(shard.dtype)
+    @property
+    def single(self) -> bool:
+        return self.size == self.own
 
+    def number(self, row: jax.Array) -> jax.Array:
+        """The numbers of rows, -1 for those outside of the matrix."""
+        owner, within = row // self.own, row % self.own
+        start = within // self.size * self.size
+        number = start * self.owners + owner * jnp.minimum(self.size, self.own - start) + within - start
+        return jnp.where((row >= 0) & (row < self.owners * self.own), number, -1)
 
-def _gathered_fwd(shard, dimension, dtype):
-    return _gathered(shard, dimension, dtype), None
+    def take(self, matrix: jax.Array, start: jax.Array | int, width: int) -> jax.Array:
+        """Rows [owners * width, D] of the piece that begins at row `start` of each owner."""
+        if self.single:
+            return matrix
+        parts = matrix.reshape(self.owners, self.own, -1)
+        return jax.lax.dynamic_slice_in_dim(parts, start, width, axis=1).reshape(self.owners * width, -1)
 
+    def over(self, function: Callable, carry: Any) -> tuple[Any, jax.Array]:
+        """(carry, [own, ...]) of `function(carry, start, width) -> (carry, [width, ...])` for one piece after another.
 
-def _gathered_bwd(dimension, dtype, _, gradient):
-    return (jax.lax.psum_scatter(gradient, FSDP, scatter_dimension=dimension, tiled=True),)
-
-
-_gathered.defvjp(_gathered_fwd, _gathered_bwd)
+        A piece begins at row `start` of each owner and has `width` rows of it. Its first number is start * owners.
+        """
+        if self.single:
+            return function(carry, 0, self.own)
+        whole, rest = divmod(self.own, self.size)
+        starts = jnp.arange(whole, dtype=jnp.int32) * self.size
+        carry, parts = jax.lax.scan(lambda carry, start: function(carry, start, self.size), carry, starts)
+        parts = parts.reshape(whole * self.size, *parts.shape[2:])
+        if rest:
+            carry, last = function(carry, whole * self.size, rest)
+            parts = jnp.concatenate([parts, last])
+        return carry, parts
 
 
 # Below, those on a device's tokens x [B, T / context, ...].

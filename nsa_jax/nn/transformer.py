@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from nsa_jax.nn.attention import DenseAttention, NSAttention
 from nsa_jax.nn.config import ModelConfig
-from nsa_jax.nn.layers import HIDDEN, RMSNorm, SwiGLU, dropout, embed, init_normal
+from nsa_jax.nn.layers import HIDDEN, RMSNorm, SwiGLU, dropout, embed, init_normal, soft_cap
 from nsa_jax.nn.sharding import constrain_tokens
 
 # Named by the ops; saved under every policy, since choosing blocks again could choose differently and costs time.
@@ -225,9 +225,9 @@ class Transformer(nnx.Module):
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:
         """float32 logits of activations from `hidden`."""
         equation = "...d,vd->...v" if self.config.tie_embeddings else "...d,dv->...v"
-        return jnp.einsum(
-            equation, hidden, self.output_weight().astype(self.config.dtype), preferred_element_type=jnp.float32
-        )
+        weight = self.output_weight().astype(self.config.dtype)
+        logits = jnp.einsum(equation, hidden, weight, preferred_element_type=jnp.float32)
+        return soft_cap(logits, self.config.logit_soft_cap)
 
     def __call__(
         self,

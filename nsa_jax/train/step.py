@@ -1,8 +1,7 @@
-"""The compiled functions of training: loss, train step, evaluation step, sampling."""
+"""The compiled functions of training: train step, evaluation step, sampling."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -12,15 +11,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from nsa_jax.nn import Transformer
-from nsa_jax.nn.attention import WIDTH_MULTIPLE
-from nsa_jax.nn.sharding import TENSOR, on_shards, parameter_spec, tensor_size, token_spec, whole_weights
+from nsa_jax.nn.sharding import token_spec
+from nsa_jax.train.loss import token_losses, weighted_loss
 from nsa_jax.train.state import Setup, State, batch_sharding, learning_rate
 
 Batch = dict[str, jax.Array]
-
-# float32 logits of one chunk on one device: more is not faster, and [B*T, vocab] can be larger than the model.
-_LOGIT_BYTES = 512 * 2**20
 
 
 def check_batch(batch: Batch, batch_size: int, seq_len: int) -> None:
@@ -30,171 +25,6 @@ def check_batch(batch: Batch, batch_size: int, seq_len: int) -> None:
     )
     chex.assert_type([batch["inputs"], batch["targets"], batch["segment_start"]], jnp.int32)
     chex.assert_type(batch["loss_mask"], jnp.float32)
-
-
-def _num_chunks(rows: int, length: int, vocab: int) -> int:
-    """The smallest divisor of `length` that keeps a chunk's float32 logits within `_LOGIT_BYTES`."""
-    need = rows * length * vocab * 4 / _LOGIT_BYTES
-    return next(k for k in range(1, length + 1) if length % k == 0 and k >= min(need, length))
-
-
-def token_losses(model: Transformer, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-    """Cross-entropy of every token, float32 nats [B, T], computed in chunks of the sequence from float32 logits.
-
-    Every device of a mesh works on its own tokens, with its share of the vocabulary where a tensor axis splits it (only
-    maxima and sums are exchanged then). It has no gradient; `weighted_loss` has.
-
-    Args:
-      model: for its output head.
-      hidden: [B, T, D] from `model.hidden`.
-      targets: int32 [B, T].
-
-    Raises:
-      NotImplementedError: it is differentiated.
-    """
-    tokens = token_spec(*targets.shape)
-    return _on_token_shards(_local_token_losses, model, (hidden, targets), (tokens, tokens), tokens)
-
-
-def weighted_loss(model: Transformer, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-    """The sum over all tokens of their cross-entropy in nats times their weight, a float32 scalar.
-
-    Where it is differentiated, the gradients are computed together with the loss, chunk by chunk of the sequence: each
-    chunk's logits are computed once and never kept. Logits and the head's gradient are float32; the gradient of the
-    logits is rounded to the compute dtype, as every factor of a matrix product is. A head that fsdp splits is fetched
-    in the compute dtype. Its gradient is summed over devices once, not per chunk, and each device receives that of its
-    own part.
-
-    Args:
-      model: for its output head.
-      hidden: [B, T, D] from `model.hidden`.
-      targets: int32 [B, T].
-      weights: float32 [B, T].
-    """
-    tokens = token_spec(*targets.shape)
-    sums = _on_token_shards(
-        lambda *args: _local_weighted_loss(*args)[None, None],
-        model,
-        (hidden, targets, weights),
-        (tokens, tokens, tokens),
-        tokens,
-    )
-    return sums.sum()
-
-
-def _on_token_shards(local: Callable, model: Transformer, arrays: tuple, specs: tuple, out_spec: P) -> jax.Array:
-    """`local(tied, split, weight, *arrays)` on each device's tokens, with the head in the compute dtype.
-
-    `split` tells whether the weight is the device's share of the vocabulary.
-    """
-    weight, tied = model.output_weight(), model.config.tie_embeddings
-    split = model.config.vocab_size % tensor_size() == 0 and tensor_size() > 1
-    weight_spec = parameter_spec(weight.shape, 0 if tied else 1)
-    dtype = arrays[0].dtype
-
-    def shard(shard, *arrays):
-        return local(tied, split, whole_weights(shard, weight_spec, dtype), *arrays)
-
-    return on_shards(shard, (weight, *arrays), (weight_spec, *specs), out_spec)
-
-
-def _head(weight: jax.Array, tied: bool, dtype: jnp.dtype) -> jax.Array:
-    """The output head as [vocab, D] in the compute dtype, the vocabulary rounded up to a width with fast kernels."""
-    weight = weight.astype(dtype) if tied else weight.astype(dtype).T
-    return jnp.pad(weight, ((0, -len(weight) % WIDTH_MULTIPLE), (0, 0)))
-
-
-def _over_chunks(function: Callable, carry, arrays: tuple, vocab: int):
-    """(carry, results [B, T, ...]) of `function(carry, *chunks)` over chunks of the sequence of arrays [B, T, ...]."""
-    rows, length = arrays[0].shape[:2]
-    chunks = _num_chunks(rows, length, vocab)
-    if chunks == 1:
-        return function(carry, *arrays)
-
-    def cut(x):  # [B, T, ...] -> [chunks, B, T / chunks, ...]
-        return jnp.moveaxis(x.reshape(rows, chunks, length // chunks, *x.shape[2:]), 1, 0)
-
-    carry, out = jax.lax.scan(lambda carry, chunk: function(carry, *chunk), carry, tuple(map(cut, arrays)))
-    return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:]), out)
-
-
-def _logits(hidden: jax.Array, head: jax.Array, vocab: int) -> jax.Array:
-    """float32 [B, T, padded vocabulary], -inf for what is no token."""
-    logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=jnp.float32)
-    return logits if len(head) == vocab else jnp.where(jnp.arange(len(head)) < vocab, logits, -jnp.inf)
-
-
-def _first_token_of(vocab: int, split: bool) -> jax.Array | int:
-    """The index of the first token of a device's share of the vocabulary."""
-    return jax.lax.axis_index(TENSOR) * vocab if split else 0
-
-
-def _cross_entropy(logits: jax.Array, targets: jax.Array, vocab: int, split: bool) -> tuple[jax.Array, jax.Array]:
-    """(losses, logsumexp) [B, T] of logits of all the vocabulary, or with `split` of this device's share of it."""
-    index = targets - _first_token_of(vocab, split)
-    own = (index >= 0) & (index < vocab)
-    picked = jnp.take_along_axis(logits, jnp.where(own, index, 0)[..., None], axis=-1)[..., 0]
-    if not split:
-        lse = jax.nn.logsumexp(logits, axis=-1)
-        return lse - picked, lse
-    peak = jax.lax.pmax(logits.max(-1), TENSOR)
-    lse = peak + jnp.log(jax.lax.psum(jnp.exp(logits - peak[..., None]).sum(-1), TENSOR))
-    return lse - jax.lax.psum(jnp.where(own, picked, 0.0), TENSOR), lse
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _local_token_losses(tied: bool, split: bool, weight: jax.Array, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-    """`token_losses` of one device's tokens; with `split` the weight is its share of the vocabulary."""
-    vocab = weight.shape[0 if tied else 1]
-    head = _head(weight, tied, hidden.dtype)
-
-    def chunk(_, hidden, targets):
-        return None, _cross_entropy(_logits(hidden, head, vocab), targets, vocab, split)[0]
-
-    return _over_chunks(chunk, None, (hidden, targets), vocab)[1]
-
-
-def _token_losses_fwd(tied, split, weight, hidden, targets):
-    raise NotImplementedError("token_losses would keep all logits for its gradient: differentiate weighted_loss")
-
-
-_local_token_losses.defvjp(_token_losses_fwd, lambda *_: ())
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _local_weighted_loss(
-    tied: bool, split: bool, weight: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array
-) -> jax.Array:
-    """`weighted_loss` of one device's tokens; with `split` the weight is its share of the vocabulary."""
-    return jnp.sum(_local_token_losses(tied, split, weight, hidden, targets) * weights)
-
-
-def _weighted_loss_fwd(tied, split, weight, hidden, targets, weights):
-    vocab = weight.shape[0 if tied else 1]
-    head, first = _head(weight, tied, hidden.dtype), _first_token_of(vocab, split)
-
-    def chunk(d_head, hidden, targets, weights):
-        logits = _logits(hidden, head, vocab)
-        losses, lse = _cross_entropy(logits, targets, vocab, split)
-        picked = jnp.arange(len(head)) == (targets - first)[..., None]
-        d_logits = ((jnp.exp(logits - lse[..., None]) - picked) * weights[..., None]).astype(hidden.dtype)
-        d_head += jnp.einsum("btv,btd->vd", d_logits, hidden, preferred_element_type=jnp.float32)
-        return d_head, (losses, jnp.einsum("btv,vd->btd", d_logits, head))
-
-    d_head = jnp.zeros(head.shape, jnp.float32)
-    d_head, (losses, d_hidden) = _over_chunks(chunk, d_head, (hidden, targets, weights), vocab)
-    d_weight = d_head[:vocab].astype(weight.dtype)
-    return jnp.sum(losses * weights), (d_weight if tied else d_weight.T, d_hidden, losses)
-
-
-def _weighted_loss_bwd(tied, split, gradients, factor):
-    if split:  # each device of the tensor axis was given its share of the cotangent of a result that all of them have
-        factor = jax.lax.psum(factor, TENSOR)
-    d_weight, d_hidden, d_weights = (x * factor.astype(x.dtype) for x in gradients)
-    return d_weight, d_hidden, None, d_weights
-
-
-_local_weighted_loss.defvjp(_weighted_loss_fwd, _weighted_loss_bwd)
 
 
 def _split_micro_batches(batch: Batch, count: int) -> Batch:
@@ -250,11 +80,11 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
             deterministic=config.model.dropout == 0,
             rngs=key,
         )
-        return weighted_loss(model, hidden, batch["targets"], batch["loss_mask"] / total)
+        return weighted_loss(model, hidden, batch["targets"], batch["loss_mask"] / total, config.train.z_loss)
 
     def gradient(params, batch, total, key):
-        """Loss and gradients of all micro-batches."""
-        value_and_grad = jax.value_and_grad(micro_loss)
+        """What is minimised and the cross-entropy in it, and the gradients of all micro-batches."""
+        value_and_grad = jax.value_and_grad(micro_loss, has_aux=True)
         if count == 1:
             return value_and_grad(params, batch, total, jax.random.fold_in(key, 0))
 
@@ -263,7 +93,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
             got = value_and_grad(params, micro, total, jax.random.fold_in(key, index))
             return jax.tree.map(jnp.add, carry, got), None
 
-        zero = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
+        zero = jax.tree.map(jnp.zeros_like, ((jnp.zeros(()), jnp.zeros(())), params))
         return jax.lax.scan(accumulate, zero, (jnp.arange(count), _split_micro_batches(batch, count)))[0]
 
     if setup.mesh.shape["data"] == setup.mesh.size > 1 and config.model.dropout == 0:
@@ -274,7 +104,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         params = state["params"]
         total = jnp.maximum(batch["loss_mask"].sum(), 1.0)
         key = jax.random.fold_in(jax.random.key(config.seed), state["step"])
-        loss, grads = gradient(params, batch, total, key)
+        (objective, loss), grads = gradient(params, batch, total, key)
         # Measured here, before clipping and before anything could reset it.
         grad_norm = _global_norm(grads)
         updates, opt_state = setup.optimizer.update(grads, state["opt_state"], params)
@@ -289,6 +119,8 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
             "update_norm": _global_norm(updates),
             "learning_rate": schedule(state["step"]),
         }
+        if config.train.z_loss:
+            metrics["z_loss"] = objective - loss
         chex.assert_rank(list(metrics.values()), 0)
         return {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}, metrics
 

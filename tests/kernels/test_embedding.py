@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nsa_jax.ops.kernels.layer.embedding import _CHUNK, lookup_gradient
+from nsa_jax.ops.kernels.layer.embedding import _CHUNK, lookup_gradient, lookup_sums, summed_rows
 
 # name: vocabulary, tokens, features, how tokens are drawn
 CASES = {
@@ -46,6 +46,14 @@ def test_not_a_number_stays_with_its_token():
     grad = jnp.ones((40, 64)).at[7].set(jnp.nan)
     got = np.asarray(lookup_gradient(jnp.arange(40, dtype=jnp.int32) % 20, grad, 20))
     assert np.isnan(got[7]).all() and (np.delete(got, 7, axis=0) == 2).all()
+
+
+def test_rows_of_some_tokens_are_those_of_all():
+    tokens = jnp.asarray(np.random.default_rng(0).zipf(1.2, 1500) - 2, jnp.int32)  # -1 and numbers of 37 and more
+    grad = jax.random.normal(jax.random.key(0), (1500, 64))
+    sums = lookup_sums(tokens, grad, 37)
+    parts = [jax.jit(summed_rows, static_argnums=2)(sums, first, 10 if first < 30 else 7) for first in range(0, 37, 10)]
+    np.testing.assert_array_equal(np.concatenate(parts), lookup_gradient(tokens, grad, 37))
 
 
 @pytest.mark.gpu

@@ -12,15 +12,14 @@ import pytest
 from flax import nnx
 
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
-from nsa_jax.train import step as step_lib
+from nsa_jax.train import loss as loss_lib
+from nsa_jax.train.loss import token_losses, weighted_loss
 from nsa_jax.train.state import decays, learning_rate, make_mesh, mesh_problems, partition_spec, setup
 from nsa_jax.train.step import (
     host_transfers,
     make_eval_step,
     make_sampler,
     make_train_step,
-    token_losses,
-    weighted_loss,
 )
 
 from .tiny import VOCAB, one_device, random_batch, steps, tiny_config
@@ -114,48 +113,74 @@ def test_loss_in_chunks_equals_the_loss_at_once(monkeypatch):
     def loss(params):
         model = made.model(params)
         hidden = model.hidden(batch["inputs"])
-        return weighted_loss(model, hidden, batch["targets"], jnp.asarray(uneven_mask(config)))
+        return weighted_loss(model, hidden, batch["targets"], jnp.asarray(uneven_mask(config)))[0]
 
     whole = jax.jit(jax.value_and_grad(loss))(params)
-    monkeypatch.setattr(step_lib, "_LOGIT_BYTES", 8 * 48 * VOCAB * 4 // 5)
-    assert step_lib._num_chunks(8, 48, VOCAB) == 6
+    monkeypatch.setattr(loss_lib, "_LOGIT_BYTES", 8 * 48 * VOCAB * 4 // 5)
+    assert loss_lib._num_chunks(8, 48, VOCAB) == 6
     chex.assert_trees_all_close(jax.jit(jax.value_and_grad(lambda p: loss(p)))(params), whole, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
-@pytest.mark.parametrize(("vocab", "dtype"), [(50, "float32"), (128, "float32"), (50, "bfloat16")])
-def test_losses_and_their_gradients_are_those_of_the_formula(vocab, dtype, tied, chunks, monkeypatch):
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "soft_cap", "z_loss"),
+    [(50, "float32", 2.0, 0.1), (128, "float32", 0.0, 0.0), (50, "bfloat16", 0.0, 0.0)],
+)
+def test_losses_and_their_gradients_are_those_of_the_formula(vocab, dtype, soft_cap, z_loss, tied, chunks, monkeypatch):
     """The loss's gradients are written out; here against the compiler's of a plain cross-entropy in float32."""
     heads = dict(num_heads=2, num_kv_heads=1, head_dim=16, num_layers=1)
     sizes = dict(dim=32, vocab_size=vocab, tie_embeddings=tied, compute_dtype=dtype, init_std=0.3)
-    model = Transformer(ModelConfig(**heads, **sizes), rngs=nnx.Rngs(0))
+    model = Transformer(ModelConfig(**heads, **sizes, logit_soft_cap=soft_cap), rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(model)
     hidden = jax.random.normal(jax.random.key(1), (3, 24, 32), dtype)
     targets = jax.random.randint(jax.random.key(2), (3, 24), 0, vocab).at[0, :2].set(jnp.asarray([0, vocab - 1]))
     weight = jax.random.normal(jax.random.key(3), (3, 24))
-    monkeypatch.setattr(step_lib, "_LOGIT_BYTES", 3 * 24 * vocab * 4 // chunks)
+    monkeypatch.setattr(loss_lib, "_LOGIT_BYTES", 3 * 24 * vocab * 4 // chunks)
 
     def ours(params, hidden, weight):
-        return 3 * weighted_loss(nnx.merge(graphdef, params), hidden, targets, weight)
+        loss, nats = weighted_loss(nnx.merge(graphdef, params), hidden, targets, weight, z_loss)
+        return 3 * loss, nats
 
     def formula(params, hidden):
-        logits = nnx.merge(graphdef, params).logits(hidden)
-        return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+        model = nnx.merge(graphdef, params)
+        equation = "btd,vd->btv" if tied else "btd,dv->btv"
+        head = model.output_weight().astype(dtype)
+        logits = jnp.einsum(equation, hidden, head, preferred_element_type=jnp.float32)
+        if soft_cap:
+            logits = soft_cap * jnp.tanh(logits / soft_cap)
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+        return losses, losses + z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
 
     def plain(params, hidden, weight):
-        return 3 * (formula(params, hidden) * weight).sum()
+        losses, totals = formula(params, hidden)
+        return 3 * (totals * weight).sum(), (losses * weight).sum()
 
     (want, want_grads), (got, grads) = (
-        jax.jit(jax.value_and_grad(f, (0, 1, 2)))(params, hidden, weight) for f in (plain, ours)
+        jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(params, hidden, weight) for f in (plain, ours)
     )
-    assert float(got) == pytest.approx(float(want), rel=1e-5)
-    assert float(jax.jit(ours)(params, hidden, weight)) == pytest.approx(float(want), rel=1e-5)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(ours)(params, hidden, weight), want, rtol=1e-5)
+    model_logits = np.asarray(nnx.merge(graphdef, params).logits(hidden))
+    if soft_cap:
+        assert 0.5 * soft_cap < np.abs(model_logits).max() < soft_cap
     each = jax.jit(lambda params: token_losses(nnx.merge(graphdef, params), hidden, targets))
-    np.testing.assert_allclose(each(params), formula(params, hidden), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(each(params), formula(params, hidden)[0], rtol=1e-4, atol=1e-5)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a - b) <= (1e-5 if dtype == "float32" else 6e-3) * np.linalg.norm(b)
+
+
+def test_the_loss_that_is_reported_is_cross_entropy_whatever_the_z_loss():
+    batches = [random_batch(tiny_config(**DENSE))]
+    (plain,), state = steps(tiny_config(train__grad_accum=2, **DENSE), batches)
+    (with_z,), other = steps(tiny_config(train__grad_accum=2, train__z_loss=0.01, **DENSE), batches)
+    assert with_z["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert with_z["bits_per_byte"] == pytest.approx(plain["bits_per_byte"], rel=1e-6)
+    assert "z_loss" not in plain and 0.01 < with_z["z_loss"] < 1
+    assert with_z["grad_norm"] != plain["grad_norm"]
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), state["params"], other["params"])
+    assert max(jax.tree.leaves(moved)) > 0
 
 
 def test_losses_of_single_tokens_refuse_to_be_differentiated():

@@ -103,8 +103,9 @@ def instructions(text: str) -> Iterator[tuple[str, int, list[tuple[str, tuple[in
             kind = operation.removesuffix("-start")
             if kind not in _KINDS:
                 continue
-            # A start returns (operands, results, and for some kinds its own state); that of an all-reduce its results.
-            if operation.endswith("-start") and kind != "all-reduce" and shape.startswith("("):
+            # A start returns (operands, results, and for some kinds its own state). That of an all-reduce returns its
+            # results alone before JAX 0.12, and since then ((operands), results).
+            if operation.endswith("-start") and (shape.startswith("((") or kind != "all-reduce" and shape[0] == "("):
                 shape = _parts(shape)[1]
             found = _SHAPE.findall(shape)
             yield kind, times[name], [(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in found]

@@ -20,9 +20,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from nsa_jax import aot
+from nsa_jax.train.loss import weighted_loss
 from nsa_jax.train.preflight import hlo
 from nsa_jax.train.state import Setup, batch_sharding, setup
-from nsa_jax.train.step import host_transfers, make_eval_step, make_train_step, weighted_loss
+from nsa_jax.train.step import host_transfers, make_eval_step, make_train_step
 
 _BATCH = {"inputs": jnp.int32, "targets": jnp.int32, "segment_start": jnp.int32, "loss_mask": jnp.float32}
 
@@ -145,7 +146,7 @@ def kept_activations(made: Setup) -> int:
         def loss(params):
             model = made.model(params)
             hidden = model.hidden(inputs, inputs if config.data.packing else None)
-            return weighted_loss(model, hidden, targets, jnp.ones(targets.shape, jnp.float32))
+            return weighted_loss(model, hidden, targets, jnp.ones(targets.shape, jnp.float32))[0]
 
         return jax.tree.leaves(jax.vjp(loss, params)[1])
 

@@ -27,7 +27,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import Problem
 from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.ops.target import current_target
-from nsa_jax.train.step import weighted_loss
+from nsa_jax.train.loss import weighted_loss
 
 _VOCAB = 256
 _PIECES = {
@@ -97,7 +97,7 @@ def _gradient(graphdef: nnx.GraphDef, packed: bool):
             model = nnx.merge(graphdef, params)
             hidden = model.hidden(tokens, segment_start if packed else None)
             weights = jnp.full(tokens.shape, 1 / tokens.size, jnp.float32)
-            return weighted_loss(model, hidden, jnp.roll(tokens, -1, axis=1), weights)
+            return weighted_loss(model, hidden, jnp.roll(tokens, -1, axis=1), weights)[0]
 
         return jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(params))
 

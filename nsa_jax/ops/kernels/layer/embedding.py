@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,50 @@ def _tokens_kernel(offset_ref, sums_ref, out_ref, *, width):
     out_ref[token, columns] = _sum_rows(offset_ref[token + 1] - first, load, width).astype(out_ref.dtype)
 
 
+class LookupSums(NamedTuple):
+    """What the gradient of a lookup is added up from.
+
+    Attributes:
+      offset: int32 [vocab + 1], where the sums of each token begin.
+      sums: float32 [W, D], sums of some of a token's gradients, grouped by token. W is bounded by the places.
+    """
+
+    offset: jax.Array
+    sums: jax.Array
+
+
+_call = functools.partial(triton_call, num_warps=4, num_stages=1)
+
+
+def lookup_sums(tokens: jax.Array, grad: jax.Array, vocab: int) -> LookupSums:
+    """The first step of `lookup_gradient`, of which `summed_rows` makes any rows."""
+    width = math.gcd(grad.shape[1], _WIDTH)
+    entries = jnp.where((tokens >= 0) & (tokens < vocab), tokens, vocab)
+    lists = invert(entries[None], vocab, _CHUNK)
+    order, begin, end, offset = lists.order[0], lists.begin[0], lists.end[0], lists.offset[0]
+    sums = _call(
+        functools.partial(_items_kernel, width=width),
+        out_shape=jax.ShapeDtypeStruct((begin.size, grad.shape[1]), jnp.float32),
+        grid=(begin.size, grad.shape[1] // width),
+        name="embedding_gradient_items",
+    )(order, begin, end, grad)
+    return LookupSums(offset, sums)
+
+
+def summed_rows(lookup: LookupSums, first: jax.Array | int = 0, count: int | None = None) -> jax.Array:
+    """float32 [count, D]: the gradient of `count` tokens from `first` on; all by default."""
+    offset, features = lookup.offset, lookup.sums.shape[1]
+    if count is not None:
+        offset = lax.dynamic_slice_in_dim(offset, first, count + 1)
+    width = math.gcd(features, _WIDTH)
+    return _call(
+        functools.partial(_tokens_kernel, width=width),
+        out_shape=jax.ShapeDtypeStruct((offset.size - 1, features), jnp.float32),
+        grid=(offset.size - 1, features // width),
+        name="embedding_gradient",
+    )(offset, lookup.sums)
+
+
 def lookup_gradient(tokens: jax.Array, grad: jax.Array, vocab: int) -> jax.Array:
     """For every token the sum of the gradients at its places, added in float32 and in one order.
 
@@ -68,21 +113,4 @@ def lookup_gradient(tokens: jax.Array, grad: jax.Array, vocab: int) -> jax.Array
     Returns:
       float32 [vocab, D].
     """
-    width = math.gcd(grad.shape[1], _WIDTH)
-    entries = jnp.where((tokens >= 0) & (tokens < vocab), tokens, vocab)
-    lists = invert(entries[None], vocab, _CHUNK)
-    order, begin, end, offset = lists.order[0], lists.begin[0], lists.end[0], lists.offset[0]
-    columns = grad.shape[1] // width
-    call = functools.partial(triton_call, num_warps=4, num_stages=1)
-    sums = call(
-        functools.partial(_items_kernel, width=width),
-        out_shape=jax.ShapeDtypeStruct((begin.size, grad.shape[1]), jnp.float32),
-        grid=(begin.size, columns),
-        name="embedding_gradient_items",
-    )(order, begin, end, grad)
-    return call(
-        functools.partial(_tokens_kernel, width=width),
-        out_shape=jax.ShapeDtypeStruct((vocab, grad.shape[1]), jnp.float32),
-        grid=(vocab, columns),
-        name="embedding_gradient",
-    )(offset, sums)
+    return summed_rows(lookup_sums(tokens, grad, vocab))
