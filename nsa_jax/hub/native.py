@@ -29,7 +29,7 @@ def _without_counterpart(config: ModelConfig) -> list[str]:
         found.append(f"value_head_dim={config.value_head_dim} beside head_dim={config.head_dim}")
     if config.rotary_dim not in (0, config.head_dim):
         found.append(f"rotary_dim={config.rotary_dim}")
-    if getattr(config, "logit_soft_cap", 0.0):
+    if config.logit_soft_cap:
         found.append(f"logit_soft_cap={config.logit_soft_cap}")
     if config.out_bias and not config.qkv_bias:
         found.append("out_bias without qkv_bias")
