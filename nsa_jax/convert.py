@@ -4,11 +4,12 @@
     python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-dense --attention=dense --dtype=float32
 
 CHECKPOINT is a directory with config.json and safetensors, or the id of a model on the Hugging Face hub. OUTPUT is an
-export: `nsa_jax.load`, generate, evaluate and `train.py --resume` take it. The tokenizer and its chat template are kept.
+export, which `nsa_jax.load`, generate, evaluate and `train.py --resume` take. The tokenizer and its chat template are
+kept.
 
-Supported are Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5 and Qwen3 (dense). What else a checkpoint has is refused by
-name before any of its arrays is read. An NSA model begins close to the dense one (see --gate) and then needs continued
-training; --text reports the loss of both before that, on files.
+Supported are Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5 and Qwen3 (dense). What else a checkpoint has is refused
+by name before any of its arrays is read. An NSA model begins close to the dense one (see --gate) and then needs
+continued training; --text reports the loss of both before that, on files.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def _tokenizer(given: str | None, source: Path, config: ConfigDict) -> Tokenizer
     tokenizer = load_tokenizer(config)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise LoadError(
-            f"{path}: its ids go up to {tokenizer.vocab_size - 1}, but the embedding has {config.model.vocab_size} rows. "
-            "Fix: give the checkpoint's own tokenizer.json"
+            f"{path}: its ids go up to {tokenizer.vocab_size - 1}, but the embedding has {config.model.vocab_size} "
+            "rows. Fix: give the checkpoint's own tokenizer.json"
         )
     return tokenizer
 
@@ -136,7 +137,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         type=number(float, 0.0, 0.99),
         default=GATE,
         metavar="EPS",
-        help="NSA: the compressed branch's gate at first; 0: exactly the dense model on short rows (default %(default)s)",
+        help="NSA: the compressed branch's gate at first; 0: dense attention itself on short rows (default %(default)s)",
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the parameters; default: the checkpoint's, or float32"

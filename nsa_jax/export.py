@@ -7,8 +7,8 @@ An export is a directory in the Hugging Face layout: model.safetensors (in shard
 tokenizer's files. `nsa_jax.load` reads it back bit-equal; generate and evaluate take it in place of a workdir. The
 metadata of the safetensors files hold a checksum of each array, which is verified when the array is read.
 
-With --format=transformers a model with dense attention becomes a folder that transformers loads by itself, as a Llama, a
-Qwen2 or a Qwen3; `python -m nsa_jax.convert` reads it back bit-equal.
+With --format=transformers a model with dense attention becomes a folder that transformers loads by itself, as a Llama,
+a Qwen2 or a Qwen3; `python -m nsa_jax.convert` reads it back bit-equal.
 
 With --import-from=CHECKPOINT the arguments are those of `python -m nsa_jax.convert`, which does the work.
 """

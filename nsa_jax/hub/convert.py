@@ -52,8 +52,8 @@ def _check_window(described: dict[str, Any], config: ConfigDict, path: Path) -> 
     which = "all layers" if everywhere else "some of the layers"
     other = "attention='window', or for " if everywhere else ""
     raise LoadError(
-        f"{path}: cannot import sliding-window attention as {config.model.attention}: {which} read {window} tokens, and "
-        f"rows have {config.data.seq_len}. Fix: ask for {other}rows of at most {window} tokens (seq_len)"
+        f"{path}: cannot import sliding-window attention as {config.model.attention}: {which} read {window} tokens, "
+        f"and rows have {config.data.seq_len}. Fix: ask for {other}rows of at most {window} tokens (seq_len)"
     )
 
 

@@ -90,8 +90,8 @@ def recorded_metrics(path: str | os.PathLike) -> dict[str, float]:
     if chosen is None or chosen not in losses:
         return {}
     found: dict[str, float] = {"step": chosen}
-    if losses[chosen] is not None:
-        found["val/loss"] = losses[chosen]
+    if (loss := losses[chosen]) is not None:
+        found["val/loss"] = loss
     try:
         validation = json.loads((directory / "summary.json").read_bytes())["validation"]
         if validation["step"] == chosen:

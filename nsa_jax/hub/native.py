@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -53,8 +54,8 @@ def family_of(config: ModelConfig) -> tuple[str, str]:
         )
     if found := _without_counterpart(config):
         raise LoadError(
-            f"transformers has no counterpart of a model with {', '.join(found)}. Fix: leave out --format=transformers, "
-            "and read the export with nsa_jax.load"
+            f"transformers has no counterpart of a model with {', '.join(found)}. Fix: leave out "
+            "--format=transformers, and read the export with nsa_jax.load"
         )
     if config.qk_norm:
         return "qwen3", "Qwen3ForCausalLM"
@@ -122,6 +123,11 @@ def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
     return found
 
 
+def _cut(stacked: Any, index: int, first: int = 0, end: int | None = None) -> np.ndarray:
+    """Columns of one layer's array; of a matrix [in, out] they become rows."""
+    return np.asarray(stacked[index][..., first:end]).T
+
+
 def _layer_arrays(block: Mapping[str, Any], index: int, config: ModelConfig) -> dict[str, Callable[[], np.ndarray]]:
     """What makes each array of a layer in transformers' layout, by its name without the layer's prefix."""
     attention, mlp = block["attention"], block["mlp"]
@@ -132,18 +138,18 @@ def _layer_arrays(block: Mapping[str, Any], index: int, config: ModelConfig) -> 
     columns |= {f"mlp.{name}": (mlp, at) for name, at in halves.items()}
     found: dict[str, Callable[[], np.ndarray]] = {}
     for name, (part, (first, end)) in columns.items():
-        found[f"{name}_proj.weight"] = lambda w=part["w_in"], a=first, b=end: np.asarray(w[index, :, a:b]).T
-        if part.get("b_in") is not None:
-            found[f"{name}_proj.bias"] = lambda w=part["b_in"], a=first, b=end: np.asarray(w[index, a:b])
+        found[f"{name}_proj.weight"] = functools.partial(_cut, part["w_in"], index, first, end)
+        if "b_in" in part:
+            found[f"{name}_proj.bias"] = functools.partial(_cut, part["b_in"], index, first, end)
     for name, part in (("self_attn.o_proj", attention), ("mlp.down_proj", mlp)):
-        found[f"{name}.weight"] = lambda w=part["w_out"]: np.asarray(w[index]).T
-        if part.get("b_out") is not None:
-            found[f"{name}.bias"] = lambda w=part["b_out"]: np.asarray(w[index])
+        found[f"{name}.weight"] = functools.partial(_cut, part["w_out"], index)
+        if "b_out" in part:
+            found[f"{name}.bias"] = functools.partial(_cut, part["b_out"], index)
     norms = {"input_layernorm": block["norm_attention"], "post_attention_layernorm": block["norm_mlp"]}
     if config.qk_norm:
         norms |= {"self_attn.q_norm": attention["q_norm"], "self_attn.k_norm": attention["k_norm"]}
     for name, part in norms.items():
-        found[f"{name}.weight"] = lambda w=part["scale"]: np.asarray(w[index])
+        found[f"{name}.weight"] = functools.partial(_cut, part["scale"], index)
     return found
 
 

@@ -182,7 +182,9 @@ def test_exported_folders_have_our_logits_in_transformers(saved, tmp_path, reque
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     assert back.dtype == torch.float32
     # A Mistral without a window is a Llama.
-    assert type(back).__name__.removesuffix("ForCausalLM") == MODELS[request.node.callspec.id][0].replace("Mistral", "Llama")
+    assert type(back).__name__.removesuffix("ForCausalLM") == MODELS[request.node.callspec.id][0].replace(
+        "Mistral", "Llama"
+    )
     kept, given = back.state_dict(), model.state_dict()
     assert kept.keys() == given.keys() and all(torch.equal(kept[name], given[name]) for name in kept)
     tokens = draw()

@@ -224,6 +224,7 @@ class World:
 _TOOLS = {
     "nsa_jax.generate": ["--max-tokens=3"],
     "nsa_jax.evaluate": ["--max-tokens=200", "--samples=1", "--batch-size=2", "--num-keys=2"],
+    "nsa_jax.convert": [],
     "nsa_jax.export": [],
     "nsa_jax.report": [],
 }

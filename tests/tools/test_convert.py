@@ -119,7 +119,11 @@ def test_scaling_of_rope_is_read_in_every_spelling(tmp_path, family, changes, ex
         ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("qwen3", {"rope_scaling": YARN | {"truncate": False}}, "YaRN whose range is not rounded"),
         ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differs between layers"),
-        ("llama2", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=None: must be a positive"),
+        (
+            "llama2",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "low_freq_factor=None: must be a positive",
+        ),
         ("llama2", {"rope_scaling": {"rope_type": "linear"}}, "factor=None: must be a positive number"),
         ("llama2", {"rope_scaling": LLAMA3 | {"factor": 0.5}}, "factor=0.5: "),
         ("llama2", {"attention_bias": "yes"}, "attention_bias='yes': must be true or false"),
