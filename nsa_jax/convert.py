@@ -137,7 +137,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         type=number(float, 0.0, 0.99),
         default=GATE,
         metavar="EPS",
-        help="NSA: the compressed branch's gate at first; 0: dense attention itself on short rows (default %(default)s)",
+        help="NSA: the compressed branch's gate at first; 0: dense attention on short rows (default %(default)s)",
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the parameters; default: the checkpoint's, or float32"

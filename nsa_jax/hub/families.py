@@ -107,8 +107,9 @@ def sliding_window(described: dict[str, Any], path: Path) -> tuple[int, bool]:
     return (window, sliding >= layers) if sliding else (0, False)
 
 
-def _number(rope: dict[str, Any], name: str, default: float | None, path: Path) -> float:
-    value = rope.get(name)
+def _number(fields: dict[str, Any], name: str, default: float | None, path: Path) -> float:
+    """A positive number of a config.json; null and what is not there stand for the default."""
+    value = fields.get(name)
     value = default if value is None else value
     if value is None:
         raise _json_error(path, name, None, "a positive number, which this RoPE scaling needs")
@@ -118,9 +119,7 @@ def _number(rope: dict[str, Any], name: str, default: float | None, path: Path) 
 def _set_rope(m: ConfigDict, described: dict[str, Any], path: Path) -> None:
     """Fills the RoPE fields of `config.model`."""
     rope = rope_parameters(described, path)
-    theta = rope.get("rope_theta")
-    theta = described.get("rope_theta") if theta is None else theta
-    m.rope_theta = positive(10_000.0 if theta is None else theta, "rope_theta", path)
+    m.rope_theta = _number(rope, "rope_theta", _number(described, "rope_theta", 10_000.0, path), path)
     scaling = rope.get("rope_type", rope.get("type")) or "default"
     if scaling == "default":
         return

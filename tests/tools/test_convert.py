@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from flax import nnx
 from safetensors import safe_open
 
 import nsa_jax
-from nsa_jax import convert, evaluate, export, generate
+from nsa_jax import convert, evaluate, export, generate, nn
 from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SyntheticTokenizer
 from nsa_jax.hub.convert import GATE, gate_bias, import_dense
 from nsa_jax.hub.export_files import Arrays, LoadError
@@ -259,16 +260,24 @@ def test_every_parameter_of_a_converted_model_can_learn(tmp_path):
     write(tmp_path, describe("qwen3"))
     model, _ = import_dense(tmp_path, attention="nsa", edit=geometry)
     assert not np.asarray(model.blocks.attention.compress_key.w_2[...]).any()
-    from flax import nnx
-
-    graphdef, params = nnx.split(model)
     row = jnp.asarray(tokens(64)[None], jnp.int32)
-    grads = jax.jit(jax.grad(lambda p: jax.nn.log_softmax(nnx.merge(graphdef, p)(row))[0, :, 5].mean()))(params)
-    attention = nnx.to_pure_dict(grads)["blocks"]["attention"]
-    gate = np.abs(np.asarray(attention["gate_bias"]))  # [layers, N, 3]
-    assert (gate[..., 0] > 1e-3 * gate[..., 1:].max()).all()
+
+    @jax.jit
+    def gradients(bias):
+        graphdef, params = nnx.split(model)
+        params = nnx.to_pure_dict(params)
+        params["blocks"]["attention"]["gate_bias"] = jnp.broadcast_to(bias, (2, 4, 3))
+        loss = jax.grad(lambda p: jax.nn.log_softmax(nnx.merge(graphdef, p)(row))[0, :, 5].mean())
+        return loss(params)["blocks"]["attention"]
+
+    def opening(attention):  # of the compressed branch, as a share of the others'
+        gate = np.abs(np.asarray(attention["gate_bias"]))  # [layers, N, 3]
+        return gate[..., 0].mean() / gate[..., 1:].mean()
+
+    begun, closed = (gradients(jnp.asarray(gate_bias(eps), jnp.float32)) for eps in (GATE, 0.0))
+    assert opening(begun) > 2e-3 and opening(closed) < 1e-9
     for phi in ("compress_key", "compress_value"):
-        assert np.abs(np.asarray(attention[phi]["w_2"])).max() > 0
+        assert np.abs(np.asarray(begun[phi]["w_2"])).max() > 1e-9
 
 
 def test_gates_begin_as_asked():
@@ -427,10 +436,6 @@ def test_models_without_a_counterpart_are_refused_and_nothing_is_written(tmp_pat
     ],
 )
 def test_options_without_a_counterpart_are_named(tmp_path, changes, words):
-    from flax import nnx
-
-    from nsa_jax import nn
-
     config = small_config()
     config.model.attention = "dense"
     for name, value in changes.items():
