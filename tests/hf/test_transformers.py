@@ -158,7 +158,7 @@ def test_nsa_begins_as_the_model_of_transformers_on_short_rows(saved, request):
     assert exact <= 2e-5 and 1e-4 < begun <= 0.02
 
 
-@pytest.mark.parametrize("saved", [name for name in FULL if "dynamic" not in name], indirect=True)
+@pytest.mark.parametrize("saved", FULL, indirect=True)
 def test_greedy_generation_is_that_of_transformers(saved, tmp_path):
     model, path = saved
     imported, config = import_dense(path, edit=float32)
