@@ -221,6 +221,11 @@ def import_dense(
         config.model.nsa.window = window
     if seq_len is not None:
         config.data.seq_len = seq_len
+    if any(path.glob("*.bin")) and not any(path.glob("*.safetensors")):
+        raise LoadError(
+            f"{path}: its weights are in PyTorch's format, which may run code when it is read. Fix: load it with "
+            "transformers and save it with save_pretrained, which writes safetensors"
+        )
     arrays = Arrays(path)  # their headers
     config.model.param_dtype = dtype or _stored_dtype(arrays)
     if edit is not None:

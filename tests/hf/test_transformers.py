@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
     "llama, dynamic": (
         "Llama",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 128},
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 256},
     ),
     "smollm2": ("Llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}),
     "mistral": ("Mistral", {"head_dim": 32, "sliding_window": None}),

@@ -144,6 +144,13 @@ def test_what_is_missing_here_is_named_before_an_array_is_read(tmp_path, monkeyp
         import_dense(tmp_path)
 
 
+def test_weights_in_pytorchs_format_are_refused(tmp_path):
+    write(tmp_path, describe("llama2"))
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(LoadError, match="weights are in PyTorch's format.* save_pretrained"):
+        import_dense(tmp_path)
+
+
 SLIDING = [
     ("mistral", {"sliding_window": 16}, True),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, True),
