@@ -1,14 +1,15 @@
 r"""Exports a trained model as safetensors: to be loaded here, or by transformers.
 
     python -m nsa_jax.export runs/quickstart exported/quickstart
-    python -m nsa_jax.export runs/dense exported/dense --format=transformers
+    python -m nsa_jax.export runs/quickstart exported/for_transformers --format=transformers
 
 An export is a directory in the Hugging Face layout: model.safetensors (in shards if large), config.json and the
 tokenizer's files. `nsa_jax.load` reads it back bit-equal; generate and evaluate take it in place of a workdir. The
 metadata of the safetensors files hold a checksum of each array, which is verified when the array is read.
 
-With --format=transformers a model with dense attention becomes a folder that transformers loads by itself, as a Llama,
-a Qwen2 or a Qwen3; `python -m nsa_jax.convert` reads it back bit-equal.
+With --format=transformers a model becomes a folder that transformers loads. That of an NSA model holds PyTorch code,
+which transformers runs with trust_remote_code=True. A model with dense or window attention becomes a Llama, a Mistral,
+a Qwen2 or a Qwen3 that transformers loads by itself; `python -m nsa_jax.convert` reads it back bit-equal.
 
 With --import-from=CHECKPOINT the arguments are those of `python -m nsa_jax.convert`, which does the work.
 """
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         "--format",
         choices=("nsa_jax", "transformers"),
         default="nsa_jax",
-        help="who is to load it: nsa_jax.load (default), or transformers (dense models only)",
+        help="who is to load it: nsa_jax.load (default), or transformers",
     )
     group = parser.add_argument_group("import")
     group.add_argument("--import-from", metavar="CHECKPOINT", help="as python -m nsa_jax.convert CHECKPOINT OUTPUT")

@@ -1,4 +1,4 @@
-"""Dense models as folders that transformers loads by itself: `export_native`."""
+"""Models as folders that transformers loads, NSA models with the PyTorch code that they need: `export_native`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from nsa_jax.data import Tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from nsa_jax.hub.export_files import LaterArray, LoadError, write_arrays
 from nsa_jax.hub.families import dense_shapes
+from nsa_jax.hub.native_nsa import ARCHITECTURE, SOURCES, copy_sources, nsa_json, nsa_layer_arrays, nsa_shapes
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
 
 _SHARD_BYTES = 5 * 2**30
@@ -24,7 +25,7 @@ _SETTINGS = "tokenizer_config.json"
 
 
 def _without_counterpart(config: ModelConfig) -> list[str]:
-    """What of a dense model no family of transformers has, with what can be done about it."""
+    """What of a model with dense or window attention no family of transformers has."""
     found = []
     if config.value_head_dim != config.head_dim:
         found.append(f"value_head_dim={config.value_head_dim} beside head_dim={config.head_dim}")
@@ -42,17 +43,16 @@ def _without_counterpart(config: ModelConfig) -> list[str]:
 
 
 def family_of(config: ModelConfig) -> tuple[str, str]:
-    """The model_type and the class of transformers that compute what a model computes.
+    """The model_type and the class of transformers that compute what a model with dense or window attention computes.
 
     Raises:
       LoadError: there are none.
     """
-    if config.attention != "dense":
-        raise LoadError(
-            f"transformers has no counterpart of attention={config.attention!r}. Fix: leave out --format=transformers, "
-            "and read the export with nsa_jax.load; only models with dense attention become native folders"
-        )
-    if found := _without_counterpart(config):
+    window = config.attention == "window"
+    found = _without_counterpart(config)
+    if window and not found and not config.qk_norm and (config.out_bias or config.mlp_bias):
+        found = ["window attention beside out_bias or mlp_bias"]
+    if found:
         raise LoadError(
             f"transformers has no counterpart of a model with {', '.join(found)}. Fix: leave out "
             "--format=transformers, and read the export with nsa_jax.load"
@@ -61,7 +61,7 @@ def family_of(config: ModelConfig) -> tuple[str, str]:
         return "qwen3", "Qwen3ForCausalLM"
     if config.qkv_bias and not config.out_bias:
         return "qwen2", "Qwen2ForCausalLM"
-    return "llama", "LlamaForCausalLM"
+    return ("mistral", "MistralForCausalLM") if window else ("llama", "LlamaForCausalLM")
 
 
 def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
@@ -84,12 +84,14 @@ def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
     """The config.json that transformers reads, without the tokens of the tokenizer.
 
     Args:
-      config: of a dense model.
+      config: the model's.
       seq_len: tokens of the rows that it was trained on.
 
     Raises:
       LoadError: transformers has no such model.
     """
+    if config.attention == "nsa":
+        return nsa_json(config, seq_len)
     kind, architecture = family_of(config)
     scaling = config.rope_scaling
     # The names of version 4 of transformers, which version 5 reads too.
@@ -118,8 +120,13 @@ def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
         found |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
     elif kind == "qwen3":
         found |= {"attention_bias": config.qkv_bias}
+    window = config.attention == "window"
     if kind.startswith("qwen"):
-        found["use_sliding_window"] = False
+        found["use_sliding_window"] = window
+    if window:
+        found["sliding_window"] = config.nsa.window
+    if window and kind.startswith("qwen"):
+        found["max_window_layers"] = 0  # layers before this one would attend to the whole row
     return found
 
 
@@ -162,11 +169,14 @@ def _arrays(model: Transformer) -> dict[str, LaterArray]:
         "model.norm.weight": lambda: np.asarray(params["norm"]["scale"]),
         "lm_head.weight": lambda: np.asarray(params["head"]).T,
     }
+    sparse = config.attention == "nsa"
     for index in range(config.num_layers):
-        layer = _layer_arrays(params["blocks"], index, config)
+        layer = (nsa_layer_arrays if sparse else _layer_arrays)(params["blocks"], index, config)
         made |= {f"model.layers.{index}.{name}": make for name, make in layer.items()}
     dtype = np.dtype(params["embedding"].dtype)
-    return {name: LaterArray(shape, dtype, made[name]) for name, shape in dense_shapes(config)}
+    return {
+        name: LaterArray(shape, dtype, made[name]) for name, shape in (nsa_shapes if sparse else dense_shapes)(config)
+    }
 
 
 def _byte_tokenizer() -> str:
@@ -210,12 +220,19 @@ def _card(model: Transformer, config: ConfigDict, metrics: Mapping[str, Any], ha
     rows |= {name: f"{value:.4f}" for name, value in metrics.items() if name != "step"}
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     load = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    load += ['model = AutoModelForCausalLM.from_pretrained("DIRECTORY")']
-    load += ['tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")'] if has_tokenizer else []
-    note = "" if has_tokenizer else "\nIts tokens are synthetic: there is no tokenizer for text.\n"
+    attention, code, side = f"{model.config.attention} attention in the layout of {kind}", "", ""
+    if kind == ARCHITECTURE:
+        attention, code = "Native Sparse Attention (arXiv 2502.11089)", ", trust_remote_code=True"
+        side = ', padding_side="left"'
+        note = f"\nIts code is {' and '.join(SOURCES)}, which transformers runs: read them first.\n"
+    else:
+        note = ""
+    load += [f'model = AutoModelForCausalLM.from_pretrained("DIRECTORY"{code})']
+    load += [f'tokenizer = AutoTokenizer.from_pretrained("DIRECTORY"{side})'] if has_tokenizer else []
+    note += "" if has_tokenizer else "\nIts tokens are synthetic: there is no tokenizer for text.\n"
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- nsa_jax\n---\n\n# {config.name}\n\n"
-        f"A language model with dense attention in the layout of {kind}, trained with nsa_jax.\n{note}\n"
+        f"A language model with {attention}, trained with nsa_jax.\n{note}\n"
         f"| | |\n|---|---|\n{table}\n\n"
         "val/loss is in nats per token, measured on held-out documents by the trainer.\n\n"
         "```python\n" + "\n".join(load) + "\n```\n"
@@ -231,10 +248,11 @@ def export_native(
     metrics: Mapping[str, Any] | None = None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
-    """Writes a dense model as a folder that transformers loads.
+    """Writes a model as a folder that transformers loads.
 
     It holds config.json, generation_config.json, safetensors, the tokenizer and a README.md. Weights keep their bits.
-    `nsa_jax.hub.convert.import_dense` reads the folder back.
+    `nsa_jax.hub.convert.import_dense` reads the folder of a dense model back. That of an NSA model also holds the
+    PyTorch code that computes it, for `trust_remote_code=True`.
 
     Args:
       model: the Transformer.
@@ -252,6 +270,10 @@ def export_native(
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").unlink(missing_ok=True)  # it comes last, as in `export`
     write_arrays(path, _arrays(model), shard_bytes, kind="pt")
+    for name in SOURCES:
+        (path / name).unlink(missing_ok=True)
+    if model.config.attention == "nsa":
+        copy_sources(path)
     has_tokenizer = _save_tokenizer(tokenizer, path)
     ids = {"bos_token_id": None, "eos_token_id": int(tokenizer.eos_id)}
     (path / "generation_config.json").write_text(json.dumps(ids, indent=1) + "\n")

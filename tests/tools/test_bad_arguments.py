@@ -75,7 +75,6 @@ def test_numbers_out_of_range_are_refused_before_a_model_is_looked_for(main, fla
         (export.main, ["RUN", "/proc/none"], "/proc/none"),
         (export.main, ["FILE", "OUT"], "is no directory"),
         (export.main, ["RUN", "RUN"], "is what is to be exported"),
-        (export.main, ["RUN", "OUT", "--format=transformers"], "no counterpart of attention='nsa'"),
         (report, ["FILE"], "FILE"),
     ],
 )

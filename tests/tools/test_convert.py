@@ -420,15 +420,31 @@ def test_a_run_becomes_a_folder_with_its_metrics(dense_run, tmp_path, capsys):
 
 
 def test_models_without_a_counterpart_are_refused_and_nothing_is_written(tmp_path, capsys):
-    for attention in ("nsa", "window"):
-        config = small_config()
-        config.model.attention = attention
-        write_run(tmp_path / attention, config)
-        out = tmp_path / "out"
-        assert export.main([str(tmp_path / attention), str(out), "--format=transformers"]) == 2
-        error = capsys.readouterr().err
-        assert f"no counterpart of attention='{attention}'" in error and "leave out --format=transformers" in error
-        assert not out.exists()
+    config = small_config()
+    config.model.attention, config.model.qkv_bias, config.model.out_bias = "window", True, True
+    write_run(tmp_path / "run", config)
+    out = tmp_path / "out"
+    assert export.main([str(tmp_path / "run"), str(out), "--format=transformers"]) == 2
+    error = capsys.readouterr().err
+    assert "window attention beside out_bias" in error and "leave out --format=transformers" in error
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("mistral", {}), ("qwen2", {"qkv_bias": True}), ("qwen3", {"qk_norm": True})]
+)
+def test_window_attention_becomes_the_sliding_window_of_a_family(tmp_path, kind, changes):
+    config = small_config()
+    config.model.attention = "window"
+    config.model.update(changes)
+    model = nn.Transformer(nn.ModelConfig.from_config(config, 257), rngs=nnx.Rngs(0))
+    export_native(model, ByteTokenizer(), config, tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    assert (described["model_type"], described["sliding_window"]) == (kind, 12)
+    back, back_config = import_dense(tmp_path, attention="window", edit=float32)
+    same_parameters(model, back)
+    assert back_config.model.nsa.window == 12
+    np.testing.assert_array_equal(run(model, tokens(40)), run(back, tokens(40)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,165 @@
+"""NSA models in the layout of the PyTorch classes in `transformers_nsa`, which travel with the folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nsa_jax.nn import ModelConfig
+
+ARCHITECTURE = "NSAForCausalLM"
+SOURCES = ("configuration_nsa.py", "modeling_nsa.py")
+_PROJECTIONS = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate")  # the pieces of w_in, in its order
+
+
+def copy_sources(path: Path) -> None:
+    """Puts the PyTorch classes into a folder."""
+    for name in SOURCES:
+        shutil.copyfile(Path(__file__).parent / "transformers_nsa" / name, path / name)
+
+
+def nsa_json(config: ModelConfig, seq_len: int) -> dict[str, Any]:
+    """The config.json of an NSA model, without the tokens of the tokenizer.
+
+    Args:
+      config: of an NSA model.
+      seq_len: tokens of the rows that it was trained on.
+    """
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "nsa",
+        "auto_map": {
+            "AutoConfig": "configuration_nsa.NSAConfig",
+            "AutoModel": "modeling_nsa.NSAModel",
+            "AutoModelForCausalLM": f"modeling_nsa.{ARCHITECTURE}",
+        },
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "value_head_dim": config.value_head_dim,
+        **dataclasses.asdict(config.nsa),
+        "compressor": config.compressor,
+        "qk_norm": config.qk_norm,
+        "qkv_bias": config.qkv_bias,
+        "out_bias": config.out_bias,
+        "mlp_bias": config.mlp_bias,
+        "logit_soft_cap": config.logit_soft_cap,
+        "rope_options": {
+            "theta": config.rope_theta,
+            "rotary_dim": config.rotary_dim,
+            **dataclasses.asdict(config.rope_scaling),
+        },
+        "rms_norm_eps": config.norm_eps,
+        "initializer_range": config.init_std,
+        "max_position_embeddings": seq_len,
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": config.param_dtype,
+        "use_cache": True,
+    }
+
+
+def _widths(config: ModelConfig) -> dict[str, int]:
+    """Rows of each projection of attention, in the order in which the columns of w_in hold them."""
+    query = config.num_heads * config.head_dim
+    key, value = config.num_kv_heads * config.head_dim, config.num_kv_heads * config.value_head_dim
+    return dict(zip(_PROJECTIONS, (query, *(key, value) * 3, 3 * config.num_heads), strict=True))
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each array of one layer, by its name without the layer's prefix."""
+    dim, block = config.dim, config.nsa.compress_block
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (dim,), "post_attention_layernorm.weight": (dim,)}
+    linear = {f"self_attn.{name}_proj": (width, dim, config.qkv_bias) for name, width in _widths(config).items()}
+    linear["self_attn.gate_proj"] = (3 * config.num_heads, dim, False)
+    linear["self_attn.o_proj"] = (dim, config.num_heads * config.value_head_dim, config.out_bias)
+    linear |= {f"mlp.{name}_proj": (config.mlp_dim, dim, config.mlp_bias) for name in ("gate", "up")}
+    linear["mlp.down_proj"] = (dim, config.mlp_dim, config.mlp_bias)
+    if config.compressor == "mlp":
+        for name, features in (("key", config.head_dim), ("value", config.value_head_dim)):
+            shapes[f"self_attn.compress_{name}.position"] = (block, features)
+            linear[f"self_attn.compress_{name}.in_proj"] = (2 * features, block * features, True)
+            linear[f"self_attn.compress_{name}.out_proj"] = (features, 2 * features, False)
+    for name, (rows, columns, biased) in linear.items():
+        shapes[f"{name}.weight"] = (rows, columns)
+        if biased:
+            shapes[f"{name}.bias"] = (rows,)
+    shapes["self_attn.gate_bias"] = (config.num_heads, 3)
+    if config.qk_norm:
+        shapes |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    return shapes
+
+
+def nsa_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every array of an NSA model in the layout of the PyTorch class."""
+    yield "model.embed_tokens.weight", (config.vocab_size, config.dim)
+    for index in range(config.num_layers):
+        for name, shape in _layer_shapes(config).items():
+            yield f"model.layers.{index}.{name}", shape
+    yield "model.norm.weight", (config.dim,)
+    if not config.tie_embeddings:
+        yield "lm_head.weight", (config.vocab_size, config.dim)
+
+
+def _piece(stacked: Any, index: int, first: int = 0, end: int | None = None) -> np.ndarray:
+    """Columns of one layer's matrix [in, out] as rows, or a part of its vector."""
+    return np.asarray(stacked[index][..., first:end]).T
+
+
+def _rows_joined(stacked: Any, index: int) -> np.ndarray:
+    """One layer's W_1 [l, F, hidden] as [hidden, l * F]."""
+    array = np.asarray(stacked[index])
+    return array.reshape(-1, array.shape[-1]).T
+
+
+def _whole(stacked: Any, index: int) -> np.ndarray:
+    return np.asarray(stacked[index])
+
+
+def nsa_layer_arrays(block: Mapping[str, Any], index: int, config: ModelConfig) -> dict[str, Callable[[], np.ndarray]]:
+    """What makes each array of a layer, by its name without the layer's prefix.
+
+    Args:
+      block: parameters of all layers, stacked.
+      index: which layer.
+      config: of an NSA model.
+    """
+    attention, mlp = block["attention"], block["mlp"]
+    found: dict[str, Callable[[], np.ndarray]] = {}
+
+    def linear(name: str, part: Mapping[str, Any], side: str, first: int = 0, end: int | None = None) -> None:
+        found[f"{name}.weight"] = functools.partial(_piece, part[f"w_{side}"], index, first, end)
+        if f"b_{side}" in part and not name.endswith("attn.gate_proj"):
+            found[f"{name}.bias"] = functools.partial(_piece, part[f"b_{side}"], index, first, end)
+
+    first = 0
+    for name, width in _widths(config).items():
+        linear(f"self_attn.{name}_proj", attention, "in", first, first + width)
+        first += width
+    linear("self_attn.o_proj", attention, "out")
+    linear("mlp.gate_proj", mlp, "in", 0, config.mlp_dim)
+    linear("mlp.up_proj", mlp, "in", config.mlp_dim, 2 * config.mlp_dim)
+    linear("mlp.down_proj", mlp, "out")
+    found["self_attn.gate_bias"] = functools.partial(_whole, attention["gate_bias"], index)
+    if config.compressor == "mlp":
+        for kind in ("key", "value"):
+            phi, name = attention[f"compress_{kind}"], f"self_attn.compress_{kind}"
+            found[f"{name}.position"] = functools.partial(_whole, phi["position"], index)
+            found[f"{name}.in_proj.weight"] = functools.partial(_rows_joined, phi["w_1"], index)
+            found[f"{name}.in_proj.bias"] = functools.partial(_whole, phi["b_1"], index)
+            found[f"{name}.out_proj.weight"] = functools.partial(_piece, phi["w_2"], index)
+    norms = {"input_layernorm": block["norm_attention"], "post_attention_layernorm": block["norm_mlp"]}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": attention["q_norm"], "self_attn.k_norm": attention["k_norm"]}
+    for name, part in norms.items():
+        found[f"{name}.weight"] = functools.partial(_whole, part["scale"], index)
+    return found
