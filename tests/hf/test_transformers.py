@@ -219,6 +219,27 @@ def test_models_made_here_have_our_logits_in_transformers(family, tmp_path):
     assert error(theirs(back, tokens), ours(model, tokens)) <= 1e-4
 
 
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
+def test_window_models_made_here_are_sliding_windows_in_transformers(family, tmp_path):
+    config = default_config()
+    config.model.update({"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16})
+    config.model.update({"attention": "window", "compute_dtype": "float32", "init_std": 0.3})
+    config.model.update(OPTIONS.get(family, {}))
+    config.model.nsa.window = 24
+    model = nn.Transformer(nn.ModelConfig.from_config(config, VOCAB), rngs=nnx.Rngs(3))
+    export_native(model, SyntheticTokenizer(VOCAB, copy=False), config, tmp_path)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert type(back).__name__ == f"{family}ForCausalLM"
+    for length in (24, 25, 201):
+        tokens = draw(length, rows=2)
+        assert error(theirs(back, tokens), ours(model, tokens)) <= 2e-5
+    prompt = torch.as_tensor(draw(40))
+    given = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 40, "do_sample": False}
+    made = back.generate(prompt, **given, eos_token_id=None, pad_token_id=0).numpy()
+    assert made.shape == (1, 80)
+    np.testing.assert_array_equal(made[0, 40:], ours(model, made)[0, 39:-1].argmax(-1), "the cache slides too")
+
+
 def test_tokenizers_of_folders_are_read_by_transformers(tmp_path):
     config = default_config()
     config.model.update({"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8})
