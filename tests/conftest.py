@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -32,22 +33,41 @@ jax.config.update(
     "jax_compilation_cache_dir",
     os.path.join(tempfile.gettempdir(), f"nsa_jax_test_cache_{os.getuid()}_{jax.__version__}"),
 )
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 # grain's worker processes refuse to start while absl's flags are unparsed.
 if not flags.FLAGS.is_parsed():
     flags.FLAGS(["pytest"], known_only=True)
 
 
+# Folders whose modules are compiled quickly as a whole, and those of them that read programs compiled for GPUs.
+QUICK_FOLDERS = ("chaos", "nn", "tools", "train")
+FOR_GPUS = ("test_cache", "test_deterministic", "test_mesh_traffic", "test_preflight")
+
+
+@contextlib.contextmanager
+def _few_optimizations():
+    usual = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", usual or not HAS_GPU)
+    yield
+    jax.config.update("jax_disable_most_optimizations", usual)
+
+
 @pytest.fixture
 def quick_compilation():
     """XLA leaves most optimizations out: an interpreted kernel is compiled for much longer than it runs."""
-    if HAS_GPU:
+    with _few_optimizations():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation_of_folders(request):
+    """The same for models that take a few steps: a fully optimized step is compiled for four times as long."""
+    if request.path.parent.name not in QUICK_FOLDERS or request.path.stem in FOR_GPUS:
         yield
         return
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    with _few_optimizations():
+        yield
 
 
 def pytest_collection_modifyitems(config, items):

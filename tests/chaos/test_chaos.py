@@ -8,7 +8,6 @@ from .harness import ATTACKS, Outcome, Tally, failures, run_attack, table
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("name", ATTACKS)
 def test_promises_hold(name, tmp_path):
     quick = importlib.import_module(f"{__package__}.{name}").QUICK
