@@ -49,6 +49,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is written; defau
 _RESUME = flags.DEFINE_string(
     "resume", None, "Start from another run's checkpoint, DIR or DIR@STEP, or from an exported model."
 )
+_STAGE = flags.DEFINE_bool(
+    "stage", False, "Begin another stage of the run that --resume names: its weights and optimizer, this config's data."
+)
 
 _PREFLIGHT = flags.DEFINE_bool("preflight", False, "Examine the run instead of starting it; exits with 0 or 2.")
 _TARGET = flags.DEFINE_enum(
@@ -136,7 +139,7 @@ def train(config, workdir: Path) -> tuple[int, str]:
             processes.join(cluster, config.guards.peer_seconds)
             _tell_others_apart(cluster.process_id, cluster.num_processes)
             processes.check_same_run(config, workdir)
-        run(config, workdir, _RESUME.value, profile=window)
+        run(config, workdir, _RESUME.value, profile=window, stage=_STAGE.value)
     except (ConfigError, CheckpointError, DataError, LoadError, WorkdirInUse, processes.DistributedError) as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG, str(error)

@@ -26,7 +26,7 @@ model, tokenizer, config = nsa_jax.load(run)
 
 # %%
 geometry, T = model.config.nsa, config.data.seq_len
-documents = held_out_documents(config, (), tokenizer, 40_000)
+documents = held_out_documents(config, (), tokenizer, 40_000).documents
 rows = [d[first : first + T] for d in documents for first in range(0, len(d) - T, T)]
 tokens = np.stack(rows[:8])  # [B, T], text that was held out from training
 found = inspect.capture(model, tokens)

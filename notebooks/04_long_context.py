@@ -212,7 +212,7 @@ say(
 # %%
 text, tokenizer, text_config = nsa_jax.load(text_run())
 context, window = text_config.data.seq_len, text_config.model.nsa.window
-documents = [d for d in held_out_documents(text_config, (), tokenizer, 60_000) if len(d) >= context]
+documents = [d for d in held_out_documents(text_config, (), tokenizer, 60_000).documents if len(d) >= context]
 token_bytes = np.zeros(text.config.vocab_size, np.int32)
 token_bytes[: tokenizer.vocab_size] = tokenizer.token_bytes
 variants = {

@@ -104,6 +104,8 @@ def convert(args: argparse.Namespace) -> None:
     options = {"dtype": args.dtype, "seq_len": args.seq_len, "edit": add_tokenizer}
     model, config = import_dense(source, attention=args.attention, gate=args.gate, **options)
     tokenizer = found[0]
+    if config.data.tokenizer == "hf":
+        config.data.tokenizer_path = str((target / "tokenizer.json").absolute())
     export(model, tokenizer, config, target)
     print(f"converted {args.checkpoint} to {args.attention} attention: {target}")
     if args.text:

@@ -197,7 +197,13 @@ class Generator:
             if not len(ids):
                 ids = self.tokenizer.encode("\n")
             return np.asarray(ids if len(ids) else [self.tokenizer.eos_id], np.int32)
-        return np.asarray(prompt, np.int32)
+        ids, vocab = np.asarray(prompt), self.decoder.config.vocab_size
+        if ids.size and not (ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)):
+            raise PromptError(f"a prompt of token ids must be a list of whole numbers, not {prompt!r:.80}")
+        if ids.size and not (0 <= ids.min() and ids.max() < vocab):
+            outside = ids[(ids < 0) | (ids >= vocab)][0]
+            raise PromptError(f"token id {outside} of a prompt: must be in [0, {vocab})")
+        return ids.astype(np.int32)
 
     def _check(self, prompts: list[np.ndarray]) -> None:
         for index, prompt in enumerate(prompts):
@@ -233,10 +239,19 @@ class Generator:
           Completions, with all samples of the first prompt first. `stats` holds counts and times.
 
         Raises:
-          PromptError: a prompt is empty or does not fit the context.
+          PromptError: a prompt is empty, no prompt or does not fit the context.
+          ValueError: `max_tokens` or `num_samples` is less than 1.
         """
         begin = time.perf_counter()
         settings = sampling or Sampling()
+        for name, value in (("max_tokens", max_tokens), ("num_samples", num_samples)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        if isinstance(prompts, (str, bytes)):
+            raise PromptError(f"prompts={prompts!r:.80}: must be a list of prompts; for one, put it into a list")
+        if not len(prompts):
+            self.stats = Stats()
+            return []
         ids = [self.prompt_ids(prompt) for prompt in prompts]
         self._check(ids)
         ids = [row for row in ids for _ in range(num_samples)]
@@ -257,7 +272,7 @@ class Generator:
             return (lambda text: on_text(row, text)) if on_text else (lambda text: None)
 
         streams = [_TextStream(self.tokenizer, stop, emitter(row)) for row in range(batch)]
-        key, rows, scalars = jax.random.key(settings.seed), jnp.arange(batch, dtype=jnp.uint32), settings.arrays()
+        key, rows, scalars = settings.key(), jnp.arange(batch, dtype=jnp.uint32), settings.arrays()
         logits, cache = self.decoder.prefill(cache, tokens, lengths)
         token, held = self._first(logits, jnp.asarray(seen), key, rows, jnp.int32(0), scalars)
         state = (cache, token, held)

@@ -21,7 +21,7 @@ class Sampling:
       top_k: keep this many most likely tokens; 0: all.
       top_p: keep the most likely tokens that together have at least this probability; 1: all.
       min_p: keep tokens with at least this share of the most likely token's probability; 0: all.
-      seed: the same seed, prompt and settings give the same text.
+      seed: at least 0, of any size; the same seed, prompt and settings give the same text.
 
     Raises:
       ValueError: naming the field.
@@ -41,9 +41,21 @@ class Sampling:
             ("top_k", 0 <= self.top_k < 2**31, "must be 0 (off) or positive, below 2**31"),
             ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "must be in [0, 1)"),
+            (
+                "seed",
+                isinstance(self.seed, (int, np.integer)) and self.seed >= 0,
+                "must be a whole number of at least 0",
+            ),
         ):
             if not good:
                 raise ValueError(f"{name}={getattr(self, name)}: {rule}")
+
+    def key(self) -> jax.Array:
+        """The PRNG key of the seed, of which every bit counts; up to 32 bits it is `jax.random.key(seed)`."""
+        key, rest = jax.random.key(int(self.seed) % 2**32), int(self.seed) >> 32
+        while rest:
+            key, rest = jax.random.fold_in(key, rest % 2**32), rest >> 32
+        return key
 
     def arrays(self) -> Settings:
         """The settings as arrays, so that other values use the same compiled program."""
@@ -88,7 +100,8 @@ def filtered_logits(logits: jax.Array, seen: jax.Array, settings: Settings, voca
     ranked = jnp.where(ranked >= threshold, ranked, -jnp.inf)
     probs = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs  # probability of all more likely tokens
-    kept = (before < settings.top_p) & (probs >= settings.min_p * probs[:, :1]) & (probs > 0)
+    # The sum of all before the last may round to 1, where 1 means all.
+    kept = ((before < settings.top_p) | (settings.top_p >= 1)) & (probs >= settings.min_p * probs[:, :1]) & (probs > 0)
     lowest = jnp.min(jnp.where(kept, ranked, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= lowest, logits, -jnp.inf)
 

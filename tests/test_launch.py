@@ -190,8 +190,9 @@ def test_one_run_over_two_hosts_is_stopped_by_a_signal(tmp_path):
         "PYTHON": sys.executable,
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": re.sub(r"(device_count=)\d+", r"\g<1>2", os.environ["XLA_FLAGS"]),
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "True",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     workdir = tmp_path / "run"

@@ -36,7 +36,14 @@ from nsa_jax.command_line import number
 from nsa_jax.data import DataError
 from nsa_jax.devices import choose_platform
 from nsa_jax.evaluate import retrieval
-from nsa_jax.evaluate.scoring import Scorer, held_out_documents, plot_positions, position_bins, score_documents
+from nsa_jax.evaluate.scoring import (
+    HeldOut,
+    Scorer,
+    held_out_documents,
+    plot_positions,
+    position_bins,
+    score_documents,
+)
 from nsa_jax.hub.export_files import LoadError
 from nsa_jax.hub.load import load
 
@@ -54,7 +61,7 @@ class Evaluation:
         self.output = Path(args.output or Path(args.path.rpartition("@")[0] or args.path) / "evaluation")
         self.output.mkdir(parents=True, exist_ok=True)
         self.console = Console() if sys.stdout.isatty() else Console(width=120)
-        self._documents: list[np.ndarray] | None = None
+        self._held_out: HeldOut | None = None
         self._scores: dict[str, Any] | None = None
         self._probe: retrieval.Probe | None = None
 
@@ -65,10 +72,14 @@ class Evaluation:
         return ["perplexity", "position", "needle", "needle-multi"]
 
     @property
+    def held_out(self) -> HeldOut:
+        if self._held_out is None:
+            self._held_out = held_out_documents(self.config, self.args.files, self.tokenizer, self.args.max_tokens)
+        return self._held_out
+
+    @property
     def documents(self) -> list[np.ndarray]:
-        if self._documents is None:
-            self._documents = held_out_documents(self.config, self.args.files, self.tokenizer, self.args.max_tokens)
-        return self._documents
+        return self.held_out.documents
 
     @property
     def probe(self) -> retrieval.Probe:
@@ -89,6 +100,7 @@ class Evaluation:
                 context=self.context,
                 stride=min(self.args.stride or self.context // 2, self.context),
                 batch_size=self.args.batch_size,
+                cut=self.held_out.cut,
             )
         return self._scores
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,10 +71,11 @@ def score_documents(
     context: int,
     stride: int,
     batch_size: int,
+    cut: Collection[int] = (),
 ) -> dict[str, Any]:
     """Perplexity and bits per byte over documents, and loss by position in the window.
 
-    As in training, a document's first token is not predicted and its end is.
+    As in training, a document's first token is not predicted and its end is, unless the document was cut.
 
     Args:
       scorer: of the model.
@@ -84,6 +85,7 @@ def score_documents(
       context: tokens of a window.
       stride: how far windows advance; at most `context`.
       batch_size: windows at once.
+      cut: indices of documents that go on beyond their last token: no end is predicted after it.
 
     Returns:
       loss, perplexity, bits_per_byte, tokens, bytes, documents; by_position: nats [context] and counts [context] of the
@@ -91,10 +93,11 @@ def score_documents(
     """
     jobs = []
     whole = any(len(document) >= context for document in documents)
-    for document in documents:
-        stream = np.append(document, eos_id).astype(np.int32)
-        for first, end, counted in windows(len(document), context, stride):
-            jobs.append((stream[first : end + 1], counted - first, len(document) >= context or not whole))
+    for index, document in enumerate(documents):
+        stream = document if index in cut else np.append(document, eos_id)
+        for first, end, counted in windows(len(stream) - 1, context, stride):
+            piece = stream[first : end + 1].astype(np.int32)
+            jobs.append((piece, counted - first, len(document) >= context or not whole))
     nats = tokens = text_bytes = 0.0
     by_position, counts = np.zeros(context), np.zeros(context)
     for at in range(0, len(jobs), batch_size):
@@ -163,7 +166,19 @@ def plot_positions(nats: np.ndarray, counts: np.ndarray, window: int, title: str
     plt.close(figure)
 
 
-def held_out_documents(config: ConfigDict, files: Sequence[str], tokenizer: Tokenizer, max_tokens: int):
+class HeldOut(NamedTuple):
+    """Documents that were not trained on.
+
+    Attributes:
+      documents: token ids of each, int32.
+      cut: indices of those of which only the beginning is here.
+    """
+
+    documents: list[np.ndarray]
+    cut: frozenset[int]
+
+
+def held_out_documents(config: ConfigDict, files: Sequence[str], tokenizer: Tokenizer, max_tokens: int) -> HeldOut:
     """Documents to score: of files if given, else of the run's validation split, up to `max_tokens` tokens.
 
     Of a held-out document, 16 contexts at most are taken, so that one long document does not stand for all.
@@ -172,6 +187,7 @@ def held_out_documents(config: ConfigDict, files: Sequence[str], tokenizer: Toke
       DataError: there are none.
     """
     found: list[np.ndarray] = []
+    cut: list[int] = []
     total, longest = 0, max_tokens
     if files:
         source: Iterator[np.ndarray] = (tokenizer.encode(text) for text in TextSource(tuple(files)).documents())
@@ -186,9 +202,11 @@ def held_out_documents(config: ConfigDict, files: Sequence[str], tokenizer: Toke
     for document in source:
         if len(document):
             found.append(document[: max(min(max_tokens - total, longest), 2)])
+            if len(found[-1]) < len(document):
+                cut.append(len(found) - 1)
             total += len(found[-1])
         if total >= max_tokens:
             break
     if not found:
         raise DataError("held-out documents", "there are none", "name some with --files")
-    return found
+    return HeldOut(found, frozenset(cut))

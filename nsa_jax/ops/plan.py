@@ -296,15 +296,12 @@ def plan_selected_backward(
             by_block = Choice(triton, lists, f"keeps score gradients (G >= 8, or blocks are divided); {why}")
         grad_query = Choice("selected.grad_query", lists, "score gradients times the listed keys")
     else:
-        if not _sm90_gathers(shape, target, select_block):
+        if _sm90_gathers(shape, target, select_block):
+            reason = "keeps partial sums of dq; sm90, groups of 6 heads of 64"
+            by_block = Choice("selected.grad_partials_sm90", lists, reason, triton)
+        else:
             why = _no_sm90_lists(shape, target, select_block)
             by_block = Choice(triton, lists, f"keeps partial sums of dq; {why}")
-        elif lists.chunk < selected_tiles.SM90_LEAST_CHUNK:
-            why = f"B * K * J is so small that work items have {lists.chunk} list entries, too few for sm90's kernel"
-            by_block = Choice(triton, lists, f"keeps partial sums of dq; {why}")
-        else:
-            reason = "keeps partial sums of dq; sm90, groups of 6 heads of 64, long work items"
-            by_block = Choice("selected.grad_partials_sm90", lists, reason, triton)
         grad_query = Choice(
             "selected.grad_reduce_triton", lists, "adds a query's partial sums in the order of its list"
         )

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 
 from nsa_jax.ops.tiles import RangedHopperConfig
 
-# List entries of a work item below which Hopper's kernel for partial sums of dq is not used.
-SM90_LEAST_CHUNK = 1024
 # Rows of at most this many blocks per list entry are served by causal kernels under a mask of blocks: at 2 a mask hides
 # at most a quarter of the causal scores.
 MASKED_BLOCKS_PER_SLOT = 2

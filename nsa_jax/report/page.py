@@ -19,7 +19,16 @@ from nsa_jax.report.reading import COLUMNS, POINTS, ReportError, flatten
 _HERE = Path(__file__).parent
 _SCRIPTS = ("charts.js", "sections.js", "curves.js", "details.js", "page.js")
 # The part of the environment that is compared. The rest follows from it or differs between any two runs.
-_COMPARED = ("devices.", "versions.", "git.", "mesh.", "implementations.", "parameters.total", "data.tokenizer")
+_COMPARED = (
+    "devices.",
+    "versions.",
+    "git.",
+    "mesh.",
+    "implementations.",
+    "kernels.",
+    "parameters.total",
+    "data.tokenizer",
+)
 
 
 def labels(runs: list[dict[str, Any]]) -> list[str]:

@@ -27,7 +27,7 @@ from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
 from nsa_jax.train.errors import TrainingError, check_room, describe_stop, writing_checkpoint
 from nsa_jax.train.preflight.data_check import loss_floor
 from nsa_jax.train.profiling import Profile, Window, check_window
-from nsa_jax.train.start import finished_before, first_state, optimizer_to_reset
+from nsa_jax.train.start import finished_before, first_state, optimizer_to_reset, stages_before
 from nsa_jax.train.state import Setup, State, batch_sharding, setup, to_device
 from nsa_jax.train.step import make_eval_step, make_train_step
 from nsa_jax.train.stopping import HALT, StopRequest
@@ -77,6 +77,7 @@ class Run:
       devices: to run on; None means all.
       profile: steps to trace into the workdir.
       callbacks: called at the start, after each step and at the end.
+      stage: begin another stage of the run that `resume` names; see `nsa_jax.train.start.first_state`.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Run:
         devices: list | None = None,
         profile: Window | None = None,
         callbacks: Sequence[Callback] = (),
+        stage: bool = False,
     ):
         forget_implementations_served()
         self.config = config
@@ -95,6 +97,8 @@ class Run:
         processes.check_shared(self.workdir)
         processes.check_devices()
         self._other = parse_resume(resume) if resume else None
+        self._stage = stage
+        self._stages: list[dict[str, Any]] = []  # those before this one
         self._window = profile
         self._callbacks = Callbacks(callbacks)
         self.pipeline = processes.first_alone(
@@ -136,7 +140,10 @@ class Run:
         """The last finished step, the state, and where it comes from: this workdir, else --resume, else nothing."""
         own = checkpoints.restore(self.setup.target(), data, fresh_optimizer=optimizer_to_reset(self.setup))
         if own is None:
-            return first_state(self.setup, self._other, info, data)
+            found = first_state(self.setup, self._other, info, data, self._stage)
+            self._stages = stages_before(self.workdir, found[2], self._stage)
+            return found
+        self._stages = stages_before(self.workdir, None, stage=False)
         self.best = checkpoints.best()
         self.guards.restore(checkpoints.guards(own[0]))
         self._early = self.guards.early_stop()
@@ -399,13 +406,15 @@ class Run:
             f"{self.setup.mesh.size} x {device.device_kind}, {self.workdir}"
         )
         if source is not None:
-            writer.say(f"resuming after step {start} of {source}")
+            begun = self._stage and not start and source != str(self.workdir)
+            writer.say(f"another stage of {source}" if begun else f"resuming after step {start} of {source}")
 
     def _write_env(self, start: int, source: str | None) -> None:
         if jax.process_index() == 0:
             stats = {name: vars(split) if split else None for name, split in self.pipeline.stats.items()}
             data = {"splits": stats, "tokenizer": self.pipeline.tokenizer.fingerprint}
             found = env.environment(self.setup, start_step=start, resumed_from=source, data=data)
+            found["stages"] = self._stages
             found["preflight"] = self.preflight.record() if self.preflight else None
             env.write_json(self.workdir / "env.json", found)
 
@@ -438,6 +447,7 @@ def run(
     devices: list | None = None,
     profile: Window | None = None,
     callbacks: Sequence[Callback] = (),
+    stage: bool = False,
 ) -> dict[str, Any]:
     """Trains as `config` says and returns the summary.
 
@@ -445,6 +455,7 @@ def run(
       config: as a get_config() of configs/ returns it.
       workdir: everything is written there; a run that was interrupted is continued.
       resume: "DIR[@STEP]" of another run to start from.
+      stage: begin another stage of it: its weights and optimizer averages, and this config's data, steps and schedule.
       devices: to run on; None means all.
       profile: steps to trace into the workdir.
       callbacks: called at the start, after each step and at the end; see `Callback`.
@@ -460,7 +471,7 @@ def run(
     made = None
     try:
         with lock.holding(workdir):
-            made = Run(config, workdir, resume, devices, profile, callbacks)
+            made = Run(config, workdir, resume, devices, profile, callbacks, stage)
             made.examine()
             return made.run()
     except Exception as error:

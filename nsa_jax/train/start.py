@@ -22,37 +22,78 @@ logger = logging.getLogger("nsa_jax")
 
 
 def first_state(
-    setup: Setup, other: tuple[Path, int | None] | None, info: dict[str, Any], data: Any
+    setup: Setup, other: tuple[Path, int | None] | None, info: dict[str, Any], data: Any, stage: bool = False
 ) -> tuple[int, State, str | None]:
     """The state to train on from.
+
+    Another stage keeps the other run's weights and optimizer averages. Its data, steps, schedule and guards begin anew,
+    and rows, batches and RoPE may differ.
 
     Args:
       setup: of the run.
       other: directory and step that --resume names; a directory with a config.json is an exported model.
       info: what the run's checkpoints say about themselves.
-      data: the batches, which go on where the other run's checkpoint left them.
+      data: the batches, which go on where the other run's checkpoint left them, unless this is another stage.
+      stage: this is another stage of the other run.
 
     Returns:
       The last finished step, the state, and where it was found: None for the initialisation.
 
     Raises:
-      ConfigError: the other run has no checkpoint.
+      ConfigError: the other run has no checkpoint, or `stage` has no other run.
       CheckpointError: what is there does not fit the config.
     """
+    if stage and (other is None or (other[0] / "config.json").is_file()):
+        missing = "an exported model has no optimizer's state" if other else "there is nothing to go on from"
+        fix = "leave out --stage: the weights alone are used" if other else "name a run with --resume=DIR[@STEP]"
+        raise ConfigError([Problem("R022", "error", f"--stage: {missing}", fix)])
     if other is None:
         return 0, setup.init(), None
     directory, step = other
     if (directory / "config.json").is_file():
         return 0, _from_export(setup, directory, info), str(directory)
-    checkpoints = Checkpoints(directory, info, read_only=True)
+    checkpoints = Checkpoints(directory, {**info, "stage": stage}, read_only=True)
     try:
-        found = checkpoints.restore(setup.target(), data, step, optimizer_to_reset(setup))
+        found = checkpoints.restore(setup.target(), None if stage else data, step, optimizer_to_reset(setup))
     finally:
         checkpoints.close()
     if found is None:
         message = f"--resume={directory}: no checkpoint there"
         raise ConfigError([Problem("R022", "error", message, "give another run")])
+    if stage:
+        return 0, setup.another_stage(found[1]), f"{directory}@{found[0]}"
     return (*found, str(directory))
+
+
+def stages_before(workdir: Path, source: str | None, stage: bool) -> list[dict[str, Any]]:
+    """What env.json holds of the stages that came before a run's own.
+
+    Args:
+      workdir: the run's.
+      source: where its state was found, as `first_state` says.
+      stage: the state is that of another run, of which this run is another stage.
+
+    Returns:
+      For each, from the first on: run, step at which the next stage took over, tokens trained on in it, seq_len and
+      batch_size.
+    """
+    directory, step = workdir, ""
+    if stage and source is not None:
+        name, _, step = source.rpartition("@")
+        directory = Path(name).parent
+    try:
+        found = json.loads((directory / "env.json").read_text())
+        before = list(found.get("stages", []))
+        if not step:
+            return before
+        seq_len, batch_size = found["config"]["data"]["seq_len"], found["config"]["train"]["batch_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return [{"run": str(directory), "step": int(step)}] if step else []
+    tokens = int(step) * seq_len * batch_size
+    return [
+        *before,
+        {"run": str(directory), "step": int(step), "tokens": tokens, "seq_len": seq_len, "batch_size": batch_size},
+    ]
 
 
 def optimizer_to_reset(setup: Setup) -> Callable | None:

@@ -248,13 +248,29 @@ class Setup:
         """Optimizer state for restored parameters: its averages start anew, its schedule continues after `step`."""
 
         def make(params):
-            is_schedule = lambda part: isinstance(part, optax.ScaleByScheduleState)  # noqa: E731
-            at_step = optax.ScaleByScheduleState(jnp.asarray(step, jnp.int32))
-            state = self.optimizer.init(params)
-            return jax.tree.map(lambda part: at_step if is_schedule(part) else part, state, is_leaf=is_schedule)
+            return _schedule_at(step, self.optimizer.init(params))
 
         with jax.set_mesh(self.mesh):
             return jax.jit(make, out_shardings=self.sharding["opt_state"])(params)
+
+    def another_stage(self, state: State) -> State:
+        """The state before the first step of another stage: weights and the optimizer's averages stay.
+
+        Steps and the schedule begin again. The argument is consumed.
+        """
+
+        def make(state):
+            return {**state, "step": jnp.zeros_like(state["step"]), "opt_state": _schedule_at(0, state["opt_state"])}
+
+        with jax.set_mesh(self.mesh):
+            return jax.jit(make, out_shardings=self.sharding, donate_argnums=0)(state)
+
+
+def _schedule_at(step: int, opt_state: Any) -> Any:
+    """The optimizer's state with the schedule's count at `step`; that of the averages stays."""
+    is_schedule = lambda part: isinstance(part, optax.ScaleByScheduleState)  # noqa: E731
+    at_step = optax.ScaleByScheduleState(jnp.asarray(step, jnp.int32))
+    return jax.tree.map(lambda part: at_step if is_schedule(part) else part, opt_state, is_leaf=is_schedule)
 
 
 def _init(config: ConfigDict, model_config: ModelConfig, optimizer: optax.GradientTransformation) -> State:

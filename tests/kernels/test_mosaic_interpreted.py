@@ -247,7 +247,6 @@ def test_selected_backward_by_key_blocks_matches_the_reference(name, monkeypatch
     case = SELECTED | case
     at_once = case.pop("queries_at_once", None)
     *inputs, block_indices, d_out, start = selected_cases._inputs(1, dtype=jnp.bfloat16, **case)
-    monkeypatch.setattr(selected_tiles, "SM90_LEAST_CHUNK", 0)
     keep_scores = kernel == "grad_scores_sm90"
     config = selected_tiles.SelectedBackwardConfig(64, chunk, 4, 2, keep_scores=keep_scores, tile=2, share=2)
     if at_once:

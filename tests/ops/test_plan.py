@@ -55,9 +55,7 @@ H100_TABLE = A100_TABLE | {
     "groups_of_7": (True, SM90_RANGE, "neighbours_triton", "by_block_triton", "grad_by_block_triton",
                     "grad_reduce_triton"),
     "small": (True, SM90_RANGE, "neighbours_sm90", "by_block_sm90", "grad_partials_sm90", "grad_reduce_triton"),
-    # One row has too few key blocks for long work items.
-    "small_one_row": (True, SM90_RANGE, "neighbours_sm90", "by_block_sm90", "grad_by_block_triton",
-                      "grad_reduce_triton"),
+    "small_one_row": (True, SM90_RANGE, "neighbours_sm90", "by_block_sm90", "grad_partials_sm90", "grad_reduce_triton"),
     "short_rows": (True, SM90_RANGE, None, "whole_row_sm90", "whole_row_sm90", "whole_row_sm90"),
     "wide": (False, SM90_RANGE, "neighbours_triton", "by_token_triton", "grad_by_block_triton", "grad_query"),
 }  # fmt: skip
@@ -107,16 +105,20 @@ def test_plans_are_keys_of_traces():
     assert planned("small", H100) != planned("small", A100)
 
 
-def test_what_the_batch_decides_is_said():
-    """A row alone has too few key blocks to fill Hopper's kernel for dq with long work items."""
-    one, two = (
-        plan.plan_selected_backward(
-            Shape(batch, 32768, 32768, 12, 2, 64, 64, "bfloat16"), H100, select_block=64, num_selected=16
+@pytest.mark.parametrize("target", [A100, H100])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_batch_size_decides_no_kernel(name, target):
+    """A user who changes the batch size meets the same kernels; tiles and work items may differ."""
+
+    def kernels(batch):
+        _, length, num_heads, kv_heads, *rest = SHAPES[name]
+        made = plan.plan_nsa(
+            Shape(batch, length, length, num_heads, kv_heads, *rest), PAPER, target, num_compressed=length // 16 - 1
         )
-        for batch in (1, 2)
-    )
-    assert two.by_block.kernel == "selected.grad_partials_sm90"
-    assert one.by_block.kernel == "selected.grad_by_block_triton" and "B * K * J" in one.by_block.reason
+        return [row.choice.kernel for row in plan_rows(made)]
+
+    assert kernels(1) == kernels(2) == kernels(7)
+    assert len(kernels(1)) >= 8
 
 
 def test_a_window_alone_is_not_rearranged_for_hopper():

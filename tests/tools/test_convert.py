@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 import nsa_jax
 from nsa_jax import convert, evaluate, export, generate, nn
-from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SyntheticTokenizer
+from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SyntheticTokenizer, load_tokenizer
 from nsa_jax.hub.convert import GATE, gate_bias, import_dense
 from nsa_jax.hub.export_files import Arrays, LoadError
 from nsa_jax.hub.native import export_native
@@ -481,6 +481,8 @@ def test_the_tokenizer_and_its_chat_template_are_kept(tmp_path):
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     assert tokenizer.settings == {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     assert config.model.attention == "nsa" and tokenizer.eos_token == "</s>"
+    assert load_tokenizer(config).fingerprint == tokenizer.fingerprint
+    assert config.data.tokenizer_path == str(tmp_path / "nsa" / "tokenizer.json")
 
     (tmp_path / "in" / "chat_template.jinja").write_text("{{ newer }}")  # where transformers 5 puts it
     assert convert.main([str(tmp_path / "in"), str(tmp_path / "dense"), "--attention=dense"]) == 0

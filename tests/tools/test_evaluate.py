@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from nsa_jax import evaluate, nn
+from nsa_jax.config import default_config
 from nsa_jax.data.synthetic import recall_rows
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.evaluate import retrieval
@@ -62,6 +63,22 @@ def test_scores_are_those_of_the_forward_pass(model):
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / 118, rel=1e-5)
     np.testing.assert_allclose(found["by_position"]["nats"], by_position, rtol=1e-4)
     np.testing.assert_array_equal(found["by_position"]["counts"], [3] * 36 + [2] * 28)
+
+
+def test_a_document_that_was_cut_is_not_scored_as_if_it_ended_there(model, tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 256, 50).astype(np.int32)
+    scorer, token_bytes = evaluate.Scorer(model), np.append(np.ones(256, np.int32), [0] * 4)
+    sizes = dict(context=64, stride=32, batch_size=2)
+    whole = evaluate.score_documents(scorer, [tokens], token_bytes, 256, **sizes)
+    cut = evaluate.score_documents(scorer, [tokens[:31]], token_bytes, 256, **sizes, cut=[0])
+    assert (whole["tokens"], cut["tokens"], cut["bytes"]) == (50, 30, 30)
+    np.testing.assert_allclose(cut["by_position"]["nats"][:30], whole["by_position"]["nats"][:30], rtol=1e-5)
+    for name, length in (("a", 20), ("b", 100)):
+        (tmp_path / f"{name}.txt").write_text("x" * length)
+    found = evaluate.held_out_documents(default_config(), (str(tmp_path / "*.txt"),), ByteTokenizer(), 60)
+    assert [len(document) for document in found.documents] == [20, 40] and found.cut == {1}
+    found = evaluate.held_out_documents(default_config(), (str(tmp_path / "*.txt"),), ByteTokenizer(), 120)
+    assert [len(document) for document in found.documents] == [20, 100] and not found.cut
 
 
 def test_position_bins_double():

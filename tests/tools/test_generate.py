@@ -99,6 +99,8 @@ def test_filters_keep_what_they_promise():
     assert kept(top_k=99) == [0, 1, 2, 3, 4]
     assert kept(top_p=0.5) == [0] and kept(top_p=0.51) == [0, 1] and kept(top_p=0.86) == [0, 1, 2, 3]
     assert kept(min_p=0.25) == [0, 1, 2]
+    rare = filtered_logits(jnp.asarray([[0.0, -20.0, -30.0]]), none[:, :3], Sampling(top_p=1.0).arrays(), 3)
+    assert np.isfinite(rare).all()  # the first two probabilities add up to 1 in float32
     assert kept(top_k=3, top_p=0.7) == [0, 1]  # of the three, 0.59 + 0.24 reaches 0.7
     assert kept(top_p=0.6, temperature=0.5) == [0]  # 0.77 after sharpening
     seen = none.at[0, 0].set(True)
@@ -114,11 +116,19 @@ def test_filters_keep_what_they_promise():
         (dict(min_p=1), "min_p"),
         (dict(top_k=-1), "top_k"),
         (dict(repetition_penalty=0), "repetition_penalty"),
+        (dict(seed=-1), "seed"),
+        (dict(seed=1.5), "seed"),
     ],
 )
 def test_impossible_settings_are_named(fields, words):
     with pytest.raises(ValueError, match=f"{words}="):
         Sampling(**fields)
+
+
+def test_every_bit_of_a_seed_counts():
+    keys = [jax.random.key_data(Sampling(seed=seed).key()) for seed in (5, 2**32 + 5, 2**64 + 5, 2**32)]
+    np.testing.assert_array_equal(keys[0], jax.random.key_data(jax.random.key(5)))
+    assert len({tuple(np.asarray(key).tolist()) for key in keys}) == 4
 
 
 def stream(text, stop=()):
@@ -180,6 +190,20 @@ def test_prompts_that_do_not_fit_or_are_not_text(generator, caplog):
         generator(["x" * 96])
     with pytest.raises(PromptError, match="no tokens"):
         generator([[]])
+    for bad, words in (
+        ([-1], "token id -1"),
+        ([3, 10**6], "token id 1000000"),
+        ([1.7], "whole numbers"),
+        ([[1]], "list"),
+    ):
+        with pytest.raises(PromptError, match=words):
+            generator([bad])
+    with pytest.raises(PromptError, match="must be a list of prompts"):
+        generator("text")
+    assert generator([]) == []
+    for wrong in (dict(max_tokens=0), dict(num_samples=0)):
+        with pytest.raises(ValueError, match="=0: must be at least 1"):
+            generator(["x"], **wrong)
     assert generator(["x" * 95], max_tokens=10)[0].finish in ("context", "end")
     assert len(generator([""], max_tokens=3, sampling=Sampling(temperature=0))[0].tokens) <= 3
     np.testing.assert_array_equal(generator.prompt_ids(b"a\xffb"), [97, 255, 98])

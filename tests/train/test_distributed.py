@@ -46,10 +46,11 @@ class Processes:
         env = {
             **os.environ,
             "JAX_PLATFORMS": "cuda,cpu" if gpus else "cpu",
-            "XLA_FLAGS": "" if gpus else "--xla_force_host_platform_device_count=2",
+            "XLA_FLAGS": "" if gpus else re.sub(r"(device_count=)\d+", r"\g<1>2", os.environ["XLA_FLAGS"]),
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the tests' own process holds memory of the same GPUs
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": str(not gpus),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         self.workdir = workdir

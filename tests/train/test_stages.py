@@ -1,0 +1,98 @@
+"""Another stage of a run: its weights and averages, with data, rows, schedule and RoPE of its own."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from nsa_jax.config import ConfigError
+from nsa_jax.train import CheckpointError
+from nsa_jax.train.loop import Run
+from nsa_jax.train.state import learning_rate
+
+from .tiny import losses, make_run, one_device, rows, tiny_config
+
+FIRST = dict(train__steps=6, train__save_every=3, optim__schedule="constant")
+# Longer rows, other batches, another schedule, another base and more documents per step.
+SECOND = dict(
+    train__steps=4, train__save_every=1, train__batch_size=4, data__seq_len=64, optim__schedule="linear",
+    optim__learning_rate=1e-3, model__rope_theta=500.0, model__rope_scaling__kind="linear",
+    model__rope_scaling__factor=2.0,
+)  # fmt: skip
+
+
+def stage(workdir, resume, **changes):
+    return Run(tiny_config(**SECOND | changes), workdir, resume, one_device(), stage=True)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("stages") / "first"
+    make_run(workdir, **FIRST).run()
+    return workdir
+
+
+def restored(run, workdir):
+    """The state that a run starts from."""
+    from nsa_jax.train.checkpoint import describe
+    from nsa_jax.train.start import first_state
+
+    info = {
+        "parameters": describe(run.setup.abstract_state),
+        "optimizer": describe(run.setup.abstract_state, "opt_state"),
+        "tokenizer": run.pipeline.tokenizer.fingerprint,
+        "config": run.config.to_dict(),
+    }
+    return first_state(run.setup, (workdir / "checkpoints", None), info, run.pipeline.train(), run._stage)
+
+
+def test_weights_and_averages_are_kept_and_steps_and_schedule_begin_again(first, tmp_path):
+    before_step, before, _ = restored(make_run(tmp_path / "same", **FIRST), first)
+    step, state, source = restored(stage(tmp_path / "second", str(first)), first)
+    assert (before_step, step) == (6, 0) and source == f"{first / 'checkpoints'}@6"
+    assert int(before["step"]) == 6 and int(state["step"]) == 0
+    jax.tree.map(np.testing.assert_array_equal, state["params"], before["params"])
+    adam, schedule = state["opt_state"][1][0], state["opt_state"][1][2]
+    assert int(adam.count) == 6 and int(schedule.count) == 0
+    jax.tree.map(np.testing.assert_array_equal, adam.mu, before["opt_state"][1][0].mu)
+    assert max(float(abs(leaf).max()) for leaf in jax.tree.leaves(adam.mu)) > 0
+
+
+def test_a_stage_is_a_run_of_its_own_and_env_json_tells_the_chain(first, tmp_path):
+    whole, cut, third = (tmp_path / name for name in ("whole", "cut", "third"))
+    stage(whole, str(first)).run()
+    assert list(losses(whole)) == [1, 2, 3, 4]
+    config = tiny_config(**SECOND)
+    rates = [row["learning_rate"] for row in rows(whole).values()]
+    np.testing.assert_allclose(rates, [float(learning_rate(config)(step)) for step in range(4)], rtol=1e-6)
+    scratch = tmp_path / "scratch"
+    make_run(scratch, **SECOND).run()
+    assert losses(scratch)[1] != losses(whole)[1]  # the same first batch, other weights
+
+    chain = [{"run": str(first), "step": 6, "tokens": 6 * 8 * 48, "seq_len": 48, "batch_size": 8}]
+    assert json.loads((whole / "env.json").read_text())["stages"] == chain
+    stage(cut, str(first), train__steps=2, optim__schedule="constant").run()
+    del chain
+    again = stage(cut, str(first), optim__schedule="constant")  # resumes the stage, not the first run
+    again.run()
+    assert list(losses(cut)) == [1, 2, 3, 4]
+    unbroken = tmp_path / "unbroken"
+    stage(unbroken, str(first), optim__schedule="constant").run()
+    assert losses(unbroken) == losses(cut)
+    assert [row["run"] for row in json.loads((cut / "env.json").read_text())["stages"]] == [str(first)]
+
+    stage(third, f"{whole}@3", train__steps=1).run()
+    found = json.loads((third / "env.json").read_text())["stages"]
+    assert [(row["run"], row["step"], row["tokens"]) for row in found] == [
+        (str(first), 6, 6 * 8 * 48), (str(whole), 3, 3 * 4 * 64),
+    ]  # fmt: skip
+
+
+def test_what_a_stage_may_not_change_is_refused_and_so_is_a_stage_of_nothing(first, tmp_path):
+    with pytest.raises(CheckpointError, match="norm_eps"):
+        stage(tmp_path / "a", str(first), model__norm_eps=1e-3).run()
+    with pytest.raises(CheckpointError, match="rope_theta"):  # without --stage
+        make_run(tmp_path / "b", str(first), **SECOND).run()
+    with pytest.raises(ConfigError, match="--stage: there is nothing to go on from"):
+        stage(tmp_path / "c", None).run()
