@@ -280,7 +280,8 @@ def test_dynamic_rope_refuses_cached_rows_that_it_would_turn_again(tmp_path):
     model, config = make("dynamic")
     export_native(model, SyntheticTokenizer(VOCAB, copy=False), config, tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
-    arguments = padded([draw(150)[0]]) | {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    loaded.generation_config.eos_token_id = None
+    arguments = padded([draw(150)[0]]) | {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     with pytest.raises(ValueError, match="at most 160 tokens"):
         loaded.generate(**arguments)
     assert loaded.generate(**arguments, use_cache=False).shape[1] == 170
