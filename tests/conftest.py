@@ -41,7 +41,7 @@ if not flags.FLAGS.is_parsed():
 
 
 # Folders whose modules are compiled quickly as a whole, and those of them that read programs compiled for GPUs.
-QUICK_FOLDERS = ("chaos", "nn", "tools", "train")
+QUICK_FOLDERS = ("chaos", "hf", "nn", "tools", "train")
 FOR_GPUS = ("test_cache", "test_deterministic", "test_mesh_traffic", "test_preflight")
 
 
