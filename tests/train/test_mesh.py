@@ -94,7 +94,7 @@ def compiled(**changes):
 
 
 def test_logits_and_tokens_stay_split_in_the_compiled_step(monkeypatch):
-    monkeypatch.setattr("nsa_jax.train.step._LOGIT_BYTES", 4 * 48 * 1152 * 4 // 8)  # the loss in chunks
+    monkeypatch.setattr("nsa_jax.train.loss._LOGIT_BYTES", 4 * 48 * 1152 * 4 // 8)  # the loss in chunks
     text = compiled(mesh__tensor=2, mesh__context=2, model__vocab_size=1152, train__grad_accum=1)
     # Neither the table nor a token's logits are ever whole. (The bytes of each token, f32[1152], are.)
     assert re.search(r"f32\[[\d,]+,576\]", text)
