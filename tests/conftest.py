@@ -40,9 +40,9 @@ if not flags.FLAGS.is_parsed():
     flags.FLAGS(["pytest"], known_only=True)
 
 
-# Folders whose modules are compiled quickly as a whole, and those of them that read programs compiled for GPUs.
+# Folders whose modules are compiled quickly as a whole, and those of them that read programs for GPUs or take times.
 QUICK_FOLDERS = ("chaos", "hf", "nn", "tools", "train")
-FOR_GPUS = ("test_cache", "test_deterministic", "test_mesh_traffic", "test_preflight")
+AS_USUAL = ("test_cache", "test_deterministic", "test_mesh_traffic", "test_preflight", "test_scaling")
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def quick_compilation():
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation_of_folders(request):
     """The same for models that take a few steps: a fully optimized step is compiled for four times as long."""
-    if request.path.parent.name not in QUICK_FOLDERS or request.path.stem in FOR_GPUS:
+    if request.path.parent.name not in QUICK_FOLDERS or request.path.stem in AS_USUAL:
         yield
         return
     with _few_optimizations():
