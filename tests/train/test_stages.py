@@ -34,7 +34,7 @@ def first(tmp_path_factory):
 
 
 def restored(run, workdir):
-    """The state that a run starts from."""
+    """What a run starts with."""
     from nsa_jax.train.checkpoint import describe
     from nsa_jax.train.start import first_state
 
@@ -48,9 +48,10 @@ def restored(run, workdir):
 
 
 def test_weights_and_averages_are_kept_and_steps_and_schedule_begin_again(first, tmp_path):
-    before_step, before, _ = restored(make_run(tmp_path / "same", **FIRST), first)
-    step, state, source = restored(stage(tmp_path / "second", str(first)), first)
+    before_step, before, *_ = restored(make_run(tmp_path / "same", **FIRST), first)
+    step, state, source, said, _ = restored(stage(tmp_path / "second", str(first)), first)
     assert (before_step, step) == (6, 0) and source == f"{first / 'checkpoints'}@6"
+    assert said == f"another stage of {source}"
     assert int(before["step"]) == 6 and int(state["step"]) == 0
     jax.tree.map(np.testing.assert_array_equal, state["params"], before["params"])
     adam, schedule = state["opt_state"][1][0], state["opt_state"][1][2]
