@@ -9,7 +9,7 @@ import pytest
 from nsa_jax.config import ConfigError
 from nsa_jax.train import CheckpointError
 from nsa_jax.train.loop import Run
-from nsa_jax.train.state import learning_rate
+from nsa_jax.train.optimizer import learning_rate
 
 from .tiny import losses, make_run, one_device, rows, tiny_config
 
