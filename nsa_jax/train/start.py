@@ -33,7 +33,7 @@ class Start(NamedTuple):
       source: where it was found; None for the initialisation.
       said: one line about it for the terminal; None for the initialisation.
       stages: the stages before this run's, as env.json holds them: run, step at which the next stage took over, tokens
-        trained on in it, seq_len and batch_size.
+        trained on in it, seq_len and batch_size; of an exported model its directory alone, as run.
     """
 
     step: int
@@ -44,7 +44,7 @@ class Start(NamedTuple):
 
     @classmethod
     def after(cls, step: int, state: State, source: Path, stages: Sequence[dict[str, Any]] = ()) -> Start:
-        """Training goes on after a step of a run, or from an exported model."""
+        """Training goes on after a step of a run."""
         return cls(step, state, str(source), f"resuming after step {step} of {source}", stages)
 
 
@@ -53,8 +53,8 @@ def first_state(
 ) -> Start:
     """What a run without a checkpoint of its own begins with.
 
-    Another stage keeps the other run's weights and optimizer averages. Its data, steps, schedule and guards begin anew,
-    and rows, batches and RoPE may differ.
+    Another stage keeps the other run's weights and optimizer averages (an exported model has weights alone). Its data,
+    steps, schedule and guards begin anew, and rows, batches and RoPE may differ.
 
     Args:
       setup: of the run.
@@ -64,18 +64,19 @@ def first_state(
       stage: this is another stage of the other run.
 
     Raises:
-      ConfigError: the other run has no checkpoint, or `stage` has no other run.
+      ConfigError: the other run has no checkpoint, or `stage` has no other run or model.
       CheckpointError: what is there does not fit the config.
     """
-    if stage and (other is None or (other[0] / "config.json").is_file()):
-        missing = "an exported model has no optimizer's state" if other else "there is nothing to go on from"
-        fix = "leave out --stage: the weights alone are used" if other else "name a run with --resume=DIR[@STEP]"
-        raise ConfigError([Problem("R022", "error", f"--stage: {missing}", fix)])
+    may_change = STAGE_MAY_CHANGE if stage else ()
     if other is None:
+        if stage:
+            fix = "name a run with --resume=DIR[@STEP], or an exported model"
+            raise ConfigError([Problem("R022", "error", "--stage: there is nothing to go on from", fix)])
         return Start(0, setup.init())
     directory, wanted = other
     if (directory / "config.json").is_file():
-        return Start.after(0, _from_export(setup, directory, info), directory)
+        state, stages = _from_export(setup, directory, info, may_change), [{"run": str(directory)}] if stage else []
+        return Start(0, state, str(directory), f"beginning with the weights of {directory}", stages)
     checkpoints = Checkpoints(directory, info, read_only=True)
     try:
         found = checkpoints.restore(
@@ -83,7 +84,7 @@ def first_state(
             None if stage else data,
             wanted,
             optimizer_to_reset(setup),
-            may_change=STAGE_MAY_CHANGE if stage else (),
+            may_change=may_change,
         )
     finally:
         checkpoints.close()
@@ -125,7 +126,7 @@ def optimizer_to_reset(setup: Setup) -> Callable | None:
     return setup.fresh_optimizer if setup.config.train.reset_optimizer else None
 
 
-def _from_export(setup: Setup, directory: Path, info: dict[str, Any]) -> State:
+def _from_export(setup: Setup, directory: Path, info: dict[str, Any], may_change: tuple[str, ...]) -> State:
     """A fresh state with the weights of an exported (or imported) model."""
     model, tokenizer, config = load_exported(directory)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -134,7 +135,7 @@ def _from_export(setup: Setup, directory: Path, info: dict[str, Any]) -> State:
         "tokenizer": tokenizer.fingerprint,
         "config": plain_config(config),
     }
-    if lines := differences(saved, info):
+    if lines := differences(saved, info, may_change):
         shown = "\n  ".join(lines[:20])
         raise CheckpointError(
             f"the config does not fit the exported model {directory}:\n  {shown}\n"
