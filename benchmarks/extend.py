@@ -6,10 +6,10 @@
     python benchmarks/extend.py dense
     python benchmarks/extend.py report --json extend.json --plot extend.png
 
-"base" trains a dense model (configs/a100_prod.py with bytes as tokens) at 2,048 tokens, exports it for transformers and
-converts that folder, to NSA, to NSA with shared keys and values ("shared") and to dense. The next ones train a converted
-model on at 32,768 tokens by configs/extend.py and evaluate it. Their commands are printed as they run; "report" compares
-what is there. Flags after -- are passed on to train.py.
+"base" trains a dense model (configs/a100_prod.py with bytes as tokens) at 2,048 tokens, exports it for transformers
+and converts that folder: to NSA, to NSA with shared keys and values ("shared") and to dense. The next ones train a
+converted model on at 32,768 tokens by configs/extend.py and evaluate it. Their commands are printed as they run;
+"report" compares what is there. Flags after -- are passed on to train.py.
 """
 
 from __future__ import annotations
