@@ -97,7 +97,7 @@ def test_a_run_becomes_a_folder_with_its_code(tmp_path, capsys):
     files = {path.name for path in out.iterdir()}
     assert files == {
         *("README.md", "config.json", "generation_config.json", "model.safetensors"),
-        *("tokenizer.json", "tokenizer_config.json", "configuration_nsa.py", "modeling_nsa.py"),
+        *("tokenizer.json", "tokenizer_config.json", "configuration_nsa.py", "attention_nsa.py", "modeling_nsa.py"),
     }
     for name in native_nsa.SOURCES:
         assert (out / name).read_bytes() == (SOURCES / name).read_bytes()
