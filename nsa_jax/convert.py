@@ -119,12 +119,13 @@ def step_zero_losses(
 ) -> dict[str, float]:
     """Nats per token of several models on text files, in windows of `context` tokens."""
     documents = [tokenizer.encode(text) for text in TextSource(tuple(files)).documents()]
-    documents = [document[: 64 * context] for document in documents if len(document)]
-    token_bytes = np.asarray(tokenizer.token_bytes)
+    documents = [document for document in documents if len(document)]
+    longest = 64 * context
+    cut = [index for index, document in enumerate(documents) if len(document) > longest]
+    documents = [document[:longest] for document in documents]
+    token_bytes, sizes = np.asarray(tokenizer.token_bytes), dict(context=context, stride=context, batch_size=1, cut=cut)
     return {
-        name: score_documents(
-            Scorer(model), documents, token_bytes, tokenizer.eos_id, context=context, stride=context, batch_size=1
-        )["loss"]
+        name: score_documents(Scorer(model), documents, token_bytes, tokenizer.eos_id, **sizes)["loss"]
         for name, model in models.items()
     }
 

@@ -155,6 +155,12 @@ def test_step_zero_losses_are_those_of_the_models(tmp_path):
         log_probs = np.asarray(jax.nn.log_softmax(jax.jit(model)(ids[None, :-1]))[0])
         assert losses[name] == pytest.approx(-log_probs[np.arange(36), ids[1:]].mean(), rel=1e-5)
     assert losses["dense"] != losses["nsa"]
+    # In windows of one token a document of 96 is cut after 64 and goes on: 63 targets, none of them the end.
+    text.write_text("hello world " * 8)
+    cut = export.step_zero_losses({"dense": models["dense"]}, Letters(), [str(text)], context=1)["dense"]
+    ids = Letters().encode("hello world " * 8)
+    log_probs = np.asarray(jax.nn.log_softmax(models["dense"](ids[:63, None])))[:, 0]
+    assert cut == pytest.approx(-log_probs[np.arange(63), ids[1:64]].mean(), rel=1e-5)
 
 
 def test_an_import_without_tokenizer_asks_for_one(tmp_path, capsys):
