@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -32,9 +31,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from nsa_jax.command_line import number
+from nsa_jax.command_line import number, run_program
 from nsa_jax.data import DataError
-from nsa_jax.devices import choose_platform
 from nsa_jax.evaluate import retrieval
 from nsa_jax.evaluate.scoring import (
     HeldOut,
@@ -44,10 +42,8 @@ from nsa_jax.evaluate.scoring import (
     position_bins,
     score_documents,
 )
-from nsa_jax.hub.export_files import LoadError
 from nsa_jax.hub.load import load
 
-EXIT_USAGE = 2
 TASKS = ("perplexity", "position", "needle", "needle-multi", "recall")
 
 
@@ -237,12 +233,4 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line tool; returns the exit status."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    choose_platform()
-    try:
-        Evaluation(args).run()
-    except (LoadError, DataError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    return 0
+    return run_program(lambda: Evaluation(args).run())

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from nsa_jax import evaluate, nn
+from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.config import default_config
 from nsa_jax.data.synthetic import recall_rows
 from nsa_jax.data.tokenizers import ByteTokenizer
@@ -172,7 +173,7 @@ def test_command_line(tmp_path, capsys):
     assert len(found["needle"]["cells"]) == 2 and found["needle-multi"]["cells"][0]["num_keys"] == 2
     for name in ("loss_by_position.png", "needle.png", "needle-multi.png"):
         assert (path / "evaluation" / name).stat().st_size > 5_000
-    assert evaluate.main([str(tmp_path)]) == evaluate.EXIT_USAGE
+    assert evaluate.main([str(tmp_path)]) == EXIT_USAGE
     assert "neither checkpoints" in capsys.readouterr().err
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 
 import nsa_jax
 from nsa_jax import export, nn
+from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.loading import LoadError
 
@@ -65,7 +66,7 @@ def test_command_line_exports_a_run(tmp_path, capsys):
     write_run(tmp_path / "run", small_config())
     assert export.main([f"{tmp_path / 'run'}@1", str(tmp_path / "out")]) == 0
     same_parameters(nsa_jax.load(f"{tmp_path / 'run'}@1")[0], nsa_jax.load(tmp_path / "out")[0])
-    assert export.main([str(tmp_path / "run")]) == export.EXIT_USAGE
+    assert export.main([str(tmp_path / "run")]) == EXIT_USAGE
     assert "name the directory to write" in capsys.readouterr().err
 
 
@@ -164,7 +165,7 @@ def test_step_zero_losses_are_those_of_the_models(tmp_path):
 
 
 def test_an_import_without_tokenizer_asks_for_one(tmp_path, capsys):
-    assert export.main(["--import-from", str(LLAMA), str(tmp_path / "out")]) == export.EXIT_USAGE
+    assert export.main(["--import-from", str(LLAMA), str(tmp_path / "out")]) == EXIT_USAGE
     assert "name a tokenizer.json" in capsys.readouterr().err
     assert export.main(["--import-from", str(LLAMA), str(tmp_path / "out"), "--tokenizer", "byte"]) == 0
     assert nsa_jax.load(tmp_path / "out")[2].model.attention == "nsa"
