@@ -4,6 +4,7 @@ r"""Evaluates a trained model: perplexity, use of the context, retrieval.
     python -m nsa_jax.evaluate runs/quickstart --files notes.txt --stride 64 --tasks perplexity
     python -m nsa_jax.evaluate runs/quickstart --tasks needle,needle-multi --lengths 4096,16384 --samples 16
     python -m nsa_jax.evaluate runs/recall --tasks recall
+    python -m nsa_jax.evaluate runs/llama-nsa --tasks lm_eval:arc_easy,hellaswag --limit 200 --allow-download
 
 Tasks (default: those that fit the run's data):
   perplexity    nats per token, perplexity and bits per byte over held-out documents (or --files), in windows of
@@ -12,6 +13,8 @@ Tasks (default: those that fit the run's data):
   needle        a fact at every depth of contexts of several lengths: is it found, and was its block selected?
   needle-multi  the same among several facts.
   recall        the associative recall task of configs/recall.py.
+  lm_eval:NAME  tasks of EleutherAI's lm-evaluation-harness, from --task-path or its own; needs pip install
+                "nsa_jax[eval]". Names after it that are none of the tasks above are tasks of the harness too.
 
 Results go to a table, OUTPUT/evaluation.json and pictures in OUTPUT, by default PATH/evaluation.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import sys
 import time
@@ -45,6 +49,7 @@ from nsa_jax.evaluate.scoring import (
 from nsa_jax.hub.load import load
 
 TASKS = ("perplexity", "position", "needle", "needle-multi", "recall")
+HARNESS = "lm_eval:"  # before names of tasks of the lm-evaluation-harness
 
 
 class Evaluation:
@@ -158,8 +163,37 @@ class Evaluation:
         self._table(f"associative recall ({self.config.model.attention})", [result])
         return result
 
+    def harness(self, names: list[str]) -> dict[str, dict[str, Any]]:
+        """Tasks of the lm-evaluation-harness, each under its name with the prefix."""
+        if importlib.util.find_spec("lm_eval") is None:
+            raise DataError(f"--tasks {HARNESS}{names[0]}", "lm-eval is not installed", 'pip install "nsa_jax[eval]"')
+        from nsa_jax.evaluate.harness import HarnessModel, run_tasks
+
+        args = self.args
+        model = HarnessModel(
+            self.model, self.tokenizer, context=self.context, batch_size=args.batch_size, seed=args.seed
+        )
+        found = run_tasks(
+            model,
+            names,
+            task_path=args.task_path,
+            num_fewshot=args.num_fewshot,
+            limit=args.limit,
+            allow_download=args.allow_download,
+            samples=self.output if args.log_samples else None,
+        )
+        rows = [
+            {"task": name, "shots": row["num_fewshot"], "samples": row["samples"], "metric": metric, "value": value}
+            for name, row in found.items()
+            for metric, value in row["metrics"].items()
+        ]
+        self._table("lm-evaluation-harness", rows)
+        return {f"{HARNESS}{name}": row for name, row in found.items()}
+
     def _table(self, title: str, rows: list[dict[str, Any]]) -> None:
         def shown(value):
+            if value is None or isinstance(value, str):
+                return value
             return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
 
         table = Table(title=title, show_header=len(rows) > 1)
@@ -178,14 +212,20 @@ class Evaluation:
         tasks = self.args.tasks or self.default_tasks()
         if not tasks:
             raise DataError("--tasks", "none fits synthetic data of this kind", "name tasks, with --files for text")
+        harness = [task for task in tasks if task not in TASKS]
         result: dict[str, Any] = {"path": str(self.args.path), "context": self.context, "tasks": {}}
         for task in tasks:
             begin = time.perf_counter()
             if task == "needle-multi":
-                found = self.needle(self.args.num_keys, "needle-multi")
-            else:
-                found = getattr(self, task)()
-            result["tasks"][task] = {**found, "seconds": round(time.perf_counter() - begin, 2)}
+                found = {task: self.needle(self.args.num_keys, "needle-multi")}
+            elif task in TASKS:
+                found = {task: getattr(self, task)()}
+            elif task == harness[0]:
+                found = self.harness([name.removeprefix(HARNESS) for name in harness])
+            else:  # it ran with the first
+                continue
+            seconds = round(time.perf_counter() - begin, 2)
+            result["tasks"] |= {name: {**values, "seconds": seconds} for name, values in found.items()}
         (self.output / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
         self.console.print(f"written to {self.output}")
         return result
@@ -196,9 +236,18 @@ def _parser() -> argparse.ArgumentParser:
         return lambda text: [kind(x) for x in text.split(",")]
 
     def tasks(text):
-        names = text.split(",")
-        if unknown := set(names) - set(TASKS):
-            raise argparse.ArgumentTypeError(f"unknown {sorted(unknown)}: choose from {', '.join(TASKS)}")
+        names, harness, unknown = [], False, []
+        for name in text.split(","):
+            harness = harness or name.startswith(HARNESS)
+            if name in TASKS or (name.startswith(HARNESS) and name != HARNESS):
+                names.append(name)
+            elif harness and name:
+                names.append(HARNESS + name)
+            else:
+                unknown.append(name)
+        if unknown:
+            known = f"{', '.join(TASKS)}, {HARNESS}NAME"
+            raise argparse.ArgumentTypeError(f"unknown {sorted(unknown)}: choose from {known}")
         return names
 
     parser = argparse.ArgumentParser(
@@ -226,6 +275,12 @@ def _parser() -> argparse.ArgumentParser:
         "--num-keys", type=number(int, 1), default=4, help="needle-multi: facts per context (default %(default)s)"
     )
     parser.add_argument("--seed", type=number(int, 0), default=0)
+    group = parser.add_argument_group("lm_eval")
+    group.add_argument("--task-path", metavar="DIR", help="its yaml files are tasks too, and go before others")
+    group.add_argument("--num-fewshot", type=number(int, 0), help="examples per question; default: as the task says")
+    group.add_argument("--limit", type=number(int, 1), help="questions per task; default: all")
+    group.add_argument("--allow-download", action="store_true", help="fetch data of tasks that is not on this machine")
+    group.add_argument("--log-samples", action="store_true", help="write each question and answer to OUTPUT")
     parser.add_argument("--output", help="directory for results; default: PATH/evaluation")
     return parser
 
