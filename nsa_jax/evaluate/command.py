@@ -241,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
             harness = harness or name.startswith(HARNESS)
             if name in TASKS or (name.startswith(HARNESS) and name != HARNESS):
                 names.append(name)
-            elif harness and name:
+            elif harness and name and name != HARNESS:
                 names.append(HARNESS + name)
             else:
                 unknown.append(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 
@@ -175,6 +176,20 @@ def test_command_line(tmp_path, capsys):
         assert (path / "evaluation" / name).stat().st_size > 5_000
     assert evaluate.main([str(tmp_path)]) == EXIT_USAGE
     assert "neither checkpoints" in capsys.readouterr().err
+
+
+def test_tasks_of_the_harness_need_a_package(tmp_path, capsys, monkeypatch):
+    write_run(tmp_path / "run", small_config())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert evaluate.main([str(tmp_path / "run"), "--tasks", "lm_eval:arc_easy,hellaswag"]) == EXIT_USAGE
+    assert 'pip install "nsa_jax[eval]"' in capsys.readouterr().err
+    parse = evaluate.command._parser().parse_args
+    found = parse(["run", "--tasks", "recall,lm_eval:a,b,position,lm_eval:recall"]).tasks
+    assert found == ["recall", "lm_eval:a", "lm_eval:b", "position", "lm_eval:recall"]
+    for wrong in ("arc_easy", "lm_eval:", "lm_eval:a,,b"):
+        with pytest.raises(SystemExit):
+            parse(["run", "--tasks", wrong])
+        assert "lm_eval:NAME" in capsys.readouterr().err
 
 
 def test_recall_is_the_default_task_of_its_run(tmp_path):
