@@ -7,8 +7,10 @@ r"""Evaluates a trained model: perplexity, use of the context, retrieval.
     python -m nsa_jax.evaluate runs/llama-nsa --tasks lm_eval:arc_easy,hellaswag --limit 200 --allow-download
 
 Tasks (default: those that fit the run's data):
+  validation    the run's own validation: the rows, masks and counts of training, so the same loss and bits per byte.
   perplexity    nats per token, perplexity and bits per byte over held-out documents (or --files), in windows of
                 --context tokens that advance by --stride: a smaller stride gives tokens more context and costs more.
+                Training validates on packed rows, where tokens have less context: compare with validation for that.
   position      loss by position in the context, with a plot: does the long context help?
   needle        a fact at every depth of contexts of several lengths: is it found, and was its block selected?
   needle-multi  the same among several facts.
@@ -46,9 +48,11 @@ from nsa_jax.evaluate.scoring import (
     position_bins,
     score_documents,
 )
-from nsa_jax.hub.load import load
+from nsa_jax.evaluate.validation import repeat_validation
+from nsa_jax.hub.load import load, recorded_metrics
 
-TASKS = ("perplexity", "position", "needle", "needle-multi", "recall")
+TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall")
+_SAME_LOSS = 1e-3  # relative; kernels and precision of another machine may differ by less
 HARNESS = "lm_eval:"  # before names of tasks of the lm-evaluation-harness
 
 
@@ -70,7 +74,8 @@ class Evaluation:
         """Tasks that fit the run's data."""
         if self.config.data.source == "synthetic" and not self.args.files:
             return ["recall"] if self.config.data.synthetic == "recall" else []
-        return ["perplexity", "position", "needle", "needle-multi"]
+        validated = self.config.train.eval_batches and not self.args.files
+        return [*(["validation"] if validated else []), "perplexity", "position", "needle", "needle-multi"]
 
     @property
     def held_out(self) -> HeldOut:
@@ -89,14 +94,19 @@ class Evaluation:
         return self._probe
 
     @property
+    def token_bytes(self) -> np.ndarray:
+        """Bytes of text of each token id: int32 [vocab]."""
+        found = np.zeros(self.model.config.vocab_size, np.int32)
+        found[: self.tokenizer.vocab_size] = self.tokenizer.token_bytes
+        return found
+
+    @property
     def scores(self) -> dict[str, Any]:
         if self._scores is None:
-            token_bytes = np.zeros(self.model.config.vocab_size, np.int32)
-            token_bytes[: self.tokenizer.vocab_size] = self.tokenizer.token_bytes
             self._scores = score_documents(
                 Scorer(self.model),
                 self.documents,
-                token_bytes,
+                self.token_bytes,
                 self.tokenizer.eos_id,
                 context=self.context,
                 stride=min(self.args.stride or self.context // 2, self.context),
@@ -105,10 +115,26 @@ class Evaluation:
             )
         return self._scores
 
+    def validation(self) -> dict[str, Any]:
+        """The run's validation, beside what the run recorded of it at this step."""
+        result = repeat_validation(self.model, self.tokenizer, self.config, self.token_bytes)
+        recorded = recorded_metrics(self.args.path).get("val/loss")
+        if recorded is not None:
+            result["recorded_loss"] = recorded
+        self._table("validation, as in training", [result])
+        if recorded is not None and abs(result["loss"] - recorded) > _SAME_LOSS * abs(recorded):
+            self._say(f"the run recorded a loss of {recorded:.6g}: its data, or the precision here, are others")
+        return result
+
     def perplexity(self) -> dict[str, Any]:
-        """The task of that name."""
+        """Losses over whole documents."""
         result = {name: value for name, value in self.scores.items() if name != "by_position"}
         self._table("perplexity", [result])
+        if not self.args.files:
+            self._say(
+                f"Whole documents in windows of {result['context']:,} tokens that advance by {result['stride']:,}: not "
+                "comparable with val/bits_per_byte of training (packed rows); --tasks validation is."
+            )
         return result
 
     def position(self) -> dict[str, Any]:
@@ -189,6 +215,9 @@ class Evaluation:
         ]
         self._table("lm-evaluation-harness", rows)
         return {f"{HARNESS}{name}": row for name, row in found.items()}
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _table(self, title: str, rows: list[dict[str, Any]]) -> None:
         def shown(value):

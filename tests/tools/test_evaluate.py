@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import types
 
 import jax
 import numpy as np
@@ -14,9 +15,10 @@ from flax import nnx
 from nsa_jax import evaluate, nn
 from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.config import default_config
+from nsa_jax.data.errors import DataError
 from nsa_jax.data.synthetic import recall_rows
-from nsa_jax.data.tokenizers import ByteTokenizer
-from nsa_jax.evaluate import retrieval
+from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer
+from nsa_jax.evaluate import retrieval, validation
 
 from .runs import small_config, write_run
 
@@ -176,6 +178,16 @@ def test_command_line(tmp_path, capsys):
         assert (path / "evaluation" / name).stat().st_size > 5_000
     assert evaluate.main([str(tmp_path)]) == EXIT_USAGE
     assert "neither checkpoints" in capsys.readouterr().err
+
+
+def test_validation_that_cannot_be_repeated_is_refused(model, monkeypatch):
+    config, token_bytes = small_config(), np.ones(260, np.int32)
+    monkeypatch.setattr(validation, "make_pipeline", lambda config: types.SimpleNamespace(tokenizer=ByteTokenizer()))
+    with pytest.raises(DataError, match="tokenizer now is byte-1, the model's is synthetic-1-257-random"):
+        validation.repeat_validation(model, SyntheticTokenizer(257, copy=False), config, token_bytes)
+    config.train.eval_batches = 0
+    with pytest.raises(DataError, match="the run has no validation"):
+        validation.repeat_validation(model, ByteTokenizer(), config, token_bytes)
 
 
 def test_tasks_of_the_harness_need_a_package(tmp_path, capsys, monkeypatch):
