@@ -117,7 +117,7 @@ class Evaluation:
 
     def validation(self) -> dict[str, Any]:
         """The run's validation, beside what the run recorded of it at this step."""
-        result = repeat_validation(self.model, self.tokenizer, self.config, self.token_bytes)
+        result = repeat_validation(self.model, self.tokenizer, self.config, self.token_bytes, self.args.batch_size)
         recorded = recorded_metrics(self.args.path).get("val/loss")
         if recorded is not None:
             result["recorded_loss"] = recorded

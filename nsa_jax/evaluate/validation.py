@@ -21,17 +21,18 @@ from nsa_jax.train.validation import validation_sums
 
 
 def repeat_validation(
-    model: Transformer, tokenizer: Tokenizer, config: ConfigDict, token_bytes: np.ndarray
+    model: Transformer, tokenizer: Tokenizer, config: ConfigDict, token_bytes: np.ndarray, batch_size: int
 ) -> dict[str, Any]:
     """The metrics that training logs as val/loss, val/perplexity and val/bits_per_byte.
 
-    Rows are spread over as many devices of this process as divide a micro-batch; each holds the whole model.
+    Rows are spread over devices of this process; each holds the whole model.
 
     Args:
       model: the Transformer.
       tokenizer: the model's.
       config: the training config, whose data must be on this machine.
       token_bytes: int [vocab], bytes of text of each token id.
+      batch_size: rows at once at most; training's own batch may have been that of many devices.
 
     Returns:
       loss, perplexity, bits_per_byte, tokens, bytes, rows (of seq_len tokens, padding included), seq_len.
@@ -52,8 +53,10 @@ def repeat_validation(
     batches = pipeline.validation()
     here = copy.deepcopy(config)
     here.mesh.update({"data": -1, "fsdp": 1, "tensor": 1, "context": 1})
+    rows = max(n for n in range(1, train.batch_size + 1) if train.batch_size % n == 0 and n <= batch_size)
+    here.train.grad_accum = train.batch_size // rows
     devices = jax.local_devices()
-    made = setup(here, tokenizer.vocab_size, devices[: math.gcd(train.batch_size // train.grad_accum, len(devices))])
+    made = setup(here, tokenizer.vocab_size, devices[: math.gcd(rows, len(devices))])
     with jax.set_mesh(made.mesh):
         params = jax.device_put(nnx.to_pure_dict(nnx.state(model, nnx.Param)), made.sharding["params"])
         sums = validation_sums(make_eval_step(made, token_bytes), params, batches, batch_sharding(made.mesh))

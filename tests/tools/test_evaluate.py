@@ -184,10 +184,10 @@ def test_validation_that_cannot_be_repeated_is_refused(model, monkeypatch):
     config, token_bytes = small_config(), np.ones(260, np.int32)
     monkeypatch.setattr(validation, "make_pipeline", lambda config: types.SimpleNamespace(tokenizer=ByteTokenizer()))
     with pytest.raises(DataError, match="tokenizer now is byte-1, the model's is synthetic-1-257-random"):
-        validation.repeat_validation(model, SyntheticTokenizer(257, copy=False), config, token_bytes)
+        validation.repeat_validation(model, SyntheticTokenizer(257, copy=False), config, token_bytes, 8)
     config.train.eval_batches = 0
     with pytest.raises(DataError, match="the run has no validation"):
-        validation.repeat_validation(model, ByteTokenizer(), config, token_bytes)
+        validation.repeat_validation(model, ByteTokenizer(), config, token_bytes, 8)
 
 
 def test_tasks_of_the_harness_need_a_package(tmp_path, capsys, monkeypatch):
