@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from nsa_jax.extras import extra
+from nsa_jax.extras import extra, installed_version
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.decode import DecodeInfo, decode_attention
 from nsa_jax.ops.explain import explain
@@ -42,10 +42,5 @@ def __getattr__(name: str) -> Any:
             from nsa_jax.hub.load import load
         return load
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            return version("nsa_jax")
-        except PackageNotFoundError:
-            return "0.0.0+source"  # run from its sources, without an installation
+        return installed_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,7 +19,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from nsa_jax.extras import MissingExtra, extra
+from nsa_jax.extras import MissingExtra, extra, installed_version
 
 EXIT_USAGE = 2
 TRAINING = ("train", "preflight")
@@ -52,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else EXIT_USAGE
     command, *rest = arguments
     if command == "--version":
-        from nsa_jax import __version__
-
-        print(__version__)
+        print(installed_version())
         return 0
     try:
         if command in TRAINING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from importlib import metadata
 
 
 class MissingExtra(ImportError):
@@ -25,3 +26,11 @@ def extra(name: str) -> Iterator[None]:
             raise
         message = f'the package {package} is not installed: pip install "nsa_jax[{name}]"'
         raise MissingExtra(message, name=error.name) from error
+
+
+def installed_version() -> str:
+    """The version of the installed package; of one that is run from its sources, "0+source"."""
+    try:
+        return metadata.version("nsa_jax")
+    except metadata.PackageNotFoundError:
+        return "0+source"
