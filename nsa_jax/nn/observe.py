@@ -129,6 +129,5 @@ def walk_layers(
         return x, jax.tree.map(lambda *parts: jnp.stack(parts), *seen)
 
     x, seen = jax.lax.scan(period, model.embedding[...][tokens].astype(config.dtype), stacks)
-    return model.norm(x), jax.tree.map(
-        lambda a: a.reshape(-1, *a.shape[2:]), seen
-    )  # [periods, layers of a period, ...]
+    layers = len(config.layers_of("nsa"))  # from [periods, NSA layers of a period, ...], which may be of size 0
+    return model.norm(x), jax.tree.map(lambda a: a.reshape(layers, *a.shape[2:]), seen)
