@@ -67,6 +67,12 @@ def attention_kinds(model: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(model["layer_pattern"]) or (model["attention"],)
 
 
+def shortest_pattern(pattern: tuple[str, ...]) -> tuple[str, ...]:
+    """The shortest pattern that gives the same layers when it is repeated."""
+    lengths = (n for n in range(1, len(pattern) + 1) if len(pattern) % n == 0)
+    return next(pattern[:n] for n in lengths if pattern[:n] * (len(pattern) // n) == pattern)
+
+
 def pattern_problem(model: Mapping[str, Any]) -> tuple[str, str]:
     """What is wrong with the layer_pattern of `config.model`, and the fix; empty texts if nothing is."""
     pattern, allowed = tuple(model["layer_pattern"]), CHOICES["model.attention"]

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import CHOICES, NSAConfig, Problem, default_config, nsa_config
 from nsa_jax.ops.implementations import IMPLEMENTATIONS
 from nsa_jax.ops.rope import RopeScaling, rope, rope_turns
-from nsa_jax.rules import attention_kinds, pattern_problem
+from nsa_jax.rules import attention_kinds, pattern_problem, shortest_pattern
 
 
 def _default_mlp_dim(dim: int) -> int:
@@ -31,12 +31,6 @@ _FUNCTION = (
 _GEOMETRY = {"nsa": tuple(field.name for field in dataclasses.fields(NSAConfig)), "window": ("window",)}
 
 
-def _shortest(pattern: tuple[str, ...]) -> tuple[str, ...]:
-    """The shortest pattern that gives the same layers when it is repeated."""
-    lengths = (n for n in range(1, len(pattern) + 1) if len(pattern) % n == 0)
-    return next(pattern[:n] for n in lengths if pattern[:n] * (len(pattern) // n) == pattern)
-
-
 def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
     """R054: the same parameters would be another function.
 
@@ -50,7 +44,7 @@ def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) ->
     default = default_config().model.to_dict()
 
     saved, wanted = {**default, **saved}, {**default, **wanted}
-    kinds = [_shortest(attention_kinds(model)) for model in (saved, wanted)]
+    kinds = [shortest_pattern(attention_kinds(model)) for model in (saved, wanted)]
     attention = ["layer_pattern" if saved["layer_pattern"] or wanted["layer_pattern"] else "attention"]
 
     def fields(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +145,7 @@ class ModelConfig:
         if message := pattern_problem(vars(self))[0]:
             raise ValueError(f"ModelConfig.layer_pattern={self.layer_pattern}: {message}")
         if kinds := self.layer_pattern:
-            kinds = _shortest(tuple(kinds))
+            kinds = shortest_pattern(tuple(kinds))
             object.__setattr__(self, "attention", kinds[0] if len(kinds) == 1 else "nsa")
             object.__setattr__(self, "layer_pattern", kinds if len(kinds) > 1 else ())
         if not self.value_head_dim:

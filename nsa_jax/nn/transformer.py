@@ -71,6 +71,8 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        if config.layer_pattern:
+            raise ValueError(f"ModelConfig.layer_pattern={config.layer_pattern}: a Block takes config.of_layer(index)")
         self.norm_attention = RMSNorm(config)
         self.attention = (NSAttention if config.attention == "nsa" else DenseAttention)(config, rngs=rngs)
         self.norm_mlp = RMSNorm(config)

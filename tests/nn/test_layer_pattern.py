@@ -145,6 +145,11 @@ def test_operations_are_those_of_each_kind():
     assert keys_per_query(CONFIG, 100) == {k: v for c in alone for k, v in keys_per_query(c, 100).items()}
 
 
+def test_a_single_layer_has_one_kind():
+    with pytest.raises(ValueError, match="a Block takes config.of_layer"):
+        Block(CONFIG, rngs=nnx.Rngs(0))
+
+
 BAD = [
     (("nsa", "sparse"), {}, "'sparse' is no kind of attention"),
     (("nsa", "dense", "dense", "dense", "dense"), {}, "5 kinds cannot be repeated over num_layers=12"),
