@@ -93,11 +93,6 @@ def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
     Raises:
       LoadError: transformers has no such model.
     """
-    if config.layer_pattern and "nsa" in config.kinds:
-        raise LoadError(
-            f"layer_pattern={config.layer_pattern}: the PyTorch code of NSA models has one kind of attention in all "
-            "layers. Fix: leave out --format=transformers, and read the export with nsa_jax.load"
-        )
     if "nsa" in config.kinds:
         return nsa_json(config, seq_len)
     kind, architecture = family_of(config)
@@ -151,7 +146,8 @@ def _layer_arrays(block: Mapping[str, Any], index: int, config: ModelConfig) -> 
     """What makes each array of a layer in transformers' layout, by its name without the layer's prefix."""
     attention, mlp = block["attention"], block["mlp"]
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    ends = {"q": (0, query), "k": (query, query + key), "v": (query + key, query + 2 * key)}
+    value = config.num_kv_heads * config.value_head_dim
+    ends = {"q": (0, query), "k": (query, query + key), "v": (query + key, query + key + value)}
     halves = {"gate": (0, config.mlp_dim), "up": (config.mlp_dim, 2 * config.mlp_dim)}
     columns = {f"self_attn.{name}": (attention, at) for name, at in ends.items()}
     columns |= {f"mlp.{name}": (mlp, at) for name, at in halves.items()}
@@ -181,13 +177,13 @@ def _arrays(model: Transformer) -> dict[str, LaterArray]:
         "model.norm.weight": lambda: np.asarray(params["norm"]["scale"]),
         "lm_head.weight": lambda: np.asarray(params["head"]).T,
     }
-    sparse = "nsa" in config.kinds
     stacks = layer_stacks(params["blocks"], config)
     for index in range(config.num_layers):
         row, position = divmod(index, len(stacks))
+        sparse = config.of_layer(index).attention == "nsa"
         layer = (nsa_layer_arrays if sparse else _layer_arrays)(stacks[position], row, config)
         made |= {f"model.layers.{index}.{name}": make for name, make in layer.items()}
-    dtype = np.dtype(params["embedding"].dtype)
+    dtype, sparse = np.dtype(params["embedding"].dtype), "nsa" in config.kinds
     return {
         name: LaterArray(shape, dtype, made[name]) for name, shape in (nsa_shapes if sparse else dense_shapes)(config)
     }

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from nsa_jax.hub.families import layer_shapes
 from nsa_jax.nn import ModelConfig
 
 ARCHITECTURE = "NSAForCausalLM"
@@ -48,6 +49,7 @@ def nsa_json(config: ModelConfig, seq_len: int) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "value_head_dim": config.value_head_dim,
         **dataclasses.asdict(config.nsa),
+        "layer_pattern": list(config.layer_pattern),
         "compressor": config.compressor,
         "qk_norm": config.qk_norm,
         "qkv_bias": config.qkv_bias,
@@ -76,7 +78,7 @@ def _widths(config: ModelConfig) -> dict[str, int]:
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each array of one layer, by its name without the layer's prefix."""
+    """Shape of each array of one NSA layer, by its name without the layer's prefix."""
     dim, block = config.dim, config.nsa.compress_block
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (dim,), "post_attention_layernorm.weight": (dim,)}
     linear = {f"self_attn.{name}_proj": (width, dim, config.qkv_bias) for name, width in _widths(config).items()}
@@ -103,7 +105,8 @@ def nsa_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every array of an NSA model in the layout of the PyTorch class."""
     yield "model.embed_tokens.weight", (config.vocab_size, config.dim)
     for index in range(config.num_layers):
-        for name, shape in _layer_shapes(config).items():
+        kind = config.of_layer(index).attention
+        for name, shape in (_layer_shapes if kind == "nsa" else layer_shapes)(config).items():
             yield f"model.layers.{index}.{name}", shape
     yield "model.norm.weight", (config.dim,)
     if not config.tie_embeddings:
@@ -126,11 +129,11 @@ def _whole(stacked: Any, index: int) -> np.ndarray:
 
 
 def nsa_layer_arrays(block: Mapping[str, Any], index: int, config: ModelConfig) -> dict[str, Callable[[], np.ndarray]]:
-    """What makes each array of a layer, by its name without the layer's prefix.
+    """What makes each array of an NSA layer, by its name without the layer's prefix.
 
     Args:
-      block: parameters of all layers, stacked.
-      index: which layer.
+      block: parameters of stacked layers.
+      index: which of them.
       config: of an NSA model.
     """
     attention, mlp = block["attention"], block["mlp"]

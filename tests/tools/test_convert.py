@@ -491,7 +491,6 @@ def test_window_attention_becomes_the_sliding_window_of_a_family(tmp_path, kind,
         ({"qk_norm": True, "qkv_bias": True}, "qk_norm with qkv_bias alone"),
         ({"mlp_bias": True, "qkv_bias": True}, "mlp_bias beside"),
         ({"layer_pattern": ("window", "dense"), "num_layers": 2}, "window attention in some layers, but neither"),
-        ({"layer_pattern": ("nsa", "dense"), "num_layers": 2}, "layer_pattern=.*one kind of attention in all layers"),
     ],
 )
 def test_options_without_a_counterpart_are_named(tmp_path, changes, words):

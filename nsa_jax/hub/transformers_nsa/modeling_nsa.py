@@ -29,7 +29,7 @@ class NSACache(Cache):
       seen: P, the columns that the cache holds.
       states: for each layer, arrays by name: `key_slc` and `value_slc` of all columns, `key_win` and `value_win` of the
         last window - 1, `key_raw` and `value_raw` of the last compress_block - 1, `key_cmp` and `value_cmp` of all
-        compressed blocks.
+        compressed blocks. Dense layers have `key` and `value` of all columns, window layers of the last window - 1.
     """
 
     is_compileable = False
@@ -416,6 +416,49 @@ class NSAttention(nn.Module):
         return probs @ value[:, :, None, low:high].float()
 
 
+class NSADenseAttention(nn.Module):
+    """Attention to all tokens before, or to the last `window` of them: a layer of a pattern that is not sparse."""
+
+    def __init__(self, config, window=None):
+        super().__init__()
+        self.config, self.window = config, window
+        n, k, h, v = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.value_head_dim
+        self.q_proj = nn.Linear(config.hidden_size, n * h, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, k * h, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, k * v, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(n * v, config.hidden_size, bias=config.out_bias)
+        if config.qk_norm:
+            self.q_norm = NSARMSNorm(h, config.rms_norm_eps)
+            self.k_norm = NSARMSNorm(h, config.rms_norm_eps)
+
+    def forward(self, x, places, turns, block_turns, state=None):
+        """As `NSAttention`, whose arguments these are."""
+        kv_heads = self.config.num_key_value_heads
+        query, key = _heads(self.q_proj(x), self.config.num_attention_heads), _heads(self.k_proj(x), kv_heads)
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        key, value = _turn(key, turns), _heads(self.v_proj(x), kv_heads)
+        if state:
+            key, value = (torch.cat([state[name], new], dim=2) for name, new in (("key", key), ("value", value)))
+        columns = key.shape[2]
+        if state is not None:
+            first = 0 if self.window is None else max(columns - self.window + 1, 0)
+            state.update(key=key[:, :, first:], value=value[:, :, first:])
+        query = _turn(query, turns).unflatten(1, (kv_heads, -1))  # [B, K, G, T, H]
+        end = places.past + places.length
+        token = torch.arange(end - columns, end, device=x.device) - places.start[:, None]
+        step = min(max(_LARGEST_ARRAY // (query[:, :, :, 0, 0].numel() * columns), 1), places.length)
+        pieces = []
+        for at in range(0, places.length, step):
+            t = places.positions[:, at : at + step, None]
+            low = 0 if self.window is None else (t - self.window + 1).clamp_min(0)
+            mask = (token[:, None] >= low) & (token[:, None] <= t)  # [B, T, columns]
+            probs = _softmax(_scores(query[..., at : at + step, :], key), mask[:, None, None])
+            pieces.append(probs @ value.float()[:, :, None])
+        attended = torch.cat(pieces, dim=3).flatten(1, 2).transpose(1, 2).flatten(2)  # [B, T, N*V]
+        return self.o_proj(attended.to(x.dtype))
+
+
 class NSAMLP(nn.Module):
     """silu(gate(x)) * up(x), projected back."""
 
@@ -433,9 +476,10 @@ class NSAMLP(nn.Module):
 class NSADecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config):
+    def __init__(self, config, kind="nsa"):
         super().__init__()
-        self.self_attn = NSAttention(config)
+        window = config.window if kind == "window" else None
+        self.self_attn = NSAttention(config) if kind == "nsa" else NSADenseAttention(config, window)
         self.mlp = NSAMLP(config)
         self.input_layernorm = NSARMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = NSARMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -480,7 +524,10 @@ class NSAModel(NSAPreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([NSADecoderLayer(config) for _ in range(config.num_hidden_layers)])
+        kinds = config.layer_pattern or ["nsa"]
+        self.layers = nn.ModuleList(
+            [NSADecoderLayer(config, kinds[index % len(kinds)]) for index in range(config.num_hidden_layers)]
+        )
         self.norm = NSARMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
 
