@@ -77,7 +77,7 @@ def pattern_problem(model: Mapping[str, Any]) -> tuple[str, str]:
     """What is wrong with the layer_pattern of `config.model`, and the fix; empty texts if nothing is."""
     pattern, allowed = tuple(model["layer_pattern"]), CHOICES["model.attention"]
     if unknown := [kind for kind in pattern if kind not in allowed]:
-        return f"{unknown[0]!r} is no kind of attention", f"use {', '.join(allowed)}"
+        return f"{unknown[0]!r} is no kind of attention", f"""use {", ".join(allowed)}, such as ("nsa", "dense")"""
     if pattern and model["num_layers"] % len(pattern):
         fix = f"use a multiple of {len(pattern)} layers, or a pattern whose length divides their number"
         return f"{len(pattern)} kinds cannot be repeated over num_layers={model['num_layers']}", fix
