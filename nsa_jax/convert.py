@@ -135,10 +135,11 @@ def step_zero_losses(
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Declares the options of an import."""
-    parser.add_argument(
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
         "--attention", choices=("nsa", "dense", "window"), default="nsa", help="of the model (default %(default)s)"
     )
-    parser.add_argument(
+    kinds.add_argument(
         "--layer-pattern",
         type=lambda text: tuple(part.strip() for part in text.split(",")),
         default=(),

@@ -50,7 +50,7 @@ def _check_window(described: dict[str, Any], config: ConfigDict, path: Path) -> 
     """Refuses layers of a sliding window, unless those here attend likewise or rows are no longer than it."""
     window, theirs = sliding_window(described, path)
     ours = attention_kinds(config.model)
-    # Both repeat after so many layers, and there are no fewer.
+    # After lcm layers both patterns begin again.
     pairs = {(theirs[i % len(theirs)], ours[i % len(ours)]) for i in range(math.lcm(len(theirs), len(ours)))}
     wrong = [kind for was, kind in sorted(pairs) if was == "window" and kind != "window"]
     if not window or config.data.seq_len <= window or not wrong:

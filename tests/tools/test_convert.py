@@ -618,3 +618,17 @@ def test_hub_ids_are_fetched(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert convert.main(["owner/model", "out", "--tokenizer=byte"]) == 2
     assert "without huggingface_hub no hub id" in capsys.readouterr().err
+
+
+def test_the_pattern_of_the_command_line_is_that_of_the_model(tmp_path, capsys):
+    write(tmp_path / "in", describe("qwen3"))
+    letters(tmp_path / "in")
+    paths = [str(tmp_path / "in"), str(tmp_path / "out")]
+    assert convert.main([*paths, "--layer-pattern=dense, nsa"]) == 0
+    assert "to dense, nsa attention" in capsys.readouterr().out
+    assert nsa_jax.load(tmp_path / "out")[0].config.layer_pattern == ("dense", "nsa")
+    assert convert.main([*paths, "--layer-pattern=dense,sparse"]) == 2
+    assert "'sparse' is no kind of attention" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        convert.main([*paths, "--layer-pattern=dense,nsa", "--attention=dense"])
+    assert "not allowed with argument" in capsys.readouterr().err

@@ -1,8 +1,7 @@
 """The causality self-test: proof, on the model code that is about to be trained, that it does not see the future.
 
 It takes a slice of the configured model (one layer of the real width for each kind of attention, a small vocabulary),
-compiles it with the
-configured implementation and precision at a length beyond two windows, and checks:
+compiles it with the configured implementation and precision at a length beyond two windows, and checks:
 
   R040  changing the tokens after t does not change the logits up to t by one bit;
   R041  every parameter receives a finite gradient that is not zero, every part of a fused projection by itself;
