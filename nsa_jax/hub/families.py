@@ -200,7 +200,7 @@ def imported_config(
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each array of one layer in transformers' layout, by its name without the layer's prefix."""
+    """Shape of each array of a layer with dense attention, by its name in transformers' layout without the prefix."""
     dim, query = config.dim, config.num_heads * config.head_dim
     key, value = config.num_kv_heads * config.head_dim, config.num_kv_heads * config.value_head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -223,11 +223,18 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def dense_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every array of a dense checkpoint in transformers' layout, one layer after another."""
+def model_shapes(
+    config: ModelConfig, layers: Sequence[dict[str, tuple[int, ...]]]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every array of a model in transformers' layout, one layer after another.
+
+    Args:
+      config: the model's.
+      layers: shape of each array of a layer, by its name without the layer's prefix, of layers that repeat.
+    """
     yield "model.embed_tokens.weight", (config.vocab_size, config.dim)
     for index in range(config.num_layers):
-        for name, shape in layer_shapes(config).items():
+        for name, shape in layers[index % len(layers)].items():
             yield f"model.layers.{index}.{name}", shape
     yield "model.norm.weight", (config.dim,)
     if not config.tie_embeddings:

@@ -16,8 +16,8 @@ from ml_collections import ConfigDict
 from nsa_jax.data import Tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from nsa_jax.hub.export_files import LaterArray, LoadError, write_arrays
-from nsa_jax.hub.families import dense_shapes
-from nsa_jax.hub.native_nsa import ARCHITECTURE, SOURCES, copy_sources, nsa_json, nsa_layer_arrays, nsa_shapes
+from nsa_jax.hub.families import layer_shapes, model_shapes
+from nsa_jax.hub.native_nsa import ARCHITECTURE, SOURCES, copy_sources, nsa_fields, nsa_layer_arrays, nsa_layer_shapes
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
 from nsa_jax.nn.transformer import layer_stacks
 
@@ -83,42 +83,16 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
     return found
 
 
-def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
-    """The config.json that transformers reads, without the tokens of the tokenizer.
-
-    Args:
-      config: the model's.
-      seq_len: tokens of the rows that it was trained on.
-
-    Raises:
-      LoadError: transformers has no such model.
-    """
-    if "nsa" in config.kinds:
-        return nsa_json(config, seq_len)
-    kind, architecture = family_of(config)
-    scaling = config.rope_scaling
+def _dense_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
+    """The fields of config.json that say what a model of a dense family computes."""
     # The names of version 4 of transformers, which version 5 reads too.
     found: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": kind,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
         "hidden_act": "silu",
-        # Frequencies of the kind "dynamic" begin to change beyond this length.
-        "max_position_embeddings": scaling.original_length if scaling.kind == "dynamic" else seq_len,
-        "initializer_range": config.init_std,
-        "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": _rope_scaling(config),
-        "tie_word_embeddings": config.tie_embeddings,
-        "torch_dtype": config.param_dtype,
-        "use_cache": True,
     }
+    if config.rope_scaling.kind == "dynamic":  # frequencies of this kind begin to change beyond this length
+        found["max_position_embeddings"] = config.rope_scaling.original_length
     if kind == "llama":
         found |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
     elif kind == "qwen3":
@@ -135,6 +109,41 @@ def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
         names = {"dense": "full_attention", "window": "sliding_attention"}
         found["layer_types"] = [names[config.of_layer(index).attention] for index in range(config.num_layers)]
     return found
+
+
+def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
+    """The config.json that transformers reads, without the tokens of the tokenizer.
+
+    Args:
+      config: the model's.
+      seq_len: tokens of the rows that it was trained on.
+
+    Raises:
+      LoadError: transformers has no such model.
+    """
+    if "nsa" in config.kinds:
+        kind, architecture, fields = "nsa", ARCHITECTURE, nsa_fields(config)
+    else:
+        kind, architecture = family_of(config)
+        fields = _dense_fields(config, kind)
+    return {
+        "architectures": [architecture],
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": seq_len,
+        "initializer_range": config.init_std,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": config.param_dtype,
+        "use_cache": True,
+        **fields,
+    }
 
 
 def _cut(stacked: Any, index: int, first: int = 0, end: int | None = None) -> np.ndarray:
@@ -183,10 +192,9 @@ def _arrays(model: Transformer) -> dict[str, LaterArray]:
         sparse = config.of_layer(index).attention == "nsa"
         layer = (nsa_layer_arrays if sparse else _layer_arrays)(stacks[position], row, config)
         made |= {f"model.layers.{index}.{name}": make for name, make in layer.items()}
-    dtype, sparse = np.dtype(params["embedding"].dtype), "nsa" in config.kinds
-    return {
-        name: LaterArray(shape, dtype, made[name]) for name, shape in (nsa_shapes if sparse else dense_shapes)(config)
-    }
+    dtype = np.dtype(params["embedding"].dtype)
+    shapes = [(nsa_layer_shapes if kind == "nsa" else layer_shapes)(config) for kind in config.kinds]
+    return {name: LaterArray(shape, dtype, made[name]) for name, shape in model_shapes(config, shapes)}
 
 
 def _byte_tokenizer() -> str:
