@@ -110,9 +110,9 @@ def init_cache(config: ModelConfig, batch: int, capacity: int) -> Cache:
         )
     if capacity < 1 or capacity % config.nsa.select_block:
         raise ValueError(f"capacity={capacity}: must be a positive multiple of select_block={config.nsa.select_block}")
-    shapes = _layer_shapes(config, batch, capacity)
     layers = tuple(
-        jax.tree.map(lambda s: constrain_batch(jnp.zeros(s.shape, s.dtype)), shapes) for _ in range(config.num_layers)
+        jax.tree.map(lambda s: constrain_batch(jnp.zeros(s.shape, s.dtype)), _layer_shapes(layer, batch, capacity))
+        for layer in map(config.of_layer, range(config.num_layers))
     )
     return Cache(layers, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
@@ -126,18 +126,16 @@ def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, f
     """
 
     def size(kind, tokens):
-        shapes = _layer_shapes(kind, 1, tokens)
-        return config.num_layers * sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes))
+        shapes = [_layer_shapes(kind.of_layer(index), 1, tokens) for index in range(config.num_layers)]
+        return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes))
 
     dense_bytes = config.num_layers * config.num_kv_heads * (config.head_dim + config.value_head_dim)
     dense_bytes *= config.dtype.itemsize
     total, dense_total = size(config, capacity), dense_bytes * capacity
     report = {"total_mib": batch * total / 2**20, "dense_total_mib": batch * dense_total / 2**20}
-    if config.attention != "nsa":
-        per_token, fixed = float(dense_bytes), 0
-    else:
-        per_token = dense_bytes * (1 + 1 / config.nsa.compress_stride)
-        fixed = dense_bytes * (min(config.nsa.window, capacity) + config.nsa.compress_block)
+    sparse = dense_bytes // config.num_layers * len(config.layers_of("nsa"))
+    per_token = dense_bytes + sparse / config.nsa.compress_stride
+    fixed = sparse * (min(config.nsa.window, capacity) + config.nsa.compress_block)
     report |= {"bytes_per_token": per_token, "dense_bytes_per_token": float(dense_bytes)}
     report["fixed_bytes_per_row"] = float(fixed)
     return report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -71,6 +71,8 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        if config.layer_pattern:
+            raise ValueError(f"ModelConfig.layer_pattern={config.layer_pattern}: a Block takes config.of_layer(index)")
         self.norm_attention = RMSNorm(config)
         self.attention = (NSAttention if config.attention == "nsa" else DenseAttention)(config, rngs=rngs)
         self.norm_mlp = RMSNorm(config)
@@ -118,21 +120,42 @@ class Block(nnx.Module):
         return x + dropout(self.mlp(checkpoint_name(normed, _NORMED)), self.dropout, keys[1]), extra
 
 
-def _stack(config: ModelConfig, rngs: nnx.Rngs) -> Block:
-    """A Block whose parameters have a leading axis of num_layers."""
+class Period(nnx.Module):
+    """The layers of one period of `config.layer_pattern`, in their order: `layer_0`, `layer_1` and so on."""
 
-    @nnx.split_rngs(splits=config.num_layers)
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        for index in range(len(config.kinds)):
+            setattr(self, f"layer_{index}", Block(config.of_layer(index), rngs=rngs))
+
+
+def _stack(config: ModelConfig, rngs: nnx.Rngs) -> Block | Period:
+    """A Block whose parameters have a leading axis of layers; with a layer_pattern, a Period with one of periods."""
+
+    @nnx.split_rngs(splits=config.num_layers // len(config.kinds))
     @nnx.vmap(in_axes=(0,), out_axes=0)
-    def create(rngs: nnx.Rngs) -> Block:
-        return Block(config, rngs=rngs)
+    def create(rngs: nnx.Rngs) -> Block | Period:
+        return (Period if config.layer_pattern else Block)(config, rngs=rngs)
 
     return create(rngs)
 
 
-def _group_size(num_layers: int) -> int:
-    """The divisor of num_layers nearest to its square root: layers per group under remat "full"."""
-    divisors = [g for g in range(1, num_layers + 1) if num_layers % g == 0]
-    return min(divisors, key=lambda g: abs(g - num_layers**0.5))
+def layer_stacks(blocks: Any, config: ModelConfig) -> list[Any]:
+    """The stacked layers of each position of the pattern; layer i is row i // P of stack i % P, of P stacks.
+
+    Args:
+      blocks: `Transformer.blocks`, or its parameters as a nested dict.
+      config: the model's.
+    """
+    if not config.layer_pattern:
+        return [blocks]
+    names = [f"layer_{index}" for index in range(len(config.kinds))]
+    return [blocks[name] if isinstance(blocks, Mapping) else getattr(blocks, name) for name in names]
+
+
+def _group_size(periods: int) -> int:
+    """The divisor of a number of periods (layers, without a pattern) nearest to its square root, for remat "full"."""
+    divisors = [g for g in range(1, periods + 1) if periods % g == 0]
+    return min(divisors, key=lambda g: abs(g - periods**0.5))
 
 
 class Transformer(nnx.Module):
@@ -147,14 +170,16 @@ class Transformer(nnx.Module):
         `nsa_jax.ops.projected`), what it is cut into is kept instead of the projection.
       attention_saved: keeps each layer's input and what attention's backward pass needs; recomputes the rest.
       block: keeps each layer's input only.
-      full: keeps the input of every sqrt(num_layers)-th layer only; runs the layers between twice more.
+      full: keeps the input of every sqrt(num_layers)-th layer only; runs the layers between twice more. With a pattern,
+        that of every sqrt(periods)-th period.
 
     Used functionally: `graphdef, params = nnx.split(model)`, then `nnx.merge(graphdef, params)(tokens)` under jit.
     All state is parameters; dropout takes its key as an argument.
 
     Attributes:
       embedding: [vocab, D].
-      blocks: a `Block` with parameters [num_layers, ...].
+      blocks: a `Block` with parameters [num_layers, ...]; with `config.layer_pattern`, a `Period` of such blocks, each
+        with parameters [num_layers / len(layer_pattern), ...].
       norm: the final RMSNorm.
       head: [D, vocab], absent if embeddings are tied.
     """
@@ -202,20 +227,34 @@ class Transformer(nnx.Module):
 
     def _run_blocks(self, x: jax.Array, segment_start: jax.Array | None, keys: jax.Array | None) -> jax.Array:
         config = self.config
-        graphdef, stacked = nnx.split(self.blocks)
+        graphdefs, stacks = zip(*map(nnx.split, layer_stacks(self.blocks, config)), strict=True)
+        count = len(stacks)
+        periods = config.num_layers // count
+        # The compiler makes a loop of one period into plain code.
+        scanned = config.scan_layers and (count == 1 or periods > 1)
 
-        def layer(x, inputs):
-            params, key = inputs
-            out = nnx.merge(graphdef, params)(x, segment_start, dropout_key=key)
-            return constrain_tokens(out)
+        def layer(graphdef):
+            def run(x, inputs):
+                params, key = inputs
+                out = nnx.merge(graphdef, params)(x, segment_start, dropout_key=key)
+                return constrain_tokens(out)
 
-        run = remat(layer, config.remat, scanned=config.scan_layers)
+            return remat(run, config.remat, scanned=scanned)
+
+        layers = [layer(graphdef) for graphdef in graphdefs]
+
+        def period(x, inputs):
+            for run, given in zip(layers, inputs, strict=True):
+                x = run(x, given)
+            return x
+
+        stacked = [(params, keys if keys is None else keys[i::count]) for i, params in enumerate(stacks)]
         if config.scan_layers:
-            return _scan(run, x, (stacked, keys), config)
-        # Cutting by `split` makes the stacked gradient one concatenation instead of num_layers padded sums.
-        pieces = jax.tree.map(lambda a: jax.lax.split(a, (1,) * config.num_layers, axis=0), (stacked, keys))
-        for index in range(config.num_layers):
-            x = run(x, jax.tree.map(lambda _, p, i=index: p[i][0], (stacked, keys), pieces))
+            return _scan(period, x, stacked, periods, config)
+        # Cutting by `split` makes the stacked gradient one concatenation instead of one padded sum for each layer.
+        pieces = jax.tree.map(lambda a: jax.lax.split(a, (1,) * periods, axis=0), stacked)
+        for index in range(periods):
+            x = period(x, jax.tree.map(lambda _, p, i=index: p[i][0], stacked, pieces))
         return x
 
     def output_weight(self) -> Float[Array, "vocab D"] | Float[Array, "D vocab"]:
@@ -244,14 +283,14 @@ class Transformer(nnx.Module):
         return logits
 
 
-def _scan(run: Callable, x: jax.Array, stacked, config: ModelConfig) -> jax.Array:
-    """Runs the layers by lax.scan; under remat "full" by a scan over groups that are rematerialised as a whole."""
+def _scan(run: Callable, x: jax.Array, stacked, periods: int, config: ModelConfig) -> jax.Array:
+    """Runs the periods by lax.scan; under remat "full" by a scan over groups that are rematerialised as a whole."""
 
     def step(x, inputs):
         return run(x, inputs), None
 
-    group = _group_size(config.num_layers)
-    if config.remat != "full" or group in (1, config.num_layers):
+    group = _group_size(periods)
+    if config.remat != "full" or group in (1, periods):
         return jax.lax.scan(step, x, stacked)[0]
 
     def group_step(x, inputs):
