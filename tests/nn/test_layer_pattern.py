@@ -119,13 +119,15 @@ def test_each_layer_has_the_cache_of_its_kind():
     assert report["fixed_bytes_per_row"] == 4 * token * (12 + 8)
 
 
-def test_shares_of_tokens_and_heads_give_the_same_logits():
+def test_shares_of_tokens_and_heads_give_the_same_loss_and_gradients():
     graphdef, params = nnx.split(make(num_layers=6, implementation="xla"))
-    run = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))
+    run = jax.jit(jax.value_and_grad(lambda params, tokens: (nnx.merge(graphdef, params)(tokens) ** 2).mean()))
     tokens = random_tokens(2, 48)
     want = run(params, tokens)
     with jax.set_mesh(mesh_of(context=4, tensor=2)):
-        chex.assert_trees_all_close(run(params, tokens), want, atol=2e-4)
+        got = run(params, tokens)
+    for one, other in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(one)
 
 
 def test_health_has_figures_of_the_nsa_layers_alone():
