@@ -84,16 +84,20 @@ def _cut_bwd(widths, total, _, gradients):
 _cut_activations.defvjp(_cut_fwd, _cut_bwd)
 
 
-def _fused_product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+def _padded_bias(bias: nnx.Param, dtype: jnp.dtype, width: int) -> jax.Array:
+    return jnp.pad(bias[...].astype(dtype), (0, width - bias.shape[0]))
+
+
+def fused_product(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, dtype: jnp.dtype) -> jax.Array:
     """x @ kernel + bias, with zeros behind it up to a multiple of `WIDTH_MULTIPLE`; the bias may be shorter."""
-    out = x @ jnp.pad(kernel.astype(dtype), ((0, 0), (0, -kernel.shape[1] % WIDTH_MULTIPLE)))
-    return out if bias is None else out + jnp.pad(bias.astype(dtype), (0, out.shape[-1] - len(bias)))
+    out = x @ jnp.pad(kernel[...].astype(dtype), ((0, 0), (0, -kernel.shape[1] % WIDTH_MULTIPLE)))
+    return out if bias is None else out + _padded_bias(bias, dtype, out.shape[-1])
 
 
 def _project(
     x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
+    kernel: nnx.Param,
+    bias: nnx.Param | None,
     dtype: jnp.dtype,
     widths: tuple[int, ...],
     num_kv_heads: int,
@@ -103,12 +107,12 @@ def _project(
     A bias that is shorter than the widths ends with one of the pieces.
     """
     if tensor_size() > 1 and num_kv_heads % tensor_size() == 0:
-        pieces = _project_by_group(x, kernel.astype(dtype), widths, num_kv_heads)
+        pieces = _project_by_group(x, kernel[...].astype(dtype), widths, num_kv_heads)
         if bias is None:
             return pieces
-        biases = _cut(jnp.pad(bias.astype(dtype), (0, sum(widths) - len(bias))), widths)
+        biases = _cut(_padded_bias(bias, dtype, sum(widths)), widths)
         return [piece + part for piece, part in zip(pieces, biases, strict=True)]
-    out = _fused_product(x, kernel, bias, dtype)
+    out = fused_product(x, kernel, bias, dtype)
     # Elsewhere it would gain nothing, and a custom gradient has no forward mode.
     return _cut_activations(out, widths, out.shape[-1]) if current_target().is_gpu else _cut(out, widths)
 
@@ -196,8 +200,7 @@ class NSAttention(nnx.Module):
         `length` is that of the whole row, which RoPE's scaling of the kind "dynamic" depends on.
         """
         config = self.config
-        bias = None if self.b_in is None else self.b_in[...]
-        pieces = _project(x, self.w_in[...], bias, config.dtype, self.widths, config.num_kv_heads)
+        pieces = _project(x, self.w_in, self.b_in, config.dtype, self.widths, config.num_kv_heads)
         query, *keys_values = (
             _heads(piece, count)
             for piece, count in zip(pieces[:-1], (config.num_heads, *[config.num_kv_heads] * 6), strict=True)
@@ -320,7 +323,7 @@ class NSAttention(nnx.Module):
         cos, sin = turns if positions.ndim > 1 else (turn[None] for turn in turns)
         first_position = positions[..., :1]
         rows = split.rows if positions.ndim > 1 else P()
-        fused = _fused_product(x, self.w_in[...], None if self.b_in is None else self.b_in[...], config.dtype)
+        fused = fused_product(x, self.w_in, self.b_in, config.dtype)
         arrays = (segment_start, first_position, cos, sin, phi, self.gate_bias[...], fused)
         specs = (split.tokens, rows, rows, rows, phi_specs, P(), split.tokens)
 
@@ -481,8 +484,7 @@ class DenseAttention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Roped query [B, T, N, H], roped key [B, T, K, H] and value [B, T, K, V]; see `NSAttention.project`."""
         config = self.config
-        bias = None if self.b_in is None else self.b_in[...]
-        query, key, value = _project(x, self.w_in[...], bias, config.dtype, self.widths, config.num_kv_heads)
+        query, key, value = _project(x, self.w_in, self.b_in, config.dtype, self.widths, config.num_kv_heads)
         query, key = _heads(query, config.num_heads), _heads(key, config.num_kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nsa_jax.nn.attention import DenseAttention, NSAttention, Projections
+from nsa_jax.nn.attention import DenseAttention, NSAttention, Projections, fused_product
 from nsa_jax.nn.config import ModelConfig
 from nsa_jax.nn.layers import MeanCompressor, MLPCompressor
 from nsa_jax.nn.sharding import batch_axes, constrain_batch, sharded_attention, tensor_size
@@ -235,10 +235,7 @@ def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths
     """What `_append_nsa` returns, by two kernels."""
     config = attention.config
     turn = jnp.stack(config.rope_turns(lengths), axis=1)
-    projected = h[:, 0] @ attention.w_in[...].astype(config.dtype)
-    if attention.b_in is not None:
-        bias = attention.b_in[...].astype(config.dtype)
-        projected = projected + jnp.pad(bias, (0, projected.shape[-1] - len(bias)))
+    projected = fused_product(h[:, 0], attention.w_in, attention.b_in, config.dtype)
     phis = [
         tuple(x[...].astype(config.dtype) for x in (phi.position, phi.w_1, phi.b_1, phi.w_2))
         for phi in (attention.compress_key, attention.compress_value)
