@@ -5,7 +5,9 @@ The others are those of preflight.
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -117,6 +119,11 @@ def _field(config: ConfigDict, name: str) -> Any:
     return config
 
 
+def geometry(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `NSAConfig` in `config.model.nsa`, which also says how the layer is built."""
+    return {field.name: section[field.name] for field in dataclasses.fields(NSAConfig)}
+
+
 def _check_values(config: ConfigDict, found: _Findings) -> None:
     for name, allowed in CHOICES.items():
         value = _field(config, name)
@@ -155,7 +162,7 @@ def _check_model(config: ConfigDict, found: _Findings) -> NSAConfig | None:
         found.error("R004", message, "use an even number of a head's features, or 0 for all")
     _check_rope_scaling(config, found)
     try:
-        nsa = NSAConfig(**m.nsa.to_dict())
+        nsa = NSAConfig(**geometry(m.nsa))
     except ValueError as error:
         found.error("R005", f"config.model.nsa: {error}", "see NSAConfig; the paper's geometry is the default")
         return None

@@ -91,6 +91,11 @@ def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
       LoadError: transformers has no such model.
     """
     if config.attention == "nsa":
+        if config.shared_kv:
+            raise LoadError(
+                "the PyTorch classes have no counterpart of a model with shared_kv. Fix: leave out "
+                "--format=transformers, and read the export with nsa_jax.load"
+            )
         return nsa_json(config, seq_len)
     kind, architecture = family_of(config)
     scaling = config.rope_scaling

@@ -151,7 +151,10 @@ def _check_input(x: jax.Array, segment_start: jax.Array | None, config: ModelCon
 
 
 class Projections(NamedTuple):
-    """What NSAttention projects its input to. Keys of the selected and window branches are roped, key_raw is not."""
+    """What NSAttention projects its input to. Keys of the selected and window branches are roped, key_raw is not.
+
+    With `config.shared_kv` the three values are one array, as are key_slc and key_win; key_raw is the same unroped.
+    """
 
     query: jax.Array  # [B, T, N, H], roped
     key_raw: jax.Array  # [B, T, K, H], to be compressed
@@ -168,11 +171,14 @@ class NSAttention(nnx.Module):
 
     One matrix product gives the queries, the keys and values of the three branches, and the gates. Keys are compressed
     before RoPE and turned afterwards at their block's last position, so that phi sees the same numbers wherever a block
-    lies. The compressed branch is queried by the same roped query as the others.
+    lies. The compressed branch is queried by the same roped query as the others. With `config.shared_kv` all branches
+    have the same keys and values: beside a dense layer's parameters there are only the compressors' and the gates'.
 
     Attributes:
-      w_in: [D, N*H + 3*K*H + 3*K*V + 3*N], in the order of `Projections`.
-      b_in: [N*H + 3*K*H + 3*K*V], the bias of queries, keys and values; None without `config.qkv_bias`.
+      w_in: [D, N*H + 3*K*H + 3*K*V + 3*N], in the order of `Projections`; with `config.shared_kv`
+        [D, N*H + K*H + K*V + 3*N]: query, key, value, gates.
+      b_in: [N*H + 3*K*H + 3*K*V], the bias of queries, keys and values; None without `config.qkv_bias`. With
+        `config.shared_kv` [N*H + K*H + K*V].
       q_norm, k_norm: RMSNorm of a head's queries, and of its keys in all three branches; None without `config.qk_norm`.
       gate_bias: [N, 3]; zero at first, so that every gate starts near 0.5.
       compress_key, compress_value: phi of keys and of values.
@@ -183,7 +189,7 @@ class NSAttention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         n, k, h, v = config.num_heads, config.num_kv_heads, config.head_dim, config.value_head_dim
         self.config = config
-        self.widths = (n * h, k * h, k * v, k * h, k * v, k * h, k * v, 3 * n)
+        self.widths = (n * h, *(k * h, k * v) * (1 if config.shared_kv else 3), 3 * n)
         self.w_in = init_normal(rngs, (config.dim, sum(self.widths)), config.init_std, config)
         self.b_in = init_bias(sum(self.widths[:-1]), config) if config.qkv_bias else None
         self.q_norm = RMSNorm(config, h) if config.qk_norm else None
@@ -201,19 +207,20 @@ class NSAttention(nnx.Module):
         """
         config = self.config
         pieces = _project(x, self.w_in, self.b_in, config.dtype, self.widths, config.num_kv_heads)
-        query, *keys_values = (
-            _heads(piece, count)
-            for piece, count in zip(pieces[:-1], (config.num_heads, *[config.num_kv_heads] * 6), strict=True)
-        )
-        key_raw, value_raw, key_slc, value_slc, key_win, value_win = keys_values
+        query = _heads(pieces[0], config.num_heads)
+        keys, values = ([_heads(x, config.num_kv_heads) for x in pieces[first:-1:2]] for first in (1, 2))
         if self.q_norm is not None and self.k_norm is not None:
-            query = self.q_norm(query)
-            key_raw, key_slc, key_win = (self.k_norm(key) for key in (key_raw, key_slc, key_win))
+            query, keys = self.q_norm(query), [self.k_norm(key) for key in keys]
         logits = _heads(pieces[-1].astype(jnp.float32), config.num_heads) + self.gate_bias[...].astype(jnp.float32)
         turn = functools.partial(config.rope, positions=positions, length=length)
-        return Projections(
-            turn(query), key_raw, value_raw, turn(key_slc), value_slc, turn(key_win), value_win, jax.nn.sigmoid(logits)
-        )
+        if config.shared_kv:
+            key_slc = key_win = turn(keys[0])
+            value_slc = value_win = values[0]
+        else:
+            key_slc, key_win = turn(keys[1]), turn(keys[2])
+            value_slc, value_win = values[1:]
+        gates = jax.nn.sigmoid(logits)
+        return Projections(turn(query), keys[0], values[0], key_slc, value_slc, key_win, value_win, gates)
 
     def compress(
         self,
@@ -300,9 +307,10 @@ class NSAttention(nnx.Module):
     def _kernels_cut(self, x: jax.Array) -> bool:
         """Whether kernels take the fused projection of whole rows as it is."""
         config = self.config
-        # Norms of queries and keys lie between the cut and the turn, which these kernels do in one.
+        # Norms of queries and keys lie between the cut and the turn, which these kernels do in one, for three branches.
         return (
             not config.qk_norm
+            and not config.shared_kv
             and tensor_size() == 1
             and projected.serves(
                 (*x.shape[:2], config.num_heads, config.head_dim),
@@ -364,9 +372,9 @@ class NSAttention(nnx.Module):
         A device fetches
           compressed: the l - d tokens after its own, which its last blocks reach into, and then all compressed keys
             and values, T / d of them;
-          window: the w - 1 tokens before its own;
           selected: the layer's keys and values of all T tokens, since a query may choose any block. They are freed
-            after the layer and fetched again by its backward pass (unless `remat` is "none"): T K (H + V) numbers.
+            after the layer and fetched again by its backward pass (unless `remat` is "none"): T K (H + V) numbers;
+          window: the w - 1 tokens before its own, or nothing more if it has the selected branch's keys and values.
         Late queries see more compressed blocks than early ones. So that no device waits for the last one, each attends
         with the first half of its own queries and the second half of those of its mirror image (the first device's is
         the last); queries, outputs, gates and window keys of one half travel for that.
@@ -391,18 +399,21 @@ class NSAttention(nnx.Module):
             # The last device's last blocks reach beyond the row.
             count = blocks.num_compressed(length, nsa)
             key_cmp, value_cmp = (all_tokens(x)[:, :count] for x in pair)
-            (key_win, before), (value_win, _) = (
-                with_tokens_before(x, nsa.window - 1, context) for x in (p.key_win, p.value_win)
-            )
             key_slc, value_slc = all_tokens(p.key_slc), all_tokens(p.value_slc)
             half = p.query.shape[1] // 2
-            own = (segment_start, p.query, p.gates, key_win, value_win)
-            ends = (half, half, half, before + half, before + half)
+            own, ends = [segment_start, p.query, p.gates], [half] * 3
+            before = 0
+            if not self.config.shared_kv:
+                (key_win, before), (value_win, _) = (
+                    with_tokens_before(x, nsa.window - 1, context) for x in (p.key_win, p.value_win)
+                )
+                own, ends = [*own, key_win, value_win], [*ends, before + half, before + half]
 
             def attend(arrays, offset):
-                segment_start, query, gates, key_win, value_win = arrays
-                arrays = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
-                return self._attend(segment_start, *arrays, query_offset=offset, window_start=offset - before)
+                segment_start, query, gates, *window = arrays
+                arrays = (query, key_cmp, value_cmp, key_slc, value_slc, *(window or (key_slc, value_slc)), gates)
+                start = offset - before if window else None
+                return self._attend(segment_start, *arrays, query_offset=offset, window_start=start)
 
             early = [None if x is None else x[:, :end] for x, end in zip(own, ends, strict=True)]
             late = swap_mirrored([None if x is None else x[:, half:] for x in own], context)

@@ -29,16 +29,30 @@ _DENSE_PREFILL_ELEMENTS = 2**26
 
 
 class NSALayerCache(NamedTuple):
-    """One NSA layer's cache; S is the capacity."""
+    """One NSA layer's cache; S is the capacity.
+
+    With `ModelConfig.shared_kv` the window's arrays and value_tail are None: what they would hold lies in key_slc and
+    value_slc, which serve as rings of S slots.
+    """
 
     key_slc: jax.Array  # [B, S, K, H], roped
     value_slc: jax.Array  # [B, S, K, V]
     key_cmp: jax.Array  # [B, C, K, H], roped at the block's last position
     value_cmp: jax.Array  # [B, C, K, V]
-    key_win: jax.Array  # [B, W, K, H], roped; position p at p % W
-    value_win: jax.Array  # [B, W, K, V]
+    key_win: jax.Array | None  # [B, W, K, H], roped; position p at p % W
+    value_win: jax.Array | None  # [B, W, K, V]
     key_tail: jax.Array  # [B, l, K, H], raw keys that phi still needs; position p at p % l
-    value_tail: jax.Array  # [B, l, K, V]
+    value_tail: jax.Array | None  # [B, l, K, V]
+
+    def window(self) -> tuple[jax.Array, jax.Array]:
+        """Keys and values that the window branch reads, as rings."""
+        if self.key_win is None or self.value_win is None:
+            return self.key_slc, self.value_slc
+        return self.key_win, self.value_win
+
+    def raw(self) -> tuple[jax.Array, jax.Array]:
+        """Keys and values that phi reads, as rings."""
+        return self.key_tail, self.value_slc if self.value_tail is None else self.value_tail
 
 
 class DenseLayerCache(NamedTuple):
@@ -87,7 +101,8 @@ def _layer_shapes(config: ModelConfig, batch: int, capacity: int) -> NSALayerCac
         return DenseLayerCache(*pair(capacity))
     geometry = config.nsa
     lengths = (capacity, blocks.num_compressed(capacity, geometry), min(geometry.window, capacity))
-    return NSALayerCache(*(x for length in (*lengths, geometry.compress_block) for x in pair(length)))
+    layer = NSALayerCache(*(x for length in (*lengths, geometry.compress_block) for x in pair(length)))
+    return layer._replace(key_win=None, value_win=None, value_tail=None) if config.shared_kv else layer
 
 
 def init_cache(config: ModelConfig, batch: int, capacity: int) -> Cache:
@@ -122,22 +137,22 @@ def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, f
 
     Returns:
       total_mib and dense_total_mib: the whole cache; bytes_per_token and dense_bytes_per_token: what one more token of
-      one row takes in all layers; fixed_bytes_per_row: window and tail.
+      one row takes in all layers; fixed_bytes_per_row: window and tail; with `shared_kv`, the tail of keys alone.
     """
+    shapes = _layer_shapes(config, 1, capacity)
 
-    def size(kind, tokens):
-        shapes = _layer_shapes(kind, 1, tokens)
-        return config.num_layers * sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes))
+    def size(arrays):
+        return config.num_layers * sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(arrays))
 
     dense_bytes = config.num_layers * config.num_kv_heads * (config.head_dim + config.value_head_dim)
     dense_bytes *= config.dtype.itemsize
-    total, dense_total = size(config, capacity), dense_bytes * capacity
+    total, dense_total = size(shapes), dense_bytes * capacity
     report = {"total_mib": batch * total / 2**20, "dense_total_mib": batch * dense_total / 2**20}
     if config.attention != "nsa":
         per_token, fixed = float(dense_bytes), 0
     else:
         per_token = dense_bytes * (1 + 1 / config.nsa.compress_stride)
-        fixed = dense_bytes * (min(config.nsa.window, capacity) + config.nsa.compress_block)
+        fixed = size(shapes[4:])
     report |= {"bytes_per_token": per_token, "dense_bytes_per_token": float(dense_bytes)}
     report["fixed_bytes_per_row"] = float(fixed)
     return report
@@ -172,7 +187,7 @@ def _prefill_nsa(attention: NSAttention, h, layer: NSALayerCache, offset, start,
     before, stride = geometry.compress_block - geometry.compress_stride, geometry.compress_stride
     raw = [
         jnp.concatenate([_ordered(tail, offset - before, before), new], axis=1)
-        for tail, new in ((layer.key_tail, p.key_raw), (layer.value_tail, p.value_raw))
+        for tail, new in zip(layer.raw(), (p.key_raw, p.value_raw), strict=True)
     ]
     compressed = attention.compress(raw[0], raw[1], offset - before)
     index = (offset - before) // stride + jnp.arange(compressed[0].shape[1], dtype=jnp.int32)
@@ -185,14 +200,17 @@ def _prefill_nsa(attention: NSAttention, h, layer: NSALayerCache, offset, start,
         jax.lax.dynamic_update_slice_in_dim(old, new, offset, axis=1)
         for old, new in ((layer.key_slc, p.key_slc), (layer.value_slc, p.value_slc))
     )
-    # The window branch reads the ring's tokens, in order, and then the chunk; ring slots before position 0 are empty.
-    slots = layer.key_win.shape[1]
-    key_win, value_win = (
-        jnp.concatenate([_ordered(ring, offset - slots, slots), new], axis=1)
-        for ring, new in ((layer.key_win, p.key_win), (layer.value_win, p.value_win))
-    )
-    zero = jnp.zeros((batch, length), jnp.int32) if start is None else start
-    start_win = jnp.maximum(zero - (offset - slots), 0)
+    if config.shared_kv:
+        key_win, value_win, start_win, slots = key_slc, value_slc, start, offset
+    else:
+        # The window branch reads the ring's tokens, in order, and then the chunk; slots before position 0 are empty.
+        slots = layer.window()[0].shape[1]
+        key_win, value_win = (
+            jnp.concatenate([_ordered(ring, offset - slots, slots), new], axis=1)
+            for ring, new in zip(layer.window(), (p.key_win, p.value_win), strict=True)
+        )
+        zero = jnp.zeros((batch, length), jnp.int32) if start is None else start
+        start_win = jnp.maximum(zero - (offset - slots), 0)
 
     def attend(start, start_win, query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates):
         common = dict(segment_start=start, query_offset=offset, implementation=config.implementation)
@@ -207,7 +225,7 @@ def _prefill_nsa(attention: NSAttention, h, layer: NSALayerCache, offset, start,
         attend, start, start_win, p.query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, p.gates
     )
     rings = (
-        _advance_ring(ring, new, offset, ends)
+        None if ring is None else _advance_ring(ring, new, offset, ends)
         for ring, new in zip(layer[4:], (p.key_win, p.value_win, p.key_raw, p.value_raw), strict=True)
     )
     return attended, NSALayerCache(key_slc, value_slc, key_cmp, value_cmp, *rings)
@@ -219,7 +237,7 @@ def _append_by_kernels(attention: NSAttention, layer: NSALayerCache, batch: int)
     They know the compressors of this library, and one device: under a mesh the compiler splits the plain operations.
     """
     config = attention.config
-    if not kernels_wanted(config.implementation) or config.qk_norm:
+    if not kernels_wanted(config.implementation) or config.qk_norm or config.shared_kv:
         return False
     if batch_axes(batch) or tensor_size() > 1:
         return False
@@ -263,16 +281,17 @@ def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
         _write(old, lengths, new[:, 0]) for old, new in ((layer.key_slc, p.key_slc), (layer.value_slc, p.value_slc))
     )
     rings = [
-        _write(ring, lengths % ring.shape[1], new[:, 0])
+        None if ring is None else _write(ring, lengths % ring.shape[1], new[:, 0])
         for ring, new in zip(layer[4:], (p.key_win, p.value_win, p.key_raw, p.value_raw), strict=True)
     ]
+    layer = NSALayerCache(key_slc, value_slc, layer.key_cmp, layer.value_cmp, *rings)
     # A block is complete every d tokens, in every row at its own time.
     first = lengths + 1 - geometry.compress_block
     complete = (first >= 0) & (first % geometry.compress_stride == 0)
 
     def compress():
-        order = (first[:, None] + jnp.arange(geometry.compress_block, dtype=jnp.int32)) % geometry.compress_block
-        raw = [jnp.take_along_axis(tail, order[..., None, None], axis=1) for tail in rings[2:]]
+        order = (first[:, None] + jnp.arange(geometry.compress_block, dtype=jnp.int32))[..., None, None]
+        raw = [jnp.take_along_axis(tail, order % tail.shape[1], axis=1) for tail in layer.raw()]
         return attention.compress(raw[0], raw[1], first[:, None])
 
     shapes = jax.eval_shape(compress)
@@ -284,7 +303,7 @@ def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
         _write(old, index, new[:, 0]) for old, new in zip((layer.key_cmp, layer.value_cmp), new_cmp, strict=True)
     )
 
-    return p.query, p.gates, NSALayerCache(key_slc, value_slc, key_cmp, value_cmp, *rings)
+    return p.query, p.gates, layer._replace(key_cmp=key_cmp, value_cmp=value_cmp)
 
 
 def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_start):
@@ -297,7 +316,7 @@ def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_
             *arrays, config=config.nsa, segment_start=start[:, None], implementation=config.implementation
         )
 
-    read = (layer.key_cmp, layer.value_cmp, layer.key_slc, layer.value_slc, layer.key_win, layer.value_win)
+    read = (layer.key_cmp, layer.value_cmp, layer.key_slc, layer.value_slc, *layer.window())
     return sharded_attention(attend, segment_start, query, *read, gates, lengths + 1), layer
 
 

@@ -27,7 +27,7 @@ _FUNCTION = (
     "attention num_heads num_kv_heads head_dim rope_theta rotary_dim norm_eps tie_embeddings compressor "
     "qk_norm qkv_bias out_bias mlp_bias logit_soft_cap"
 ).split()
-_GEOMETRY = {"nsa": tuple(field.name for field in dataclasses.fields(NSAConfig)), "window": ("window",)}
+_GEOMETRY = {"nsa": (*(field.name for field in dataclasses.fields(NSAConfig)), "shared_kv"), "window": ("window",)}
 
 
 def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
@@ -76,6 +76,8 @@ class ModelConfig:
       num_layers: blocks; also scales the initialisation of residual-writing projections.
       mlp_dim: hidden width of SwiGLU; 0 means 8/3 of `dim`, rounded up to a multiple of 64.
       nsa: block geometry of the sparse attention.
+      shared_kv: the branches of the sparse attention share one projection of keys and one of values
+        (`config.model.nsa.shared_kv`).
       attention: "nsa", "dense" or "window" (dense within the sliding window).
       rope_theta: base of the rotary position embedding.
       rope_scaling: how its frequencies are changed for longer rows.
@@ -111,6 +113,7 @@ class ModelConfig:
     num_layers: int = 1
     mlp_dim: int = 0
     nsa: NSAConfig = NSAConfig()
+    shared_kv: bool = False
     attention: str = "nsa"
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling = RopeScaling()
@@ -189,6 +192,7 @@ class ModelConfig:
         """
         fields = {field.name for field in dataclasses.fields(cls)} - {
             "nsa",
+            "shared_kv",
             "rope_scaling",
             "implementation",
             "vocab_size",
@@ -199,6 +203,7 @@ class ModelConfig:
         return cls(
             **values,
             nsa=nsa_config(config),
+            shared_kv=config.model.nsa.shared_kv,
             rope_scaling=RopeScaling(**config.model.rope_scaling.to_dict()),
             implementation=implementation,
             vocab_size=config.model.vocab_size or vocab_size,

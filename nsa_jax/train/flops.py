@@ -51,7 +51,7 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, floa
     """Operations of one token's forward pass, by part."""
     d, n, k, h, v = config.dim, config.num_heads, config.num_kv_heads, config.head_dim, config.value_head_dim
     sparse = config.attention == "nsa"
-    width = n * h + (3 if sparse else 1) * k * (h + v) + (3 * n if sparse else 0)
+    width = n * h + (3 if sparse and not config.shared_kv else 1) * k * (h + v) + (3 * n if sparse else 0)
     per_layer = {
         "projections": 2.0 * d * (width + n * v),
         "mlp": 2.0 * 3 * d * config.mlp_dim,

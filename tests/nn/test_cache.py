@@ -77,9 +77,11 @@ SHAPES = {
     "dense": dict(attention="dense"),
     "window": dict(attention="window"),
     "options": OPTIONS | dict(rotary_dim=4),
+    "shared_kv": OPTIONS | dict(value_head_dim=4, shared_kv=True),
     "dense_options": OPTIONS | dict(rotary_dim=4, attention="dense"),
 }
 CASES = [(name, False) for name in SHAPES] + [("group_4", True), ("group_6", True), ("dense", True), ("window", True)]
+CASES += [("shared_kv", True)]
 
 
 @pytest.mark.parametrize(("name", "packed"), CASES)
@@ -142,9 +144,10 @@ def test_prefill_is_causal_across_chunks():
         assert np.abs(other[:, t + 1] - base[:, t + 1]).max() > 1e-3
 
 
-def test_every_part_of_the_cache_matters_to_decoding():
+@pytest.mark.parametrize("shared_kv", [False, True])
+def test_every_part_of_the_cache_matters_to_decoding(shared_kv):
     """A cache whose part is blanked gives other logits: nothing of it is dead weight."""
-    decoder = Decoder(make_model(), chunk=32)
+    decoder = Decoder(make_model(shared_kv=shared_kv), chunk=32)
     tokens = random_tokens(1, 70)
 
     def logits(blank=None):
@@ -158,7 +161,8 @@ def test_every_part_of_the_cache_matters_to_decoding():
 
     base = logits()
     np.testing.assert_array_equal(base, logits())
-    for name in nn.cache.NSALayerCache._fields:
+    kept = decoder.init_cache(1, 128).layers[0]
+    for name in (name for name in kept._fields if getattr(kept, name) is not None):
         assert np.abs(logits(name) - base).max() > 1e-4, name
 
 
@@ -240,7 +244,7 @@ def test_a_full_row_stays_full_while_the_others_go_on(attention):
 
 
 def test_memory_report_counts_what_is_allocated():
-    for changes in (dict(), dict(attention="dense"), dict(value_head_dim=4)):
+    for changes in (dict(), dict(attention="dense"), dict(value_head_dim=4), dict(value_head_dim=4, shared_kv=True)):
         decoder = Decoder(make_model(**changes))
         cache = decoder.init_cache(3, 1000)
         report = memory_report(decoder.config, 3, cache.capacity)
@@ -252,6 +256,9 @@ def test_memory_report_counts_what_is_allocated():
         )
         assert growth * 2**20 == 1024 * report["bytes_per_token"]
         assert report["dense_total_mib"] * 2**20 == 3 * 1024 * report["dense_bytes_per_token"]
+        if "shared_kv" in changes:  # 2 layers, 2 heads, float32; l = 8 unroped keys of 8 features beside dense keys
+            assert report["fixed_bytes_per_row"] == 2 * 2 * 4 * 8 * 8
+            assert report["bytes_per_token"] == 2 * 2 * 4 * (8 + 4) * (1 + 1 / 4)
 
 
 def test_mistakes_are_named():
@@ -265,11 +272,11 @@ def test_mistakes_are_named():
         nn.cache.init_cache(decoder.config, 1, 100)
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_decode_and_prefill_compile_ahead_of_time(attention):
+@pytest.mark.parametrize(("attention", "shared_kv"), [("nsa", False), ("nsa", True), ("dense", False)])
+def test_decode_and_prefill_compile_ahead_of_time(attention, shared_kv):
     """Six query heads per group and head dim 64, as in the production config, with the kernels chosen for an A100."""
     fields = dict(dim=768, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=512, num_layers=1, mlp_dim=256)
-    config = nn.ModelConfig(**fields, attention=attention)
+    config = nn.ModelConfig(**fields, attention=attention, shared_kv=shared_kv)
     decoder = Decoder(nn.Transformer(config, rngs=nnx.Rngs(0)))
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), decoder.params)
     cache = jax.eval_shape(lambda: nn.cache.init_cache(config, 4, 8192))
@@ -288,6 +295,7 @@ def test_decode_and_prefill_compile_ahead_of_time(attention):
     assert step.memory_analysis().alias_size_in_bytes >= held  # the cache is updated in place
     assert step.memory_analysis().temp_size_in_bytes < held / 4
     names = ("nsa_decode_append", "nsa_decode_emit", "nsa_decode_rank") if attention == "nsa" else ("dense_decode",)
+    names = names[2:] if shared_kv else names
     assert all(name in step.as_text() for name in names)
 
 

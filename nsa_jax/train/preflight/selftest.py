@@ -32,6 +32,7 @@ from nsa_jax.train.loss import weighted_loss
 _VOCAB = 256
 _PIECES = {
     "nsa": ("query", "key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win", "gates"),
+    "shared_kv": ("query", "key", "value", "gates"),
     "other": ("query", "key", "value"),
 }
 _BRANCHES = ("compressed", "selected", "window")
@@ -141,7 +142,8 @@ class _Subject:
     def pieces(self) -> dict[str, slice]:
         """Columns of the fused projection by what they project to."""
         model = nnx.merge(self.graphdef, self.params)
-        names = _PIECES.get(self.config.attention, _PIECES["other"])
+        sparse = "shared_kv" if self.config.shared_kv else "nsa"
+        names = _PIECES[sparse if self.config.attention == "nsa" else "other"]
         ends = np.cumsum(model.blocks.attention.widths)
         return {name: slice(end - width, end) for name, end, width in zip(
             names, ends, model.blocks.attention.widths, strict=True)}  # fmt: skip
