@@ -70,6 +70,9 @@ def default_config() -> ConfigDict:
     m.remat = "block"  # none | block | attention_saved | dots_saved | full: what the backward pass recomputes
 
     m.nsa = n = ConfigDict(dataclasses.asdict(NSAConfig()))  # see NSAConfig
+    n.selector = (
+        "compressed"  # compressed (NSA) | mean_key (blocks by their mean keys, as in MoBA; no compressed branch)
+    )
     n.shared_kv = False  # one projection of keys and one of values for all branches, instead of one for each
     m.rope_scaling = ConfigDict(dataclasses.asdict(RopeScaling()))  # see RopeScaling
 

@@ -113,7 +113,7 @@ def _widths(config: ModelConfig) -> tuple[int, int, int]:
 def _fill_attention(read: _Reader, prefix: str, target: dict[str, Any], config: ModelConfig, gate: float) -> None:
     """Fills one layer's attention; every branch of NSA gets the dense keys and values, or all of them together."""
     query, key, value = _widths(config)
-    pair, branches = key + value, 3 if config.attention == "nsa" and not config.shared_kv else 1
+    pair, branches = key + value, len(config.branches) if config.attention == "nsa" and not config.shared_kv else 1
 
     def fill(copy: Callable[[str, np.ndarray], None], kind: str, into: np.ndarray) -> None:  # into [..., columns]
         for letter, first, width in (("q", 0, query), ("k", query, key), ("v", query + key, value)):
@@ -133,7 +133,8 @@ def _fill_attention(read: _Reader, prefix: str, target: dict[str, Any], config: 
         for name in ("q_norm", "k_norm"):
             read.copy(f"{prefix}{name}.weight", target[name]["scale"])
     if config.attention == "nsa":
-        target["gate_bias"][...] = gate_bias(gate)
+        compresses = config.selector == "compressed"
+        target["gate_bias"][...] = gate_bias(gate) if compresses else gate_bias(0.0)[1:]
 
 
 def _fill_compressors(target: dict[str, Any], config: ModelConfig, rngs: nnx.Rngs) -> None:
@@ -191,7 +192,8 @@ def import_dense(
 
     With attention="nsa" every branch has the dense keys and values, and compression is the mean. On rows of at most
     min(w, n l') tokens the window and the selected branch are dense attention each, so that with gate=0 the model is
-    the dense one. With shared_kv that is so too, and the checkpoint's keys and values are there once.
+    the dense one. With shared_kv that is so too, and the checkpoint's keys and values are there once. With the selector
+    "mean_key" (`edit`) there is no compressed branch, and the other gates begin at 1/2 whatever `gate` is.
 
     Args:
       directory: config.json and safetensors.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -38,6 +38,7 @@ from nsa_jax.nn.sharding import (
     with_tokens_before,
 )
 from nsa_jax.ops import blocks, projected
+from nsa_jax.ops.mean_key import mean_key_attention, mean_keys
 from nsa_jax.ops.nsa import nsa_attention, window_attention
 from nsa_jax.ops.target import current_target
 
@@ -154,16 +155,17 @@ class Projections(NamedTuple):
     """What NSAttention projects its input to. Keys of the selected and window branches are roped, key_raw is not.
 
     With `config.shared_kv` the three values are one array, as are key_slc and key_win; key_raw is the same unroped.
+    With the selector "mean_key", key_raw is key_slc, and there is no value_raw.
     """
 
     query: jax.Array  # [B, T, N, H], roped
     key_raw: jax.Array  # [B, T, K, H], to be compressed
-    value_raw: jax.Array  # [B, T, K, V], to be compressed
+    value_raw: jax.Array | None  # [B, T, K, V], to be compressed
     key_slc: jax.Array  # [B, T, K, H], roped
     value_slc: jax.Array  # [B, T, K, V]
     key_win: jax.Array  # [B, T, K, H], roped
     value_win: jax.Array  # [B, T, K, V]
-    gates: jax.Array  # [B, T, N, 3] float32
+    gates: jax.Array  # [B, T, N, branches] float32
 
 
 class NSAttention(nnx.Module):
@@ -174,6 +176,9 @@ class NSAttention(nnx.Module):
     lies. The compressed branch is queried by the same roped query as the others. With `config.shared_kv` all branches
     have the same keys and values: beside a dense layer's parameters there are only the compressors' and the gates'.
 
+    With the selector "mean_key" (`nsa_jax.ops.mean_key`) there is no compressed branch: its keys and values, its gates
+    and the compressors are absent, and 3 is 2 in the shapes below.
+
     Attributes:
       w_in: [D, N*H + 3*K*H + 3*K*V + 3*N], in the order of `Projections`; with `config.shared_kv`
         [D, N*H + K*H + K*V + 3*N]: query, key, value, gates.
@@ -181,7 +186,7 @@ class NSAttention(nnx.Module):
         `config.shared_kv` [N*H + K*H + K*V].
       q_norm, k_norm: RMSNorm of a head's queries, and of its keys in all three branches; None without `config.qk_norm`.
       gate_bias: [N, 3]; zero at first, so that every gate starts near 0.5.
-      compress_key, compress_value: phi of keys and of values.
+      compress_key, compress_value: phi of keys and of values; None with the selector "mean_key".
       w_out: [N*V, D].
       b_out: [D]; None without `config.out_bias`.
     """
@@ -189,14 +194,16 @@ class NSAttention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         n, k, h, v = config.num_heads, config.num_kv_heads, config.head_dim, config.value_head_dim
         self.config = config
-        self.widths = (n * h, *(k * h, k * v) * (1 if config.shared_kv else 3), 3 * n)
+        branches = len(config.branches)
+        self.widths = (n * h, *(k * h, k * v) * (1 if config.shared_kv else branches), branches * n)
         self.w_in = init_normal(rngs, (config.dim, sum(self.widths)), config.init_std, config)
         self.b_in = init_bias(sum(self.widths[:-1]), config) if config.qkv_bias else None
         self.q_norm = RMSNorm(config, h) if config.qk_norm else None
         self.k_norm = RMSNorm(config, h) if config.qk_norm else None
-        self.gate_bias = nnx.Param(jnp.zeros((n, 3), jnp.dtype(config.param_dtype)))
-        self.compress_key = make_compressor(config, h, rngs=rngs)
-        self.compress_value = make_compressor(config, v, rngs=rngs)
+        self.gate_bias = nnx.Param(jnp.zeros((n, branches), jnp.dtype(config.param_dtype)))
+        compresses = config.selector == "compressed"
+        self.compress_key = make_compressor(config, h, rngs=rngs) if compresses else None
+        self.compress_value = make_compressor(config, v, rngs=rngs) if compresses else None
         self.w_out = init_normal(rngs, (n * v, config.dim), config.residual_std, config)
         self.b_out = init_bias(config.dim, config) if config.out_bias else None
 
@@ -217,23 +224,26 @@ class NSAttention(nnx.Module):
             key_slc = key_win = turn(keys[0])
             value_slc = value_win = values[0]
         else:
-            key_slc, key_win = turn(keys[1]), turn(keys[2])
-            value_slc, value_win = values[1:]
+            key_slc, key_win = turn(keys[-2]), turn(keys[-1])
+            value_slc, value_win = values[-2:]
+        key_raw, value_raw = (key_slc, None) if config.selector == "mean_key" else (keys[0], values[0])
         gates = jax.nn.sigmoid(logits)
-        return Projections(turn(query), keys[0], values[0], key_slc, value_slc, key_win, value_win, gates)
+        return Projections(turn(query), key_raw, value_raw, key_slc, value_slc, key_win, value_win, gates)
 
     def compress(
         self,
         key_raw: Float[Array, "B S K H"],
-        value_raw: Float[Array, "B S K V"],
+        value_raw: Float[Array, "B S K V"] | None,
         first_position: int | jax.Array = 0,
         length: int = 0,
-    ) -> tuple[Float[Array, "B C K H"], Float[Array, "B C K V"]]:
+    ) -> tuple[Float[Array, "B C K H"], Float[Array, "B C K V"] | None]:
         """Compressed keys, roped at their block's last position, and compressed values.
 
+        With the selector "mean_key", the mean keys and None.
+
         Args:
-          key_raw: [B, S, K, H] unroped keys, starting where a block starts.
-          value_raw: [B, S, K, V].
+          key_raw: [B, S, K, H] keys, as in `Projections`, starting where a block starts.
+          value_raw: [B, S, K, V], or None.
           first_position: row position of the first of them.
           length: tokens of the whole row; see `project`.
         """
@@ -292,17 +302,14 @@ class NSAttention(nnx.Module):
         out = self.output(attended)
         return (out, block_indices) if return_block_indices else out
 
-    def _attend(self, segment_start: jax.Array | None, *arrays: jax.Array, **offsets: jax.Array):
-        """What `nsa_attention` returns for a device's share of its arrays."""
-        return nsa_attention(
-            *arrays,
-            config=self.config.nsa,
-            segment_start=segment_start,
-            implementation=self.config.implementation,
-            return_block_indices=True,
-            nonnegative_gates=True,  # sigmoid's
-            **offsets,
-        )
+    def _attend(self, segment_start: jax.Array | None, *arrays: Any, **offsets: Any):
+        """Output and block lists for a device's share of `nsa_attention`'s arrays."""
+        common: dict[str, Any] = dict(config=self.config.nsa, implementation=self.config.implementation, **offsets)
+        if self.config.selector == "mean_key":
+            query, key_mean, _, *others = arrays
+            return mean_key_attention(query, key_mean, *others, segment_start=segment_start, **common)
+        common |= dict(return_block_indices=True, nonnegative_gates=True)  # a sigmoid's
+        return nsa_attention(*arrays, segment_start=segment_start, **common)
 
     def _kernels_cut(self, x: jax.Array) -> bool:
         """Whether kernels take the fused projection of whole rows as it is."""
@@ -311,6 +318,7 @@ class NSAttention(nnx.Module):
         return (
             not config.qk_norm
             and not config.shared_kv
+            and config.selector == "compressed"
             and tensor_size() == 1
             and projected.serves(
                 (*x.shape[:2], config.num_heads, config.head_dim),
@@ -390,7 +398,7 @@ class NSAttention(nnx.Module):
             p = Projections(*projected)
             start = first_token(p.query)
             key_raw, value_raw = (
-                with_tokens_after(x, nsa.compress_block - nsa.compress_stride, context)
+                None if x is None else with_tokens_after(x, nsa.compress_block - nsa.compress_stride, context)
                 for x in (p.key_raw, p.value_raw)
             )
             compressors = nnx.merge(graphdef, whole_weights(phi, phi_specs))
@@ -398,7 +406,7 @@ class NSAttention(nnx.Module):
             pair = _compress(compressors, key_raw, value_raw, first_position + start, self.config, length)
             # The last device's last blocks reach beyond the row.
             count = blocks.num_compressed(length, nsa)
-            key_cmp, value_cmp = (all_tokens(x)[:, :count] for x in pair)
+            key_cmp, value_cmp = jax.tree.map(lambda x: all_tokens(x)[:, :count], pair)
             key_slc, value_slc = all_tokens(p.key_slc), all_tokens(p.value_slc)
             half = p.query.shape[1] // 2
             own, ends = [segment_start, p.query, p.gates], [half] * 3
@@ -423,8 +431,10 @@ class NSAttention(nnx.Module):
         return on_shards(local, arrays, specs, (split.heads, split.heads))
 
 
-def _compress(phi: tuple, key_raw: jax.Array, value_raw: jax.Array, first_position, config: ModelConfig, length: int):
+def _compress(phi: tuple, key_raw, value_raw, first_position, config: ModelConfig, length: int):
     """See `NSAttention.compress`; phi is its pair of compressors."""
+    if config.selector == "mean_key":
+        return mean_keys(key_raw, config=config.nsa), None
     key, value = phi[0](key_raw), phi[1](value_raw)
     index = jnp.arange(key.shape[1], dtype=jnp.int32)
     last = first_position + blocks.compressed_last_position(index, config.nsa)

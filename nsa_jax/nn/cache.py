@@ -10,6 +10,7 @@ kernels read, both in place, where a scan over layers would copy each layer's wh
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from nsa_jax.nn.sharding import batch_axes, constrain_batch, sharded_attention, 
 from nsa_jax.ops import blocks, nsa, pallas, plan
 from nsa_jax.ops.decode import decode_attention, gated_sum, slot_positions
 from nsa_jax.ops.implementations import kernels_wanted
+from nsa_jax.ops.mean_key import decode_mean_key_attention, select_by_mean_key
 from nsa_jax.ops.target import current_target
 
 # Elements of the largest array of dense prefill, float32.
@@ -31,17 +33,18 @@ _DENSE_PREFILL_ELEMENTS = 2**26
 class NSALayerCache(NamedTuple):
     """One NSA layer's cache; S is the capacity.
 
-    With `ModelConfig.shared_kv` the window's arrays and value_tail are None: what they would hold lies in key_slc and
-    value_slc, which serve as rings of S slots.
+    What is None lies in key_slc and value_slc, which then serve as rings of S slots: with `ModelConfig.shared_kv` the
+    window's arrays and value_tail, with the selector "mean_key" both tails. value_cmp is None with that selector, and
+    key_cmp holds the mean keys.
     """
 
     key_slc: jax.Array  # [B, S, K, H], roped
     value_slc: jax.Array  # [B, S, K, V]
     key_cmp: jax.Array  # [B, C, K, H], roped at the block's last position
-    value_cmp: jax.Array  # [B, C, K, V]
+    value_cmp: jax.Array | None  # [B, C, K, V]
     key_win: jax.Array | None  # [B, W, K, H], roped; position p at p % W
     value_win: jax.Array | None  # [B, W, K, V]
-    key_tail: jax.Array  # [B, l, K, H], raw keys that phi still needs; position p at p % l
+    key_tail: jax.Array | None  # [B, l, K, H], raw keys that phi still needs; position p at p % l
     value_tail: jax.Array | None  # [B, l, K, V]
 
     def window(self) -> tuple[jax.Array, jax.Array]:
@@ -50,9 +53,12 @@ class NSALayerCache(NamedTuple):
             return self.key_slc, self.value_slc
         return self.key_win, self.value_win
 
-    def raw(self) -> tuple[jax.Array, jax.Array]:
-        """Keys and values that phi reads, as rings."""
-        return self.key_tail, self.value_slc if self.value_tail is None else self.value_tail
+    def raw(self) -> tuple[jax.Array, jax.Array | None]:
+        """Keys and values that are compressed, as rings."""
+        key = self.key_slc if self.key_tail is None else self.key_tail
+        if self.value_cmp is None:
+            return key, None
+        return key, self.value_slc if self.value_tail is None else self.value_tail
 
 
 class DenseLayerCache(NamedTuple):
@@ -102,7 +108,9 @@ def _layer_shapes(config: ModelConfig, batch: int, capacity: int) -> NSALayerCac
     geometry = config.nsa
     lengths = (capacity, blocks.num_compressed(capacity, geometry), min(geometry.window, capacity))
     layer = NSALayerCache(*(x for length in (*lengths, geometry.compress_block) for x in pair(length)))
-    return layer._replace(key_win=None, value_win=None, value_tail=None) if config.shared_kv else layer
+    if config.shared_kv:
+        layer = layer._replace(key_win=None, value_win=None, value_tail=None)
+    return layer._replace(value_cmp=None, key_tail=None, value_tail=None) if config.selector == "mean_key" else layer
 
 
 def init_cache(config: ModelConfig, batch: int, capacity: int) -> Cache:
@@ -137,7 +145,7 @@ def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, f
 
     Returns:
       total_mib and dense_total_mib: the whole cache; bytes_per_token and dense_bytes_per_token: what one more token of
-      one row takes in all layers; fixed_bytes_per_row: window and tail; with `shared_kv`, the tail of keys alone.
+      one row takes in all layers; fixed_bytes_per_row: window and tail, where the cache has them.
     """
     shapes = _layer_shapes(config, 1, capacity)
 
@@ -151,7 +159,8 @@ def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, f
     if config.attention != "nsa":
         per_token, fixed = float(dense_bytes), 0
     else:
-        per_token = dense_bytes * (1 + 1 / config.nsa.compress_stride)
+        entry = size(jax.tree.map(lambda s: jax.ShapeDtypeStruct((1, 1, *s.shape[2:]), s.dtype), shapes[2:4]))
+        per_token = dense_bytes + entry / config.nsa.compress_stride
         fixed = size(shapes[4:])
     report |= {"bytes_per_token": per_token, "dense_bytes_per_token": float(dense_bytes)}
     report["fixed_bytes_per_row"] = float(fixed)
@@ -177,6 +186,12 @@ def _write(cache: jax.Array, index: jax.Array, value: jax.Array) -> jax.Array:
     return cache.at[rows, index].set(value, mode="drop", unique_indices=True)
 
 
+def _held(function: Callable, arrays: Iterable, *others: Iterable) -> list[Any]:
+    """`function` of each array with its counterparts; None for those that the cache does not have."""
+    rows = zip(arrays, *others, strict=True)
+    return [None if row[0] is None else function(*row) for row in rows]
+
+
 def _prefill_nsa(attention: NSAttention, h, layer: NSALayerCache, offset, start, ends):
     config, geometry = attention.config, attention.config.nsa
     batch, length = h.shape[:2]
@@ -185,16 +200,16 @@ def _prefill_nsa(attention: NSAttention, h, layer: NSALayerCache, offset, start,
 
     # Blocks that end in this chunk begin up to l - d tokens before it.
     before, stride = geometry.compress_block - geometry.compress_stride, geometry.compress_stride
-    raw = [
-        jnp.concatenate([_ordered(tail, offset - before, before), new], axis=1)
-        for tail, new in zip(layer.raw(), (p.key_raw, p.value_raw), strict=True)
-    ]
+    raw = _held(
+        lambda tail, new: jnp.concatenate([_ordered(tail, offset - before, before), new], axis=1),
+        layer.raw(),
+        (p.key_raw, p.value_raw),
+    )
     compressed = attention.compress(raw[0], raw[1], offset - before)
     index = (offset - before) // stride + jnp.arange(compressed[0].shape[1], dtype=jnp.int32)
     index = jnp.where(index >= 0, index, num_cmp)
-    key_cmp, value_cmp = (
-        old.at[:, index].set(new, mode="drop", unique_indices=True)
-        for old, new in zip((layer.key_cmp, layer.value_cmp), compressed, strict=True)
+    key_cmp, value_cmp = _held(
+        lambda old, new: old.at[:, index].set(new, mode="drop", unique_indices=True), layer[2:4], compressed
     )
     key_slc, value_slc = (
         jax.lax.dynamic_update_slice_in_dim(old, new, offset, axis=1)
@@ -214,20 +229,25 @@ def _prefill_nsa(attention: NSAttention, h, layer: NSALayerCache, offset, start,
 
     def attend(start, start_win, query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates):
         common = dict(segment_start=start, query_offset=offset, implementation=config.implementation)
-        out_cmp, lse = nsa.compressed_attention(query, key_cmp, value_cmp, config=geometry, **common)
-        lists = nsa.select_blocks(query, key_cmp, lse, config=geometry, num_keys=capacity, **common)
-        out_slc = nsa.selected_attention(query, key_slc, value_slc, lists, select_block=geometry.select_block, **common)
+        outs = []
+        if config.selector == "mean_key":
+            lists = select_by_mean_key(query, key_cmp, config=geometry, num_keys=capacity, **common)
+        else:
+            out_cmp, lse = nsa.compressed_attention(query, key_cmp, value_cmp, config=geometry, **common)
+            lists = nsa.select_blocks(query, key_cmp, lse, config=geometry, num_keys=capacity, **common)
+            outs.append(out_cmp)
+        outs.append(
+            nsa.selected_attention(query, key_slc, value_slc, lists, select_block=geometry.select_block, **common)
+        )
         common |= dict(segment_start=start_win, query_offset=slots)
-        out_win = nsa.window_attention(query, key_win, value_win, window=geometry.window, **common)
-        return gated_sum(gates, (out_cmp, out_slc, out_win), query.dtype)
+        outs.append(nsa.window_attention(query, key_win, value_win, window=geometry.window, **common))
+        return gated_sum(gates, outs, query.dtype)
 
     attended = sharded_attention(
         attend, start, start_win, p.query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, p.gates
     )
-    rings = (
-        None if ring is None else _advance_ring(ring, new, offset, ends)
-        for ring, new in zip(layer[4:], (p.key_win, p.value_win, p.key_raw, p.value_raw), strict=True)
-    )
+    new = (p.key_win, p.value_win, p.key_raw, p.value_raw)
+    rings = _held(lambda ring, new: _advance_ring(ring, new, offset, ends), layer[4:], new)
     return attended, NSALayerCache(key_slc, value_slc, key_cmp, value_cmp, *rings)
 
 
@@ -237,7 +257,9 @@ def _append_by_kernels(attention: NSAttention, layer: NSALayerCache, batch: int)
     They know the compressors of this library, and one device: under a mesh the compiler splits the plain operations.
     """
     config = attention.config
-    if not kernels_wanted(config.implementation) or config.qk_norm or config.shared_kv:
+    if not kernels_wanted(config.implementation) or config.qk_norm:
+        return False
+    if config.shared_kv or config.selector == "mean_key":
         return False
     if batch_axes(batch) or tensor_size() > 1:
         return False
@@ -280,10 +302,8 @@ def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
     key_slc, value_slc = (
         _write(old, lengths, new[:, 0]) for old, new in ((layer.key_slc, p.key_slc), (layer.value_slc, p.value_slc))
     )
-    rings = [
-        None if ring is None else _write(ring, lengths % ring.shape[1], new[:, 0])
-        for ring, new in zip(layer[4:], (p.key_win, p.value_win, p.key_raw, p.value_raw), strict=True)
-    ]
+    new = (p.key_win, p.value_win, p.key_raw, p.value_raw)
+    rings = _held(lambda ring, new: _write(ring, lengths % ring.shape[1], new[:, 0]), layer[4:], new)
     layer = NSALayerCache(key_slc, value_slc, layer.key_cmp, layer.value_cmp, *rings)
     # A block is complete every d tokens, in every row at its own time.
     first = lengths + 1 - geometry.compress_block
@@ -291,7 +311,7 @@ def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
 
     def compress():
         order = (first[:, None] + jnp.arange(geometry.compress_block, dtype=jnp.int32))[..., None, None]
-        raw = [jnp.take_along_axis(tail, order % tail.shape[1], axis=1) for tail in layer.raw()]
+        raw = _held(lambda x: jnp.take_along_axis(x, order % x.shape[1], axis=1), layer.raw())
         return attention.compress(raw[0], raw[1], first[:, None])
 
     shapes = jax.eval_shape(compress)
@@ -299,10 +319,7 @@ def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
         complete.any(), compress, lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     )
     index = jnp.where(complete, first // geometry.compress_stride, layer.key_cmp.shape[1])
-    key_cmp, value_cmp = (
-        _write(old, index, new[:, 0]) for old, new in zip((layer.key_cmp, layer.value_cmp), new_cmp, strict=True)
-    )
-
+    key_cmp, value_cmp = _held(lambda old, new: _write(old, index, new[:, 0]), layer[2:4], new_cmp)
     return p.query, p.gates, layer._replace(key_cmp=key_cmp, value_cmp=value_cmp)
 
 
@@ -311,10 +328,11 @@ def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_
     append = _append_nsa_kernels if _append_by_kernels(attention, layer, h.shape[0]) else _append_nsa
     query, gates, layer = append(attention, h, layer, lengths)
 
-    def attend(start, *arrays):
-        return decode_attention(
-            *arrays, config=config.nsa, segment_start=start[:, None], implementation=config.implementation
-        )
+    def attend(start, query, key_cmp, value_cmp, *arrays):
+        where = dict(config=config.nsa, segment_start=start[:, None])
+        if config.selector == "mean_key":
+            return decode_mean_key_attention(query, key_cmp, *arrays, **where)[0]
+        return decode_attention(query, key_cmp, value_cmp, *arrays, **where, implementation=config.implementation)
 
     read = (layer.key_cmp, layer.value_cmp, layer.key_slc, layer.value_slc, *layer.window())
     return sharded_attention(attend, segment_start, query, *read, gates, lengths + 1), layer

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import CHOICES, NSAConfig, Problem, default_config, nsa_config
 from nsa_jax.ops.implementations import IMPLEMENTATIONS
 from nsa_jax.ops.rope import RopeScaling, rope, rope_turns
+from nsa_jax.rules import geometry as geometry_of
 
 
 def _default_mlp_dim(dim: int) -> int:
@@ -27,7 +28,10 @@ _FUNCTION = (
     "attention num_heads num_kv_heads head_dim rope_theta rotary_dim norm_eps tie_embeddings compressor "
     "qk_norm qkv_bias out_bias mlp_bias logit_soft_cap"
 ).split()
-_GEOMETRY = {"nsa": (*(field.name for field in dataclasses.fields(NSAConfig)), "shared_kv"), "window": ("window",)}
+_GEOMETRY = {
+    "nsa": (*(field.name for field in dataclasses.fields(NSAConfig)), "selector", "shared_kv"),
+    "window": ("window",),
+}
 
 
 def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
@@ -44,12 +48,14 @@ def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) ->
 
     def fields(model: Mapping[str, Any]) -> dict[str, Any]:
         model, nsa = {**default, **model}, {**default["nsa"], **model.get("nsa", {})}
+        nsa |= geometry_of(nsa)
         geometry = {f"nsa.{name}": nsa[name] for name in _GEOMETRY.get(model["attention"], ())}
         scaling = {**default["rope_scaling"], **model["rope_scaling"]}
         geometry |= {f"rope_scaling.{name}": value for name, value in scaling.items()}
         return {name: model[name] for name in _FUNCTION} | geometry
 
     old, new = fields(saved), fields(wanted)
+    compresses = old["attention"] == "nsa" and old["nsa.selector"] == "compressed"
     return [
         Problem(
             "R054",
@@ -58,7 +64,7 @@ def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) ->
             f'set {old[name]!r}; config.preflight.ignore=("R054",) accepts it',
         )
         for name in old
-        if name in new and old[name] != new[name] and (name != "compressor" or old["attention"] == "nsa")
+        if name in new and old[name] != new[name] and (name != "compressor" or compresses)
     ]
 
 
@@ -76,6 +82,9 @@ class ModelConfig:
       num_layers: blocks; also scales the initialisation of residual-writing projections.
       mlp_dim: hidden width of SwiGLU; 0 means 8/3 of `dim`, rounded up to a multiple of 64.
       nsa: block geometry of the sparse attention.
+      selector: "compressed", or "mean_key" for blocks chosen by their mean keys without a compressed branch; see
+        `nsa_jax.ops.mean_key` (`config.model.nsa.selector`). With "mean_key", compress_block and compress_stride of
+        `nsa` are set to its select_block.
       shared_kv: the branches of the sparse attention share one projection of keys and one of values
         (`config.model.nsa.shared_kv`).
       attention: "nsa", "dense" or "window" (dense within the sliding window).
@@ -113,6 +122,7 @@ class ModelConfig:
     num_layers: int = 1
     mlp_dim: int = 0
     nsa: NSAConfig = NSAConfig()
+    selector: str = "compressed"
     shared_kv: bool = False
     attention: str = "nsa"
     rope_theta: float = 10_000.0
@@ -138,6 +148,9 @@ class ModelConfig:
     def __post_init__(self):
         if not self.value_head_dim:
             object.__setattr__(self, "value_head_dim", self.head_dim)
+        if self.selector == "mean_key":
+            block = self.nsa.select_block
+            object.__setattr__(self, "nsa", dataclasses.replace(self.nsa, compress_block=block, compress_stride=block))
         if not self.mlp_dim:
             object.__setattr__(self, "mlp_dim", _default_mlp_dim(self.dim))
         for name in ("dim", "num_heads", "num_kv_heads", "head_dim", "value_head_dim", "num_layers", "mlp_dim"):
@@ -156,10 +169,16 @@ class ModelConfig:
             raise ValueError(f"ModelConfig.dropout={self.dropout}: must be in [0, 1)")
         same = "attention", "compressor", "compute_dtype", "param_dtype", "remat"
         choices: dict[str, tuple] = {name: CHOICES[f"model.{name}"] for name in same}
+        choices["selector"] = CHOICES["model.nsa.selector"]
         choices["implementation"] = (None, *sorted(IMPLEMENTATIONS))
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"ModelConfig.{name}={getattr(self, name)!r}: must be one of {allowed}")
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """The branches of sparse attention, in the order of its gates."""
+        return ("selected", "window") if self.selector == "mean_key" else ("compressed", "selected", "window")
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -192,6 +211,7 @@ class ModelConfig:
         """
         fields = {field.name for field in dataclasses.fields(cls)} - {
             "nsa",
+            "selector",
             "shared_kv",
             "rope_scaling",
             "implementation",
@@ -203,6 +223,7 @@ class ModelConfig:
         return cls(
             **values,
             nsa=nsa_config(config),
+            selector=config.model.nsa.selector,
             shared_kv=config.model.nsa.shared_kv,
             rope_scaling=RopeScaling(**config.model.rope_scaling.to_dict()),
             implementation=implementation,

@@ -16,6 +16,8 @@ Every op takes:
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -23,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from nsa_jax.ops import blocks, checks
 from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.decode import gated_sum
 from nsa_jax.ops.implementations import choose
 from nsa_jax.ops.plan import Shape
 
@@ -369,20 +372,39 @@ def nsa_attention(
         common = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
         out_cmp, lse = compressed_attention(query, key_cmp, value_cmp, config=config, **common)
         block_indices = select_blocks(query, key_cmp, lse, config=config, num_keys=sizes["S"], **common)
-        out_slc = selected_attention(
-            query, key_slc, value_slc, block_indices, select_block=config.select_block, **common
-        )
-        if window_start is not None:
-            # Positions are counted from the window's first key; what lies before the row is nobody's document.
-            start = jnp.zeros((sizes["B"], length), jnp.int32) if segment_start is None else segment_start
-            common["segment_start"] = start.astype(jnp.int32) - window_start
-            common["query_offset"] = offset - jnp.asarray(window_start, jnp.int32)
-        out_win = window_attention(query, key_win, value_win, window=config.window, **common)
-        gate = gates.astype(jnp.float32)
-        outs = (out_cmp, out_slc, out_win)
-        weighted = [gate[..., i, None] * branch.astype(jnp.float32) for i, branch in enumerate(outs)]
-        out = (weighted[0] + weighted[1] + weighted[2]).astype(query.dtype)
+        arrays = (query, key_slc, value_slc, key_win, value_win, block_indices)
+        outs = (out_cmp, *selected_and_window(*arrays, config=config, window_start=window_start, **common))
+        out = gated_sum(gates, outs, query.dtype)
     return (out, block_indices) if return_block_indices else out
+
+
+def selected_and_window(
+    query,
+    key_slc,
+    value_slc,
+    key_win,
+    value_win,
+    block_indices,
+    *,
+    config: NSAConfig,
+    segment_start=None,
+    query_offset=None,
+    window_start=None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs [B, T, N, V] of the selected branch, which reads these lists, and of the window branch.
+
+    The arguments are those of `nsa_attention`; block_indices are those of `selected_attention`.
+    """
+    common: dict[str, Any] = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
+    block = config.select_block
+    out_slc = selected_attention(query, key_slc, value_slc, block_indices, select_block=block, **common)
+    if window_start is not None:
+        # Positions are counted from the window's first key; what lies before the row is nobody's document.
+        start = jnp.zeros(query.shape[:2], jnp.int32) if segment_start is None else segment_start
+        common["segment_start"] = start.astype(jnp.int32) - window_start
+        common["query_offset"] = query_offset - jnp.asarray(window_start, jnp.int32)
+    return out_slc, window_attention(query, key_win, value_win, window=config.window, **common)
 
 
 def mean_compress(x: Float[Array, "B S K H"], *, config: NSAConfig) -> Float[Array, "B C K H"]:

@@ -78,10 +78,12 @@ SHAPES = {
     "window": dict(attention="window"),
     "options": OPTIONS | dict(rotary_dim=4),
     "shared_kv": OPTIONS | dict(value_head_dim=4, shared_kv=True),
+    "mean_key": dict(num_heads=8, value_head_dim=4, selector="mean_key"),
+    "mean_key_shared_kv": OPTIONS | dict(value_head_dim=4, selector="mean_key", shared_kv=True),
     "dense_options": OPTIONS | dict(rotary_dim=4, attention="dense"),
 }
 CASES = [(name, False) for name in SHAPES] + [("group_4", True), ("group_6", True), ("dense", True), ("window", True)]
-CASES += [("shared_kv", True)]
+CASES += [("shared_kv", True), ("mean_key", True)]
 
 
 @pytest.mark.parametrize(("name", "packed"), CASES)
@@ -144,10 +146,10 @@ def test_prefill_is_causal_across_chunks():
         assert np.abs(other[:, t + 1] - base[:, t + 1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("shared_kv", [False, True])
-def test_every_part_of_the_cache_matters_to_decoding(shared_kv):
+@pytest.mark.parametrize("changes", [dict(), dict(shared_kv=True), dict(selector="mean_key")], ids=str)
+def test_every_part_of_the_cache_matters_to_decoding(changes):
     """A cache whose part is blanked gives other logits: nothing of it is dead weight."""
-    decoder = Decoder(make_model(shared_kv=shared_kv), chunk=32)
+    decoder = Decoder(make_model(**changes), chunk=32)
     tokens = random_tokens(1, 70)
 
     def logits(blank=None):
@@ -244,7 +246,13 @@ def test_a_full_row_stays_full_while_the_others_go_on(attention):
 
 
 def test_memory_report_counts_what_is_allocated():
-    for changes in (dict(), dict(attention="dense"), dict(value_head_dim=4), dict(value_head_dim=4, shared_kv=True)):
+    for changes in (
+        dict(),
+        dict(attention="dense"),
+        dict(value_head_dim=4),
+        dict(value_head_dim=4, shared_kv=True),
+        dict(value_head_dim=4, shared_kv=True, selector="mean_key"),
+    ):
         decoder = Decoder(make_model(**changes))
         cache = decoder.init_cache(3, 1000)
         report = memory_report(decoder.config, 3, cache.capacity)
@@ -256,7 +264,10 @@ def test_memory_report_counts_what_is_allocated():
         )
         assert growth * 2**20 == 1024 * report["bytes_per_token"]
         assert report["dense_total_mib"] * 2**20 == 3 * 1024 * report["dense_bytes_per_token"]
-        if "shared_kv" in changes:  # 2 layers, 2 heads, float32; l = 8 unroped keys of 8 features beside dense keys
+        if "selector" in changes:  # 2 layers, 2 heads, float32; one mean key of 8 features for 16 tokens
+            assert report["fixed_bytes_per_row"] == 0
+            assert report["bytes_per_token"] == 2 * 2 * 4 * (8 + 4 + 8 / 16)
+        elif "shared_kv" in changes:  # 2 layers, 2 heads, float32; l = 8 unroped keys of 8 features beside dense keys
             assert report["fixed_bytes_per_row"] == 2 * 2 * 4 * 8 * 8
             assert report["bytes_per_token"] == 2 * 2 * 4 * (8 + 4) * (1 + 1 / 4)
 

@@ -274,6 +274,14 @@ def test_shared_keys_and_values_are_the_checkpoints_once(tmp_path):
     np.testing.assert_array_equal(shared.blocks.attention.w_in[..., :columns], dense.blocks.attention.w_in[...])
     np.testing.assert_array_equal(shared.blocks.attention.b_in[...], dense.blocks.attention.b_in[...])
     assert not np.asarray(shared.blocks.attention.w_in[..., columns:]).any()  # gates
+
+    def by_mean_keys(config):
+        geometry(config)
+        config.model.nsa.selector = "mean_key"
+
+    moba, _ = import_dense(tmp_path, attention="nsa", shared_kv=True, edit=by_mean_keys)
+    got = run(moba, row)
+    assert error(got[:32], want[:32]) <= 2e-5 and error(got[32:], want[32:]) > 1e-3
     with pytest.raises(ValueError, match="must be False for attention='dense'"):
         import_dense(tmp_path, shared_kv=True)
 

@@ -30,12 +30,7 @@ from nsa_jax.ops.target import current_target
 from nsa_jax.train.loss import weighted_loss
 
 _VOCAB = 256
-_PIECES = {
-    "nsa": ("query", "key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win", "gates"),
-    "shared_kv": ("query", "key", "value", "gates"),
-    "other": ("query", "key", "value"),
-}
-_BRANCHES = ("compressed", "selected", "window")
+_SHORT = {"compressed": "cmp", "selected": "slc", "window": "win"}
 _FIX = "do not train: the loss of such a model means nothing. Run the operator tests (pytest tests/ops tests/nn)"
 
 
@@ -142,8 +137,11 @@ class _Subject:
     def pieces(self) -> dict[str, slice]:
         """Columns of the fused projection by what they project to."""
         model = nnx.merge(self.graphdef, self.params)
-        sparse = "shared_kv" if self.config.shared_kv else "nsa"
-        names = _PIECES[sparse if self.config.attention == "nsa" else "other"]
+        sparse = self.config.attention == "nsa"
+        apart = sparse and not self.config.shared_kv
+        branches = [f"_{_SHORT[name]}" for name in self.config.branches] if apart else [""]
+        names = ["query", *(f"{part}{branch}" for branch in branches for part in ("key", "value"))]
+        names += ["gates"] if sparse else []
         ends = np.cumsum(model.blocks.attention.widths)
         return {name: slice(end - width, end) for name, end, width in zip(
             names, ends, model.blocks.attention.widths, strict=True)}  # fmt: skip
@@ -167,8 +165,8 @@ def _leaking_branches(subject: _Subject, t: int) -> str:
     if subject.config.attention != "nsa":
         return ""
     found = []
-    for index, name in enumerate(_BRANCHES):
-        closed = np.full((3,), -1e4, np.float32)
+    for index, name in enumerate(subject.config.branches):
+        closed = np.full((len(subject.config.branches),), -1e4, np.float32)
         closed[index] = 0.0
         params = subject.with_attention("gate_bias", lambda bias, closed=closed: bias + closed)
         if _leak(subject, subject.logits(params=params), t, params) is not None:
