@@ -261,6 +261,7 @@ class NSAttention(nnx.Module):
         segment_start: Int[Array, "B T"] | None = None,
         *,
         positions: jax.Array | None = None,
+        block_indices: Int[Array, "B T K n"] | None = None,
         return_block_indices: bool = False,
     ):
         """Attention over the row.
@@ -270,6 +271,8 @@ class NSAttention(nnx.Module):
           segment_start: int [B, T], first position of each token's document; None if rows hold one document.
           positions: integer [T] or [B, T] for RoPE; None means 0..T-1. Differences alone matter, except that
             compressed keys are turned by their index in the row: shift all positions by one constant only.
+          block_indices: int32 [B, T, K, n], lists that the selected branch reads instead of selecting, such as those
+            returned before; entries outside [0, J), such as -1, are padding. Kernels serve each branch by itself then.
           return_block_indices: also return the block lists of the selected branch, int32 [B, T, K, n].
 
         Returns:
@@ -286,15 +289,18 @@ class NSAttention(nnx.Module):
             multiple=nsa.compress_stride,
             at_least=max(nsa.compress_block - nsa.compress_stride, 2),
         )
-        if split.context == 1 and self._kernels_cut(x):
+        if block_indices is not None:
+            chex.assert_shape(block_indices, (*x.shape[:2], config.num_kv_heads, None))
+            chex.assert_type(block_indices, jnp.int32)
+        if split.context == 1 and block_indices is None and self._kernels_cut(x):
             attended, block_indices = self._attend_cut(x, segment_start, positions, split)
         elif split.context > 1:
             p = self.project(x, positions, x.shape[1])
-            attended, block_indices = self._attend_split(p, positions[..., :1], segment_start, split)
+            attended, block_indices = self._attend_split(p, positions[..., :1], segment_start, block_indices, split)
         else:
             p = self.project(x, positions, x.shape[1])
             key_cmp, value_cmp = self.compress(p.key_raw, p.value_raw, positions[..., :1], x.shape[1])
-            arrays = (segment_start, p.query, key_cmp, value_cmp, *p[3:])
+            arrays = (segment_start, block_indices, p.query, key_cmp, value_cmp, *p[3:])
             specs = (split.tokens, *(split.heads,) * (len(arrays) - 1))
             attended, block_indices = on_shards(self._attend, arrays, specs, (split.heads, split.heads))
         attended = checkpoint_name(attended, "attention_out")
@@ -302,14 +308,15 @@ class NSAttention(nnx.Module):
         out = self.output(attended)
         return (out, block_indices) if return_block_indices else out
 
-    def _attend(self, segment_start: jax.Array | None, *arrays: Any, **offsets: Any):
+    def _attend(self, segment_start: jax.Array | None, block_indices: jax.Array | None, *arrays: Any, **offsets: Any):
         """Output and block lists for a device's share of `nsa_attention`'s arrays."""
         common: dict[str, Any] = dict(config=self.config.nsa, implementation=self.config.implementation, **offsets)
+        common |= dict(segment_start=segment_start, block_indices=block_indices)
         if self.config.selector == "mean_key":
             query, key_mean, _, *others = arrays
-            return mean_key_attention(query, key_mean, *others, segment_start=segment_start, **common)
+            return mean_key_attention(query, key_mean, *others, **common)
         common |= dict(return_block_indices=True, nonnegative_gates=True)  # a sigmoid's
-        return nsa_attention(*arrays, segment_start=segment_start, **common)
+        return nsa_attention(*arrays, **common)
 
     def _kernels_cut(self, x: jax.Array) -> bool:
         """Whether kernels take the fused projection of whole rows as it is."""
@@ -373,7 +380,12 @@ class NSAttention(nnx.Module):
         return graphdef, phi, jax.tree.map(lambda x: parameter_spec(x.shape), phi)
 
     def _attend_split(
-        self, p: Projections, first_position: jax.Array, segment_start: jax.Array | None, split: HeadSplit
+        self,
+        p: Projections,
+        first_position: jax.Array,
+        segment_start: jax.Array | None,
+        block_indices: jax.Array | None,
+        split: HeadSplit,
     ):
         """Attention of rows whose tokens are split over the context axis.
 
@@ -390,11 +402,11 @@ class NSAttention(nnx.Module):
         """
         nsa, context = self.config.nsa, split.context
         graphdef, phi, phi_specs = self._compressors()
-        arrays = (segment_start, first_position, phi, *p)
+        arrays = (segment_start, block_indices, first_position, phi, *p)
         first_spec = split.rows if first_position.ndim > 1 else P()
-        specs = (split.tokens, first_spec, phi_specs, *(split.heads,) * len(p))
+        specs = (split.tokens, split.heads, first_spec, phi_specs, *(split.heads,) * len(p))
 
-        def local(segment_start, first_position, phi, *projected):
+        def local(segment_start, block_indices, first_position, phi, *projected):
             p = Projections(*projected)
             start = first_token(p.query)
             key_raw, value_raw = (
@@ -409,7 +421,7 @@ class NSAttention(nnx.Module):
             key_cmp, value_cmp = jax.tree.map(lambda x: all_tokens(x)[:, :count], pair)
             key_slc, value_slc = all_tokens(p.key_slc), all_tokens(p.value_slc)
             half = p.query.shape[1] // 2
-            own, ends = [segment_start, p.query, p.gates], [half] * 3
+            own, ends = [segment_start, block_indices, p.query, p.gates], [half] * 4
             before = 0
             if not self.config.shared_kv:
                 (key_win, before), (value_win, _) = (
@@ -418,10 +430,10 @@ class NSAttention(nnx.Module):
                 own, ends = [*own, key_win, value_win], [*ends, before + half, before + half]
 
             def attend(arrays, offset):
-                segment_start, query, gates, *window = arrays
+                segment_start, block_indices, query, gates, *window = arrays
                 arrays = (query, key_cmp, value_cmp, key_slc, value_slc, *(window or (key_slc, value_slc)), gates)
                 start = offset - before if window else None
-                return self._attend(segment_start, *arrays, query_offset=offset, window_start=start)
+                return self._attend(segment_start, block_indices, *arrays, query_offset=offset, window_start=start)
 
             early = [None if x is None else x[:, :end] for x, end in zip(own, ends, strict=True)]
             late = swap_mirrored([None if x is None else x[:, half:] for x in own], context)

@@ -46,6 +46,7 @@ class NSALayerCache(NamedTuple):
     value_win: jax.Array | None  # [B, W, K, V]
     key_tail: jax.Array | None  # [B, l, K, H], raw keys that phi still needs; position p at p % l
     value_tail: jax.Array | None  # [B, l, K, V]
+    lists: jax.Array | None = None  # int32 [B, S, K, n], the block lists of each position, if they are recorded
 
     def window(self) -> tuple[jax.Array, jax.Array]:
         """Keys and values that the window branch reads, as rings."""
@@ -86,6 +87,19 @@ class Cache(NamedTuple):
         """S: tokens a row can hold."""
         return self.layers[0][0].shape[1]
 
+    def block_indices(self) -> jax.Array:
+        """The block lists that every token read, int32 [layers, B, S, K, n], padded with J = S / select_block.
+
+        Those of positions from `lengths` on mean nothing.
+
+        Raises:
+          ValueError: the cache does not record them.
+        """
+        lists = [layer.lists for layer in self.layers if getattr(layer, "lists", None) is not None]
+        if not lists:
+            raise ValueError("the cache has no block lists: must come from init_cache(..., record_block_indices=True)")
+        return jnp.stack(lists)
+
 
 def capacity_bucket(tokens: int, config: ModelConfig) -> int:
     """The capacity to allocate for this many tokens: a power of two of at least 256, in whole selection blocks.
@@ -113,18 +127,22 @@ def _layer_shapes(config: ModelConfig, batch: int, capacity: int) -> NSALayerCac
     return layer._replace(value_cmp=None, key_tail=None, value_tail=None) if config.selector == "mean_key" else layer
 
 
-def init_cache(config: ModelConfig, batch: int, capacity: int) -> Cache:
+def init_cache(config: ModelConfig, batch: int, capacity: int, *, record_block_indices: bool = False) -> Cache:
     """An empty cache.
 
     Args:
       config: the model's.
       batch: B.
       capacity: S, tokens a row can hold, a multiple of `select_block`; see `capacity_bucket`.
+      record_block_indices: keep the block lists of every token for `Cache.block_indices`, which takes 4 S K n bytes per
+        row and layer.
 
     Raises:
       ValueError: `capacity` is not a multiple of `select_block`, or rows would outgrow what RoPE scaling of the kind
-        "dynamic" leaves as it is.
+        "dynamic" leaves as it is, or lists are to be recorded of another attention than "nsa".
     """
+    if record_block_indices and config.attention != "nsa":
+        raise ValueError(f"record_block_indices=True: must be False for attention={config.attention!r}, without lists")
     scaling = config.rope_scaling
     if scaling.kind == "dynamic" and capacity > scaling.original_length:
         raise ValueError(
@@ -133,7 +151,10 @@ def init_cache(config: ModelConfig, batch: int, capacity: int) -> Cache:
         )
     if capacity < 1 or capacity % config.nsa.select_block:
         raise ValueError(f"capacity={capacity}: must be a positive multiple of select_block={config.nsa.select_block}")
-    shapes = _layer_shapes(config, batch, capacity)
+    shapes: Any = _layer_shapes(config, batch, capacity)
+    if record_block_indices:
+        size = (batch, capacity, config.num_kv_heads, config.nsa.num_selected)
+        shapes = shapes._replace(lists=jax.ShapeDtypeStruct(size, jnp.int32))
     layers = tuple(
         jax.tree.map(lambda s: constrain_batch(jnp.zeros(s.shape, s.dtype)), shapes) for _ in range(config.num_layers)
     )
@@ -161,7 +182,7 @@ def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, f
     else:
         entry = size(jax.tree.map(lambda s: jax.ShapeDtypeStruct((1, 1, *s.shape[2:]), s.dtype), shapes[2:4]))
         per_token = dense_bytes + entry / config.nsa.compress_stride
-        fixed = size(shapes[4:])
+        fixed = size(shapes[4:8])
     report |= {"bytes_per_token": per_token, "dense_bytes_per_token": float(dense_bytes)}
     report["fixed_bytes_per_row"] = float(fixed)
     return report
@@ -241,14 +262,17 @@ def _prefill_nsa(attention: NSAttention, h, layer: NSALayerCache, offset, start,
         )
         common |= dict(segment_start=start_win, query_offset=slots)
         outs.append(nsa.window_attention(query, key_win, value_win, window=geometry.window, **common))
-        return gated_sum(gates, outs, query.dtype)
+        return gated_sum(gates, outs, query.dtype), lists
 
-    attended = sharded_attention(
+    attended, lists = sharded_attention(
         attend, start, start_win, p.query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, p.gates
     )
     new = (p.key_win, p.value_win, p.key_raw, p.value_raw)
-    rings = _held(lambda ring, new: _advance_ring(ring, new, offset, ends), layer[4:], new)
-    return attended, NSALayerCache(key_slc, value_slc, key_cmp, value_cmp, *rings)
+    rings = _held(lambda ring, new: _advance_ring(ring, new, offset, ends), layer[4:8], new)
+    recorded = layer.lists
+    if recorded is not None:
+        recorded = jax.lax.dynamic_update_slice_in_dim(recorded, lists, offset, axis=1)
+    return attended, NSALayerCache(key_slc, value_slc, key_cmp, value_cmp, *rings)._replace(lists=recorded)
 
 
 def _append_by_kernels(attention: NSAttention, layer: NSALayerCache, batch: int) -> bool:
@@ -286,13 +310,13 @@ def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths
         attention.gate_bias[...],
         turn,
         lengths,
-        (layer.key_slc, layer.value_slc, *layer[4:]),
+        (layer.key_slc, layer.value_slc, *layer[4:8]),
         layer.key_cmp,
         layer.value_cmp,
         phis or None,
         config=config.nsa,
     )
-    return query, gates, NSALayerCache(*arrays[:2], *arrays[6:], *arrays[2:6])
+    return query, gates, NSALayerCache(*arrays[:2], *arrays[6:], *arrays[2:6])._replace(lists=layer.lists)
 
 
 def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
@@ -303,8 +327,8 @@ def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
         _write(old, lengths, new[:, 0]) for old, new in ((layer.key_slc, p.key_slc), (layer.value_slc, p.value_slc))
     )
     new = (p.key_win, p.value_win, p.key_raw, p.value_raw)
-    rings = _held(lambda ring, new: _write(ring, lengths % ring.shape[1], new[:, 0]), layer[4:], new)
-    layer = NSALayerCache(key_slc, value_slc, layer.key_cmp, layer.value_cmp, *rings)
+    rings = _held(lambda ring, new: _write(ring, lengths % ring.shape[1], new[:, 0]), layer[4:8], new)
+    layer = NSALayerCache(key_slc, value_slc, *layer[2:4], *rings)._replace(lists=layer.lists)
     # A block is complete every d tokens, in every row at its own time.
     first = lengths + 1 - geometry.compress_block
     complete = (first >= 0) & (first % geometry.compress_stride == 0)
@@ -329,13 +353,18 @@ def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_
     query, gates, layer = append(attention, h, layer, lengths)
 
     def attend(start, query, key_cmp, value_cmp, *arrays):
-        where = dict(config=config.nsa, segment_start=start[:, None])
+        where: dict[str, Any] = dict(config=config.nsa, segment_start=start[:, None])
         if config.selector == "mean_key":
-            return decode_mean_key_attention(query, key_cmp, *arrays, **where)[0]
-        return decode_attention(query, key_cmp, value_cmp, *arrays, **where, implementation=config.implementation)
+            return decode_mean_key_attention(query, key_cmp, *arrays, **where)
+        where |= dict(implementation=config.implementation, return_info=True)
+        attended, info = decode_attention(query, key_cmp, value_cmp, *arrays, **where)
+        return attended, info.block_indices
 
     read = (layer.key_cmp, layer.value_cmp, layer.key_slc, layer.value_slc, *layer.window())
-    return sharded_attention(attend, segment_start, query, *read, gates, lengths + 1), layer
+    attended, lists = sharded_attention(attend, segment_start, query, *read, gates, lengths + 1)
+    if layer.lists is not None:
+        layer = layer._replace(lists=_write(layer.lists, lengths, lists[:, 0]))
+    return attended, layer
 
 
 def _masked_attention(query, key, value, t, start):

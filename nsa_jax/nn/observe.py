@@ -60,7 +60,7 @@ def run_branches(
     compressed, lse = nsa.compressed_attention(query, key_cmp, value_cmp, config=config, **common)
     lists = nsa.select_blocks(query, key_cmp, lse, config=config, **common)
     arrays = (query, key_slc, value_slc, key_win, value_win, lists)
-    outputs = (compressed, *nsa.selected_and_window(*arrays, config=config, **common))
+    outputs = (compressed, *nsa.selected_and_window(*arrays, config=config, **common)[:2])
     return NSAArrays(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lists, outputs)
 
 
@@ -80,7 +80,7 @@ def run_attention(attention: NSAttention, h: jax.Array, segment_start: jax.Array
     common: dict[str, Any] = dict(config=config.nsa, segment_start=segment_start, implementation=config.implementation)
     if config.selector == "mean_key":
         lists = select_by_mean_key(p.query, key_cmp, **common)
-        pair = nsa.selected_and_window(p.query, *keys_values, lists, **common)
+        pair = nsa.selected_and_window(p.query, *keys_values, lists, **common)[:2]
         gates = jnp.pad(p.gates, [(0, 0)] * 3 + [(1, 0)])
         value_cmp = jnp.zeros((*key_cmp.shape[:3], config.value_head_dim), key_cmp.dtype)
         outputs = (jnp.zeros_like(pair[0]), *pair)

@@ -101,6 +101,7 @@ def mean_key_attention(
     segment_start: Int[Array, "B T"] | None = None,
     query_offset=None,
     window_start=None,
+    block_indices: Int[Array, "B T K n"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N V"], Int[Array, "B T K n"]]:
     """The gated sum of selected attention, with blocks chosen by mean keys, and window attention.
@@ -111,7 +112,7 @@ def mean_key_attention(
       key_slc, value_slc, key_win, value_win: as in `nsa_jax.nsa_attention`.
       gates: [B, T, N, 2] weights of the branches in the order selected, window.
       config: block geometry.
-      segment_start, query_offset, window_start, implementation: as in `nsa_jax.nsa_attention`.
+      segment_start, query_offset, window_start, block_indices, implementation: as in `nsa_jax.nsa_attention`.
 
     Returns:
       [B, T, N, V] in query's dtype, and the block lists, int32 [B, T, K, n].
@@ -122,9 +123,10 @@ def mean_key_attention(
     """
     checks.array("gates", gates, "BTN2", {**checks.query(query), "2": 2})
     common: dict[str, Any] = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
-    lists = select_by_mean_key(query, key_mean, config=config, num_keys=key_slc.shape[1], **common)
-    arrays = (query, key_slc, value_slc, key_win, value_win, lists)
-    outs = nsa.selected_and_window(*arrays, config=config, window_start=window_start, **common)
+    if block_indices is None:
+        block_indices = select_by_mean_key(query, key_mean, config=config, num_keys=key_slc.shape[1], **common)
+    arrays = (query, key_slc, value_slc, key_win, value_win, block_indices)
+    *outs, lists = nsa.selected_and_window(*arrays, config=config, window_start=window_start, **common)
     return gated_sum(gates, outs, query.dtype), lists
 
 
