@@ -32,13 +32,20 @@ _TITLES = {
     "data": "Data",
     "train": "Training",
     "optim": "Optimizer",
+    "optim.learning_rate_factor": "Learning rates of groups of parameters",
+    "optim.weight_decay_factor": "Weight decay of groups of parameters",
     "mesh": "Devices",
     "preflight": "Preflight",
     "guards": "Guards",
 }
 
 # Whose fields are those of a dataclass.
-_DATACLASSES: dict[str, type] = {"model.nsa": config_lib.NSAConfig, "model.rope_scaling": RopeScaling}
+_DATACLASSES: dict[str, type] = {
+    "model.nsa": config_lib.NSAConfig,
+    "model.rope_scaling": RopeScaling,
+    "optim.learning_rate_factor": config_lib.GroupFactors,
+    "optim.weight_decay_factor": config_lib.GroupFactors,
+}
 
 _GEOMETRY = {f"model.nsa.{field.name}" for field in dataclasses.fields(config_lib.NSAConfig)}
 

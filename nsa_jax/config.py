@@ -21,6 +21,7 @@ __all__ = [
     "CHOICES",
     "FATAL",
     "ConfigError",
+    "GroupFactors",
     "NSAConfig",
     "Problem",
     "accept",
@@ -29,6 +30,23 @@ __all__ = [
     "nsa_config",
     "validate",
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupFactors:
+    """What learning rate or weight decay is multiplied by, for groups of parameters; all others have 1.
+
+    Attributes:
+      embedding: the embedding, which is the output head too if they are tied.
+      head: the output head, if it is a matrix of its own.
+      gates: NSA's gates, biases and columns of the projection; a model converted from dense attention has new ones.
+      compressor: NSA's compressors of keys and values, new in a converted model as well.
+    """
+
+    embedding: float = 1.0
+    head: float = 1.0
+    gates: float = 1.0
+    compressor: float = 1.0
 
 
 def default_config() -> ConfigDict:
@@ -127,6 +145,8 @@ def default_config() -> ConfigDict:
     o.eps = 1e-8  # added to the root of the squared gradient's average
     o.weight_decay = 0.1  # on matrices only (not norms, biases, position embeddings)
     o.clip = 1.0  # global gradient norm; 0: no clipping
+    o.learning_rate_factor = ConfigDict(dataclasses.asdict(GroupFactors()))  # see GroupFactors
+    o.weight_decay_factor = ConfigDict(dataclasses.asdict(GroupFactors()))  # see GroupFactors
 
     c.mesh = s = ConfigDict()
     s.data = -1  # devices along the data axis; -1: all that the other axes leave

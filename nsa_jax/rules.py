@@ -47,6 +47,12 @@ CHOICES = {
     "preflight.target": ("", "a100-40gb", "a100-80gb", "h100", "h200"),
 }
 
+_FACTORS = [
+    f"optim.{kind}_factor.{group}"
+    for kind in ("learning_rate", "weight_decay")
+    for group in ("embedding", "head", "gates", "compressor")
+]
+
 _AT_LEAST = {
     3: "data.synthetic_vocab",
     1: (
@@ -102,6 +108,7 @@ _RANGES = {
     "guards.max_collapsed": (0.0, True, 1.0, True),
     "guards.heartbeat_seconds": (0.0, False, float("inf"), False),
     "guards.peer_seconds": (2.0, True, 600.0, True),
+    **dict.fromkeys(_FACTORS, (0.0, True, float("inf"), False)),
 }
 
 # Fields that name files: none can hold this character, and nothing here reads or writes buckets.

@@ -61,6 +61,15 @@ def export(
     (path / "config.json").write_text(json.dumps(described, indent=1) + "\n")
 
 
+def exported_config(directory: str | os.PathLike) -> ConfigDict:
+    """The training config of what `export` wrote; no array is read.
+
+    Raises:
+      LoadError: there is no export, or its config is damaged.
+    """
+    return config_from_dict(read_json(Path(directory), "config.json").get("config"))
+
+
 def load_exported(directory: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
     """Reads what `export` wrote.
 
@@ -69,7 +78,7 @@ def load_exported(directory: str | os.PathLike) -> tuple[Transformer, Tokenizer,
     """
     path = Path(directory)
     described = read_json(path, "config.json")
-    config = config_from_dict(described.get("config"))
+    config = exported_config(path)
     vocab_size = whole(described, "vocab_size", path)
     arrays, loaded = Arrays(path), {}
     graphdef, abstract = abstract_model(checked_model_config(config, vocab_size, arrays, path))

@@ -14,7 +14,7 @@ import numpy as np
 from nsa_jax.nn import ModelConfig
 
 ARCHITECTURE = "NSAForCausalLM"
-SOURCES = ("configuration_nsa.py", "modeling_nsa.py")
+SOURCES = ("configuration_nsa.py", "attention_nsa.py", "modeling_nsa.py")
 _PROJECTIONS = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate")  # the pieces of w_in, in its order
 
 

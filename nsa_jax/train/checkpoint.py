@@ -82,8 +82,11 @@ def _array_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return lines
 
 
-def differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Lines that say how two checkpoint descriptions (`info` of `Checkpoints`) differ; empty if they fit."""
+def differences(saved: dict[str, Any], wanted: dict[str, Any], may_change: tuple[str, ...] = ()) -> list[str]:
+    """Lines that say how two checkpoint descriptions (`info` of `Checkpoints`) differ; empty if they fit.
+
+    Fields of the config whose names begin with one of `may_change` may differ, with a warning.
+    """
     lines = []
     if saved["tokenizer"] != wanted["tokenizer"]:
         lines.append(f"tokenizer: checkpoint {saved['tokenizer']}, config {wanted['tokenizer']}")
@@ -91,13 +94,11 @@ def differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     if "config" in saved and "config" in wanted:
         found = function_differences(saved["config"]["model"], wanted["config"]["model"])
         found = accept(found, tuple(wanted["config"]["preflight"]["ignore"]))
-        if wanted.get("stage"):  # another stage may have longer rows, and another RoPE for them
-            kept = [problem for problem in found if not problem.message.startswith("config.model.rope_")]
-            for problem in found:
-                if problem not in kept:
-                    logger.warning("another stage: %s", problem.message)
-            found = kept
-        lines += [str(problem) for problem in found if problem.severity == "error"]
+        for problem in found:
+            if problem.message.startswith(may_change):
+                logger.warning("%s", problem.message)
+            elif problem.severity == "error":
+                lines.append(str(problem))
     return lines
 
 
@@ -242,7 +243,12 @@ class Checkpoints:
             return None
 
     def restore(
-        self, target: State, data: Any, step: int | None = None, fresh_optimizer: FreshOptimizer | None = None
+        self,
+        target: State,
+        data: Any,
+        step: int | None = None,
+        fresh_optimizer: FreshOptimizer | None = None,
+        may_change: tuple[str, ...] = (),
     ) -> tuple[int, State] | None:
         """Loads the newest step that is undamaged.
 
@@ -254,6 +260,7 @@ class Checkpoints:
           data: the training iterator; it is moved to the saved position. None: no position is restored.
           step: this one and no other.
           fresh_optimizer: makes the optimizer's state anew if the saved one does not fit; None: that is an error.
+          may_change: see `differences`.
 
         Returns:
           The step and the state, or None if there is no checkpoint.
@@ -265,7 +272,7 @@ class Checkpoints:
         if step is not None and step not in {*self._losses, *self._damaged}:
             raise CheckpointError(f"{self._directory} has no finished step {step}; it has {self.steps() or 'none'}")
         for candidate in sorted({*self._losses, *self._damaged}, reverse=True) if step is None else [step]:
-            state = self._read(candidate, target, data, fresh_optimizer)
+            state = self._read(candidate, target, data, fresh_optimizer, may_change)
             if state is not None:
                 self._leave_damaged()
                 return candidate, state
@@ -282,7 +289,9 @@ class Checkpoints:
             )
         return None
 
-    def _read(self, step: int, target: State, data: Any, fresh_optimizer: FreshOptimizer | None) -> State | None:
+    def _read(
+        self, step: int, target: State, data: Any, fresh_optimizer: FreshOptimizer | None, may_change: tuple[str, ...]
+    ) -> State | None:
         """State and data position of a step, or None on every process if it is damaged."""
         path, state, reason = self._path(step), None, self._damaged.get(step)
         verifiable = has_digests(path)
@@ -294,7 +303,7 @@ class Checkpoints:
         if not processes.all_agree(reason is None):
             self._pass_over(step, reason)
             return None
-        self._check_fits(step)
+        self._check_fits(step, may_change)
         if self._read_only:  # R023 of the preflight tells it of a run's own workdir
             self._tell_optimizer_changes(step)
         try:
@@ -366,9 +375,9 @@ class Checkpoints:
         with ThreadPoolExecutor(1) as pool:  # the calling thread may have a running event loop (notebooks)
             pool.submit(asyncio.run, load()).result()
 
-    def _check_fits(self, step: int) -> None:
+    def _check_fits(self, step: int, may_change: tuple[str, ...]) -> None:
         saved = read_info(self._path(step))
-        if lines := differences(saved, self._info):
+        if lines := differences(saved, self._info, may_change):
             raise CheckpointError(
                 f"the config does not fit checkpoint {self._path(step)}:\n  {_listed(lines)}\n"
                 "Fix: restore the config that wrote it (it is in env.json), or use another workdir"

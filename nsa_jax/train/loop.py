@@ -27,7 +27,7 @@ from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
 from nsa_jax.train.errors import TrainingError, check_room, describe_stop, writing_checkpoint
 from nsa_jax.train.preflight.data_check import loss_floor
 from nsa_jax.train.profiling import Profile, Window, check_window
-from nsa_jax.train.start import finished_before, first_state, optimizer_to_reset, stages_before
+from nsa_jax.train.start import Start, finished_before, first_state, optimizer_to_reset, recorded_stages
 from nsa_jax.train.state import Setup, State, batch_sharding, setup, to_device
 from nsa_jax.train.step import make_eval_step, make_train_step
 from nsa_jax.train.stopping import HALT, StopRequest
@@ -98,7 +98,6 @@ class Run:
         processes.check_devices()
         self._other = parse_resume(resume) if resume else None
         self._stage = stage
-        self._stages: list[dict[str, Any]] = []  # those before this one
         self._window = profile
         self._callbacks = Callbacks(callbacks)
         self.pipeline = processes.first_alone(
@@ -136,19 +135,16 @@ class Run:
         floor = loss_floor(self.config, found.data) if found.data else None
         self.guards = Guards(self.config, self.workdir, bigram_entropy=floor, active=jax.process_index() == 0)
 
-    def _restore(self, checkpoints: Checkpoints, info: dict, data: Any) -> tuple[int, State, str | None]:
-        """The last finished step, the state, and where it comes from: this workdir, else --resume, else nothing."""
+    def _restore(self, checkpoints: Checkpoints, info: dict, data: Any) -> Start:
+        """What this workdir holds, else what --resume names, else the initialisation."""
         own = checkpoints.restore(self.setup.target(), data, fresh_optimizer=optimizer_to_reset(self.setup))
         if own is None:
-            found = first_state(self.setup, self._other, info, data, self._stage)
-            self._stages = stages_before(self.workdir, found[2], self._stage)
-            return found
-        self._stages = stages_before(self.workdir, None, stage=False)
+            return first_state(self.setup, self._other, info, data, self._stage)
         self.best = checkpoints.best()
         self.guards.restore(checkpoints.guards(own[0]))
         self._early = self.guards.early_stop()
         self._last_row, self._last_validation = metrics.last_rows(self.workdir, own[0])
-        return (*own, str(self.workdir))
+        return Start.after(*own, self.workdir, recorded_stages(self.workdir))
 
     def run(self) -> dict[str, Any]:
         """Trains to the end, or to a stop request.
@@ -174,7 +170,8 @@ class Run:
         with jax.set_mesh(self.setup.mesh), contextlib.ExitStack() as stack:
             stack.callback(checkpoints.close)
             stack.callback(data.close)
-            start, state, source = self._restore(checkpoints, info, data)
+            begin = self._restore(checkpoints, info, data)
+            start = begin.step
             if start >= train.steps and (finished := finished_before(self.workdir, start)) is not None:
                 return finished
             if self._window is not None:
@@ -186,7 +183,7 @@ class Run:
                 self.workdir, start_step=start, total_steps=train.steps, active=jax.process_index() == 0
             )
             stack.callback(writer.close)
-            self._announce(writer, start, source)
+            self._announce(writer, begin.said)
             if jax.process_index() == 0:  # the others tell what they alone see through the log
                 self.guards.tell(writer.say)
             self.profile = Profile(self._window, self.workdir, writer.say)
@@ -207,7 +204,7 @@ class Run:
                 self.peers.on_loss = self._on_loss
             try:
                 self._callbacks.on_start(self, start)
-                step, state, reason = self._train(start, state, data, checkpoints, writer, stop, source)
+                step, state, reason = self._train(begin, data, checkpoints, writer, stop)
                 if train.save_every and step not in checkpoints.steps():
                     self._save(checkpoints, step, state, data)
                 with writing_checkpoint(step):
@@ -220,9 +217,10 @@ class Run:
                 self._explain(error, checkpoints)
                 raise
 
-    def _train(self, start, state, data, checkpoints, writer, stop, source):
+    def _train(self, begin: Start, data, checkpoints, writer, stop):
         """The loop. Returns the last finished step, the state, and what stopped it early (or None)."""
         config, train = self.config, self.config.train
+        start, state = begin.step, begin.state
         batches = _Batches(data, self.setup, start, self.guards.on_batch)
         pending: collections.deque[Interval] = collections.deque()
         interval = Interval(start + 1)
@@ -248,7 +246,7 @@ class Run:
             self._live = (step, state, data)
             if step == start + 1:
                 guards.check_implementations(config.model.implementation, implementations_served())
-                self._write_env(start, source)
+                self._write_env(begin)
                 if self.health is not None:
                     self.health.warm_up(state["params"], batch)
                 clock.restart()  # compilation is over
@@ -398,23 +396,22 @@ class Run:
         with writing_checkpoint(step):
             checkpoints.save(step, state, data, val_loss, self.guards.state())
 
-    def _announce(self, writer: metrics.MetricsWriter, start: int, source: str | None) -> None:
+    def _announce(self, writer: metrics.MetricsWriter, said: str | None) -> None:
         config, device = self.config, jax.devices()[0]
         writer.say(
             f"{config.name}: {self.setup.num_parameters():,} parameters ({config.model.attention}), "
             f"{config.train.batch_size} x {config.data.seq_len} tokens per step, {config.train.steps:,} steps, "
             f"{self.setup.mesh.size} x {device.device_kind}, {self.workdir}"
         )
-        if source is not None:
-            begun = self._stage and not start and source != str(self.workdir)
-            writer.say(f"another stage of {source}" if begun else f"resuming after step {start} of {source}")
+        if said is not None:
+            writer.say(said)
 
-    def _write_env(self, start: int, source: str | None) -> None:
+    def _write_env(self, begin: Start) -> None:
         if jax.process_index() == 0:
             stats = {name: vars(split) if split else None for name, split in self.pipeline.stats.items()}
             data = {"splits": stats, "tokenizer": self.pipeline.tokenizer.fingerprint}
-            found = env.environment(self.setup, start_step=start, resumed_from=source, data=data)
-            found["stages"] = self._stages
+            found = env.environment(self.setup, start_step=begin.step, resumed_from=begin.source, data=data)
+            found["stages"] = list(begin.stages)
             found["preflight"] = self.preflight.record() if self.preflight else None
             env.write_json(self.workdir / "env.json", found)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,14 +20,41 @@ from nsa_jax.train.state import Setup, State
 
 logger = logging.getLogger("nsa_jax")
 
+# What another stage may change of the function: longer rows may want another RoPE.
+STAGE_MAY_CHANGE = ("config.model.rope_",)
+
+
+class Start(NamedTuple):
+    """What a run begins with.
+
+    Attributes:
+      step: the last finished one.
+      state: the training state after it.
+      source: where it was found; None for the initialisation.
+      said: one line about it for the terminal; None for the initialisation.
+      stages: the stages before this run's, as env.json holds them: run, step at which the next stage took over, tokens
+        trained on in it, seq_len and batch_size; of an exported model its directory alone, as run.
+    """
+
+    step: int
+    state: State
+    source: str | None = None
+    said: str | None = None
+    stages: Sequence[dict[str, Any]] = ()
+
+    @classmethod
+    def after(cls, step: int, state: State, source: Path, stages: Sequence[dict[str, Any]] = ()) -> Start:
+        """Training goes on after a step of a run."""
+        return cls(step, state, str(source), f"resuming after step {step} of {source}", stages)
+
 
 def first_state(
     setup: Setup, other: tuple[Path, int | None] | None, info: dict[str, Any], data: Any, stage: bool = False
-) -> tuple[int, State, str | None]:
-    """The state to train on from.
+) -> Start:
+    """What a run without a checkpoint of its own begins with.
 
-    Another stage keeps the other run's weights and optimizer averages. Its data, steps, schedule and guards begin anew,
-    and rows, batches and RoPE may differ.
+    Another stage keeps the other run's weights and optimizer averages (an exported model has weights alone). Its data,
+    steps, schedule and guards begin anew, and rows, batches and RoPE may differ.
 
     Args:
       setup: of the run.
@@ -36,64 +63,62 @@ def first_state(
       data: the batches, which go on where the other run's checkpoint left them, unless this is another stage.
       stage: this is another stage of the other run.
 
-    Returns:
-      The last finished step, the state, and where it was found: None for the initialisation.
-
     Raises:
-      ConfigError: the other run has no checkpoint, or `stage` has no other run.
+      ConfigError: the other run has no checkpoint, or `stage` has no other run or model.
       CheckpointError: what is there does not fit the config.
     """
-    if stage and (other is None or (other[0] / "config.json").is_file()):
-        missing = "an exported model has no optimizer's state" if other else "there is nothing to go on from"
-        fix = "leave out --stage: the weights alone are used" if other else "name a run with --resume=DIR[@STEP]"
-        raise ConfigError([Problem("R022", "error", f"--stage: {missing}", fix)])
+    may_change = STAGE_MAY_CHANGE if stage else ()
     if other is None:
-        return 0, setup.init(), None
-    directory, step = other
+        if stage:
+            fix = "name a run with --resume=DIR[@STEP], or an exported model"
+            raise ConfigError([Problem("R022", "error", "--stage: there is nothing to go on from", fix)])
+        return Start(0, setup.init())
+    directory, wanted = other
     if (directory / "config.json").is_file():
-        return 0, _from_export(setup, directory, info), str(directory)
-    checkpoints = Checkpoints(directory, {**info, "stage": stage}, read_only=True)
+        state, stages = _from_export(setup, directory, info, may_change), [{"run": str(directory)}] if stage else []
+        return Start(0, state, str(directory), f"beginning with the weights of {directory}", stages)
+    checkpoints = Checkpoints(directory, info, read_only=True)
     try:
-        found = checkpoints.restore(setup.target(), None if stage else data, step, optimizer_to_reset(setup))
+        found = checkpoints.restore(
+            setup.target(),
+            None if stage else data,
+            wanted,
+            optimizer_to_reset(setup),
+            may_change=may_change,
+        )
     finally:
         checkpoints.close()
     if found is None:
         message = f"--resume={directory}: no checkpoint there"
         raise ConfigError([Problem("R022", "error", message, "give another run")])
-    if stage:
-        return 0, setup.another_stage(found[1]), f"{directory}@{found[0]}"
-    return (*found, str(directory))
+    step, state = found
+    if not stage:
+        return Start.after(step, state, directory)
+    source = f"{directory}@{step}"
+    return Start(0, setup.another_stage(state), source, f"another stage of {source}", _stages_up_to(directory, step))
 
 
-def stages_before(workdir: Path, source: str | None, stage: bool) -> list[dict[str, Any]]:
-    """What env.json holds of the stages that came before a run's own.
+def recorded_stages(workdir: Path) -> list[dict[str, Any]]:
+    """The stages before a run's, as its env.json holds them."""
+    return list(_environment(workdir).get("stages", []))
 
-    Args:
-      workdir: the run's.
-      source: where its state was found, as `first_state` says.
-      stage: the state is that of another run, of which this run is another stage.
 
-    Returns:
-      For each, from the first on: run, step at which the next stage took over, tokens trained on in it, seq_len and
-      batch_size.
-    """
-    directory, step = workdir, ""
-    if stage and source is not None:
-        name, _, step = source.rpartition("@")
-        directory = Path(name).parent
+def _environment(workdir: Path) -> dict[str, Any]:
     try:
-        found = json.loads((directory / "env.json").read_text())
-        before = list(found.get("stages", []))
-        if not step:
-            return before
-        seq_len, batch_size = found["config"]["data"]["seq_len"], found["config"]["train"]["batch_size"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return [{"run": str(directory), "step": int(step)}] if step else []
-    tokens = int(step) * seq_len * batch_size
-    return [
-        *before,
-        {"run": str(directory), "step": int(step), "tokens": tokens, "seq_len": seq_len, "batch_size": batch_size},
-    ]
+        return dict(json.loads((workdir / "env.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _stages_up_to(directory: Path, step: int) -> list[dict[str, Any]]:
+    """The stages before that of a run, given by its checkpoints, and this one up to a step."""
+    workdir = directory.parent
+    last: dict[str, Any] = {"run": str(workdir), "step": step}
+    config = _environment(workdir).get("config", {})
+    if {"data", "train"} <= config.keys():
+        seq_len, batch_size = config["data"]["seq_len"], config["train"]["batch_size"]
+        last |= {"tokens": step * seq_len * batch_size, "seq_len": seq_len, "batch_size": batch_size}
+    return [*recorded_stages(workdir), last]
 
 
 def optimizer_to_reset(setup: Setup) -> Callable | None:
@@ -101,7 +126,7 @@ def optimizer_to_reset(setup: Setup) -> Callable | None:
     return setup.fresh_optimizer if setup.config.train.reset_optimizer else None
 
 
-def _from_export(setup: Setup, directory: Path, info: dict[str, Any]) -> State:
+def _from_export(setup: Setup, directory: Path, info: dict[str, Any], may_change: tuple[str, ...]) -> State:
     """A fresh state with the weights of an exported (or imported) model."""
     model, tokenizer, config = load_exported(directory)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -110,7 +135,7 @@ def _from_export(setup: Setup, directory: Path, info: dict[str, Any]) -> State:
         "tokenizer": tokenizer.fingerprint,
         "config": plain_config(config),
     }
-    if lines := differences(saved, info):
+    if lines := differences(saved, info, may_change):
         shown = "\n  ".join(lines[:20])
         raise CheckpointError(
             f"the config does not fit the exported model {directory}:\n  {shown}\n"

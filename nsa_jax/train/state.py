@@ -1,4 +1,4 @@
-"""Training state: mesh, sharding rules, optimizer, and what a checkpoint holds.
+"""Training state: mesh, sharding rules, and what a checkpoint holds.
 
 The state is a plain nested dict {"step", "params", "opt_state"} of arrays. Parameters carry their names as dict keys,
 which sharding, weight decay and checkpoints go by.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.nn.sharding import BATCH_AXES, CONTEXT, MESH_AXES, parameter_spec
+from nsa_jax.train.optimizer import make_optimizer, names_of
 
 State = dict[str, Any]
 
@@ -92,17 +92,13 @@ def make_mesh(config: ConfigDict, devices: list | None = None) -> Mesh:
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def _names(path: tuple) -> list[str]:
-    return [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
-
-
 def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
     """How one array of the state is laid out: first by `_TENSOR_DIMENSIONS`, then its largest dimension over fsdp.
 
     Arrays under "blocks" have the layers as first axis, which is never split: a scan reads one layer at a time.
     Optimizer moments have their parameter's name in their path and get its layout.
     """
-    names = _names(path)
+    names = names_of(path)
     first = 1 if "blocks" in names else 0
     rule = next((r for r in ("/".join(names[-2:]), "".join(names[-1:])) if r in _TENSOR_DIMENSIONS), None)
     dimension = None if rule is None else first + _TENSOR_DIMENSIONS[rule]
@@ -124,50 +120,6 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def to_device(batch: dict[str, np.ndarray], sharding: jax.sharding.NamedSharding) -> dict[str, jax.Array]:
     """This process's rows as part of a global array."""
     return {name: jax.make_array_from_process_local_data(sharding, value) for name, value in batch.items()}
-
-
-def decays(path: tuple, _leaf=None) -> bool:
-    """Whether weight decay applies: to matrices (by name), not to norms, biases and position embeddings."""
-    name = _names(path)[-1]
-    return name.startswith("w_") or name in ("embedding", "head")
-
-
-def learning_rate(config: ConfigDict) -> Callable[[jax.Array], jax.Array]:
-    """The schedule: linear warm-up to the peak, then cosine, linear or constant.
-
-    Step s (0 is the first) of the warm-up uses the share (s + 1) / warmup_steps; the last step uses `final_fraction`
-    of the peak.
-    """
-    o, steps = config.optim, config.train.steps
-
-    def schedule(step):
-        step = jnp.asarray(step, jnp.float32)
-        warm = jnp.minimum((step + 1) / max(o.warmup_steps, 1), 1.0)
-        progress = jnp.clip((step - o.warmup_steps) / max(steps - 1 - o.warmup_steps, 1), 0.0, 1.0)
-        shape = {
-            "cosine": 0.5 * (1 + jnp.cos(jnp.pi * progress)),
-            "linear": 1.0 - progress,
-            "constant": jnp.ones_like(progress),
-        }[o.schedule]
-        final = 1.0 if o.schedule == "constant" else o.final_fraction
-        return o.learning_rate * warm * (final + (1 - final) * shape)
-
-    return schedule
-
-
-def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
-    """AdamW with global-norm clipping; decays matrices only."""
-    o = config.optim
-    adamw = optax.adamw(
-        learning_rate(config),
-        b1=o.b1,
-        b2=o.b2,
-        eps=o.eps,
-        weight_decay=o.weight_decay,
-        mask=lambda params: jax.tree_util.tree_map_with_path(decays, params),
-    )
-    # The identity keeps the place of clipping: the state, and so a checkpoint, has one form with and without it.
-    return optax.chain(optax.clip_by_global_norm(o.clip) if o.clip > 0 else optax.identity(), adamw)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from nsa_jax.nn.sharding import token_spec
 from nsa_jax.train.loss import token_losses, weighted_loss
-from nsa_jax.train.state import Setup, State, batch_sharding, learning_rate
+from nsa_jax.train.optimizer import learning_rate
+from nsa_jax.train.state import Setup, State, batch_sharding
 
 Batch = dict[str, jax.Array]
 

@@ -130,7 +130,7 @@ def test_rows_longer_than_the_original_length_turn_all_keys_by_the_row_under_dyn
 
 
 def test_every_new_parameter_gets_a_gradient_and_biases_and_norms_do_not_decay():
-    from nsa_jax.train.state import decays
+    from nsa_jax.train.optimizer import decays
 
     model = fill(Transformer(CONFIG, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model)

@@ -97,7 +97,7 @@ def test_a_run_becomes_a_folder_with_its_code(tmp_path, capsys):
     files = {path.name for path in out.iterdir()}
     assert files == {
         *("README.md", "config.json", "generation_config.json", "model.safetensors"),
-        *("tokenizer.json", "tokenizer_config.json", "configuration_nsa.py", "modeling_nsa.py"),
+        *("tokenizer.json", "tokenizer_config.json", "configuration_nsa.py", "attention_nsa.py", "modeling_nsa.py"),
     }
     for name in native_nsa.SOURCES:
         assert (out / name).read_bytes() == (SOURCES / name).read_bytes()
@@ -126,11 +126,12 @@ def test_config_json_has_every_field_that_the_class_takes(tmp_path):
 
 
 def test_the_code_imports_nothing_but_pytorch_and_transformers():
+    own = {f".{Path(name).stem}" for name in native_nsa.SOURCES}
     for name in native_nsa.SOURCES:
         tree = ast.parse((SOURCES / name).read_text())
         found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         found |= {f"{'.' * node.level}{node.module}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        roots = {module.partition(".")[0] for module in found - {".configuration_nsa"}}
+        roots = {module.partition(".")[0] for module in found - own}
         assert roots - set(sys.stdlib_module_names) <= {"torch", "transformers"}, name
 
 

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from orbax.checkpoint import v1 as ocp
 
 from nsa_jax.train.checkpoint import Checkpoints, describe
-from nsa_jax.train.state import make_optimizer
+from nsa_jax.train.optimizer import make_optimizer
 
 from .tiny import tiny_config
 

@@ -35,7 +35,7 @@ def final_state(workdir):
     run = make_run(workdir, **FULL)
     info = {"parameters": {}, "tokenizer": ""}
     checkpoints = Checkpoints(workdir / "checkpoints", info, read_only=True)
-    checkpoints._check_fits = lambda step: None
+    checkpoints._check_fits = lambda *_: None
     found = checkpoints.restore(run.setup.target(), run.pipeline.train(), 10)
     checkpoints.close()
     return found[1]

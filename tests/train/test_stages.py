@@ -1,18 +1,23 @@
 """Another stage of a run: its weights and averages, with data, rows, schedule and RoPE of its own."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from nsa_jax.command_line import load_config
 from nsa_jax.config import ConfigError
+from nsa_jax.hub.export import export
+from nsa_jax.hub.load import load
 from nsa_jax.train import CheckpointError
 from nsa_jax.train.loop import Run
-from nsa_jax.train.state import learning_rate
+from nsa_jax.train.optimizer import learning_rate
 
 from .tiny import losses, make_run, one_device, rows, tiny_config
 
+ROOT = Path(__file__).parents[2]
 FIRST = dict(train__steps=6, train__save_every=3, optim__schedule="constant")
 # Longer rows, other batches, another schedule, another base and more documents per step.
 SECOND = dict(
@@ -34,7 +39,7 @@ def first(tmp_path_factory):
 
 
 def restored(run, workdir):
-    """The state that a run starts from."""
+    """What a run starts with."""
     from nsa_jax.train.checkpoint import describe
     from nsa_jax.train.start import first_state
 
@@ -48,9 +53,10 @@ def restored(run, workdir):
 
 
 def test_weights_and_averages_are_kept_and_steps_and_schedule_begin_again(first, tmp_path):
-    before_step, before, _ = restored(make_run(tmp_path / "same", **FIRST), first)
-    step, state, source = restored(stage(tmp_path / "second", str(first)), first)
+    before_step, before, *_ = restored(make_run(tmp_path / "same", **FIRST), first)
+    step, state, source, said, _ = restored(stage(tmp_path / "second", str(first)), first)
     assert (before_step, step) == (6, 0) and source == f"{first / 'checkpoints'}@6"
+    assert said == f"another stage of {source}"
     assert int(before["step"]) == 6 and int(state["step"]) == 0
     jax.tree.map(np.testing.assert_array_equal, state["params"], before["params"])
     adam, schedule = state["opt_state"][1][0], state["opt_state"][1][2]
@@ -87,6 +93,26 @@ def test_a_stage_is_a_run_of_its_own_and_env_json_tells_the_chain(first, tmp_pat
     assert [(row["run"], row["step"], row["tokens"]) for row in found] == [
         (str(first), 6, 6 * 8 * 48), (str(whole), 3, 3 * 4 * 64),
     ]  # fmt: skip
+
+
+def test_an_exported_model_may_begin_a_stage_with_the_config_made_for_it(first, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    export(*load(first), tmp_path / "model")
+    saved = tiny_config(**FIRST)
+    config = load_config(f"{ROOT / 'configs' / 'extend.py'}:model,96")
+    assert config.model.to_dict() == {**saved.model.to_dict(), "rope_theta": config.model.rope_theta}
+    slowest = lambda theta: theta ** -((saved.model.head_dim - 2) / saved.model.head_dim)  # noqa: E731
+    assert slowest(config.model.rope_theta) * 96 == pytest.approx(slowest(saved.model.rope_theta) * 48)
+    assert config.data.tokenizer == "byte" and config.train.batch_size * 96 <= 131_072
+    config.data.update(saved.data.to_dict() | {"seq_len": 96})
+    config.train.update(saved.train.to_dict() | {"steps": 2})
+    with pytest.raises(CheckpointError, match="rope_theta"):
+        Run(config, tmp_path / "refused", "model", one_device()).run()
+    Run(config, tmp_path / "longer", "model", one_device(), stage=True).run()
+    assert list(losses(tmp_path / "longer")) == [1, 2]
+    assert json.loads((tmp_path / "longer" / "env.json").read_text())["stages"] == [{"run": "model"}]
+    with pytest.raises(ConfigError, match="nothing/config.json is missing"):
+        load_config(f"{ROOT / 'configs' / 'extend.py'}:nothing")
 
 
 def test_what_a_stage_may_not_change_is_refused_and_so_is_a_stage_of_nothing(first, tmp_path):

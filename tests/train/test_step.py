@@ -14,7 +14,8 @@ from flax import nnx
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
 from nsa_jax.train import loss as loss_lib
 from nsa_jax.train.loss import token_losses, weighted_loss
-from nsa_jax.train.state import decays, learning_rate, make_mesh, mesh_problems, partition_spec, setup
+from nsa_jax.train.optimizer import decays, learning_rate, make_optimizer
+from nsa_jax.train.state import make_mesh, mesh_problems, partition_spec, setup
 from nsa_jax.train.step import (
     host_transfers,
     make_eval_step,
@@ -303,6 +304,45 @@ def test_weight_decay_is_for_matrices_only():
         jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-1] for path, _ in paths if not decays(path)
     }
     assert kept == {"scale", "b_1", "gate_bias", "position"}
+
+
+def test_factors_of_groups_scale_the_updates_of_their_parameters_alone():
+    config = tiny_config(model__tie_embeddings=False)
+    params = setup(config, VOCAB, one_device()).init()["params"]
+    gradients = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), params)
+
+    def updates(**factors):
+        for name, value in factors.items():
+            kind, group = name.split("__")
+            config.optim[f"{kind}_factor"][group] = value
+        optimizer = make_optimizer(config)
+        found = optimizer.update(gradients, optimizer.init(params), params)[0]
+        for name in factors:
+            kind, group = name.split("__")
+            config.optim[f"{kind}_factor"][group] = 1.0
+        return found
+
+    usual = updates()
+    found = updates(learning_rate__gates=3.0, learning_rate__compressor=0.0, learning_rate__head=2.0)
+    attention, before = found["blocks"]["attention"], usual["blocks"]["attention"]
+    gates = 3 * config.model.num_heads
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    close(attention["w_in"][..., -gates:], 3 * before["w_in"][..., -gates:])
+    np.testing.assert_array_equal(attention["w_in"][..., :-gates], before["w_in"][..., :-gates])
+    close(attention["gate_bias"], 3 * before["gate_bias"])
+    close(found["head"], 2 * usual["head"])
+    np.testing.assert_array_equal(found["embedding"], usual["embedding"])
+    assert not any(np.any(leaf) for name in ("compress_key", "compress_value") for leaf in attention[name].values())
+
+    # Without their own decay, gates differ from the usual by decay * learning rate * parameter, and nothing else does.
+    found = updates(weight_decay__gates=0.0)
+    rate = float(learning_rate(config)(0))
+    w_in = params["blocks"]["attention"]["w_in"]
+    difference = found["blocks"]["attention"]["w_in"] - before["w_in"]
+    expected = (rate * config.optim.weight_decay * w_in).at[..., :-gates].set(0)
+    np.testing.assert_allclose(difference, expected, atol=1e-9)
+    np.testing.assert_array_equal(found["blocks"]["attention"]["gate_bias"], before["gate_bias"])
+    assert float(abs(expected).max()) > 1e-6
 
 
 def test_parameters_are_counted_from_the_arrays():

@@ -1,0 +1,180 @@
+"""A dense model trained on short rows, extended to long ones with NSA and with dense attention: loss and speed.
+
+    python benchmarks/corpus.py corpus
+    python benchmarks/extend.py base
+    python benchmarks/extend.py nsa
+    python benchmarks/extend.py dense
+    python benchmarks/extend.py report --json extend.json --plot extend.png
+
+"base" trains a dense model (configs/a100_prod.py with bytes as tokens) at 2,048 tokens, exports it for transformers
+and converts that folder: to NSA, to NSA with shared keys and values ("shared") and to dense. The next ones train a
+converted model on at 32,768 tokens by configs/extend.py and evaluate it. Their commands are printed as they run;
+"report" compares what is there. Flags after -- are passed on to train.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+from matplotlib.figure import Figure
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+CONVERSIONS = {
+    "nsa": ["--attention=nsa"],
+    "shared": ["--attention=nsa", "--shared_kv"],
+    "dense": ["--attention=dense"],
+}
+# The same for all, so that documents are the same; no packing and no exclusion of cuDNN's dense attention, which is the
+# fastest opponent.
+COMMON = [
+    "--config.data.source=text",
+    "--config.data.tokenizer=byte",
+    "--config.data.packing=False",
+    "--config.data.val_fraction=0.02",
+    "--config.train.deterministic=False",
+    "--config.train.sample_tokens=0",
+    "--config.model.scan_layers=False",
+    "--config.model.remat=dots_saved",
+]
+
+
+def command(*arguments: object) -> None:
+    """Runs a program of this repository and prints how."""
+    shown = [str(argument) for argument in arguments]
+    print("+ python", " ".join(shown), flush=True)
+    subprocess.run([sys.executable, *shown], cwd=ROOT, check=True)
+
+
+def train(options: argparse.Namespace, config: str, workdir: pathlib.Path, *flags: str) -> None:
+    """One training run."""
+    files = f"--config.data.files=('{options.corpus}/*.txt',)"
+    command("train.py", f"--config={config}", f"--workdir={workdir}", files, *COMMON, *flags, *options.flags)
+
+
+def base(options: argparse.Namespace) -> None:
+    """The dense model at short rows, and its conversions."""
+    folder = options.folder
+    train(
+        options, options.base_config, folder / "base", "--config.model.attention=dense",
+        f"--config.train.steps={options.base_steps}", "--config.train.batch_size=64", "--config.train.grad_accum=1",
+        "--config.train.save_every=100000", "--config.train.eval_every=500", "--config.optim.warmup_steps=100",
+    )  # fmt: skip
+    command("-m", "nsa_jax.export", folder / "base", folder / "base_hf", "--format=transformers")
+    for name in options.conversions.split(","):
+        what = [*CONVERSIONS[name], "--dtype=float32", "--tokenizer=byte"]
+        command("-m", "nsa_jax.convert", folder / "base_hf", folder / "converted" / name, *what)
+
+
+def extend(options: argparse.Namespace, name: str) -> None:
+    """One converted model, trained on at long rows and evaluated."""
+    model, workdir = options.folder / "converted" / name, options.folder / name
+    config = f"{ROOT / 'configs' / 'extend.py'}:{model},{options.length}"
+    train(
+        options, config, workdir, f"--resume={model}", "--stage", "--config.train.log_every=5",
+        f"--config.train.steps={options.steps}", "--config.train.eval_batches=16", "--config.train.save_every=100000",
+        f"--config.train.eval_every={max(options.steps // 4, 1)}",
+    )  # fmt: skip
+    command(
+        "-m", "nsa_jax.evaluate", workdir, "--tasks=position", f"--context={options.length}",
+        f"--stride={options.length}", f"--max-tokens={options.max_tokens}", "--batch-size=4",
+    )  # fmt: skip
+
+
+def read(workdir: pathlib.Path) -> dict[str, Any]:
+    """What is known of one extension."""
+    env = json.loads((workdir / "env.json").read_text())
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "perf/step_seconds" in row][2:]
+    seconds = statistics.median(row["perf/step_seconds"] for row in steps)
+    config = env["config"]
+    tokens = config["train"]["batch_size"] * config["data"]["seq_len"]
+    evaluation = json.loads((workdir / "evaluation" / "evaluation.json").read_text())
+    return {
+        "parameters": env["parameters"],
+        "tokens_per_step": tokens,
+        "step_seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "validation": [{"step": row["step"], "loss": row["val/loss"]} for row in rows if "val/loss" in row],
+        "by_position": evaluation["tasks"]["position"]["bins"],
+        "device": env["devices"],
+        "versions": env["versions"],
+        "git": env["git"],
+    }
+
+
+def draw(runs: dict[str, dict[str, Any]]) -> Figure:
+    """Validation loss over tokens, and loss by position at the end."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for (name, run), marker in zip(runs.items(), "os^Dv", strict=False):
+        label = f"{name}: {run['tokens_per_second'] / 1000:,.0f}k tokens/s"
+        points = run["validation"]
+        left.plot([p["step"] * run["tokens_per_step"] / 1e6 for p in points], [p["loss"] for p in points], f"{marker}-")
+        bins = [row for row in run["by_position"] if row["to"] >= 128]
+        right.plot([row["to"] for row in bins], [row["loss"] for row in bins], f"{marker}-", label=label)
+    left.set_xlabel("million tokens after conversion")
+    left.set_ylabel("validation loss (nats per byte)")
+    left.set_yscale("log")
+    right.set_xscale("log", base=2)
+    right.set_xlabel("position in the row, up to")
+    right.set_ylabel("loss at the end (nats per byte)")
+    right.legend()
+    for axes in (left, right):
+        axes.grid(True, alpha=0.3)
+    return figure
+
+
+def report(options: argparse.Namespace) -> None:
+    """Compares what has been run; prints a table and writes the files."""
+    runs = {
+        name: read(options.folder / name)
+        for name in CONVERSIONS
+        if (options.folder / name / "evaluation" / "evaluation.json").exists()
+    }
+    print("| model | step 0 | end | tokens/s |\n|---|---|---|---|")
+    for name, run in runs.items():
+        first, last = run["validation"][0]["loss"], run["validation"][-1]["loss"]
+        print(f"| {name} | {first:.4f} | {last:.4f} | {run['tokens_per_second']:,.0f} |")
+    names = list(runs)
+    print("\n| position | " + " | ".join(names) + " |\n" + "|---" * (len(names) + 1) + "|")
+    for rows in zip(*(run["by_position"] for run in runs.values()), strict=True):
+        losses = " | ".join(f"{row['loss']:.4f}" for row in rows)
+        print(f"| {rows[0]['from']:,} to {rows[0]['to']:,} | {losses} |")
+    if options.json:
+        options.json.write_text(json.dumps({"command": sys.argv, "runs": runs}, indent=1) + "\n")
+    if options.plot:
+        draw(runs).savefig(options.plot, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("base", *CONVERSIONS, "report"))
+    parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "runs" / "extension", help="of all runs")
+    parser.add_argument("--corpus", type=pathlib.Path, default=ROOT / "corpus")
+    parser.add_argument("--base_config", default="configs/a100_prod.py")
+    parser.add_argument("--base_steps", type=int, default=1526, help="of 131,072 tokens: 200 million")
+    parser.add_argument("--conversions", default="nsa,shared,dense", help="what base converts to")
+    parser.add_argument("--length", type=int, default=32_768, help="of the new rows")
+    parser.add_argument("--steps", type=int, default=380, help="of the extension, 131,072 tokens each: 50 million")
+    parser.add_argument("--max_tokens", type=int, default=4_000_000, help="of the evaluation")
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--plot", type=pathlib.Path)
+    own, _, flags = " ".join(sys.argv[1:]).partition(" -- ")
+    options = parser.parse_args(own.split())
+    options.flags = flags.split()
+    if options.what == "base":
+        base(options)
+    elif options.what == "report":
+        report(options)
+    else:
+        extend(options, options.what)
+
+
+if __name__ == "__main__":
+    main()
