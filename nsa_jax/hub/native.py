@@ -91,10 +91,9 @@ def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
       LoadError: transformers has no such model.
     """
     if config.attention == "nsa":
-        if config.shared_kv or config.selector != "compressed":
-            which = "shared_kv" if config.shared_kv else f"selector={config.selector!r}"
+        if config.selector != "compressed":
             raise LoadError(
-                f"the PyTorch classes have no counterpart of a model with {which}. Fix: leave out "
+                f"the PyTorch classes have no counterpart of a model with selector={config.selector!r}. Fix: leave out "
                 "--format=transformers, and read the export with nsa_jax.load"
             )
         return nsa_json(config, seq_len)

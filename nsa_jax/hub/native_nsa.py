@@ -15,7 +15,6 @@ from nsa_jax.nn import ModelConfig
 
 ARCHITECTURE = "NSAForCausalLM"
 SOURCES = ("configuration_nsa.py", "attention_nsa.py", "modeling_nsa.py")
-_PROJECTIONS = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate")  # the pieces of w_in, in its order
 
 
 def copy_sources(path: Path) -> None:
@@ -48,6 +47,7 @@ def nsa_json(config: ModelConfig, seq_len: int) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "value_head_dim": config.value_head_dim,
         **dataclasses.asdict(config.nsa),
+        "shared_kv": config.shared_kv,
         "compressor": config.compressor,
         "qk_norm": config.qk_norm,
         "qkv_bias": config.qkv_bias,
@@ -72,7 +72,10 @@ def _widths(config: ModelConfig) -> dict[str, int]:
     """Rows of each projection of attention, in the order in which the columns of w_in hold them."""
     query = config.num_heads * config.head_dim
     key, value = config.num_kv_heads * config.head_dim, config.num_kv_heads * config.value_head_dim
-    return dict(zip(_PROJECTIONS, (query, *(key, value) * 3, 3 * config.num_heads), strict=True))
+    found = {"q": query}
+    for branch in ("",) if config.shared_kv else ("_cmp", "_slc", "_win"):
+        found |= {f"k{branch}": key, f"v{branch}": value}
+    return found | {"gate": 3 * config.num_heads}
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

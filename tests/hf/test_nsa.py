@@ -45,6 +45,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling": YARN,
         "tie_embeddings": False,
     },
+    "shared keys and values": {
+        **{name: True for name in ("qk_norm", "qkv_bias")},
+        "value_head_dim": 8,
+        "nsa": {"shared_kv": True},
+    },
     "norms alone, mean": {"qk_norm": True, "compressor": "mean"},
     "wide values, capped": {"value_head_dim": 24, "logit_soft_cap": 5.0, "qkv_bias": True},
     "narrow values, partial rope": {
@@ -146,6 +151,7 @@ def test_tensors_keep_their_bits(models, tmp_path):
     params = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     attention, widths = params["blocks"]["attention"], model.blocks.attention.widths
     order = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate")
+    order = ("q", "k", "v", "gate") if model.config.shared_kv else order
     for index in range(2):
         at = f"model.layers.{index}.self_attn."
         fused = np.concatenate([got.pop(f"{at}{part}_proj.weight") for part in order]).T

@@ -25,7 +25,7 @@ class NSACache(Cache):
       seen: P, the columns that the cache holds.
       states: for each layer, arrays by name: `key_slc` and `value_slc` of all columns, `key_win` and `value_win` of the
         last window - 1, `key_raw` and `value_raw` of the last compress_block - 1, `key_cmp` and `value_cmp` of all
-        compressed blocks.
+        compressed blocks. With `shared_kv`, `key_win`, `value_win` and `value_raw` are absent: the others hold them.
     """
 
     is_compileable = False
@@ -260,12 +260,9 @@ class NSAttention(nn.Module):
         n, k, h, v = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.value_head_dim
         bias = config.qkv_bias
         self.q_proj = nn.Linear(config.hidden_size, n * h, bias=bias)
-        self.k_cmp_proj = nn.Linear(config.hidden_size, k * h, bias=bias)
-        self.v_cmp_proj = nn.Linear(config.hidden_size, k * v, bias=bias)
-        self.k_slc_proj = nn.Linear(config.hidden_size, k * h, bias=bias)
-        self.v_slc_proj = nn.Linear(config.hidden_size, k * v, bias=bias)
-        self.k_win_proj = nn.Linear(config.hidden_size, k * h, bias=bias)
-        self.v_win_proj = nn.Linear(config.hidden_size, k * v, bias=bias)
+        for branch in ("",) if config.shared_kv else ("_cmp", "_slc", "_win"):
+            setattr(self, f"k{branch}_proj", nn.Linear(config.hidden_size, k * h, bias=bias))
+            setattr(self, f"v{branch}_proj", nn.Linear(config.hidden_size, k * v, bias=bias))
         self.gate_proj = nn.Linear(config.hidden_size, n * 3, bias=False)
         self.gate_bias = nn.Parameter(torch.zeros(n, 3))
         self.o_proj = nn.Linear(n * v, config.hidden_size, bias=config.out_bias)
@@ -289,20 +286,21 @@ class NSAttention(nn.Module):
         config = self.config
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         query = _heads(self.q_proj(x), heads)
-        key_slc, key_win, key_raw = (
-            _heads(project(x), kv_heads) for project in (self.k_slc_proj, self.k_win_proj, self.k_cmp_proj)
-        )
+        projects = [self.k_proj] if config.shared_kv else [self.k_cmp_proj, self.k_slc_proj, self.k_win_proj]
+        keys = [_heads(project(x), kv_heads) for project in projects]
         if config.qk_norm:
-            query = self.q_norm(query)
-            key_slc, key_win, key_raw = (self.k_norm(key) for key in (key_slc, key_win, key_raw))
-        arrays = {
-            "key_slc": _turn(key_slc, turns),
-            "value_slc": _heads(self.v_slc_proj(x), kv_heads),
-            "key_win": _turn(key_win, turns),
-            "value_win": _heads(self.v_win_proj(x), kv_heads),
-            "key_raw": key_raw,
-            "value_raw": _heads(self.v_cmp_proj(x), kv_heads),
-        }
+            query, keys = self.q_norm(query), [self.k_norm(key) for key in keys]
+        arrays = {"key_raw": keys[0]}
+        if config.shared_kv:
+            arrays |= {"key_slc": _turn(keys[0], turns), "value_slc": _heads(self.v_proj(x), kv_heads)}
+        else:
+            arrays |= {
+                "key_slc": _turn(keys[1], turns),
+                "value_slc": _heads(self.v_slc_proj(x), kv_heads),
+                "key_win": _turn(keys[2], turns),
+                "value_win": _heads(self.v_win_proj(x), kv_heads),
+                "value_raw": _heads(self.v_cmp_proj(x), kv_heads),
+            }
         arrays = self._with_past(arrays, places, block_turns, state)
         gates = self.gate_proj(x).float().unflatten(-1, (-1, 3)) + self.gate_bias.float()
         gates = torch.sigmoid(gates).transpose(1, 2).unflatten(1, (kv_heads, -1))  # [B, K, G, T, 3]
@@ -321,7 +319,8 @@ class NSAttention(nn.Module):
         kept = {"win": config.window - 1, "raw": config.compress_block - 1}
         if state:
             arrays = {name: torch.cat([state[name], array], dim=2) for name, array in arrays.items()}
-        raw = {name: arrays.pop(f"{name}_raw") for name in ("key", "value")}
+        recent = {name: array for name, array in arrays.items() if name[-3:] in kept}
+        raw = {"key": arrays.pop("key_raw"), "value": arrays.pop("value_raw", arrays["value_slc"])}
         for name in ("key", "value"):
             fresh = self._compress(name, raw[name], places)
             fresh = _turn(fresh, block_turns) if name == "key" else fresh
@@ -333,9 +332,8 @@ class NSAttention(nn.Module):
             arrays[f"{name}_cmp"] = fresh
         if state is not None:
             state.update(arrays)
-            for name in ("key", "value"):
-                for kind, array in (("win", arrays[f"{name}_win"]), ("raw", raw[name])):
-                    state[f"{name}_{kind}"] = array[:, :, max(array.shape[2] - kept[kind], 0) :]
+            for name, array in recent.items():
+                state[name] = array[:, :, max(array.shape[2] - kept[name[-3:]], 0) :]
         return arrays
 
     def _compress(self, name, raw, places):
@@ -401,7 +399,8 @@ class NSAttention(nn.Module):
 
     def _window(self, query, arrays, places, positions, at):
         """Attention to the last `window` tokens."""
-        key, value, window = arrays["key_win"], arrays["value_win"], self.config.window
+        key, value = (arrays.get(f"{name}_win", arrays[f"{name}_slc"]) for name in ("key", "value"))
+        window = self.config.window
         first = places.past + places.length - key.shape[2]  # column of the first key that is kept
         low = max(places.past + at - window + 1 - first, 0)
         high = places.past + at + query.shape[3] - first
