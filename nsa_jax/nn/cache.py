@@ -281,9 +281,7 @@ def _append_by_kernels(attention: NSAttention, layer: NSALayerCache, batch: int)
     They know the compressors of this library, and one device: under a mesh the compiler splits the plain operations.
     """
     config = attention.config
-    if not kernels_wanted(config.implementation) or config.qk_norm:
-        return False
-    if config.shared_kv or config.selector == "mean_key":
+    if not kernels_wanted(config.implementation) or config.qk_norm or config.selector == "mean_key":
         return False
     if batch_axes(batch) or tensor_size() > 1:
         return False
