@@ -178,7 +178,8 @@ def _compressed(features, tail_ref, first, phi_refs, config: NSAConfig):
 
 def _emit_kernel(*refs, v_dim, learned, config: NSAConfig):
     """refs: lengths [1], cos and sin [2, H/2], key and value tails [l or S, H or V], compressed keys and values
-    (aliased), then hidden [chunks, M], b_1 and W_2 of both compressors if learned; out: compressed keys [C, H], values [C, V]."""
+    (aliased), then hidden [chunks, M], b_1 and W_2 of both compressors if learned; out: compressed keys [C, H],
+    values [C, V]."""
     lengths_ref, turn_ref, key_tail_ref, value_tail_ref = refs[:4]
     phi_refs, (key_ref, value_ref) = refs[6:-2], refs[-2:]
     role, used = pl.program_id(0), 3 * learned
