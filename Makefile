@@ -53,9 +53,9 @@ lint: $(call stamp,test)
 pytest: $(call stamp,test)
 	$(PY) -m pytest -q -n $(TEST_JOBS) $(PYTEST_ARGS)
 
-# Against Hugging Face transformers, in an environment of its own. Where pip finds a CPU build of PyTorch this takes two
-# minutes to install (2.3 GB); elsewhere pip takes the build with CUDA, several GB more. To avoid that, name PyTorch's
-# index of CPU builds in PIP_EXTRA_INDEX_URL. .ci/run runs it only with a CPU build.
+# Against Hugging Face transformers and lm-evaluation-harness, in an environment of its own. Where pip finds a CPU build
+# of PyTorch this takes two minutes to install (2.5 GB); elsewhere pip takes the build with CUDA, several GB more. To
+# avoid that, name PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL. .ci/run runs it only with a CPU build.
 HF_VENV ?= .venv-hf
 HF_CONSTRAINTS ?= constraints-hf.txt
 
@@ -65,7 +65,7 @@ test-hf: $(HF_VENV)/.installed
 $(HF_VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(HF_CONSTRAINTS)
 	$(PYTHON) -m venv $(HF_VENV)
 	$(HF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -c $(HF_CONSTRAINTS) \
-	  -e . torch transformers pytest pytest-timeout
+	  -e .[eval] torch transformers accelerate pytest pytest-timeout
 	@touch $@
 
 # Attacks on the project's promises, drawn from SEED, for MINUTES; a short form is part of the tests.

@@ -35,11 +35,14 @@ def say(text: str) -> None:
 def train_once(name: str, make_config: Callable[[], ConfigDict]) -> Path:
     """The workdir of a small run, trained at the first call and kept in build/notebooks/ for the next one.
 
-    Other notebooks that ask for the same run at the same time wait for it.
+    Other notebooks that ask for the same run at the same time wait for it. Of its steps, the share in the environment
+    variable NSA_JAX_NOTEBOOK_STEPS is trained; tests, which look at no figure, need a few.
     """
     from nsa_jax.train.loop import Run
 
-    config = make_config()
+    config, share = make_config(), float(os.environ.get("NSA_JAX_NOTEBOOK_STEPS", 1.0))
+    for field in ("steps", "save_every"):
+        config.train[field] = max(int(share * config.train[field]), 1)
     # Another config is another run.
     workdir = BUILD / f"{name}-{hashlib.sha256(config.to_json_best_effort().encode()).hexdigest()[:8]}"
     BUILD.mkdir(parents=True, exist_ok=True)

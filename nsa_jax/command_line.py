@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import logging
 import re
 import sys
 import tempfile
@@ -20,8 +21,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from nsa_jax.config import default_config
+from nsa_jax.devices import choose_platform
 from nsa_jax.fields import ConfigError, Problem, expected, no_such_field, remote, walk, wrong_value
 
+EXIT_USAGE = 2
 LARGEST = 2**31 - 1
 OVERRIDE = "config.FIELD"  # the flag that overrides are turned into
 _TRUE, _FALSE = ("true", "t", "1"), ("false", "f", "0")
@@ -204,6 +207,27 @@ def _exists(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def run_program(work: Callable[[], object]) -> int:
+    """Runs a command line tool with its logging and platform set; a mistake of the user ends in one line.
+
+    Args:
+      work: what the tool does. The errors that name the user's mistakes (LoadError, DataError, ConfigError,
+        CheckpointError, PromptError) are ValueErrors; these and OSErrors are reported.
+
+    Returns:
+      The exit status: 0, or EXIT_USAGE if an error was reported on standard error.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    choose_platform()
+    try:
+        work()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
 
 
 def number(kind: type, lowest: float, highest: float = LARGEST) -> Callable[[str], Any]:

@@ -15,7 +15,6 @@ continued training; --text reports the loss of both before that, on files.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import re
 import sys
@@ -25,18 +24,16 @@ from pathlib import Path
 import numpy as np
 from ml_collections import ConfigDict
 
-from nsa_jax.command_line import number
-from nsa_jax.data import DataError, Tokenizer, load_tokenizer
+from nsa_jax.command_line import number, run_program
+from nsa_jax.data import Tokenizer, load_tokenizer
 from nsa_jax.data.sources import TextSource
 from nsa_jax.data.tokenizers import ByteTokenizer
-from nsa_jax.devices import choose_platform
 from nsa_jax.evaluate.scoring import Scorer, score_documents
 from nsa_jax.hub.convert import GATE, import_dense
 from nsa_jax.hub.export import export
 from nsa_jax.hub.export_files import LoadError, file_in, shortened
 from nsa_jax.nn import Transformer
 
-EXIT_USAGE = 2
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -120,12 +117,13 @@ def step_zero_losses(
 ) -> dict[str, float]:
     """Nats per token of several models on text files, in windows of `context` tokens."""
     documents = [tokenizer.encode(text) for text in TextSource(tuple(files)).documents()]
-    documents = [document[: 64 * context] for document in documents if len(document)]
-    token_bytes = np.asarray(tokenizer.token_bytes)
+    documents = [document for document in documents if len(document)]
+    longest = 64 * context
+    cut = [index for index, document in enumerate(documents) if len(document) > longest]
+    documents = [document[:longest] for document in documents]
+    text = (documents, np.asarray(tokenizer.token_bytes), tokenizer.eos_id)
     return {
-        name: score_documents(
-            Scorer(model), documents, token_bytes, tokenizer.eos_id, context=context, stride=context, batch_size=1
-        )["loss"]
+        name: score_documents(Scorer(model), *text, context=context, stride=context, batch_size=1, cut=cut)["loss"]
         for name, model in models.items()
     }
 
@@ -171,15 +169,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line tool; returns the exit status."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    choose_platform()
-    try:
-        convert(args)
-    except (LoadError, DataError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    return 0
+    return run_program(lambda: convert(args))
 
 
 if __name__ == "__main__":

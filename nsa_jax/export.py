@@ -17,14 +17,12 @@ With --import-from=CHECKPOINT the arguments are those of `python -m nsa_jax.conv
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nsa_jax.command_line import run_program
 from nsa_jax.convert import add_arguments, convert, step_zero_losses
-from nsa_jax.data import DataError
-from nsa_jax.devices import choose_platform
 from nsa_jax.hub.convert import import_dense, imported_config
 from nsa_jax.hub.export import export, load_exported
 from nsa_jax.hub.export_files import LoadError
@@ -41,10 +39,11 @@ __all__ = [
     "step_zero_losses",
 ]
 
-EXIT_USAGE = 2
-
 
 def _export(args: argparse.Namespace) -> None:
+    if args.import_from:
+        args.checkpoint, args.output = args.import_from, args.path
+        return convert(args)
     if not args.output:
         raise LoadError("name the directory to write: python -m nsa_jax.export WORKDIR OUTPUT")
     if Path(args.output).exists() and Path(args.path).exists() and Path(args.output).samefile(args.path):
@@ -80,19 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line tool; returns the exit status."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    choose_platform()
-    try:
-        if args.import_from:
-            args.checkpoint, args.output = args.import_from, args.path
-            convert(args)
-        else:
-            _export(args)
-    except (LoadError, DataError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    return 0
+    return run_program(lambda: _export(args))
 
 
 if __name__ == "__main__":

@@ -26,18 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax.command_line import number
-from nsa_jax.data import DataError, Tokenizer
+from nsa_jax.command_line import number, run_program
+from nsa_jax.data import Tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer
-from nsa_jax.devices import choose_platform
-from nsa_jax.hub.export_files import LoadError
 from nsa_jax.hub.load import load
 from nsa_jax.nn import Transformer
 from nsa_jax.nn.cache import Cache, memory_report
 from nsa_jax.nn.decoder import Decoder
 from nsa_jax.sampling import Sampling, sample
-
-EXIT_USAGE = 2
 
 
 class PromptError(ValueError):
@@ -429,40 +425,34 @@ def _prompt(args: argparse.Namespace) -> str | bytes:
         raise PromptError(f"--prompt-file={args.prompt_file}: {error.strerror}") from error
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line tool; returns the exit status."""
-    args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    choose_platform()
+def _generate(args: argparse.Namespace) -> None:
     reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
     if reconfigure:
         reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run
-    try:
-        sampling = Sampling(
-            repetition_penalty=args.repetition_penalty,
-            temperature=0.0 if args.greedy else args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            seed=args.seed,
-        )
-        model, tokenizer, config = load(args.path)
-        generator = Generator(model, tokenizer, context=args.context or config.data.seq_len)
-        if args.interactive:
-            _interact(generator, args, sampling)
-            return 0
-        prompt = _prompt(args)
-        if not prompt and not args.quiet:
-            print("empty prompt: a new document is started with a line break", file=sys.stderr)
-        elif not args.quiet:
-            shown = prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt
-            _write(shown)
-        _run_once(generator, prompt, args, sampling)
-    except (LoadError, PromptError, DataError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    return 0
+    sampling = Sampling(
+        repetition_penalty=args.repetition_penalty,
+        temperature=0.0 if args.greedy else args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+    )
+    model, tokenizer, config = load(args.path)
+    generator = Generator(model, tokenizer, context=args.context or config.data.seq_len)
+    if args.interactive:
+        return _interact(generator, args, sampling)
+    prompt = _prompt(args)
+    if not prompt and not args.quiet:
+        print("empty prompt: a new document is started with a line break", file=sys.stderr)
+    elif not args.quiet:
+        _write(prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt)
+    _run_once(generator, prompt, args, sampling)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line tool; returns the exit status."""
+    args = _parser().parse_args(argv)
+    return run_program(lambda: _generate(args))
 
 
 if __name__ == "__main__":

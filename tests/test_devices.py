@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from nsa_jax import devices, export, generate
+from nsa_jax import command_line, devices, export, generate
 from nsa_jax.evaluate import command as evaluate
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +48,7 @@ def test_tools_choose_the_platform_before_anything_else(tool, monkeypatch):
     def choose():
         raise Chosen
 
-    monkeypatch.setattr(tool, "choose_platform", choose)
+    monkeypatch.setattr(command_line, "choose_platform", choose)
     with pytest.raises(Chosen):
         tool.main(["nowhere"])
 

@@ -35,6 +35,8 @@ def test_every_notebook_has_both_files():
 def test_a_notebook_runs_and_says_what_to_see_in_its_figures(name, monkeypatch, tmp_path):
     monkeypatch.delenv("XLA_FLAGS")  # the tests' eight virtual devices
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    monkeypatch.setenv("NSA_JAX_NOTEBOOK_STEPS", "0.2")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     build.run(name)
     cells = nbformat.read(build.OUTPUT / f"{name}.ipynb", as_version=4).cells

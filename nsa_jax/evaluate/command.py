@@ -4,14 +4,19 @@ r"""Evaluates a trained model: perplexity, use of the context, retrieval.
     python -m nsa_jax.evaluate runs/quickstart --files notes.txt --stride 64 --tasks perplexity
     python -m nsa_jax.evaluate runs/quickstart --tasks needle,needle-multi --lengths 4096,16384 --samples 16
     python -m nsa_jax.evaluate runs/recall --tasks recall
+    python -m nsa_jax.evaluate runs/llama-nsa --tasks lm_eval:arc_easy,hellaswag --limit 200 --allow-download
 
 Tasks (default: those that fit the run's data):
+  validation    the run's own validation: the rows, masks and counts of training, so the same loss and bits per byte.
   perplexity    nats per token, perplexity and bits per byte over held-out documents (or --files), in windows of
                 --context tokens that advance by --stride: a smaller stride gives tokens more context and costs more.
+                Training validates on packed rows, where tokens have less context: compare with validation for that.
   position      loss by position in the context, with a plot: does the long context help?
   needle        a fact at every depth of contexts of several lengths: is it found, and was its block selected?
   needle-multi  the same among several facts.
   recall        the associative recall task of configs/recall.py.
+  lm_eval:NAME  tasks of EleutherAI's lm-evaluation-harness, from --task-path or its own; needs pip install
+                "nsa_jax[eval]". Names after it that are none of the tasks above are tasks of the harness too.
 
 Results go to a table, OUTPUT/evaluation.json and pictures in OUTPUT, by default PATH/evaluation.
 """
@@ -20,8 +25,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
-import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -32,9 +37,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from nsa_jax.command_line import number
+from nsa_jax.command_line import number, run_program
 from nsa_jax.data import DataError
-from nsa_jax.devices import choose_platform
 from nsa_jax.evaluate import retrieval
 from nsa_jax.evaluate.scoring import (
     HeldOut,
@@ -44,11 +48,12 @@ from nsa_jax.evaluate.scoring import (
     position_bins,
     score_documents,
 )
-from nsa_jax.hub.export_files import LoadError
-from nsa_jax.hub.load import load
+from nsa_jax.evaluate.validation import repeat_validation
+from nsa_jax.hub.load import load, recorded_metrics
 
-EXIT_USAGE = 2
-TASKS = ("perplexity", "position", "needle", "needle-multi", "recall")
+TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall")
+_SAME_LOSS = 1e-3  # relative; kernels and precision of another machine may differ by less
+HARNESS = "lm_eval:"  # before names of tasks of the lm-evaluation-harness
 
 
 class Evaluation:
@@ -69,7 +74,8 @@ class Evaluation:
         """Tasks that fit the run's data."""
         if self.config.data.source == "synthetic" and not self.args.files:
             return ["recall"] if self.config.data.synthetic == "recall" else []
-        return ["perplexity", "position", "needle", "needle-multi"]
+        validated = self.config.train.eval_batches and not self.args.files
+        return [*(["validation"] if validated else []), "perplexity", "position", "needle", "needle-multi"]
 
     @property
     def held_out(self) -> HeldOut:
@@ -88,14 +94,19 @@ class Evaluation:
         return self._probe
 
     @property
+    def token_bytes(self) -> np.ndarray:
+        """Bytes of text of each token id: int32 [vocab]."""
+        found = np.zeros(self.model.config.vocab_size, np.int32)
+        found[: self.tokenizer.vocab_size] = self.tokenizer.token_bytes
+        return found
+
+    @property
     def scores(self) -> dict[str, Any]:
         if self._scores is None:
-            token_bytes = np.zeros(self.model.config.vocab_size, np.int32)
-            token_bytes[: self.tokenizer.vocab_size] = self.tokenizer.token_bytes
             self._scores = score_documents(
                 Scorer(self.model),
                 self.documents,
-                token_bytes,
+                self.token_bytes,
                 self.tokenizer.eos_id,
                 context=self.context,
                 stride=min(self.args.stride or self.context // 2, self.context),
@@ -104,10 +115,26 @@ class Evaluation:
             )
         return self._scores
 
+    def validation(self) -> dict[str, Any]:
+        """The run's validation, beside what the run recorded of it at this step."""
+        result = repeat_validation(self.model, self.tokenizer, self.config, self.token_bytes, self.args.batch_size)
+        recorded = recorded_metrics(self.args.path).get("val/loss")
+        if recorded is not None:
+            result["recorded_loss"] = recorded
+        self._table("validation, as in training", [result])
+        if recorded is not None and abs(result["loss"] - recorded) > _SAME_LOSS * abs(recorded):
+            self._say(f"the run recorded a loss of {recorded:.6g}: its data, or the precision here, are others")
+        return result
+
     def perplexity(self) -> dict[str, Any]:
-        """The task of that name."""
+        """Losses over whole documents."""
         result = {name: value for name, value in self.scores.items() if name != "by_position"}
         self._table("perplexity", [result])
+        if not self.args.files:
+            self._say(
+                f"Whole documents in windows of {result['context']:,} tokens that advance by {result['stride']:,}: not "
+                "comparable with val/bits_per_byte of training (packed rows); --tasks validation is."
+            )
         return result
 
     def position(self) -> dict[str, Any]:
@@ -162,8 +189,40 @@ class Evaluation:
         self._table(f"associative recall ({self.config.model.attention})", [result])
         return result
 
+    def harness(self, names: list[str]) -> dict[str, dict[str, Any]]:
+        """Tasks of the lm-evaluation-harness, each under its name with the prefix."""
+        if importlib.util.find_spec("lm_eval") is None:
+            raise DataError(f"--tasks {HARNESS}{names[0]}", "lm-eval is not installed", 'pip install "nsa_jax[eval]"')
+        from nsa_jax.evaluate.harness import HarnessModel, run_tasks
+
+        args = self.args
+        model = HarnessModel(
+            self.model, self.tokenizer, context=self.context, batch_size=args.batch_size, seed=args.seed
+        )
+        found = run_tasks(
+            model,
+            names,
+            task_path=args.task_path,
+            num_fewshot=args.num_fewshot,
+            limit=args.limit,
+            allow_download=args.allow_download,
+            samples=self.output if args.log_samples else None,
+        )
+        rows = [
+            {"task": name, "shots": row["num_fewshot"], "samples": row["samples"], "metric": metric, "value": value}
+            for name, row in found.items()
+            for metric, value in row["metrics"].items()
+        ]
+        self._table("lm-evaluation-harness", rows)
+        return {f"{HARNESS}{name}": row for name, row in found.items()}
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     def _table(self, title: str, rows: list[dict[str, Any]]) -> None:
         def shown(value):
+            if value is None or isinstance(value, str):
+                return value
             return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
 
         table = Table(title=title, show_header=len(rows) > 1)
@@ -182,14 +241,20 @@ class Evaluation:
         tasks = self.args.tasks or self.default_tasks()
         if not tasks:
             raise DataError("--tasks", "none fits synthetic data of this kind", "name tasks, with --files for text")
+        harness = [task for task in tasks if task not in TASKS]
         result: dict[str, Any] = {"path": str(self.args.path), "context": self.context, "tasks": {}}
         for task in tasks:
             begin = time.perf_counter()
             if task == "needle-multi":
-                found = self.needle(self.args.num_keys, "needle-multi")
-            else:
-                found = getattr(self, task)()
-            result["tasks"][task] = {**found, "seconds": round(time.perf_counter() - begin, 2)}
+                found = {task: self.needle(self.args.num_keys, "needle-multi")}
+            elif task in TASKS:
+                found = {task: getattr(self, task)()}
+            elif task == harness[0]:
+                found = self.harness([name.removeprefix(HARNESS) for name in harness])
+            else:  # it ran with the first
+                continue
+            seconds = round(time.perf_counter() - begin, 2)
+            result["tasks"] |= {name: {**values, "seconds": seconds} for name, values in found.items()}
         (self.output / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
         self.console.print(f"written to {self.output}")
         return result
@@ -200,9 +265,18 @@ def _parser() -> argparse.ArgumentParser:
         return lambda text: [kind(x) for x in text.split(",")]
 
     def tasks(text):
-        names = text.split(",")
-        if unknown := set(names) - set(TASKS):
-            raise argparse.ArgumentTypeError(f"unknown {sorted(unknown)}: choose from {', '.join(TASKS)}")
+        names, harness, unknown = [], False, []
+        for name in text.split(","):
+            harness = harness or name.startswith(HARNESS)
+            if name in TASKS or (name.startswith(HARNESS) and name != HARNESS):
+                names.append(name)
+            elif harness and name and name != HARNESS:
+                names.append(HARNESS + name)
+            else:
+                unknown.append(name)
+        if unknown:
+            known = f"{', '.join(TASKS)}, {HARNESS}NAME"
+            raise argparse.ArgumentTypeError(f"unknown {sorted(unknown)}: choose from {known}")
         return names
 
     parser = argparse.ArgumentParser(
@@ -230,6 +304,12 @@ def _parser() -> argparse.ArgumentParser:
         "--num-keys", type=number(int, 1), default=4, help="needle-multi: facts per context (default %(default)s)"
     )
     parser.add_argument("--seed", type=number(int, 0), default=0)
+    group = parser.add_argument_group("lm_eval")
+    group.add_argument("--task-path", metavar="DIR", help="its yaml files are tasks too, and go before others")
+    group.add_argument("--num-fewshot", type=number(int, 0), help="examples per question; default: as the task says")
+    group.add_argument("--limit", type=number(int, 1), help="questions per task; default: all")
+    group.add_argument("--allow-download", action="store_true", help="fetch data of tasks that is not on this machine")
+    group.add_argument("--log-samples", action="store_true", help="write each question and answer to OUTPUT")
     parser.add_argument("--output", help="directory for results; default: PATH/evaluation")
     return parser
 
@@ -237,12 +317,4 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line tool; returns the exit status."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    choose_platform()
-    try:
-        Evaluation(args).run()
-    except (LoadError, DataError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    return 0
+    return run_program(lambda: Evaluation(args).run())

@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from nsa_jax.data import DataError, Tokenizer, make_pipeline
 from nsa_jax.data.sources import TextSource
 from nsa_jax.nn import Transformer
+from nsa_jax.nn.sharding import MESH_AXES
 
 # Tokens of logits that exist at once, times the vocabulary.
 _LOGITS_ELEMENTS = 2**26
@@ -36,13 +39,27 @@ def windows(num_tokens: int, context: int, stride: int) -> Iterator[tuple[int, i
 
 
 class Scorer:
-    """Losses of a model on rows of tokens."""
+    """Losses of a model on rows of tokens. Rows are spread over devices, each of which holds the whole model.
 
-    def __init__(self, model: Transformer):
+    Args:
+      model: the Transformer.
+      devices: None means all of this process.
+    """
+
+    def __init__(self, model: Transformer, devices: Sequence[jax.Device] | None = None):
+        devices = jax.local_devices() if devices is None else list(devices)
+        self._num_devices = len(devices)
         self._graphdef, self._params = nnx.split(model)
-        self._run = jax.jit(self._losses)
+        score: Any = self._score
+        if len(devices) > 1:
+            grid = np.asarray(devices).reshape(-1, *(1,) * (len(MESH_AXES) - 1))
+            mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+            self._params = jax.device_put(self._params, NamedSharding(mesh, P()))
+            rows = P(MESH_AXES[0])
+            score = jax.shard_map(score, mesh=mesh, in_specs=(P(), rows, rows), out_specs=rows, check_vma=False)
+        self._run = jax.jit(score)
 
-    def _losses(self, params, inputs, targets):
+    def _score(self, params, inputs, targets):
         model: Transformer = nnx.merge(self._graphdef, params)
         hidden = model.hidden(inputs)
         batch, length, dim = hidden.shape
@@ -52,14 +69,26 @@ class Scorer:
 
         def piece(args):
             logits = model.logits(args[0])
-            return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, args[1][:, None], -1)[:, 0]
+            losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, args[1][:, None], -1)[:, 0]
+            return losses, jnp.argmax(logits, -1) == args[1]
 
-        losses = jax.lax.map(piece, (hidden.reshape(pieces, -1, dim), targets.reshape(pieces, -1)))
-        return losses.reshape(batch, length)
+        found = jax.lax.map(piece, (hidden.reshape(pieces, -1, dim), targets.reshape(pieces, -1)))
+        return jax.tree.map(lambda x: x.reshape(batch, length), found)
+
+    def score(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Nats of each target, float32 [B, T], and whether it is the most likely token, bool [B, T].
+
+        Args:
+          inputs, targets: int [B, T].
+        """
+        missing = ((0, -len(inputs) % self._num_devices), (0, 0))  # every device has as many rows
+        found = self._run(self._params, np.pad(inputs, missing), np.pad(targets, missing))
+        losses, greedy = (np.asarray(x)[: len(inputs)] for x in found)
+        return losses, greedy
 
     def __call__(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Nats of each target: float32 [B, T] from int [B, T] inputs and targets."""
-        return np.asarray(self._run(self._params, jnp.asarray(inputs), jnp.asarray(targets)))
+        return self.score(inputs, targets)[0]
 
 
 def score_documents(

@@ -19,7 +19,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from nsa_jax.hub.export_files import Arrays, LoadError, read_json
-from nsa_jax.hub.families import dense_shapes, imported_config, sliding_window, unsupported
+from nsa_jax.hub.families import imported_config, layer_shapes, model_shapes, sliding_window, unsupported
 from nsa_jax.hub.saved_config import abstract_model, checked_model_config
 from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.nn.layers import make_compressor
@@ -60,7 +60,7 @@ def _check_window(described: dict[str, Any], config: ConfigDict, path: Path) -> 
 def _check_arrays(arrays: Arrays, config: ModelConfig, path: Path) -> None:
     """Raises LoadError unless the arrays are exactly those that the config asks for, from their headers alone."""
     expected = set()
-    for name, shape in dense_shapes(config):
+    for name, shape in model_shapes(config, layer_shapes(config)):
         arrays.expect(name, shape)
         expected.add(name)
     unused = sorted(

@@ -184,7 +184,7 @@ def imported_config(described: dict[str, Any], attention: str, path: Path = Path
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each array of one layer in transformers' layout, by its name without the layer's prefix."""
+    """Shape of each array of a layer with dense attention, by its name in transformers' layout without the prefix."""
     dim, query = config.dim, config.num_heads * config.head_dim
     key, value = config.num_kv_heads * config.head_dim, config.num_kv_heads * config.value_head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -207,11 +207,16 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def dense_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every array of a dense checkpoint in transformers' layout, one layer after another."""
+def model_shapes(config: ModelConfig, layer: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every array of a model in transformers' layout, one layer after another.
+
+    Args:
+      config: the model's.
+      layer: shape of each array of one layer, by its name without the layer's prefix.
+    """
     yield "model.embed_tokens.weight", (config.vocab_size, config.dim)
     for index in range(config.num_layers):
-        for name, shape in layer_shapes(config).items():
+        for name, shape in layer.items():
             yield f"model.layers.{index}.{name}", shape
     yield "model.norm.weight", (config.dim,)
     if not config.tie_embeddings:

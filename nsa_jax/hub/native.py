@@ -16,8 +16,8 @@ from ml_collections import ConfigDict
 from nsa_jax.data import Tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from nsa_jax.hub.export_files import LaterArray, LoadError, write_arrays
-from nsa_jax.hub.families import dense_shapes
-from nsa_jax.hub.native_nsa import ARCHITECTURE, SOURCES, copy_sources, nsa_json, nsa_layer_arrays, nsa_shapes
+from nsa_jax.hub.families import layer_shapes, model_shapes
+from nsa_jax.hub.native_nsa import ARCHITECTURE, SOURCES, copy_sources, nsa_fields, nsa_layer_arrays, nsa_layer_shapes
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
 
 _SHARD_BYTES = 5 * 2**30
@@ -80,6 +80,30 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
     return found
 
 
+def _dense_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
+    """The fields of config.json that say what a model of a dense family computes."""
+    # The names of version 4 of transformers, which version 5 reads too.
+    found: dict[str, Any] = {
+        "hidden_act": "silu",
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _rope_scaling(config),
+    }
+    if config.rope_scaling.kind == "dynamic":  # frequencies of this kind begin to change beyond this length
+        found["max_position_embeddings"] = config.rope_scaling.original_length
+    if kind == "llama":
+        found |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    elif kind == "qwen3":
+        found |= {"attention_bias": config.qkv_bias}
+    window = config.attention == "window"
+    if kind.startswith("qwen"):
+        found["use_sliding_window"] = window
+    if window:
+        found["sliding_window"] = config.nsa.window
+    if window and kind.startswith("qwen"):
+        found["max_window_layers"] = 0  # layers before this one would attend to the whole row
+    return found
+
+
 def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
     """The config.json that transformers reads, without the tokens of the tokenizer.
 
@@ -96,11 +120,11 @@ def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
                 f"the PyTorch classes have no counterpart of a model with selector={config.selector!r}. Fix: leave out "
                 "--format=transformers, and read the export with nsa_jax.load"
             )
-        return nsa_json(config, seq_len)
-    kind, architecture = family_of(config)
-    scaling = config.rope_scaling
-    # The names of version 4 of transformers, which version 5 reads too.
-    found: dict[str, Any] = {
+        kind, architecture, fields = "nsa", ARCHITECTURE, nsa_fields(config)
+    else:
+        kind, architecture = family_of(config)
+        fields = _dense_fields(config, kind)
+    return {
         "architectures": [architecture],
         "model_type": kind,
         "vocab_size": config.vocab_size,
@@ -110,29 +134,14 @@ def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        # Frequencies of the kind "dynamic" begin to change beyond this length.
-        "max_position_embeddings": scaling.original_length if scaling.kind == "dynamic" else seq_len,
+        "max_position_embeddings": seq_len,
         "initializer_range": config.init_std,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": _rope_scaling(config),
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": config.param_dtype,
         "use_cache": True,
+        **fields,
     }
-    if kind == "llama":
-        found |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
-    elif kind == "qwen3":
-        found |= {"attention_bias": config.qkv_bias}
-    window = config.attention == "window"
-    if kind.startswith("qwen"):
-        found["use_sliding_window"] = window
-    if window:
-        found["sliding_window"] = config.nsa.window
-    if window and kind.startswith("qwen"):
-        found["max_window_layers"] = 0  # layers before this one would attend to the whole row
-    return found
 
 
 def _cut(stacked: Any, index: int, first: int = 0, end: int | None = None) -> np.ndarray:
@@ -179,9 +188,8 @@ def _arrays(model: Transformer) -> dict[str, LaterArray]:
         layer = (nsa_layer_arrays if sparse else _layer_arrays)(params["blocks"], index, config)
         made |= {f"model.layers.{index}.{name}": make for name, make in layer.items()}
     dtype = np.dtype(params["embedding"].dtype)
-    return {
-        name: LaterArray(shape, dtype, made[name]) for name, shape in (nsa_shapes if sparse else dense_shapes)(config)
-    }
+    shapes = (nsa_layer_shapes if sparse else layer_shapes)(config)
+    return {name: LaterArray(shape, dtype, made[name]) for name, shape in model_shapes(config, shapes)}
 
 
 def _byte_tokenizer() -> str:

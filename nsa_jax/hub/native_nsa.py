@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +23,14 @@ def copy_sources(path: Path) -> None:
         shutil.copyfile(Path(__file__).parent / "transformers_nsa" / name, path / name)
 
 
-def nsa_json(config: ModelConfig, seq_len: int) -> dict[str, Any]:
-    """The config.json of an NSA model, without the tokens of the tokenizer.
-
-    Args:
-      config: of an NSA model.
-      seq_len: tokens of the rows that it was trained on.
-    """
+def nsa_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json that only an NSA model has."""
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "nsa",
         "auto_map": {
             "AutoConfig": "configuration_nsa.NSAConfig",
             "AutoModel": "modeling_nsa.NSAModel",
             "AutoModelForCausalLM": f"modeling_nsa.{ARCHITECTURE}",
         },
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
         "value_head_dim": config.value_head_dim,
         **dataclasses.asdict(config.nsa),
         "shared_kv": config.shared_kv,
@@ -59,12 +45,6 @@ def nsa_json(config: ModelConfig, seq_len: int) -> dict[str, Any]:
             "rotary_dim": config.rotary_dim,
             **dataclasses.asdict(config.rope_scaling),
         },
-        "rms_norm_eps": config.norm_eps,
-        "initializer_range": config.init_std,
-        "max_position_embeddings": seq_len,
-        "tie_word_embeddings": config.tie_embeddings,
-        "torch_dtype": config.param_dtype,
-        "use_cache": True,
     }
 
 
@@ -78,8 +58,8 @@ def _widths(config: ModelConfig) -> dict[str, int]:
     return found | {"gate": 3 * config.num_heads}
 
 
-def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each array of one layer, by its name without the layer's prefix."""
+def nsa_layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each array of a layer with NSA, by its name without the layer's prefix."""
     dim, block = config.dim, config.nsa.compress_block
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (dim,), "post_attention_layernorm.weight": (dim,)}
     linear = {f"self_attn.{name}_proj": (width, dim, config.qkv_bias) for name, width in _widths(config).items()}
@@ -100,17 +80,6 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.qk_norm:
         shapes |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
     return shapes
-
-
-def nsa_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every array of an NSA model in the layout of the PyTorch class."""
-    yield "model.embed_tokens.weight", (config.vocab_size, config.dim)
-    for index in range(config.num_layers):
-        for name, shape in _layer_shapes(config).items():
-            yield f"model.layers.{index}.{name}", shape
-    yield "model.norm.weight", (config.dim,)
-    if not config.tie_embeddings:
-        yield "lm_head.weight", (config.vocab_size, config.dim)
 
 
 def _piece(stacked: Any, index: int, first: int = 0, end: int | None = None) -> np.ndarray:

@@ -19,10 +19,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.report.page import build
 from nsa_jax.report.reading import ReportError, read_run
-
-EXIT_USAGE = 2
 
 
 def write(path: Path, text: str) -> None:

@@ -13,10 +13,15 @@ from nsa_jax.train.state import Setup, to_device
 from nsa_jax.train.step import make_sampler
 
 
+def validation_sums(eval_step, params, batches, sharding) -> dict[str, float]:
+    """Nats, tokens and bytes of text of the fixed validation batches."""
+    parts = [eval_step(params, to_device(batch, sharding)) for batch in batches]
+    return {name: math.fsum(float(part[name]) for part in jax.device_get(parts)) for name in parts[0]}
+
+
 def evaluate(eval_step, params, batches, sharding) -> dict[str, float]:
     """Validation metrics over the fixed validation batches."""
-    parts = [eval_step(params, to_device(batch, sharding)) for batch in batches]
-    sums = {name: math.fsum(float(part[name]) for part in jax.device_get(parts)) for name in parts[0]}
+    sums = validation_sums(eval_step, params, batches, sharding)
     return metrics.validation_row(sums["nats"], sums["tokens"], sums["bytes"])
 
 

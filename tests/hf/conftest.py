@@ -1,9 +1,10 @@
-"""transformers keeps copies of the code of folders; here in a directory that goes with the tests."""
+"""transformers keeps copies of code, and datasets of tables; here in directories that go with the tests."""
 
 import atexit
 import os
 import shutil
 import tempfile
 
-os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()
-atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+for _name in ("HF_MODULES_CACHE", "HF_DATASETS_CACHE"):
+    os.environ[_name] = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, os.environ[_name], ignore_errors=True)

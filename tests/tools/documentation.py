@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import yaml
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -314,6 +315,8 @@ def check(found: list[Block], world: World) -> None:
             elif block.kind == "bash":
                 for words in commands(block):
                     world.check_command(words)
+            elif block.kind == "yaml":
+                yaml.safe_load(block.text)
             elif block.kind in ("text", ""):
                 check_tree(block)
             else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import types
 
 import jax
 import numpy as np
@@ -11,10 +13,12 @@ import pytest
 from flax import nnx
 
 from nsa_jax import evaluate, nn
+from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.config import default_config
+from nsa_jax.data.errors import DataError
 from nsa_jax.data.synthetic import recall_rows
-from nsa_jax.data.tokenizers import ByteTokenizer
-from nsa_jax.evaluate import retrieval
+from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer
+from nsa_jax.evaluate import retrieval, validation
 
 from .runs import small_config, write_run
 
@@ -172,8 +176,32 @@ def test_command_line(tmp_path, capsys):
     assert len(found["needle"]["cells"]) == 2 and found["needle-multi"]["cells"][0]["num_keys"] == 2
     for name in ("loss_by_position.png", "needle.png", "needle-multi.png"):
         assert (path / "evaluation" / name).stat().st_size > 5_000
-    assert evaluate.main([str(tmp_path)]) == evaluate.EXIT_USAGE
+    assert evaluate.main([str(tmp_path)]) == EXIT_USAGE
     assert "neither checkpoints" in capsys.readouterr().err
+
+
+def test_validation_that_cannot_be_repeated_is_refused(model, monkeypatch):
+    config, token_bytes = small_config(), np.ones(260, np.int32)
+    monkeypatch.setattr(validation, "make_pipeline", lambda config: types.SimpleNamespace(tokenizer=ByteTokenizer()))
+    with pytest.raises(DataError, match="tokenizer now is byte-1, the model's is synthetic-1-257-random"):
+        validation.repeat_validation(model, SyntheticTokenizer(257, copy=False), config, token_bytes, 8)
+    config.train.eval_batches = 0
+    with pytest.raises(DataError, match="the run has no validation"):
+        validation.repeat_validation(model, ByteTokenizer(), config, token_bytes, 8)
+
+
+def test_tasks_of_the_harness_need_a_package(tmp_path, capsys, monkeypatch):
+    write_run(tmp_path / "run", small_config())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert evaluate.main([str(tmp_path / "run"), "--tasks", "lm_eval:arc_easy,hellaswag"]) == EXIT_USAGE
+    assert 'pip install "nsa_jax[eval]"' in capsys.readouterr().err
+    parse = evaluate.command._parser().parse_args
+    found = parse(["run", "--tasks", "recall,lm_eval:a,b,position,lm_eval:recall"]).tasks
+    assert found == ["recall", "lm_eval:a", "lm_eval:b", "position", "lm_eval:recall"]
+    for wrong in ("arc_easy", "lm_eval:", "lm_eval:a,,b"):
+        with pytest.raises(SystemExit):
+            parse(["run", "--tasks", wrong])
+        assert "lm_eval:NAME" in capsys.readouterr().err
 
 
 def test_recall_is_the_default_task_of_its_run(tmp_path):

@@ -14,6 +14,7 @@ from flax import nnx
 
 import nsa_jax
 from nsa_jax import export, nn
+from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.loading import LoadError
 
@@ -65,7 +66,7 @@ def test_command_line_exports_a_run(tmp_path, capsys):
     write_run(tmp_path / "run", small_config())
     assert export.main([f"{tmp_path / 'run'}@1", str(tmp_path / "out")]) == 0
     same_parameters(nsa_jax.load(f"{tmp_path / 'run'}@1")[0], nsa_jax.load(tmp_path / "out")[0])
-    assert export.main([str(tmp_path / "run")]) == export.EXIT_USAGE
+    assert export.main([str(tmp_path / "run")]) == EXIT_USAGE
     assert "name the directory to write" in capsys.readouterr().err
 
 
@@ -155,10 +156,16 @@ def test_step_zero_losses_are_those_of_the_models(tmp_path):
         log_probs = np.asarray(jax.nn.log_softmax(jax.jit(model)(ids[None, :-1]))[0])
         assert losses[name] == pytest.approx(-log_probs[np.arange(36), ids[1:]].mean(), rel=1e-5)
     assert losses["dense"] != losses["nsa"]
+    # In windows of one token a document of 96 is cut after 64 and goes on: 63 targets, none of them the end.
+    text.write_text("hello world " * 8)
+    cut = export.step_zero_losses({"dense": models["dense"]}, Letters(), [str(text)], context=1)["dense"]
+    ids = Letters().encode("hello world " * 8)
+    log_probs = np.asarray(jax.nn.log_softmax(models["dense"](ids[:63, None])))[:, 0]
+    assert cut == pytest.approx(-log_probs[np.arange(63), ids[1:64]].mean(), rel=1e-5)
 
 
 def test_an_import_without_tokenizer_asks_for_one(tmp_path, capsys):
-    assert export.main(["--import-from", str(LLAMA), str(tmp_path / "out")]) == export.EXIT_USAGE
+    assert export.main(["--import-from", str(LLAMA), str(tmp_path / "out")]) == EXIT_USAGE
     assert "name a tokenizer.json" in capsys.readouterr().err
     assert export.main(["--import-from", str(LLAMA), str(tmp_path / "out"), "--tokenizer", "byte"]) == 0
     assert nsa_jax.load(tmp_path / "out")[2].model.attention == "nsa"

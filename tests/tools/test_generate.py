@@ -10,6 +10,7 @@ from flax import nnx
 
 import nsa_jax
 from nsa_jax import generate, nn
+from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.generate import Generator, PromptError, _TextStream
 from nsa_jax.loading import LoadError
@@ -230,7 +231,7 @@ def test_command_line(workdir, capsys, tmp_path):
         ([path, "--top-p", "2"], "top_p=2.0"),
         ([path, "--prompt", "x" * 100], "context holds 96"),
     ):
-        assert generate.main(wrong) == generate.EXIT_USAGE
+        assert generate.main(wrong) == EXIT_USAGE
         assert words in capsys.readouterr().err
 
 

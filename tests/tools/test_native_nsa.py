@@ -17,7 +17,7 @@ from nsa_jax import export, nn
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.hub import native_nsa
 from nsa_jax.hub.export_files import Arrays
-from nsa_jax.hub.native import export_native
+from nsa_jax.hub.native import export_native, native_config
 
 from .runs import small_config, write_run
 
@@ -123,7 +123,7 @@ def test_config_json_has_every_field_that_the_class_takes(tmp_path):
     (init,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     fields = {argument.arg for argument in init.args.args} - {"self"}
     (rope,) = (ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign))
-    described = native_nsa.nsa_json(nn.ModelConfig.from_config(small_config(), 257), 96)
+    described = native_config(nn.ModelConfig.from_config(small_config(), 257), 96)
     assert fields == described.keys() - {"architectures", "model_type", "auto_map", "torch_dtype"}
     assert rope.keys() == described["rope_options"].keys()
 

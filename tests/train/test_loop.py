@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from nsa_jax import NSAConfig
+from nsa_jax import NSAConfig, evaluate
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
 from nsa_jax.ops import reference
 from nsa_jax.train import flops, metrics
@@ -62,6 +62,24 @@ def test_every_row_has_a_step_and_finite_numbers(finished):
 def test_validation_falls_from_eight_bits_per_byte(finished):
     values = [row["val/bits_per_byte"] for row in all_rows(finished[0]) if "val/loss" in row]
     assert 7.5 < values[0] < 9 and values[-1] < 6 and len(values) == 3
+
+
+def test_evaluation_repeats_the_last_validation(finished, tmp_path, capsys):
+    """In smaller batches, on several devices instead of one; the other task scores documents with more context."""
+    workdir, run, summary = finished
+    tasks = ["--tasks", "validation,perplexity", "--output", str(tmp_path), "--batch-size", "5"]
+    assert evaluate.main([str(workdir), *tasks]) == 0
+    found = json.loads((tmp_path / "evaluation.json").read_text())["tasks"]
+    last, again = summary["validation"], found["validation"]
+    assert last["step"] == 30
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        assert again[name] == pytest.approx(last[f"val/{name}"], rel=1e-6)
+    assert again["recorded_loss"] == last["val/loss"]
+    masks = [batch["loss_mask"] for batch in run.pipeline.validation()]
+    assert (again["tokens"], again["rows"]) == (sum(mask.sum() for mask in masks), sum(len(mask) for mask in masks))
+    assert again["bytes"] == pytest.approx(again["loss"] * again["tokens"] / math.log(2) / again["bits_per_byte"])
+    assert abs(found["perplexity"]["bits_per_byte"] / last["val/bits_per_byte"] - 1) > 1e-4
+    assert "not comparable with val/bits_per_byte" in capsys.readouterr().out
 
 
 def test_validation_is_the_loss_over_held_out_tokens(finished):

@@ -1,0 +1,70 @@
+"""The validation of training, repeated: the same rows, masks and counts."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from nsa_jax.data import DataError, Tokenizer, make_pipeline
+from nsa_jax.nn import Transformer
+from nsa_jax.train import setup
+from nsa_jax.train.metrics import validation_row
+from nsa_jax.train.state import batch_sharding
+from nsa_jax.train.step import make_eval_step
+from nsa_jax.train.validation import validation_sums
+
+
+def repeat_validation(
+    model: Transformer, tokenizer: Tokenizer, config: ConfigDict, token_bytes: np.ndarray, batch_size: int
+) -> dict[str, Any]:
+    """The metrics that training logs as val/loss, val/perplexity and val/bits_per_byte.
+
+    Rows are spread over devices of this process; each holds the whole model.
+
+    Args:
+      model: the Transformer.
+      tokenizer: the model's.
+      config: the training config, whose data must be on this machine.
+      token_bytes: int [vocab], bytes of text of each token id.
+      batch_size: rows at once at most; training's own batch may have been that of many devices.
+
+    Returns:
+      loss, perplexity, bits_per_byte, tokens, bytes, rows (of seq_len tokens, padding included), seq_len.
+
+    Raises:
+      DataError: the run holds nothing out, or its data now has another tokenizer.
+    """
+    train = config.train
+    if not train.eval_batches:
+        raise DataError("config.train.eval_batches=0", "the run has no validation", "use --tasks perplexity")
+    pipeline = make_pipeline(config)
+    if pipeline.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"config.data.source={config.data.source!r}",
+            f"its tokenizer now is {pipeline.tokenizer.fingerprint}, the model's is {tokenizer.fingerprint}",
+            "restore the data that the run was trained on, or use --tasks perplexity",
+        )
+    batches = pipeline.validation()
+    here = copy.deepcopy(config)
+    here.mesh.update({"data": -1, "fsdp": 1, "tensor": 1, "context": 1})
+    rows = max(n for n in range(1, train.batch_size + 1) if train.batch_size % n == 0 and n <= batch_size)
+    here.train.grad_accum = train.batch_size // rows
+    devices = jax.local_devices()
+    made = setup(here, tokenizer.vocab_size, devices[: math.gcd(rows, len(devices))])
+    with jax.set_mesh(made.mesh):
+        params = jax.device_put(nnx.to_pure_dict(nnx.state(model, nnx.Param)), made.sharding["params"])
+        sums = validation_sums(make_eval_step(made, token_bytes), params, batches, batch_sharding(made.mesh))
+    row = validation_row(sums["nats"], sums["tokens"], sums["bytes"])
+    return {
+        **{name.removeprefix("val/"): value for name, value in row.items()},
+        "tokens": int(sums["tokens"]),
+        "bytes": int(sums["bytes"]),
+        "rows": len(batches) * train.batch_size,
+        "seq_len": config.data.seq_len,
+    }
