@@ -115,11 +115,6 @@ def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
       LoadError: transformers has no such model.
     """
     if config.attention == "nsa":
-        if config.selector != "compressed":
-            raise LoadError(
-                f"the PyTorch classes have no counterpart of a model with selector={config.selector!r}. Fix: leave out "
-                "--format=transformers, and read the export with nsa_jax.load"
-            )
         kind, architecture, fields = "nsa", ARCHITECTURE, nsa_fields(config)
     else:
         kind, architecture = family_of(config)

@@ -50,6 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "value_head_dim": 8,
         "nsa": {"shared_kv": True},
     },
+    "mean keys": {"qk_norm": True, "nsa": {"selector": "mean_key", "num_initial": 1, "num_local": 1}},
+    "mean keys, shared": {"num_kv_heads": 1, "nsa": {"selector": "mean_key", "shared_kv": True}},
     "norms alone, mean": {"qk_norm": True, "compressor": "mean"},
     "wide values, capped": {"value_head_dim": 24, "logit_soft_cap": 5.0, "qkv_bias": True},
     "narrow values, partial rope": {
@@ -151,6 +153,7 @@ def test_tensors_keep_their_bits(models, tmp_path):
     params = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     attention, widths = params["blocks"]["attention"], model.blocks.attention.widths
     order = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate")
+    order = order if model.config.selector == "compressed" else order[:1] + order[3:]
     order = ("q", "k", "v", "gate") if model.config.shared_kv else order
     for index in range(2):
         at = f"model.layers.{index}.self_attn."

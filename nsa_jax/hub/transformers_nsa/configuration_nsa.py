@@ -27,7 +27,9 @@ class NSAConfig(PretrainedConfig):
       num_selected, num_initial, num_local: selection blocks that a query reads, and of these the first and the last
         ones, which it always reads.
       window: tokens that the sliding window reads, the query's own included.
-      shared_kv: the three branches share one projection of keys and one of values.
+      selector: "compressed", or "mean_key" for blocks chosen by the mean of their keys, without a compressed branch;
+        compress_block and compress_stride are then select_block.
+      shared_kv: the branches share one projection of keys and one of values.
       qk_norm: queries and keys are normalised per head before RoPE.
       qkv_bias, out_bias, mlp_bias: which projections have biases.
       logit_soft_cap: c, of logits c * tanh(logits / c); 0 means none.
@@ -56,6 +58,7 @@ class NSAConfig(PretrainedConfig):
         num_initial=1,
         num_local=2,
         window=512,
+        selector="compressed",
         shared_kv=False,
         qk_norm=False,
         qkv_bias=False,
@@ -86,6 +89,7 @@ class NSAConfig(PretrainedConfig):
         self.num_initial = num_initial
         self.num_local = num_local
         self.window = window
+        self.selector = selector
         self.shared_kv = shared_kv
         self.qk_norm = qk_norm
         self.qkv_bias = qkv_bias
