@@ -85,7 +85,7 @@ $(PY):
 
 $(call stamp,run): pyproject.toml $(CONSTRAINTS) | $(PY)
 	@echo "$(if $(GPU),GPU found ($(GPU)),no NVIDIA GPU found): installing nsa_jax$(if $(EXTRAS), with [$(EXTRAS)],, CPU only)"
-	$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e .$(if $(EXTRAS),[$(EXTRAS)])
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e .[train$(comma)report$(if $(EXTRAS),$(comma)$(EXTRAS))]
 	@touch $@
 
 $(call stamp,test): $(call stamp,run)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from configs import a100_prod
+from nsa_jax.command_line import load_config
 from nsa_jax.config import default_config
 from nsa_jax.hub.export import exported_config
 
@@ -33,7 +33,7 @@ def get_config(argument: str = "") -> ConfigDict:
       argument: "EXPORT" or "EXPORT,LENGTH": a directory that convert or export wrote, and the tokens of the new rows.
     """
     directory, _, length = argument.partition(",")
-    saved = exported_config(directory) if directory else a100_prod.get_config()
+    saved = exported_config(directory) if directory else load_config(str(Path(__file__).with_name("a100_prod.py")))
     c = default_config()
     c.name = "extend"
 

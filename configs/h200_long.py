@@ -8,14 +8,16 @@ Reaches: not measured.
 Command: python train.py --config=configs/h200_long.py
 """
 
+from pathlib import Path
+
 from ml_collections import ConfigDict
 
-from configs import a100_prod
+from nsa_jax.command_line import load_config
 
 
 def get_config() -> ConfigDict:
     """The long-context run."""
-    c = a100_prod.get_config()
+    c = load_config(str(Path(__file__).with_name("a100_prod.py")))
     c.name = "h200_long"
 
     c.model.rope_theta = 1_000_000.0

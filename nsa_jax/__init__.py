@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from nsa_jax.extras import extra, installed_version
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.decode import DecodeInfo, decode_attention
 from nsa_jax.ops.explain import explain
@@ -37,7 +38,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imports `load` when it is first used: the operator alone needs neither Flax nor the trainer's configuration."""
     if name == "load":
-        from nsa_jax.hub.load import load
-
+        with extra("train"):
+            from nsa_jax.hub.load import load
         return load
+    if name == "__version__":
+        return installed_version()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import logging
+import os
 import re
 import sys
 import tempfile
@@ -121,12 +122,15 @@ def load_config(path: str) -> ConfigDict:
     """The config that a file's get_config() returns.
 
     Args:
-      path: of the file; what follows a colon is get_config's argument.
+      path: of the file, or the name of a config that comes with the package, such as quickstart; what follows a colon
+        is get_config's argument.
 
     Raises:
       ConfigError: naming the file and, if its code is at fault, the line.
     """
     name, colon, argument = path.partition(":")
+    if re.fullmatch(r"\w{1,64}", name) and not os.path.lexists(name):
+        name = _shipped(name)
     try:
         source = Path(name).read_bytes()
     except (OSError, ValueError) as error:
@@ -153,6 +157,17 @@ def load_config(path: str) -> ConfigDict:
         kind = type(config).__name__
         raise _file_error(f"{name}: get_config() returned {kind}", "return what default_config() returned, edited")
     return ConfigDict(config)  # one that can be changed, whatever kind it was
+
+
+def _shipped(name: str) -> str:
+    """The file of a config that comes with the package: inside of it if installed, else beside it."""
+    package = Path(__file__).parent
+    folder = next((path for path in (package / "configs", package.parent / "configs") if path.is_dir()), package)
+    path = folder / f"{name}.py"
+    if not path.is_file():
+        names = ", ".join(sorted(found.stem for found in folder.glob("*.py")))
+        raise _file_error(f"{name}: no such file", f"name a file, or one of {names}")
+    return str(path)
 
 
 def _file_error(where: str, fix: str) -> ConfigError:

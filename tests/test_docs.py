@@ -65,7 +65,7 @@ def test_every_block_is_true(page, world):
     ("text", "message"),
     [
         ("```python\nassert 1 == 2, 'untrue'\n```", "untrue"),
-        ("```yaml\na: 1\n```", "kind 'yaml'"),
+        ("```toml\na = 1\n```", "kind 'toml'"),
         ("```bash\nrm -r runs\n```", "what rm does"),
         ("```bash\nmake everything\n```", "make everything"),
         ("```bash\npython train.py --config=configs/toy.py --config.train.step=1\n```", "train.step"),

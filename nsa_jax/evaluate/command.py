@@ -123,7 +123,9 @@ class Evaluation:
             result["recorded_loss"] = recorded
         self._table("validation, as in training", [result])
         if recorded is not None and abs(result["loss"] - recorded) > _SAME_LOSS * abs(recorded):
-            self._say(f"the run recorded a loss of {recorded:.6g}: its data, or the precision here, are others")
+            self._say(
+                f"The run recorded a loss of {recorded:.6g} here: the data or the precision are not those of training."
+            )
         return result
 
     def perplexity(self) -> dict[str, Any]:

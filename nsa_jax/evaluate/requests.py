@@ -91,7 +91,7 @@ def generation_settings(given: dict[str, Any], seed: int = 0) -> tuple[list[str]
       Stop strings, the largest number of new tokens, and how tokens are drawn.
 
     Raises:
-      ValueError: a field is unknown, or has a value that is not possible.
+      ValueError: a field is not supported, or has a value that is not possible.
     """
     rest = dict(given)
     until = rest.pop("until", None) or []
@@ -100,8 +100,10 @@ def generation_settings(given: dict[str, Any], seed: int = 0) -> tuple[list[str]
     new_tokens = int(next((limit for limit in limits if limit is not None), DEFAULT_NEW_TOKENS))
     drawn = {name: rest.pop(name) for name in _DRAWING if rest.get(name) is not None}
     temperature = float(drawn.pop("temperature", 0.0))
-    if rest.pop("do_sample", temperature > 0) is False:
-        temperature = 0.0
+    draws = rest.pop("do_sample", None)
+    if draws and not temperature:
+        raise ValueError("generation_kwargs: do_sample is set without a temperature; set one above 0")
+    temperature = 0.0 if draws is False else temperature
     unknown = {name: value for name, value in rest.items() if value is not None and _NEUTRAL.get(name) != value}
     if unknown:
         raise ValueError(

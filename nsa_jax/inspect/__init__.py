@@ -15,40 +15,43 @@ model. `capture_arrays` and `read_weights_arrays` take the arguments of `nsa_jax
 the ops that the model uses.
 """
 
-from nsa_jax.inspect.capture import (
-    Capture,
-    Reading,
-    capture,
-    capture_arrays,
-    capture_layer,
-    read_weights,
-    read_weights_arrays,
-    token_kinds,
-    token_strings,
-)
-from nsa_jax.inspect.figures import (
-    COLOURS,
-    draw_gates,
-    draw_gates_by_kind,
-    draw_lists,
-    draw_masks,
-    draw_overlap,
-    draw_reading,
-    draw_statistics,
-    reading_html,
-)
-from nsa_jax.inspect.statistics import (
-    attention_statistics,
-    block_distances,
-    branch_probabilities,
-    choosing_queries,
-    chosen_by_score,
-    layer_overlap,
-    mean_by_kind,
-    neighbour_overlap,
-    spread_over_tokens,
-)
-from nsa_jax.nn.observe import BRANCHES, NSAArrays, run_attention, run_branches, walk_layers
+from nsa_jax.extras import extra
+
+with extra("train"):
+    from nsa_jax.inspect.capture import (
+        Capture,
+        Reading,
+        capture,
+        capture_arrays,
+        capture_layer,
+        read_weights,
+        read_weights_arrays,
+        token_kinds,
+        token_strings,
+    )
+    from nsa_jax.inspect.figures import (
+        COLOURS,
+        draw_gates,
+        draw_gates_by_kind,
+        draw_lists,
+        draw_masks,
+        draw_overlap,
+        draw_reading,
+        draw_statistics,
+        reading_html,
+    )
+    from nsa_jax.inspect.statistics import (
+        attention_statistics,
+        block_distances,
+        branch_probabilities,
+        choosing_queries,
+        chosen_by_score,
+        layer_overlap,
+        mean_by_kind,
+        neighbour_overlap,
+        spread_over_tokens,
+    )
+    from nsa_jax.nn.observe import BRANCHES, NSAArrays, run_attention, run_branches, walk_layers
 
 __all__ = [
     "BRANCHES",

@@ -68,7 +68,7 @@ def _plotly() -> tuple[str, str]:
             version = re.search(rb"plotly\.js v[\w.-]+", code[:400])
             name = version.group().decode() if version else "plotly.js"
             return base64.b64encode(gzip.compress(code, 9, mtime=0)).decode(), name
-    raise ReportError("the charting library is missing: pip install plotly")
+    raise ReportError('the charting library is missing: pip install "nsa_jax[report]"')
 
 
 def _version() -> str:

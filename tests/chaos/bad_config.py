@@ -35,7 +35,7 @@ _NOISE = ("cudart_stub", "InitializeLog")  # what importing JAX may print
 _SERVER = """
 import json, os, signal, sys, tempfile
 sys.path.insert(0, os.getcwd())
-import train
+from nsa_jax import trainer as train
 import nsa_jax.train as trainer
 import nsa_jax.train.loop, nsa_jax.train.preflight.run, nsa_jax.export
 from absl import app, flags

@@ -233,7 +233,7 @@ _TOOLS = {
 # Each line in a process of its own, since flags are global; forked, since importing JAX takes seconds.
 _CHECK_TRAIN = """
 import json, os, sys
-import train
+from nsa_jax import trainer as train
 from nsa_jax import config
 failed = 0
 for line in json.loads(sys.argv[1]):

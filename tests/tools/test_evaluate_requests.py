@@ -75,5 +75,7 @@ def test_generation_settings():
     assert (stop, new_tokens) == (["END"], 256) and (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 3, 9)
     stop, _, sampling = generation_settings({"temperature": 0.7, "top_p": 0.5, "do_sample": False, "max_new_tokens": 2})
     assert stop == [] and (sampling.temperature, sampling.top_p) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="do_sample is set without a temperature"):
+        generation_settings({"do_sample": True})
     with pytest.raises(ValueError, match="num_beams.*not supported"):
         generation_settings({"num_beams": 4})

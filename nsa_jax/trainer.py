@@ -1,0 +1,218 @@
+"""The training program: what train.py and `nsa-jax train` run. `python train.py --help` lists its flags."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+from ml_collections import ConfigDict
+
+from nsa_jax.command_line import OVERRIDE, collect_overrides, load_config, override, workdir_problems
+from nsa_jax.config import ConfigError, Problem, check, default_config
+from nsa_jax.fields import check_fields, nearest, walk
+
+EXIT_CONFIG = 2
+EXIT_STOPPED = 1
+EXIT_INTERRUPTED = 130
+
+_CONFIG = flags.DEFINE_string("config", None, "The run's config, a file in configs/.")
+_OVERRIDES = flags.DEFINE_multi_string(OVERRIDE, [], "Any field of the config, such as --config.train.steps=100.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is written; default: runs/<config.name>.")
+_RESUME = flags.DEFINE_string(
+    "resume", None, "Start from another run's checkpoint, DIR or DIR@STEP, or from an exported model."
+)
+_STAGE = flags.DEFINE_bool(
+    "stage", False, "Begin another stage of the run that --resume names: its weights and optimizer, this config's data."
+)
+
+_PREFLIGHT = flags.DEFINE_bool("preflight", False, "Examine the run instead of starting it; exits with 0 or 2.")
+_TARGET = flags.DEFINE_enum(
+    "target",
+    None,
+    ["a100-40gb", "a100-80gb", "h100", "h200"],
+    "Preflight: compile for this GPU, which need not be here; default: config.preflight.target.",
+)
+_DEVICES = flags.DEFINE_integer(
+    "devices", None, "Preflight: number of those GPUs; default: config.preflight.devices.", lower_bound=1
+)
+_PROFILE = flags.DEFINE_string(
+    "profile", None, "START:STOP writes a trace of steps START to STOP - 1 to WORKDIR/profile (xprof, Perfetto)."
+)
+_DISTRIBUTED = flags.DEFINE_bool(
+    "distributed",
+    None,
+    "Several processes: true if there must be others, false if this one trains alone; default: if a cluster is found.",
+)
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, where nothing else names it.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the run; with --coordinator.", lower_bound=1)
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process; with --coordinator.", lower_bound=0)
+
+
+def end_at_once(number: int, _frame: object = None) -> None:
+    """Answers Ctrl-C while there is nothing to save or to undo, such as while modules are imported."""
+    if number == signal.SIGINT:
+        os.write(2, b"interrupted before training began; nothing was changed. Start again with the same command\n")
+        os._exit(EXIT_INTERRUPTED)
+
+
+def preflight(config, workdir: str, target: str, devices: int) -> int:
+    """Examines the run and prints the report; returns the exit status."""
+    # A preflight downloads nothing.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    logging.getLogger("nsa_jax").setLevel(logging.WARNING)
+    from rich.console import Console
+
+    from nsa_jax.train import preflight as preflight_lib
+    from nsa_jax.train import stopping
+
+    with stopping.listening(end_at_once):
+        report = preflight_lib.examine(config, Path(workdir), target=target, devices=devices)
+    preflight_lib.show(report, Console(width=None if sys.stdout.isatty() else 120))
+    return report.exit_code
+
+
+class _Interrupts:
+    """Ctrl-C until training begins: it is answered at once, and the main thread unwinds when it can.
+
+    The loop answers later ones.
+    """
+
+    def __init__(self):
+        self._count = 0
+        signal.signal(signal.SIGINT, self._unwind)
+
+    def heard(self, number: int) -> None:
+        """Called in another thread, also while the main thread compiles."""
+        if number != signal.SIGINT:
+            return
+        self._count += 1
+        if self._count > 1:
+            os._exit(EXIT_INTERRUPTED)
+        os.write(2, b"interrupted before training began: ending; once more ends at once\n")
+
+    def _unwind(self, number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+        raise KeyboardInterrupt
+
+
+def _tell_others_apart(process: int, count: int) -> None:
+    """Log lines name their process; all but the first keep to warnings."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter(f"[{process}/{count}] %(levelname)s %(name)s: %(message)s"))
+    if process:
+        logging.getLogger("nsa_jax").setLevel(logging.WARNING)
+
+
+def train(config, workdir: Path) -> tuple[int, str]:
+    """Trains; returns the exit status and, unless it is 0, what went wrong."""
+    from nsa_jax.data import DataError
+    from nsa_jax.hub.export_files import LoadError
+    from nsa_jax.train import CheckpointError, TrainingError, WorkdirInUse, processes, run
+    from nsa_jax.train.errors import find_cause
+    from nsa_jax.train.profiling import parse_window
+
+    try:
+        window = parse_window(_PROFILE.value) if _PROFILE.value else None
+        cluster = processes.from_flags(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _DISTRIBUTED.value)
+        if cluster is not None:
+            processes.join(cluster, config.guards.peer_seconds)
+            _tell_others_apart(cluster.process_id, cluster.num_processes)
+            processes.check_same_run(config, workdir)
+        run(config, workdir, _RESUME.value, profile=window, stage=_STAGE.value)
+    except (ConfigError, CheckpointError, DataError, LoadError, WorkdirInUse, processes.DistributedError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_CONFIG, str(error)
+    except TrainingError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        find_cause(error)
+        return EXIT_STOPPED, str(error)
+    return 0, ""
+
+
+def read_config() -> tuple[ConfigDict, list[Problem]]:
+    """The config that the flags ask for, and what is wrong with the overrides.
+
+    Raises:
+      ConfigError: its file is at fault.
+    """
+    config = load_config(_CONFIG.value or "")
+    return config, override(config, _OVERRIDES.value)
+
+
+def main(argv: list[str]) -> int:
+    """Validates the config and trains; returns the exit status."""
+    if len(argv) > 1:
+        print(f"unexpected arguments: {' '.join(argv[1:])}; flags start with --", file=sys.stderr)
+        return EXIT_CONFIG
+    if (_TARGET.value or _DEVICES.value) and not _PREFLIGHT.value:
+        print(
+            "--target and --devices say what --preflight compiles for: add --preflight, or leave them out",
+            file=sys.stderr,
+        )
+        return EXIT_CONFIG
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("nsa_jax").setLevel(logging.INFO)
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Each of Orbax's threads logs, with all its frames, the error that the trainer is given and explains.
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+
+    try:
+        config, problems = read_config()
+        workdir = os.path.expanduser(_WORKDIR.value or f"runs/{check_fields(config, default_config())[0].name}")
+        problems += workdir_problems(workdir)
+        if problems or not _PREFLIGHT.value:  # otherwise the preflight's report shows what there is
+            for problem in check(config, problems):
+                print(problem, file=sys.stderr)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_CONFIG
+    target = (_TARGET.value or config.preflight.target) if _PREFLIGHT.value else ""
+
+    from nsa_jax.devices import choose_platform
+
+    choose_platform(cpu=bool(target))
+    if _PREFLIGHT.value:
+        return preflight(config, workdir, target, _DEVICES.value or config.preflight.devices)
+
+    # Imported after the check: from here on devices are used.
+    from nsa_jax.train import processes, stopping
+    from nsa_jax.train.errors import find_cause
+
+    try:
+        with stopping.listening(_Interrupts().heard):
+            status, why = train(config, Path(workdir).absolute())
+    except KeyboardInterrupt:
+        processes.leave(EXIT_INTERRUPTED, "interrupted")
+        logging.shutdown()
+        os._exit(EXIT_INTERRUPTED)  # a normal exit crashes where a compilation was interrupted
+    except BaseException as error:
+        if processes.peers() is not None:
+            traceback.print_exc()
+            find_cause(error)
+            processes.leave(EXIT_STOPPED, f"{type(error).__name__}: {error}")
+        raise
+    processes.leave(status, why)
+    return status
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """Parses flags; one that does not exist, or a value of another type, is one line and status 2."""
+    try:
+        return flags.FLAGS(collect_overrides(flags.FLAGS.read_flags_from_files(argv, force_gnu=False)))
+    except (flags.Error, AttributeError, TypeError, ValueError) as error:
+        meant = nearest(getattr(error, "flagname", ""), dict(walk(default_config())))
+        hint = f" Or --config.{meant}?" if isinstance(error, flags.UnrecognizedFlagError) and meant else ""
+        print(f"the flags cannot be used: {' '.join(str(error).split())}{hint}", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
+
+
+def start(argv: Sequence[str] | None = None) -> None:
+    """Runs the program with its arguments, the program's name first (None: those of the process), and exits."""
+    flags.mark_flag_as_required("config")
+    app.run(main, argv=None if argv is None else list(argv), flags_parser=parse_flags)
