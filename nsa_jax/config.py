@@ -59,6 +59,7 @@ def default_config() -> ConfigDict:
 
     c.model = m = ConfigDict()
     m.attention = "nsa"  # nsa | dense | window (sliding window alone, a baseline)
+    m.layer_pattern = ()  # kinds repeated over the layers, such as ("nsa", "dense"), in place of attention; (): none
     m.vocab_size = 0  # 0: the tokenizer's; otherwise at least the tokenizer's (padding for efficiency)
     m.dim = 768  # D, model width
     m.num_layers = 12  # transformer blocks

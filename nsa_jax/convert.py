@@ -2,6 +2,7 @@
 
     python -m nsa_jax.convert Llama-3.2-1B converted/llama-nsa
     python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-dense --attention=dense --dtype=float32
+    python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-mixed --layer-pattern=nsa,dense
 
 CHECKPOINT is a directory with config.json and safetensors, or the id of a model on the Hugging Face hub. OUTPUT is an
 export, which `nsa_jax.load`, generate, evaluate and `train.py --resume` take. The tokenizer and its chat template are
@@ -99,15 +100,16 @@ def convert(args: argparse.Namespace) -> None:
         found.append(_tokenizer(args.tokenizer, source, config))
 
     options = {"dtype": args.dtype, "seq_len": args.seq_len, "edit": add_tokenizer}
-    kind = {"attention": args.attention, "shared_kv": args.shared_kv}
+    kind = {"attention": args.attention, "layer_pattern": args.layer_pattern, "shared_kv": args.shared_kv}
     model, config = import_dense(source, **kind, gate=args.gate, **options)
+    kinds = ", ".join(model.config.kinds)
     tokenizer = found[0]
     if config.data.tokenizer == "hf":
         config.data.tokenizer_path = str((target / "tokenizer.json").absolute())
     export(model, tokenizer, config, target)
-    print(f"converted {args.checkpoint} to {args.attention} attention: {target}")
+    print(f"converted {args.checkpoint} to {kinds} attention: {target}")
     if args.text:
-        models = {"dense": import_dense(source, **options)[0], args.attention: model}
+        models = {"dense": import_dense(source, **options)[0], kinds: model}
         for name, loss in step_zero_losses(models, tokenizer, args.text, min(config.data.seq_len, 4096)).items():
             print(f"loss at step 0, {name}: {loss:.4f} nats per token")
 
@@ -130,8 +132,16 @@ def step_zero_losses(
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Declares the options of an import."""
-    parser.add_argument(
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
         "--attention", choices=("nsa", "dense", "window"), default="nsa", help="of the model (default %(default)s)"
+    )
+    kinds.add_argument(
+        "--layer-pattern",
+        type=lambda text: tuple(part.strip() for part in text.split(",")),
+        default=(),
+        metavar="KINDS",
+        help="instead of --attention, kinds that the layers repeat, such as nsa,dense",
     )
     parser.add_argument(
         "--gate",

@@ -49,7 +49,7 @@ class Completion:
       tokens: every generated token, including the end-of-document token and those of the stop string.
       finish: "stop" (a stop string), "end" (end of document), "length" (max_tokens) or "context" (the context is full).
       block_indices: the block lists that each token but the last read, those of the prompt first: int32
-        [layers, prompt + tokens - 1, K, n], padded with -1. None unless asked for.
+        [NSA layers, prompt + tokens - 1, K, n], padded with -1. None unless asked for.
     """
 
     text: str = ""
@@ -304,7 +304,7 @@ class Generator:
 
     def _add_lists(self, completions: list[Completion], cache: Cache, prompts: np.ndarray) -> None:
         """Gives every completion its part of the lists in the cache."""
-        lists = np.asarray(cache.block_indices())  # [layers, B, S, K, n]
+        lists = np.asarray(cache.block_indices())  # [NSA layers, B, S, K, n]
         lists = np.where(lists < cache.capacity // self.decoder.config.nsa.select_block, lists, -1)
         for row, completion in enumerate(completions):
             completion.block_indices = lists[:, row, : int(prompts[row]) + len(completion.tokens) - 1]

@@ -69,6 +69,31 @@ _AT_LEAST = {
     ),
 }
 
+
+def attention_kinds(model: Mapping[str, Any]) -> tuple[str, ...]:
+    """The kinds of attention over which the layers of `config.model` repeat; one kind without a layer_pattern."""
+    return tuple(model["layer_pattern"]) or (model["attention"],)
+
+
+def shortest_pattern(pattern: tuple[str, ...]) -> tuple[str, ...]:
+    """The shortest pattern that gives the same layers when it is repeated."""
+    lengths = (n for n in range(1, len(pattern) + 1) if len(pattern) % n == 0)
+    return next(pattern[:n] for n in lengths if pattern[:n] * (len(pattern) // n) == pattern)
+
+
+def pattern_problem(model: Mapping[str, Any]) -> tuple[str, str]:
+    """What is wrong with the layer_pattern of `config.model`, and the fix; empty texts if nothing is."""
+    pattern, allowed = tuple(model["layer_pattern"]), CHOICES["model.attention"]
+    if unknown := [kind for kind in pattern if kind not in allowed]:
+        return f"{unknown[0]!r} is no kind of attention", f"""use {", ".join(allowed)}, such as ("nsa", "dense")"""
+    if pattern and model["num_layers"] % len(pattern):
+        fix = f"use a multiple of {len(pattern)} layers, or a pattern whose length divides their number"
+        return f"{len(pattern)} kinds cannot be repeated over num_layers={model['num_layers']}", fix
+    if pattern and model["attention"] not in ("nsa", *pattern):
+        return f"has no {model['attention']!r}, which attention asks for", "leave attention at its default, 'nsa'"
+    return "", ""
+
+
 # Beyond these a slip of the keyboard is likelier than a purpose, and what it leads to is no clear message.
 _AT_MOST = {
     1 << 24: "model.vocab_size data.bpe_vocab_size data.synthetic_vocab",
@@ -174,13 +199,16 @@ def _check_model(config: ConfigDict, found: _Findings) -> NSAConfig | None:
     if m.rotary_dim % 2 or m.rotary_dim > m.head_dim:
         message = f"config.model.rotary_dim={m.rotary_dim}: odd, or larger than head_dim={m.head_dim}"
         found.error("R004", message, "use an even number of a head's features, or 0 for all")
+    message, fix = pattern_problem(m)
+    if message:
+        found.error("R004", f"config.model.layer_pattern={m.layer_pattern}: {message}", fix)
     _check_rope_scaling(config, found)
     try:
         nsa = NSAConfig(**geometry(m.nsa))
     except ValueError as error:
         found.error("R005", f"config.model.nsa: {error}", "see NSAConfig; the paper's geometry is the default")
         return None
-    if m.attention != "nsa" or config.allow_dense_regime:
+    if "nsa" not in attention_kinds(m) or config.allow_dense_regime:
         return nsa
     reach = nsa.num_selected * nsa.select_block
     if seq_len <= reach:
@@ -224,7 +252,7 @@ def _check_mesh(config: ConfigDict, found: _Findings) -> None:
         nsa = geometry(m.nsa)
         least = (
             (max(nsa["compress_stride"], 1), nsa["compress_block"] - nsa["compress_stride"])
-            if m.attention == "nsa"
+            if "nsa" in attention_kinds(m)
             else (1, 1)
         )
         if rest or share % least[0] or share < least[1]:
@@ -331,7 +359,7 @@ def _check_long_run(config: ConfigDict, found: _Findings) -> None:
     if o.learning_rate > 1e-2:
         message = f"config.optim.learning_rate={o.learning_rate}: beyond what models of this kind survive"
         found.warning("R019", message, "start from 3e-4 to 1e-3")
-    if m.attention == "nsa" and not config.guards.health:
+    if "nsa" in attention_kinds(m) and not config.guards.health:
         found.warning("R019", "config.guards.health=False: collapsed gates would go unnoticed", "leave it on")
     if not config.preflight.selftest:
         found.warning("R019", "config.preflight.selftest=False: causality is taken on trust", "leave it on")

@@ -184,11 +184,11 @@ class Evaluation:
             seed=self.config.seed,
         )
         result = measure(self.probe)
-        if self.model.config.attention == "nsa":  # what each branch contributes to this model
+        if "nsa" in self.model.config.kinds:  # what each branch contributes to this model
             for index, branch in enumerate(self.model.config.branches):
                 probe = retrieval.Probe(retrieval.without_branch(self.model, index))
                 result[f"accuracy_without_{branch}"] = measure(probe)["accuracy"]
-        self._table(f"associative recall ({self.config.model.attention})", [result])
+        self._table(f"associative recall ({', '.join(self.model.config.kinds)})", [result])
         return result
 
     def harness(self, names: list[str]) -> dict[str, dict[str, Any]]:

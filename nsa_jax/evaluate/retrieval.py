@@ -14,7 +14,8 @@ from flax import nnx
 
 from nsa_jax.data import Tokenizer
 from nsa_jax.data.synthetic import num_facts, recall_rows
-from nsa_jax.nn import Transformer
+from nsa_jax.nn import NSAttention, Transformer
+from nsa_jax.nn.transformer import layer_stacks
 from nsa_jax.ops import blocks
 
 NEEDLE = ("\n{key} = {value}\n", "\n{key} =", " {value}")  # fact, question, answer
@@ -32,23 +33,27 @@ class Probe:
     def _forward(self, params, tokens, positions):
         model: Transformer = nnx.merge(self._graphdef, params)
         config = self.config
-        graphdef, stacked = nnx.split(model.blocks)
+        graphdefs, stacks = zip(*map(nnx.split, layer_stacks(model.blocks, config)), strict=True)
         rows = jnp.arange(tokens.shape[0])[:, None]
 
-        def layer(x, state):
-            block: Any = nnx.merge(graphdef, state)
+        def period(x, states):
+            seen = []
+            for graphdef, state in zip(graphdefs, states, strict=True):
+                block: Any = nnx.merge(graphdef, state)
 
-            def attend(normed):
-                if config.attention != "nsa":
-                    return block.attention(normed), None
-                out, lists = block.attention(normed, return_block_indices=True)
-                return out, lists[rows, positions]  # [B, P, K, n]
+                def attend(normed, attention=block.attention):
+                    if not isinstance(attention, NSAttention):
+                        return attention(normed), None
+                    out, lists = attention(normed, return_block_indices=True)
+                    return out, lists[rows, positions]  # [B, P, K, n]
 
-            return block.forward(x, attend)
+                x, lists = block.forward(x, attend)
+                seen += [] if lists is None else [lists]
+            return x, jnp.stack(seen) if seen else None
 
-        x, lists = jax.lax.scan(layer, model.embedding[...][tokens].astype(config.dtype), stacked)
+        x, lists = jax.lax.scan(period, model.embedding[...][tokens].astype(config.dtype), stacks)
         logits = model.logits(model.norm(x[rows, positions]))
-        return jnp.argmax(logits, axis=-1), lists
+        return jnp.argmax(logits, axis=-1), None if lists is None else lists.reshape(-1, *lists.shape[2:])
 
     def __call__(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Runs the forward pass.
@@ -58,7 +63,8 @@ class Probe:
           positions: int32 [B, P], query positions to look at.
 
         Returns:
-          The most likely next tokens int [B, P]; the block lists int32 [layers, B, P, K, n], or None without selection.
+          The most likely next tokens int [B, P]; the block lists int32 [NSA layers, B, P, K, n], or None
+          without selection.
         """
         most_likely, lists = self._run(self._params, jnp.asarray(tokens), jnp.asarray(positions))
         return np.asarray(most_likely), None if lists is None else np.asarray(lists)
@@ -81,9 +87,10 @@ def picked(lists: np.ndarray, target: np.ndarray, select_block: int) -> np.ndarr
 def without_branch(model: Transformer, branch: int) -> Transformer:
     """A copy of an NSA model whose gates shut one branch, by its place in `config.branches`."""
     model = nnx.clone(model)
-    attention: Any = model.blocks.attention
-    bias = attention.gate_bias
-    bias[...] = bias[...].at[..., branch].set(-1e4)
+    for stack in layer_stacks(model.blocks, model.config):
+        if isinstance(stack.attention, NSAttention):
+            bias = stack.attention.gate_bias
+            bias[...] = bias[...].at[..., branch].set(-1e4)
     return model
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from nsa_jax.hub.families import imported_config, layer_shapes, model_shapes, sl
 from nsa_jax.hub.saved_config import abstract_model, checked_model_config
 from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.nn.layers import make_compressor
+from nsa_jax.nn.transformer import layer_stacks
+from nsa_jax.rules import attention_kinds
 
 __all__ = ["GATE", "import_dense", "imported_config"]
 
@@ -45,22 +47,26 @@ def _refuse(found: list[str], directory: Path) -> None:
 
 
 def _check_window(described: dict[str, Any], config: ConfigDict, path: Path) -> None:
-    """Refuses layers of a sliding window, unless the model here attends likewise or rows are no longer than it."""
-    window, everywhere = sliding_window(described, path)
-    if not window or config.data.seq_len <= window or (everywhere and config.model.attention == "window"):
+    """Refuses layers of a sliding window, unless those here attend likewise or rows are no longer than it."""
+    window, theirs = sliding_window(described, path)
+    ours = attention_kinds(config.model)
+    # After lcm layers both patterns begin again.
+    pairs = {(theirs[i % len(theirs)], ours[i % len(ours)]) for i in range(math.lcm(len(theirs), len(ours)))}
+    wrong = [kind for was, kind in sorted(pairs) if was == "window" and kind != "window"]
+    if not window or config.data.seq_len <= window or not wrong:
         return
-    which = "all layers" if everywhere else "some of the layers"
-    other = "attention='window', or for " if everywhere else ""
+    which = "all layers" if len(theirs) == 1 else "some of the layers"
     raise LoadError(
-        f"{path}: cannot import sliding-window attention as {config.model.attention}: {which} read {window} tokens, "
-        f"and rows have {config.data.seq_len}. Fix: ask for {other}rows of at most {window} tokens (seq_len)"
+        f"{path}: cannot import sliding-window attention as {' and '.join(wrong)}: {which} read {window} tokens, and "
+        f"rows have {config.data.seq_len}. Fix: ask for attention='window', which keeps each layer's kind, or for rows "
+        f"of at most {window} tokens (seq_len)"
     )
 
 
 def _check_arrays(arrays: Arrays, config: ModelConfig, path: Path) -> None:
     """Raises LoadError unless the arrays are exactly those that the config asks for, from their headers alone."""
     expected = set()
-    for name, shape in model_shapes(config, layer_shapes(config)):
+    for name, shape in model_shapes(config, [layer_shapes(config)]):
         arrays.expect(name, shape)
         expected.add(name)
     unused = sorted(
@@ -167,11 +173,14 @@ def _read_params(arrays: Arrays, config: ModelConfig, abstract: dict[str, Any], 
     params = jax.tree.map(_empty, abstract)
     read, rngs = _Reader(arrays), nnx.Rngs(seed)
     read.copy("model.embed_tokens.weight", params["embedding"])
+    stacks = layer_stacks(params["blocks"], config)
     for index in range(config.num_layers):
-        layer = jax.tree.map(lambda leaf, i=index: leaf[i], params["blocks"])
-        _fill_layer(read, index, layer, config, gate)
-        if config.attention == "nsa":
-            _fill_compressors(layer["attention"], config, rngs)
+        row, position = divmod(index, len(stacks))
+        layer = jax.tree.map(lambda leaf, i=row: leaf[i], stacks[position])
+        of_layer = config.of_layer(index)
+        _fill_layer(read, index, layer, of_layer, gate)
+        if of_layer.attention == "nsa":
+            _fill_compressors(layer["attention"], of_layer, rngs)
     read.copy("model.norm.weight", params["norm"]["scale"])
     if not config.tie_embeddings:
         read.transpose("lm_head.weight", params["head"])
@@ -182,6 +191,7 @@ def import_dense(
     directory: str | os.PathLike,
     *,
     attention: str = "dense",
+    layer_pattern: Sequence[str] = (),
     shared_kv: bool = False,
     gate: float = GATE,
     dtype: str | None = None,
@@ -198,7 +208,8 @@ def import_dense(
     Args:
       directory: config.json and safetensors.
       attention: "dense" for the same function, "nsa" for a model to continue training, "window" for a checkpoint whose
-        layers attend to a sliding window.
+        layers attend to a sliding window, all of them or some.
+      layer_pattern: kinds of attention over which the layers repeat, instead of `attention`, such as ("nsa", "dense").
       shared_kv: the branches of NSA share their keys and values, see `ModelConfig`.
       gate: eps in [0, 1): gates begin at (eps, (1 - eps) / 2, (1 - eps) / 2) for the compressed, the selected and the
         window branch. With 0 the compressed branch hardly learns, since the sigmoid's slope is eps (1 - eps).
@@ -216,15 +227,12 @@ def import_dense(
     """
     if not 0.0 <= gate < 1.0:
         raise ValueError(f"gate={gate}: must be in [0, 1)")
-    if shared_kv and attention != "nsa":
+    if shared_kv and "nsa" not in (layer_pattern or (attention,)):
         raise ValueError(f"shared_kv=True: must be False for attention={attention!r}, which has one branch")
     path = Path(directory)
     described = read_json(path, "config.json")
     _refuse(unsupported(described, path), path)
-    config = imported_config(described, attention, path)
-    window, everywhere = sliding_window(described, path)
-    if attention == "window" and everywhere:
-        config.model.nsa.window = window
+    config = imported_config(described, attention, path, layer_pattern)
     config.model.nsa.shared_kv = shared_kv
     if seq_len is not None:
         config.data.seq_len = seq_len

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from nsa_jax.config import default_config
 from nsa_jax.hub.export_files import LoadError
 from nsa_jax.hub.saved_config import positive, whole
 from nsa_jax.nn import ModelConfig
+from nsa_jax.rules import attention_kinds, shortest_pattern
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -30,6 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (0,),
     "is_encoder_decoder": (False,),
 }
+_LAYER_TYPES = {"full_attention": "dense", "sliding_attention": "window"}
 _WORDS = {"hidden_act": "the activation", "quantization_config": "quantized weights"}
 
 
@@ -80,11 +82,12 @@ def unsupported(described: dict[str, Any], path: Path) -> list[str]:
     return found
 
 
-def sliding_window(described: dict[str, Any], path: Path) -> tuple[int, bool]:
+def sliding_window(described: dict[str, Any], path: Path) -> tuple[int, tuple[str, ...]]:
     """The window of a family whose layers may attend to a sliding window alone.
 
     Returns:
-      Tokens that a query of these layers reads, its own included (0: no such layers), and whether all layers are such.
+      Tokens that a query of these layers reads, its own included (0: no such layers), and the kind of attention of each
+      layer, "window" or "dense", as the shortest pattern.
 
     Raises:
       LoadError: a field is not what it must be.
@@ -92,19 +95,24 @@ def sliding_window(described: dict[str, Any], path: Path) -> tuple[int, bool]:
     kind, layers = described.get("model_type"), whole(described, "num_hidden_layers", path)
     uses = kind == "mistral" or (str(kind).startswith("qwen") and _flag(described, "use_sliding_window", path))
     if not uses or described.get("sliding_window") is None:
-        return 0, False
+        return 0, ("dense",)
     window = whole(described, "sliding_window", path)
     types = described.get("layer_types")
     if isinstance(types, list):
-        sliding = sum(name == "sliding_attention" for name in types)
+        if len(types) != layers or not all(isinstance(name, str) and name in _LAYER_TYPES for name in types):
+            wanted = f"{layers} times one of {', '.join(_LAYER_TYPES)}"
+            raise _json_error(path, "layer_types", types, wanted)
+        kinds = tuple(_LAYER_TYPES[name] for name in types)
     elif kind == "mistral":
-        sliding = layers
+        kinds = ("window",)
     else:
         first = described.get("max_window_layers", 28)  # transformers' default
         if not isinstance(first, int):
             raise _json_error(path, "max_window_layers", first, "a whole number")
-        sliding = layers - min(max(first, 0), layers)
-    return (window, sliding >= layers) if sliding else (0, False)
+        layers = min(layers, 1 << 20)  # more are refused when the model is described
+        full = min(max(first, 0), layers)
+        kinds = ("dense",) * full + ("window",) * (layers - full)
+    return (window, shortest_pattern(kinds)) if "window" in kinds else (0, ("dense",))
 
 
 def _number(fields: dict[str, Any], name: str, default: float | None, path: Path) -> float:
@@ -153,20 +161,28 @@ def _yarn_attention_factor(rope: dict[str, Any], factor: float, path: Path) -> f
     return above / below if factor > 1 else 1.0
 
 
-def imported_config(described: dict[str, Any], attention: str, path: Path = Path()) -> ConfigDict:
+def imported_config(
+    described: dict[str, Any], attention: str, path: Path = Path(), layer_pattern: Sequence[str] = ()
+) -> ConfigDict:
     """The training config of a dense checkpoint's config.json; data and training fields keep their defaults.
 
     Args:
       described: what config.json holds.
-      attention: of the model here, "dense", "nsa" or "window".
+      attention: of the model here, "dense", "nsa" or "window": where some layers of the checkpoint attend to a sliding
+        window, "window" makes a layer_pattern of them and of the dense ones.
       path: directory of config.json, for messages.
+      layer_pattern: kinds of attention over which the layers repeat, instead of `attention`.
 
     Raises:
       LoadError: a field is missing, or not what it must be.
     """
     config = default_config()
     m, kind = config.model, described.get("model_type")
-    m.attention = attention
+    window, kinds = sliding_window(described, path)
+    pattern = tuple(layer_pattern) or (kinds if attention == "window" and len(kinds) > 1 else ())
+    m.attention, m.layer_pattern = ("nsa" if pattern else attention), pattern
+    if window and "window" in attention_kinds(m):
+        m.nsa.window = window
     m.dim, m.num_layers = (whole(described, name, path) for name in ("hidden_size", "num_hidden_layers"))
     m.num_heads = whole(described, "num_attention_heads", path)
     m.num_kv_heads = whole(described, "num_key_value_heads", path, m.num_heads)
@@ -207,16 +223,18 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def model_shapes(config: ModelConfig, layer: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def model_shapes(
+    config: ModelConfig, layers: Sequence[dict[str, tuple[int, ...]]]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every array of a model in transformers' layout, one layer after another.
 
     Args:
       config: the model's.
-      layer: shape of each array of one layer, by its name without the layer's prefix.
+      layers: shape of each array of a layer, by its name without the layer's prefix, of layers that repeat.
     """
     yield "model.embed_tokens.weight", (config.vocab_size, config.dim)
     for index in range(config.num_layers):
-        for name, shape in layer.items():
+        for name, shape in layers[index % len(layers)].items():
             yield f"model.layers.{index}.{name}", shape
     yield "model.norm.weight", (config.dim,)
     if not config.tie_embeddings:

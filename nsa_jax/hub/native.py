@@ -19,6 +19,7 @@ from nsa_jax.hub.export_files import LaterArray, LoadError, write_arrays
 from nsa_jax.hub.families import layer_shapes, model_shapes
 from nsa_jax.hub.native_nsa import ARCHITECTURE, SOURCES, copy_sources, nsa_fields, nsa_layer_arrays, nsa_layer_shapes
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
+from nsa_jax.nn.transformer import layer_stacks
 
 _SHARD_BYTES = 5 * 2**30
 _SETTINGS = "tokenizer_config.json"
@@ -48,10 +49,12 @@ def family_of(config: ModelConfig) -> tuple[str, str]:
     Raises:
       LoadError: there are none.
     """
-    window = config.attention == "window"
+    window, mixed = "window" in config.kinds, len(config.kinds) > 1
     found = _without_counterpart(config)
     if window and not found and not config.qk_norm and (config.out_bias or config.mlp_bias):
         found = ["window attention beside out_bias or mlp_bias"]
+    if mixed and not found and not config.qk_norm and not config.qkv_bias:
+        found = ["window attention in some layers, but neither qk_norm nor qkv_bias"]
     if found:
         raise LoadError(
             f"transformers has no counterpart of a model with {', '.join(found)}. Fix: leave out "
@@ -94,13 +97,17 @@ def _dense_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
         found |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
     elif kind == "qwen3":
         found |= {"attention_bias": config.qkv_bias}
-    window = config.attention == "window"
+    window = "window" in config.kinds
     if kind.startswith("qwen"):
         found["use_sliding_window"] = window
     if window:
         found["sliding_window"] = config.nsa.window
     if window and kind.startswith("qwen"):
-        found["max_window_layers"] = 0  # layers before this one would attend to the whole row
+        # Layers before this one attend to the whole row, where nothing else is said of each.
+        found["max_window_layers"] = config.layers_of("window")[0]
+    if config.layer_pattern:
+        names = {"dense": "full_attention", "window": "sliding_attention"}
+        found["layer_types"] = [names[config.of_layer(index).attention] for index in range(config.num_layers)]
     return found
 
 
@@ -114,7 +121,7 @@ def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
     Raises:
       LoadError: transformers has no such model.
     """
-    if config.attention == "nsa":
+    if "nsa" in config.kinds:
         kind, architecture, fields = "nsa", ARCHITECTURE, nsa_fields(config)
     else:
         kind, architecture = family_of(config)
@@ -148,7 +155,8 @@ def _layer_arrays(block: Mapping[str, Any], index: int, config: ModelConfig) -> 
     """What makes each array of a layer in transformers' layout, by its name without the layer's prefix."""
     attention, mlp = block["attention"], block["mlp"]
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    ends = {"q": (0, query), "k": (query, query + key), "v": (query + key, query + 2 * key)}
+    value = config.num_kv_heads * config.value_head_dim
+    ends = {"q": (0, query), "k": (query, query + key), "v": (query + key, query + key + value)}
     halves = {"gate": (0, config.mlp_dim), "up": (config.mlp_dim, 2 * config.mlp_dim)}
     columns = {f"self_attn.{name}": (attention, at) for name, at in ends.items()}
     columns |= {f"mlp.{name}": (mlp, at) for name, at in halves.items()}
@@ -178,12 +186,14 @@ def _arrays(model: Transformer) -> dict[str, LaterArray]:
         "model.norm.weight": lambda: np.asarray(params["norm"]["scale"]),
         "lm_head.weight": lambda: np.asarray(params["head"]).T,
     }
-    sparse = config.attention == "nsa"
+    stacks = layer_stacks(params["blocks"], config)
     for index in range(config.num_layers):
-        layer = (nsa_layer_arrays if sparse else _layer_arrays)(params["blocks"], index, config)
+        row, position = divmod(index, len(stacks))
+        sparse = config.of_layer(index).attention == "nsa"
+        layer = (nsa_layer_arrays if sparse else _layer_arrays)(stacks[position], row, config)
         made |= {f"model.layers.{index}.{name}": make for name, make in layer.items()}
     dtype = np.dtype(params["embedding"].dtype)
-    shapes = (nsa_layer_shapes if sparse else layer_shapes)(config)
+    shapes = [(nsa_layer_shapes if kind == "nsa" else layer_shapes)(config) for kind in config.kinds]
     return {name: LaterArray(shape, dtype, made[name]) for name, shape in model_shapes(config, shapes)}
 
 
@@ -228,7 +238,8 @@ def _card(model: Transformer, config: ConfigDict, metrics: Mapping[str, Any], ha
     rows |= {name: f"{value:.4f}" for name, value in metrics.items() if name != "step"}
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     load = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    attention, code, side = f"{model.config.attention} attention in the layout of {kind}", "", ""
+    kinds = " and ".join(sorted(set(model.config.kinds)))
+    attention, code, side = f"{kinds} attention in the layout of {kind}", "", ""
     if kind == ARCHITECTURE:
         attention, code = "Native Sparse Attention (arXiv 2502.11089)", ", trust_remote_code=True"
         side = ', padding_side="left"'
@@ -280,7 +291,7 @@ def export_native(
     write_arrays(path, _arrays(model), shard_bytes, kind="pt")
     for name in SOURCES:
         (path / name).unlink(missing_ok=True)
-    if model.config.attention == "nsa":
+    if "nsa" in model.config.kinds:
         copy_sources(path)
     has_tokenizer = _save_tokenizer(tokenizer, path)
     ids = {"bos_token_id": None, "eos_token_id": int(tokenizer.eos_id)}

@@ -35,6 +35,7 @@ def nsa_fields(config: ModelConfig) -> dict[str, Any]:
         **dataclasses.asdict(config.nsa),
         "selector": config.selector,
         "shared_kv": config.shared_kv,
+        "layer_pattern": list(config.layer_pattern),
         "compressor": config.compressor,
         "qk_norm": config.qk_norm,
         "qkv_bias": config.qkv_bias,
@@ -104,11 +105,11 @@ def _whole(stacked: Any, index: int) -> np.ndarray:
 
 
 def nsa_layer_arrays(block: Mapping[str, Any], index: int, config: ModelConfig) -> dict[str, Callable[[], np.ndarray]]:
-    """What makes each array of a layer, by its name without the layer's prefix.
+    """What makes each array of an NSA layer, by its name without the layer's prefix.
 
     Args:
-      block: parameters of all layers, stacked.
-      index: which layer.
+      block: parameters of stacked layers.
+      index: which of them.
       config: of an NSA model.
     """
     attention, mlp = block["attention"], block["mlp"]

@@ -23,7 +23,7 @@ from nsa_jax.ops import blocks
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """What every layer selected and how it attended. L layers, branches in the order compressed, selected, window.
+    """What every NSA layer selected and how it attended. L layers, branches in the order compressed, selected, window.
 
     Attributes:
       config: the operator's.
@@ -35,6 +35,7 @@ class Capture:
       distance: float32 [L, B, T, N, 3], mean distance to what is read, tokens.
       beyond_window: float32 [L, B, T, N, 3], share read from keys that the window does not reach.
       segment_start: int32 [B, T], first position of each token's document.
+      layers: indices of the L layers in the model, which may have others between them.
     """
 
     config: NSAConfig
@@ -46,6 +47,7 @@ class Capture:
     distance: np.ndarray
     beyond_window: np.ndarray
     segment_start: np.ndarray
+    layers: tuple[int, ...]
 
     @property
     def num_layers(self) -> int:
@@ -71,6 +73,7 @@ class Reading:
       compressed: float32 [L, B, P, N, C], over compressed blocks.
       selected: float32 [L, B, P, N, S], over tokens.
       window: float32 [L, B, P, N, S], over tokens.
+      layers: indices of the L layers in the model.
     """
 
     config: NSAConfig
@@ -78,6 +81,7 @@ class Reading:
     compressed: np.ndarray
     selected: np.ndarray
     window: np.ndarray
+    layers: tuple[int, ...]
 
     def tokens(self) -> np.ndarray:
         """Sum of the branches over source tokens, float32 [L, B, P, N, S]; blocks' weights are spread over tokens."""
@@ -112,9 +116,17 @@ def _read(arrays: NSAArrays, config: NSAConfig, segment_start, positions) -> tup
     return weights[0], weights[1], weights[2]
 
 
-def _capture(found: dict[str, jax.Array], config: NSAConfig, segment_start, shape: tuple[int, ...]) -> Capture:
+def _capture(
+    found: dict[str, jax.Array],
+    config: NSAConfig,
+    segment_start,
+    shape: tuple[int, ...],
+    layers: tuple[int, ...] = (0,),
+) -> Capture:
     start = np.zeros(shape, np.int32) if segment_start is None else np.asarray(segment_start, np.int32)
-    return Capture(config=config, segment_start=start, **{name: np.asarray(x) for name, x in found.items()})
+    return Capture(
+        config=config, segment_start=start, layers=layers, **{name: np.asarray(x) for name, x in found.items()}
+    )
 
 
 def _int32(x) -> jax.Array | None:
@@ -142,10 +154,10 @@ def _read_model(graphdef, params, tokens, segment_start, positions):
 
 
 def capture(model: Transformer, tokens, segment_start=None) -> Capture:
-    """Runs a model and returns what its layers selected and how they attended.
+    """Runs a model and returns what its NSA layers selected and how they attended.
 
     Args:
-      model: a Transformer with attention "nsa", scanned or not, such as `nsa_jax.load` returns.
+      model: a Transformer with NSA layers, scanned or not, such as `nsa_jax.load` returns.
       tokens: int [B, T].
       segment_start: int [B, T], first position of each token's document; None if rows hold one document.
 
@@ -154,7 +166,7 @@ def capture(model: Transformer, tokens, segment_start=None) -> Capture:
     """
     tokens, start = jnp.asarray(tokens, jnp.int32), _int32(segment_start)
     found = _capture_model(*nnx.split(model), tokens, start)
-    return _capture(found, model.config.nsa, start, tokens.shape)
+    return _capture(found, model.config.nsa, start, tokens.shape, model.config.layers_of("nsa"))
 
 
 def capture_layer(attention: NSAttention, h, segment_start=None) -> Capture:
@@ -193,10 +205,10 @@ def capture_arrays(
 
 
 def read_weights(model: Transformer, tokens, positions, segment_start=None) -> Reading:
-    """What the model reads at a few positions, when it predicts the tokens after them.
+    """What the model's NSA layers read at a few positions, when it predicts the tokens after them.
 
     Args:
-      model: a Transformer with attention "nsa".
+      model: a Transformer with NSA layers.
       tokens: int [B, T].
       positions: query positions: an int, [P] for all rows, or [B, P].
       segment_start: int [B, T] or None.
@@ -207,7 +219,9 @@ def read_weights(model: Transformer, tokens, positions, segment_start=None) -> R
     tokens, start = jnp.asarray(tokens, jnp.int32), _int32(segment_start)
     positions = _positions(positions, tokens.shape[0])
     found = _read_model(*nnx.split(model), tokens, start, positions)
-    return Reading(model.config.nsa, np.asarray(positions), *map(np.asarray, found))
+    compressed, selected, window = map(np.asarray, found)
+    layers = model.config.layers_of("nsa")
+    return Reading(model.config.nsa, np.asarray(positions), compressed, selected, window, layers)
 
 
 def read_weights_arrays(
@@ -222,7 +236,8 @@ def read_weights_arrays(
         found = run_branches(*arrays, config=config, segment_start=start, implementation=implementation)
         return jax.tree.map(lambda x: x[None], _read(found, config, start, positions))
 
-    return Reading(config, np.asarray(positions), *map(np.asarray, run(arrays, start, positions)))
+    compressed, selected, window = map(np.asarray, run(arrays, start, positions))
+    return Reading(config, np.asarray(positions), compressed, selected, window, (0,))
 
 
 def token_strings(tokenizer: Tokenizer, tokens: Sequence[int] | np.ndarray) -> list[str]:

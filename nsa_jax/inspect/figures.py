@@ -90,16 +90,18 @@ def draw_lists(capture: Capture, row: int = 0, layers: Sequence[int] | None = No
     Args:
       capture: of a model.
       row: of the batch.
-      layers: to draw; None means all.
+      layers: to draw, by their indices in the model; None means all NSA layers.
     """
-    layers = range(capture.num_layers) if layers is None else layers
+    layers = capture.layers if layers is None else layers
     num_kv = capture.lists.shape[3]
     figure = _figure(3.1 * num_kv + 0.6, 2.5 * len(layers) + 0.6)
     axes = figure.subplots(len(layers), num_kv, squeeze=False, sharex=True, sharey=True)
     colours = ListedColormap(list(_LIST_STATES.values()))
     norm = BoundaryNorm(np.arange(len(_LIST_STATES) + 1) - 0.5, len(_LIST_STATES))
     for line, layer in zip(axes, layers, strict=True):
-        states = _list_states(capture.lists[layer, row], capture.config, capture.segment_start[row])
+        states = _list_states(
+            capture.lists[capture.layers.index(layer), row], capture.config, capture.segment_start[row]
+        )
         for group, axis in enumerate(line):
             axis.imshow(states[group], cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
             axis.set_title(f"layer {layer}, head group {group}", fontsize=9)
@@ -133,11 +135,10 @@ def draw_overlap(capture: Capture, max_lag: int | None = None) -> Figure:
     figure = _figure(10, 4.2)
     left, right = figure.subplots(1, 2)
     lags = np.unique(np.linspace(1, max_lag, 24).astype(int))
-    for layer, colour in enumerate(colormaps[_MAP](np.linspace(0, 0.9, capture.num_layers))):
+    colours = colormaps[_MAP](np.linspace(0, 0.9, capture.num_layers))
+    for layer, lists, colour in zip(capture.layers, capture.lists, colours, strict=True):
         share = [
-            neighbour_overlap(capture.lists[layer], capture.num_blocks, int(lag))[:, max_lag - lag :][
-                choosing[:, max_lag:]
-            ].mean()
+            neighbour_overlap(lists, capture.num_blocks, int(lag))[:, max_lag - lag :][choosing[:, max_lag:]].mean()
             for lag in lags
         ]
         left.plot(lags, share, color=colour, label=f"layer {layer}")
@@ -145,7 +146,7 @@ def draw_overlap(capture: Capture, max_lag: int | None = None) -> Figure:
     left.grid(alpha=0.3)
     left.legend(fontsize=8)
     shared, chance = layer_overlap(capture.lists, config, capture.segment_start)
-    names = [f"{layer}.{group}" for layer in range(capture.num_layers) for group in range(capture.lists.shape[3])]
+    names = [f"{layer}.{group}" for layer in capture.layers for group in range(capture.lists.shape[3])]
     image = _matrix(right, shared, names)
     figure.colorbar(image, ax=right, label=f"share in common, of blocks chosen by score\n(at random: {chance:.2f})")
     right.set(xlabel="layer.group that also chose them", ylabel="layer.group")
@@ -174,7 +175,7 @@ def draw_gates(capture: Capture) -> Figure:
     """Mean gate of every layer and head, with one panel per branch."""
     means = capture.gates.mean((1, 2))  # [L, N, 3]
     figure = _figure(4 * len(BRANCHES), 0.45 * capture.num_layers + 1.7)
-    layers = [f"layer {layer}" for layer in range(capture.num_layers)]
+    layers = [f"layer {layer}" for layer in capture.layers]
     for index, (axis, branch) in enumerate(zip(figure.subplots(1, 3), BRANCHES, strict=True)):
         names = layers if index == 0 else [""] * len(layers)
         image = _matrix(axis, means[..., index], names, [str(head) for head in range(means.shape[1])])
@@ -183,22 +184,24 @@ def draw_gates(capture: Capture) -> Figure:
     return figure
 
 
-def draw_gates_by_kind(means: Mapping[str, np.ndarray]) -> Figure:
+def draw_gates_by_kind(means: Mapping[str, np.ndarray], layers: Sequence[int] | None = None) -> Figure:
     """Mean gates by kind of token.
 
     Args:
       means: {kind: float [L, N, 3]}, as `mean_by_kind` returns for a capture's gates.
+      layers: indices of the L layers in the model, `capture.layers`; None means 0 to L - 1.
     """
     kinds = list(means)
     num_layers = len(next(iter(means.values())))
     figure = _figure(3.4 * num_layers, 3.2)
+    numbers = range(num_layers) if layers is None else layers
     for layer, axis in enumerate(np.ravel(figure.subplots(1, num_layers, sharey=True))):
         for index, branch in enumerate(BRANCHES):
             height = [means[kind][layer, :, index].mean() for kind in kinds]
             at = np.arange(len(kinds)) + (index - 1) * 0.27
             axis.bar(at, height, 0.27, color=COLOURS[branch], label=branch)
         axis.set_xticks(range(len(kinds)), kinds, rotation=35, fontsize=8)
-        axis.set(title=f"layer {layer}", ylim=(0, 1))
+        axis.set(title=f"layer {numbers[layer]}", ylim=(0, 1))
         axis.grid(axis="y", alpha=0.3)
     axes = figure.axes
     axes[0].set_ylabel("mean gate")
@@ -221,7 +224,7 @@ def draw_statistics(capture: Capture) -> Figure:
         for index, branch in enumerate(BRANCHES):
             axis.bar(layers + (index - 1) * 0.27, values[:, index], 0.27, color=COLOURS[branch], label=branch)
         axis.set_title(title, fontsize=10)
-        axis.set_xticks(layers)
+        axis.set_xticks(layers, capture.layers)
         axis.set_xlabel("layer")
         axis.grid(axis="y", alpha=0.3)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
@@ -245,7 +248,7 @@ def draw_reading(reading: Reading, row: int = 0, query: int = 0) -> Figure:
             height = weights[layer, : position + 1, index]
             axis.bar(np.arange(position + 1), height, 1.0, bottom=below, color=COLOURS[branch], label=branch)
             below = below + height
-        axis.set_ylabel(f"layer {layer}")
+        axis.set_ylabel(f"layer {reading.layers[layer]}")
         axis.set_xlim(-0.5, position + 0.5)
         for edge in range(0, position + 1, reading.config.select_block):
             axis.axvline(edge - 0.5, color="#BBBBBB", linewidth=0.5, zorder=0)

@@ -88,7 +88,7 @@ class Cache(NamedTuple):
         return self.layers[0][0].shape[1]
 
     def block_indices(self) -> jax.Array:
-        """The block lists that every token read, int32 [layers, B, S, K, n], padded with J = S / select_block.
+        """The block lists that every token read, int32 [NSA layers, B, S, K, n], padded with J = S / select_block.
 
         Those of positions from `lengths` on mean nothing.
 
@@ -139,10 +139,11 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, *, record_block_i
 
     Raises:
       ValueError: `capacity` is not a multiple of `select_block`, or rows would outgrow what RoPE scaling of the kind
-        "dynamic" leaves as it is, or lists are to be recorded of another attention than "nsa".
+        "dynamic" leaves as it is, or lists are to be recorded without NSA layers.
     """
-    if record_block_indices and config.attention != "nsa":
-        raise ValueError(f"record_block_indices=True: must be False for attention={config.attention!r}, without lists")
+    if record_block_indices and "nsa" not in config.kinds:
+        kinds = "/".join(config.kinds)
+        raise ValueError(f"record_block_indices=True: must be False for attention={kinds!r}, which has no block lists")
     scaling = config.rope_scaling
     if scaling.kind == "dynamic" and capacity > scaling.original_length:
         raise ValueError(
@@ -151,12 +152,17 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, *, record_block_i
         )
     if capacity < 1 or capacity % config.nsa.select_block:
         raise ValueError(f"capacity={capacity}: must be a positive multiple of select_block={config.nsa.select_block}")
-    shapes: Any = _layer_shapes(config, batch, capacity)
-    if record_block_indices:
+
+    def shapes(layer: ModelConfig) -> Any:
+        found: Any = _layer_shapes(layer, batch, capacity)
+        if not record_block_indices or layer.attention != "nsa":
+            return found
         size = (batch, capacity, config.num_kv_heads, config.nsa.num_selected)
-        shapes = shapes._replace(lists=jax.ShapeDtypeStruct(size, jnp.int32))
+        return found._replace(lists=jax.ShapeDtypeStruct(size, jnp.int32))
+
     layers = tuple(
-        jax.tree.map(lambda s: constrain_batch(jnp.zeros(s.shape, s.dtype)), shapes) for _ in range(config.num_layers)
+        jax.tree.map(lambda s: constrain_batch(jnp.zeros(s.shape, s.dtype)), shapes(layer))
+        for layer in map(config.of_layer, range(config.num_layers))
     )
     return Cache(layers, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
@@ -168,21 +174,20 @@ def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, f
       total_mib and dense_total_mib: the whole cache; bytes_per_token and dense_bytes_per_token: what one more token of
       one row takes in all layers; fixed_bytes_per_row: window and tail, where the cache has them.
     """
-    shapes = _layer_shapes(config, 1, capacity)
+    layers = [_layer_shapes(config.of_layer(index), 1, capacity) for index in range(config.num_layers)]
 
-    def size(arrays):
-        return config.num_layers * sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(arrays))
+    def size(arrays) -> int:
+        return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(arrays))
 
     dense_bytes = config.num_layers * config.num_kv_heads * (config.head_dim + config.value_head_dim)
     dense_bytes *= config.dtype.itemsize
-    total, dense_total = size(shapes), dense_bytes * capacity
+    total, dense_total = size(layers), dense_bytes * capacity
     report = {"total_mib": batch * total / 2**20, "dense_total_mib": batch * dense_total / 2**20}
-    if config.attention != "nsa":
-        per_token, fixed = float(dense_bytes), 0
-    else:
-        entry = size(jax.tree.map(lambda s: jax.ShapeDtypeStruct((1, 1, *s.shape[2:]), s.dtype), shapes[2:4]))
-        per_token = dense_bytes + entry / config.nsa.compress_stride
-        fixed = size(shapes[4:8])
+    sparse = [layer for layer in layers if isinstance(layer, NSALayerCache)]
+    compressed = [layer[2:4] for layer in sparse]
+    entry = size(jax.tree.map(lambda s: jax.ShapeDtypeStruct((1, 1, *s.shape[2:]), s.dtype), compressed))
+    per_token = dense_bytes + entry / config.nsa.compress_stride
+    fixed = size([layer[4:8] for layer in sparse])
     report |= {"bytes_per_token": per_token, "dense_bytes_per_token": float(dense_bytes)}
     report["fixed_bytes_per_row"] = float(fixed)
     return report

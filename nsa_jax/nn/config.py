@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import CHOICES, NSAConfig, Problem, default_config, nsa_config
 from nsa_jax.ops.implementations import IMPLEMENTATIONS
 from nsa_jax.ops.rope import RopeScaling, rope, rope_turns
+from nsa_jax.rules import attention_kinds, pattern_problem, shortest_pattern
 from nsa_jax.rules import geometry as geometry_of
 
 
@@ -25,7 +26,7 @@ def _default_mlp_dim(dim: int) -> int:
 # initialised and are trained (init_std, dropout) or computed (dtypes, implementation, scan_layers, remat), and other
 # fields show in the parameters' shapes.
 _FUNCTION = (
-    "attention num_heads num_kv_heads head_dim rope_theta rotary_dim norm_eps tie_embeddings compressor "
+    "num_heads num_kv_heads head_dim rope_theta rotary_dim norm_eps tie_embeddings compressor "
     "qk_norm qkv_bias out_bias mlp_bias logit_soft_cap"
 ).split()
 _GEOMETRY = {
@@ -46,16 +47,21 @@ def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) ->
     """
     default = default_config().model.to_dict()
 
+    saved, wanted = {**default, **saved}, {**default, **wanted}
+    kinds = [shortest_pattern(attention_kinds(model)) for model in (saved, wanted)]
+    attention = ["layer_pattern" if saved["layer_pattern"] or wanted["layer_pattern"] else "attention"]
+
     def fields(model: Mapping[str, Any]) -> dict[str, Any]:
-        model, nsa = {**default, **model}, {**default["nsa"], **model.get("nsa", {})}
+        nsa = {**default["nsa"], **model["nsa"]}
         nsa |= geometry_of(nsa)
-        geometry = {f"nsa.{name}": nsa[name] for name in _GEOMETRY.get(model["attention"], ())}
+        geometry = {f"nsa.{name}": nsa[name] for kind in attention_kinds(model) for name in _GEOMETRY.get(kind, ())}
         scaling = {**default["rope_scaling"], **model["rope_scaling"]}
         geometry |= {f"rope_scaling.{name}": value for name, value in scaling.items()}
-        return {name: model[name] for name in _FUNCTION} | geometry
+        values = {name: model[name] for name in (*(attention if kinds[0] != kinds[1] else ()), *_FUNCTION)}
+        return values | geometry
 
     old, new = fields(saved), fields(wanted)
-    compresses = old["attention"] == "nsa" and old["nsa.selector"] == "compressed"
+    compresses = old.get("nsa.selector") == "compressed"
     return [
         Problem(
             "R054",
@@ -87,7 +93,9 @@ class ModelConfig:
         `nsa` are set to its select_block.
       shared_kv: the branches of the sparse attention share one projection of keys and one of values
         (`config.model.nsa.shared_kv`).
-      attention: "nsa", "dense" or "window" (dense within the sliding window).
+      attention: "nsa", "dense" or "window" (dense within the sliding window): the kind of every layer.
+      layer_pattern: kinds that the layers repeat, instead of `attention`; empty for none. It is kept at its shortest,
+        and a pattern of one kind becomes `attention`.
       rope_theta: base of the rotary position embedding.
       rope_scaling: how its frequencies are changed for longer rows.
       rotary_dim: features of a head that it turns; 0 means all. Of each half of a head, the first rotary_dim / 2.
@@ -125,6 +133,7 @@ class ModelConfig:
     selector: str = "compressed"
     shared_kv: bool = False
     attention: str = "nsa"
+    layer_pattern: tuple[str, ...] = ()
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling = RopeScaling()
     rotary_dim: int = 0
@@ -146,6 +155,12 @@ class ModelConfig:
     deterministic: bool = False
 
     def __post_init__(self):
+        if message := pattern_problem(vars(self))[0]:
+            raise ValueError(f"ModelConfig.layer_pattern={self.layer_pattern}: {message}")
+        if kinds := self.layer_pattern:
+            kinds = shortest_pattern(tuple(kinds))
+            object.__setattr__(self, "attention", kinds[0] if len(kinds) == 1 else "nsa")
+            object.__setattr__(self, "layer_pattern", kinds if len(kinds) > 1 else ())
         if not self.value_head_dim:
             object.__setattr__(self, "value_head_dim", self.head_dim)
         if self.selector == "mean_key":
@@ -184,6 +199,19 @@ class ModelConfig:
     def dtype(self) -> jnp.dtype:
         """Dtype of activations."""
         return jnp.dtype(self.compute_dtype)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of attention over which the layers repeat: layer i has that of index i modulo their number."""
+        return attention_kinds(vars(self))
+
+    def layers_of(self, kind: str) -> tuple[int, ...]:
+        """Indices of the layers with a kind of attention."""
+        return tuple(i for i in range(self.num_layers) if self.kinds[i % len(self.kinds)] == kind)
+
+    def of_layer(self, index: int) -> ModelConfig:
+        """The config of one layer: `attention` is its kind, and there is no pattern."""
+        return dataclasses.replace(self, attention=self.kinds[index % len(self.kinds)], layer_pattern=())
 
     @property
     def residual_std(self) -> float:

@@ -13,7 +13,7 @@ from flax import nnx
 from nsa_jax.nn.attention import WIDTH_MULTIPLE
 from nsa_jax.nn.cache import Cache, capacity_bucket, init_cache, prefill_attention, step_attention
 from nsa_jax.nn.layers import RMSNorm, soft_cap
-from nsa_jax.nn.transformer import Block, Transformer
+from nsa_jax.nn.transformer import Block, Transformer, layer_stacks
 
 # Parameters that are used in float32; all others are used in the compute dtype.
 _WIDE = ("scale", "gate_bias")
@@ -40,9 +40,9 @@ class Decoder:
         self.config = config = model.config
         block = config.nsa.select_block
         self.chunk = max(chunk // block, 1) * block
-        self._block, stacked = nnx.split(model.blocks)
+        self._graphdefs, stacks = zip(*map(nnx.split, layer_stacks(model.blocks, config)), strict=True)
         self._norm, norm = nnx.split(model.norm)
-        self._layer_tree = jax.tree.structure(stacked)
+        self._layer_trees = [jax.tree.structure(stacked) for stacked in stacks]
         self._norm_tree = jax.tree.structure(norm)
 
         def ready(path, leaf):
@@ -55,7 +55,8 @@ class Decoder:
             return jnp.pad(leaf, ((0, 0), (0, padding))) if padding else leaf
 
         def layer(index):
-            cut = jax.tree_util.tree_map_with_path(lambda path, leaf: ready(path, leaf[index]), stacked)
+            row, position = divmod(index, len(stacks))
+            cut = jax.tree_util.tree_map_with_path(lambda path, leaf: ready(path, leaf[row]), stacks[position])
             return tuple(jax.tree.leaves(cut))
 
         # Tuples of arrays: every step looks through them, which took 0.34 ms for 12 layers as Flax's states and takes
@@ -72,8 +73,10 @@ class Decoder:
         self._pick = jax.jit(self._last_logits)
 
     def _blocks(self, params):
-        for leaves in params["layers"]:
-            block: Block = nnx.merge(self._block, jax.tree.unflatten(self._layer_tree, leaves))
+        for index, leaves in enumerate(params["layers"]):
+            position = index % len(self._graphdefs)
+            tree = jax.tree.unflatten(self._layer_trees[position], leaves)
+            block: Block = nnx.merge(self._graphdefs[position], tree)
             yield block
 
     def _normed(self, params, x: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from flax import nnx
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn.attention import NSAttention
-from nsa_jax.nn.transformer import Transformer
+from nsa_jax.nn.transformer import Transformer, layer_stacks
 from nsa_jax.ops import nsa
 from nsa_jax.ops.mean_key import select_by_mean_key
 
@@ -92,34 +92,43 @@ def run_attention(attention: NSAttention, h: jax.Array, segment_start: jax.Array
 def walk_layers(
     model: Transformer, tokens: jax.Array, segment_start: jax.Array | None, look: Callable[[NSAArrays], Any]
 ) -> tuple[jax.Array, Any]:
-    """The model's forward pass, with a function applied to what each layer computes. Traceable.
+    """The model's forward pass, with a function applied to what each NSA layer computes. Traceable.
 
     Layers are stacked whether or not the model scans them, so both kinds are walked by one scan.
 
     Args:
-      model: a Transformer with attention "nsa".
+      model: a Transformer with NSA layers.
       tokens: int32 [B, T].
       segment_start: int32 [B, T] or None.
       look: `NSAArrays` of a layer -> arrays.
 
     Returns:
-      What `model.hidden` returns, and what `look` returned with a leading axis of num_layers.
+      What `model.hidden` returns, and what `look` returned with a leading axis of the NSA layers, whose indices are
+      `model.config.layers_of("nsa")`.
 
     Raises:
       ValueError: the model has no NSA layers.
     """
-    if model.config.attention != "nsa":
-        raise ValueError(f"model.config.attention={model.config.attention!r}: must be 'nsa' to be looked into")
-    graphdef, stacked = nnx.split(model.blocks)
+    config = model.config
+    if "nsa" not in config.kinds:
+        raise ValueError(f"model.config.attention={'/'.join(config.kinds)!r}: must be 'nsa' to be looked into")
+    graphdefs, stacks = zip(*map(nnx.split, layer_stacks(model.blocks, config)), strict=True)
 
-    def layer(x, params):
-        block: Any = nnx.merge(graphdef, params)
+    def period(x, params):
+        seen = []
+        for graphdef, layer in zip(graphdefs, params, strict=True):
+            block: Any = nnx.merge(graphdef, layer)
 
-        def attend(normed):
-            arrays = run_attention(block.attention, normed, segment_start)
-            return block.attention.output(arrays.attended()), look(arrays)
+            def attend(normed, attention=block.attention):
+                if not isinstance(attention, NSAttention):
+                    return attention(normed, segment_start), None
+                arrays = run_attention(attention, normed, segment_start)
+                return attention.output(arrays.attended()), look(arrays)
 
-        return block.forward(x, attend)
+            x, found = block.forward(x, attend)
+            seen += [] if found is None else [found]
+        return x, jax.tree.map(lambda *parts: jnp.stack(parts), *seen)
 
-    x, seen = jax.lax.scan(layer, model.embedding[...][tokens].astype(model.config.dtype), stacked)
-    return model.norm(x), seen
+    x, seen = jax.lax.scan(period, model.embedding[...][tokens].astype(config.dtype), stacks)
+    layers = len(config.layers_of("nsa"))  # from [periods, NSA layers of a period, ...], which may be of size 0
+    return model.norm(x), jax.tree.map(lambda a: a.reshape(layers, *a.shape[2:]), seen)

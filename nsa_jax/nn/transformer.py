@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -71,6 +71,8 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        if config.layer_pattern:
+            raise ValueError(f"ModelConfig.layer_pattern={config.layer_pattern}: a Block takes config.of_layer(index)")
         self.norm_attention = RMSNorm(config)
         self.attention = (NSAttention if config.attention == "nsa" else DenseAttention)(config, rngs=rngs)
         self.norm_mlp = RMSNorm(config)
@@ -135,21 +137,42 @@ class Block(nnx.Module):
         return x + dropout(self.mlp(checkpoint_name(normed, _NORMED)), self.dropout, keys[1]), extra
 
 
-def _stack(config: ModelConfig, rngs: nnx.Rngs) -> Block:
-    """A Block whose parameters have a leading axis of num_layers."""
+class Period(nnx.Module):
+    """The layers of one period of `config.layer_pattern`, in their order: `layer_0`, `layer_1` and so on."""
 
-    @nnx.split_rngs(splits=config.num_layers)
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        for index in range(len(config.kinds)):
+            setattr(self, f"layer_{index}", Block(config.of_layer(index), rngs=rngs))
+
+
+def _stack(config: ModelConfig, rngs: nnx.Rngs) -> Block | Period:
+    """A Block whose parameters have a leading axis of layers; with a layer_pattern, a Period with one of periods."""
+
+    @nnx.split_rngs(splits=config.num_layers // len(config.kinds))
     @nnx.vmap(in_axes=(0,), out_axes=0)
-    def create(rngs: nnx.Rngs) -> Block:
-        return Block(config, rngs=rngs)
+    def create(rngs: nnx.Rngs) -> Block | Period:
+        return (Period if config.layer_pattern else Block)(config, rngs=rngs)
 
     return create(rngs)
 
 
-def _group_size(num_layers: int) -> int:
-    """The divisor of num_layers nearest to its square root: layers per group under remat "full"."""
-    divisors = [g for g in range(1, num_layers + 1) if num_layers % g == 0]
-    return min(divisors, key=lambda g: abs(g - num_layers**0.5))
+def layer_stacks(blocks: Any, config: ModelConfig) -> list[Any]:
+    """The stacked layers of each position of the pattern; layer i is row i // P of stack i % P, of P stacks.
+
+    Args:
+      blocks: `Transformer.blocks`, or its parameters as a nested dict.
+      config: the model's.
+    """
+    if not config.layer_pattern:
+        return [blocks]
+    names = [f"layer_{index}" for index in range(len(config.kinds))]
+    return [blocks[name] if isinstance(blocks, Mapping) else getattr(blocks, name) for name in names]
+
+
+def _group_size(periods: int) -> int:
+    """The divisor of a number of periods (layers, without a pattern) nearest to its square root, for remat "full"."""
+    divisors = [g for g in range(1, periods + 1) if periods % g == 0]
+    return min(divisors, key=lambda g: abs(g - periods**0.5))
 
 
 class Transformer(nnx.Module):
@@ -164,14 +187,16 @@ class Transformer(nnx.Module):
         `nsa_jax.ops.projected`), what it is cut into is kept instead of the projection.
       attention_saved: keeps each layer's input and what attention's backward pass needs; recomputes the rest.
       block: keeps each layer's input only.
-      full: keeps the input of every sqrt(num_layers)-th layer only; runs the layers between twice more.
+      full: keeps the input of every sqrt(num_layers)-th layer only; runs the layers between twice more. With a pattern,
+        that of every sqrt(periods)-th period.
 
     Used functionally: `graphdef, params = nnx.split(model)`, then `nnx.merge(graphdef, params)(tokens)` under jit.
     All state is parameters; dropout takes its key as an argument.
 
     Attributes:
       embedding: [vocab, D].
-      blocks: a `Block` with parameters [num_layers, ...].
+      blocks: a `Block` with parameters [num_layers, ...]; with `config.layer_pattern`, a `Period` of such blocks, each
+        with parameters [num_layers / len(layer_pattern), ...].
       norm: the final RMSNorm.
       head: [D, vocab], absent if embeddings are tied.
     """
@@ -203,24 +228,26 @@ class Transformer(nnx.Module):
           segment_start: int [B, T], first position of each token's document; None if rows hold one document.
           deterministic: no dropout.
           rngs: where dropout takes its key from: `nnx.Rngs` (stream "dropout") or a PRNG key.
-          block_indices: int32 [layers, B, T, K, n], the blocks that each layer's selected branch reads, instead of
+          block_indices: int32 [NSA layers, B, T, K, n], the blocks that each layer's selected branch reads, instead of
             selecting: those of another run of the same parameters or of others, such as a sampler's. Entries outside
             [0, J), such as -1, are padding. Gradients flow as without them, since none flows through selection.
-          return_block_indices: also return the block lists that were read, int32 [layers, B, T, K, n], padded with J.
+          return_block_indices: also return the block lists that were read, int32 [NSA layers, B, T, K, n], padded
+            with J.
 
         Returns:
           [B, T, D], or a pair with the block lists.
 
         Raises:
-          ValueError: block lists of another attention than "nsa".
+          ValueError: block lists of a model without NSA layers.
         """
         config = self.config
         chex.assert_rank(tokens, 2)
         chex.assert_type(tokens, int)
-        if config.attention != "nsa" and (block_indices is not None or return_block_indices):
-            raise ValueError(f"model.config.attention={config.attention!r}: must be 'nsa' to have block lists")
+        sparse = len(config.layers_of("nsa"))
+        if not sparse and (block_indices is not None or return_block_indices):
+            raise ValueError(f"model.config.attention={'/'.join(config.kinds)!r}: must be 'nsa' to have block lists")
         if block_indices is not None:
-            chex.assert_shape(block_indices, (config.num_layers, *tokens.shape, config.num_kv_heads, None))
+            chex.assert_shape(block_indices, (sparse, *tokens.shape, config.num_kv_heads, None))
         if segment_start is not None:
             chex.assert_equal_shape([tokens, segment_start])
         keys = None
@@ -230,32 +257,64 @@ class Transformer(nnx.Module):
             key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs
             keys = jax.random.split(key, config.num_layers)
         x = constrain_tokens(embed(self.embedding[...], tokens, config.dtype))
-        x, lists = self._run_blocks(x, segment_start, (keys, block_indices), return_block_indices)
+        x, lists = self._run_blocks(x, segment_start, keys, block_indices, return_block_indices)
         return (self.norm(x), lists) if return_block_indices else self.norm(x)
 
-    def _run_blocks(self, x: jax.Array, segment_start: jax.Array | None, by_layer: tuple, return_lists: bool) -> tuple:
-        """Activations, and the stacked block lists or None; by_layer holds dropout's keys and given lists, or None."""
+    def _run_blocks(
+        self,
+        x: jax.Array,
+        segment_start: jax.Array | None,
+        keys: jax.Array | None,
+        block_indices: jax.Array | None,
+        return_lists: bool,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Activations, and the block lists of the NSA layers if they are asked for."""
         config = self.config
-        graphdef, stacked = nnx.split(self.blocks)
+        graphdefs, stacks = zip(*map(nnx.split, layer_stacks(self.blocks, config)), strict=True)
+        count = len(stacks)
+        periods = config.num_layers // count
+        # The compiler makes a loop of one period into plain code.
+        scanned = config.scan_layers and (count == 1 or periods > 1)
 
-        def layer(x, inputs):
-            params, (key, given) = inputs
-            arguments = dict(dropout_key=key, block_indices=given, return_block_indices=return_lists)
-            out = nnx.merge(graphdef, params)(x, segment_start, **arguments)
-            out, lists = out if return_lists else (out, None)
-            return constrain_tokens(out), lists
+        def layer(graphdef, kind):
+            def run(x, inputs):
+                params, key, given = inputs
+                wanted = kind == "nsa" and return_lists
+                arguments = dict(dropout_key=key, block_indices=given, return_block_indices=wanted)
+                out = nnx.merge(graphdef, params)(x, segment_start, **arguments)
+                out, lists = out if wanted else (out, None)
+                return constrain_tokens(out), lists
 
-        run = remat(layer, config.remat, scanned=config.scan_layers)
-        inputs = (stacked, by_layer)
+            return remat(run, config.remat, scanned=scanned)
+
+        layers = [layer(graphdef, kind) for graphdef, kind in zip(graphdefs, config.kinds, strict=True)]
+
+        def period(x, inputs):
+            found = []
+            for run, given in zip(layers, inputs, strict=True):
+                x, lists = run(x, given)
+                found += [] if lists is None else [lists]
+            return x, jnp.stack(found) if found else None
+
+        sparse = [position for position, kind in enumerate(config.kinds) if kind == "nsa"]
+        stacked = []
+        for position, params in enumerate(stacks):
+            given = None
+            if block_indices is not None and position in sparse:
+                given = block_indices[sparse.index(position) :: len(sparse)]
+            stacked.append((params, None if keys is None else keys[position::count], given))
         if config.scan_layers:
-            return _scan(run, x, inputs, config)
-        # Cutting by `split` makes the stacked gradient one concatenation instead of num_layers padded sums.
-        pieces = jax.tree.map(lambda a: jax.lax.split(a, (1,) * config.num_layers, axis=0), inputs)
-        lists = []
-        for index in range(config.num_layers):
-            x, found = run(x, jax.tree.map(lambda _, p, i=index: p[i][0], inputs, pieces))
-            lists.append(found)
-        return x, jnp.stack(lists) if return_lists else None
+            x, lists = _scan(period, x, stacked, periods, config)
+        else:
+            # Cutting by `split` makes the stacked gradient one concatenation instead of one padded sum for each layer.
+            pieces = jax.tree.map(lambda a: jax.lax.split(a, (1,) * periods, axis=0), stacked)
+            found = []
+            for index in range(periods):
+                x, lists = period(x, jax.tree.map(lambda _, p, i=index: p[i][0], stacked, pieces))
+                found.append(lists)
+            lists = jnp.stack(found) if return_lists else None
+        # From [periods, NSA layers of a period, ...].
+        return x, None if lists is None else lists.reshape(-1, *lists.shape[2:])
 
     def output_weight(self) -> Float[Array, "vocab D"] | Float[Array, "D vocab"]:
         """The matrix of the output head: the embedding, or `head` with the vocabulary as second axis."""
@@ -288,10 +347,10 @@ class Transformer(nnx.Module):
         return (logits, lists) if return_block_indices else logits
 
 
-def _scan(run: Callable, x: jax.Array, stacked, config: ModelConfig) -> tuple[jax.Array, Any]:
-    """Runs the layers by lax.scan; under remat "full" by a scan over groups that are rematerialised as a whole."""
-    group = _group_size(config.num_layers)
-    if config.remat != "full" or group in (1, config.num_layers):
+def _scan(run: Callable, x: jax.Array, stacked, periods: int, config: ModelConfig) -> tuple[jax.Array, Any]:
+    """Runs the periods by lax.scan; under remat "full" by a scan over groups that are rematerialised as a whole."""
+    group = _group_size(periods)
+    if config.remat != "full" or group in (1, periods):
         return jax.lax.scan(run, x, stacked)
     outer = remat(lambda x, inputs: jax.lax.scan(run, x, inputs), config.remat, scanned=True)
     grouped = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), stacked)

@@ -135,8 +135,9 @@ function health() {
 function keysRead() {
   const health = chosen().health;
   if (!health) return "This run logged no health: config.guards.health is off, or the model has no NSA layers.";
-  const wrong = (health.z.key_mismatches ?? []).flat().reduce((a, b) => a + (b ?? 0), 0);
-  const checks = `${grouped(health.n)} ${health.n === 1 ? "check" : "checks"} of ${grouped(health.layers)} layers`;
+  const layers = (health.z.key_mismatches ?? []).filter((row) => row.some((value) => value !== null));
+  const wrong = layers.flat().reduce((a, b) => a + (b ?? 0), 0);
+  const checks = `${grouped(health.n)} ${health.n === 1 ? "check" : "checks"} of ${grouped(layers.length)} layers`;
   return wrong
     ? `In ${checks}, block lists held other keys than the formula predicts.`
     : `In ${checks}, every query read exactly the keys that the formula predicts.`;

@@ -77,7 +77,7 @@ def explain_step(setup: Setup, target: Target) -> Explanation | None:
     None if NSA's kernels are not wanted, or where a context axis cuts rows into slices of their own shapes.
     """
     config, m = setup.config, setup.model_config
-    if m.attention != "nsa" or m.implementation in ("xla", "reference") or not target.is_gpu:
+    if "nsa" not in m.kinds or m.implementation in ("xla", "reference") or not target.is_gpu:
         return None
     if setup.token_shards != setup.batch_shards:
         return None

@@ -29,22 +29,26 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def keys_per_query(config: ModelConfig, seq_len: int) -> dict[str, float]:
-    """Mean number of keys that a query reads in each branch, in rows of one document."""
-    t = np.arange(seq_len)
-    if config.attention == "dense":
-        return {"dense": float((t + 1).mean())}
-    nsa = config.nsa
-    if config.attention == "window":
-        return {"window": float(np.minimum(t + 1, nsa.window).mean())}
+    """Mean number of keys that a query of a layer reads in each branch, in rows of one document.
+
+    With a layer_pattern, the window is that of NSA and of window layers alike.
+    """
+    t, nsa, found = np.arange(seq_len), config.nsa, {}
+    if "dense" in config.kinds:
+        found["dense"] = float((t + 1).mean())
+    if "window" in config.kinds:
+        found["window"] = float(np.minimum(t + 1, nsa.window).mean())
+    if "nsa" not in config.kinds:
+        return found
     block_count = np.minimum(t // nsa.select_block + 1, nsa.num_selected)
     # All listed blocks are whole but the query's own, of which it reads up to itself.
     selected = (block_count - 1) * nsa.select_block + t % nsa.select_block + 1
-    found = {
+    sparse = {
         "compressed": _compressed_keys(config, seq_len),
         "selected": float(selected.mean()),
         "window": float(np.minimum(t + 1, nsa.window).mean()),
     }
-    return {name: found[name] for name in config.branches}
+    return found | {name: sparse[name] for name in config.branches}
 
 
 def _compressed_keys(config: ModelConfig, seq_len: int) -> float:
@@ -54,7 +58,18 @@ def _compressed_keys(config: ModelConfig, seq_len: int) -> float:
 
 
 def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, float]:
-    """Operations of one token's forward pass, by part."""
+    """Operations of one token's forward pass, by part; those of all kinds of layers are added up."""
+    parts: dict[str, float] = {}
+    for kind in sorted(set(config.kinds)):
+        layers = config.layers_of(kind)
+        for name, value in _layer_flops(config.of_layer(layers[0]), seq_len).items():
+            parts[name] = parts.get(name, 0.0) + value * len(layers)
+    parts["head"] = 2.0 * config.dim * config.vocab_size
+    return parts
+
+
+def _layer_flops(config: ModelConfig, seq_len: int) -> dict[str, float]:
+    """Operations of one layer for one token."""
     d, n, k, h, v = config.dim, config.num_heads, config.num_kv_heads, config.head_dim, config.value_head_dim
     sparse = config.attention == "nsa"
     branches = len(config.branches)
@@ -72,9 +87,7 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, floa
     if sparse:  # scores of the compressed keys, once more, for selection; of mean keys, with one query per group
         queries = k if config.selector == "mean_key" else n
         per_layer["selection"] = 2.0 * h * queries * _compressed_keys(config, seq_len)
-    parts = {name: value * config.num_layers for name, value in per_layer.items()}
-    parts["head"] = 2.0 * d * config.vocab_size
-    return parts
+    return per_layer
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:

@@ -399,7 +399,7 @@ class Run:
     def _announce(self, writer: metrics.MetricsWriter, said: str | None) -> None:
         config, device = self.config, jax.devices()[0]
         writer.say(
-            f"{config.name}: {self.setup.num_parameters():,} parameters ({config.model.attention}), "
+            f"{config.name}: {self.setup.num_parameters():,} parameters ({', '.join(self.setup.model_config.kinds)}), "
             f"{config.train.batch_size} x {config.data.seq_len} tokens per step, {config.train.steps:,} steps, "
             f"{self.setup.mesh.size} x {device.device_kind}, {self.workdir}"
         )

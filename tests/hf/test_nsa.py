@@ -26,6 +26,7 @@ from nsa_jax.config import default_config
 from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer
 from nsa_jax.generate import Generator
 from nsa_jax.hub.native import export_native
+from nsa_jax.nn.transformer import layer_stacks
 from nsa_jax.sampling import Sampling
 
 VOCAB = 96
@@ -66,6 +67,13 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "linear": {"rope_scaling": {"kind": "linear", "factor": 3.0}, "nsa": {"compress_stride": 2, "select_block": 8}},
     "dynamic": {"rope_scaling": {"kind": "dynamic", "factor": 2.0, "original_length": 160}},
+    "window, NSA and dense layers": {
+        "layer_pattern": ("window", "nsa", "dense"),
+        "num_layers": 3,
+        "value_head_dim": 24,
+        "qk_norm": True,
+        "qkv_bias": True,
+    },
 }
 
 
@@ -151,18 +159,22 @@ def test_tensors_keep_their_bits(models, tmp_path):
     name, model, _, _, loaded = models
     got = {name: array.numpy() for name, array in loaded.state_dict().items()}
     params = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    attention, widths = params["blocks"]["attention"], model.blocks.attention.widths
-    order = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate")
-    order = order if model.config.selector == "compressed" else order[:1] + order[3:]
-    order = ("q", "k", "v", "gate") if model.config.shared_kv else order
-    for index in range(2):
+    stacks, modules = (layer_stacks(blocks, model.config) for blocks in (params["blocks"], model.blocks))
+    for index in range(model.config.num_layers):
+        row, position = divmod(index, len(stacks))
+        attention, widths = stacks[position]["attention"], modules[position].attention.widths
+        order = ("q", "k", "v")
+        if model.config.of_layer(index).attention == "nsa":
+            branches = ("",) if model.config.shared_kv else ("_cmp", "_slc", "_win")[-len(model.config.branches) :]
+            order = ("q", *(f"{part}{branch}" for branch in branches for part in "kv"), "gate")
         at = f"model.layers.{index}.self_attn."
         fused = np.concatenate([got.pop(f"{at}{part}_proj.weight") for part in order]).T
-        np.testing.assert_array_equal(fused, attention["w_in"][index])
+        np.testing.assert_array_equal(fused, attention["w_in"][row])
         assert fused.shape[1] == sum(widths)
         if "b_in" in attention:
-            fused = np.concatenate([got.pop(f"{at}{part}_proj.bias") for part in order[:-1]])
-            np.testing.assert_array_equal(fused, attention["b_in"][index])
+            biased = [part for part in order if part != "gate"]
+            fused = np.concatenate([got.pop(f"{at}{part}_proj.bias") for part in biased])
+            np.testing.assert_array_equal(fused, attention["b_in"][row])
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     tied = model.config.tie_embeddings
     assert sum(p.numel() for p in loaded.parameters()) == total, "a shared matrix counts once"

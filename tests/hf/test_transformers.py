@@ -57,8 +57,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3, yarn": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN | {"rope_theta": 1e6}}),
     "qwen3, biased": ("Qwen3", {"head_dim": 32, "attention_bias": True}),
+    "qwen2, window from layer 1": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3, every other layer": (
+        "Qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_hidden_layers": 4,
+        },
+    ),
 }
-FULL = [name for name in MODELS if name != "mistral, window"]
+SLIDING = {
+    "mistral, window": ("window",),
+    "qwen2, window from layer 1": ("dense", "window", "window"),
+    "qwen3, every other layer": ("window", "dense"),
+}
+FULL = [name for name in MODELS if name not in SLIDING]
 
 
 def make(name: str, seed: int = 0):
@@ -132,12 +150,12 @@ def test_imported_models_have_the_logits_of_transformers(saved, request):
     assert got <= 2e-5
 
 
-@pytest.mark.parametrize("saved", ["mistral, window"], indirect=True)
-def test_a_sliding_window_is_imported_as_window_attention(saved):
+@pytest.mark.parametrize("saved", SLIDING, indirect=True)
+def test_a_sliding_window_is_imported_as_window_attention(saved, request):
     model, path = saved
     tokens = draw()
     window, config = import_dense(path, attention="window", edit=float32)
-    assert config.model.nsa.window == 64
+    assert config.model.nsa.window == 64 and window.config.kinds == SLIDING[request.node.callspec.id]
     want = theirs(model, tokens)
     assert error(ours(window, tokens), want) <= 2e-5
     short = ours(import_dense(path, seq_len=64, edit=float32)[0], tokens[:, :64])
@@ -219,10 +237,15 @@ def test_models_made_here_have_our_logits_in_transformers(family, tmp_path):
     assert error(theirs(back, tokens), ours(model, tokens)) <= 1e-4
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
-def test_window_models_made_here_are_sliding_windows_in_transformers(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "pattern"),
+    [("Mistral", ()), ("Qwen2", ()), ("Qwen3", ()), ("Qwen2", ("dense", "window")), ("Qwen3", ("window", "dense"))],
+)
+def test_window_models_made_here_are_sliding_windows_in_transformers(family, pattern, tmp_path):
     config = default_config()
-    config.model.update({"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16})
+    config.model.update(
+        {"dim": 32, "num_layers": 2, "layer_pattern": pattern, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    )
     config.model.update({"attention": "window", "compute_dtype": "float32", "init_std": 0.3})
     config.model.update(OPTIONS.get(family, {}))
     config.model.nsa.window = 24

@@ -38,7 +38,11 @@ def loss_and_lists(model, tokens, start, block_indices=None):
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(remat="block"), dict(remat="full", num_layers=4), dict(selector="mean_key", scan_layers=False)],
+    [
+        dict(remat="full", num_layers=4),
+        dict(selector="mean_key", scan_layers=False),
+        dict(layer_pattern=("nsa", "dense", "nsa"), num_layers=6, remat="block"),
+    ],
     ids=str,
 )
 def test_own_lists_handed_back_change_neither_loss_nor_gradients(changes):
@@ -46,7 +50,8 @@ def test_own_lists_handed_back_change_neither_loss_nor_gradients(changes):
     start = jnp.asarray(np.stack([documents(LENGTH), np.zeros(LENGTH, np.int32)]))
     (loss, lists), grads = loss_and_lists(model, tokens, start)
     blocks = -(-LENGTH // SMALL.select_block)
-    assert lists.shape == (model.config.num_layers, 2, LENGTH, 2, 4) and lists.dtype == jnp.int32
+    assert lists.shape == (len(model.config.layers_of("nsa")), 2, LENGTH, 2, 4) and lists.dtype == jnp.int32
+    assert all((a != b).any() for a, b in zip(lists, lists[1:], strict=False))
     assert (np.asarray(lists).max(), int((lists[:, 1, -1] < blocks).sum(-1).min())) == (blocks, 4)
     padded = jnp.where(lists < blocks, lists, -1)[..., ::-1]  # order and the number that pads mean nothing
     (again, returned), others = loss_and_lists(model, tokens, start, padded)

@@ -152,9 +152,9 @@ def test_weights_in_pytorchs_format_are_refused(tmp_path):
 
 
 SLIDING = [
-    ("mistral", {"sliding_window": 16}, True),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, True),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, False),
+    ("mistral", {"sliding_window": 16}, ()),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, ()),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, ("dense", "window")),
     (
         "qwen3",
         {
@@ -162,26 +162,48 @@ SLIDING = [
             "sliding_window": 16,
             "layer_types": ["sliding_attention", "full_attention"],
         },
-        False,
+        ("window", "dense"),
     ),
 ]
 
 
-@pytest.mark.parametrize(("family", "changes", "everywhere"), SLIDING)
-def test_layers_of_a_sliding_window_need_window_attention_or_short_rows(tmp_path, family, changes, everywhere):
+@pytest.mark.parametrize(("family", "changes", "pattern"), SLIDING)
+def test_layers_of_a_sliding_window_need_window_attention_or_short_rows(tmp_path, family, changes, pattern):
     write(tmp_path, describe(family, **changes))
-    for attention in ("dense", "nsa", *(() if everywhere else ("window",))):
+    for kinds in ({"attention": "dense"}, {"attention": "nsa"}, {"layer_pattern": ["nsa", "dense"]}):
         with pytest.raises(LoadError, match="sliding-window attention.* read 16 tokens, and rows have 128") as caught:
-            import_dense(tmp_path, attention=attention)
-        assert ("attention='window'" in str(caught.value)) == everywhere
+            import_dense(tmp_path, **kinds)
+        assert "attention='window'" in str(caught.value)
     model, config = import_dense(tmp_path, edit=float32, seq_len=16)
     row = tokens(40)
-    if everywhere:
-        window, config = import_dense(tmp_path, attention="window", edit=float32)
-        assert config.model.nsa.window == 16
-        got, want = run(window, row), run(model, row)
-        np.testing.assert_allclose(got[:16], want[:16], atol=1e-5 * np.abs(want).max())
-        assert np.abs(got[16:] - want[16:]).max() > 0.01 * np.abs(want).max()
+    window, config = import_dense(tmp_path, attention="window", edit=float32)
+    assert config.model.nsa.window == 16 and config.model.layer_pattern == pattern
+    assert window.config.kinds == (pattern or ("window",))
+    got, want = run(window, row), run(model, row)
+    np.testing.assert_allclose(got[:16], want[:16], atol=1e-5 * np.abs(want).max())
+    assert np.abs(got[16:] - want[16:]).max() > 0.01 * np.abs(want).max()
+
+
+def test_layer_types_that_do_not_fit_are_refused(tmp_path):
+    for types in (["sliding_attention"], ["sliding_attention", "chunked_attention"]):
+        changes = {"use_sliding_window": True, "sliding_window": 16, "layer_types": types}
+        write(tmp_path, describe("qwen3", **changes))
+        with pytest.raises(LoadError, match="layer_types=.*must be 2 times one of full_attention, sliding_attention"):
+            import_dense(tmp_path, attention="window")
+
+
+def test_a_pattern_of_nsa_and_dense_layers_begins_as_the_dense_model(tmp_path):
+    """On rows within the window, where each layer's NSA is its dense attention."""
+    write(tmp_path, describe("qwen3"))
+    dense, _ = import_dense(tmp_path, edit=float32)
+    mixed, config = import_dense(tmp_path, layer_pattern=("nsa", "dense"), gate=0.0, edit=float32)
+    assert mixed.config.kinds == config.model.layer_pattern == ("nsa", "dense")
+    want = run(dense, tokens(40))
+    np.testing.assert_allclose(run(mixed, tokens(40)), want, atol=2e-5 * np.abs(want).max())
+    last = mixed.blocks.layer_1.attention.w_in[...]
+    np.testing.assert_array_equal(last, dense.blocks.attention.w_in[...][1:])
+    with pytest.raises(LoadError, match="layer_pattern=.*3 kinds cannot be repeated over num_layers=2"):
+        import_dense(tmp_path, layer_pattern=("nsa", "dense", "dense"))
 
 
 @pytest.mark.parametrize("changes", [{"sliding_window": 128}, {"sliding_window": None}])
@@ -454,8 +476,18 @@ def test_models_without_a_counterpart_are_refused_and_nothing_is_written(tmp_pat
     assert not out.exists()
 
 
+MIXED = {"layer_pattern": ("window", "dense"), "num_layers": 4}
+
+
 @pytest.mark.parametrize(
-    ("kind", "changes"), [("mistral", {}), ("qwen2", {"qkv_bias": True}), ("qwen3", {"qk_norm": True})]
+    ("kind", "changes"),
+    [
+        ("mistral", {}),
+        ("qwen2", {"qkv_bias": True}),
+        ("qwen3", {"qk_norm": True}),
+        ("qwen2", {"qkv_bias": True, **MIXED}),
+        ("qwen3", {"qk_norm": True, **MIXED}),
+    ],
 )
 def test_window_attention_becomes_the_sliding_window_of_a_family(tmp_path, kind, changes):
     config = small_config()
@@ -465,6 +497,8 @@ def test_window_attention_becomes_the_sliding_window_of_a_family(tmp_path, kind,
     export_native(model, ByteTokenizer(), config, tmp_path)
     described = json.loads((tmp_path / "config.json").read_text())
     assert (described["model_type"], described["sliding_window"]) == (kind, 12)
+    types = ["sliding_attention", "full_attention"] * 2 if "layer_pattern" in changes else None
+    assert described.get("layer_types") == types
     back, back_config = import_dense(tmp_path, attention="window", edit=float32)
     same_parameters(model, back)
     assert back_config.model.nsa.window == 12
@@ -480,6 +514,7 @@ def test_window_attention_becomes_the_sliding_window_of_a_family(tmp_path, kind,
         ({"out_bias": True}, "out_bias without qkv_bias"),
         ({"qk_norm": True, "qkv_bias": True}, "qk_norm with qkv_bias alone"),
         ({"mlp_bias": True, "qkv_bias": True}, "mlp_bias beside"),
+        ({"layer_pattern": ("window", "dense"), "num_layers": 2}, "window attention in some layers, but neither"),
     ],
 )
 def test_options_without_a_counterpart_are_named(tmp_path, changes, words):
@@ -608,3 +643,17 @@ def test_hub_ids_are_fetched(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert convert.main(["owner/model", "out", "--tokenizer=byte"]) == 2
     assert "without huggingface_hub no hub id" in capsys.readouterr().err
+
+
+def test_the_pattern_of_the_command_line_is_that_of_the_model(tmp_path, capsys):
+    write(tmp_path / "in", describe("qwen3"))
+    letters(tmp_path / "in")
+    paths = [str(tmp_path / "in"), str(tmp_path / "out")]
+    assert convert.main([*paths, "--layer-pattern=dense, nsa"]) == 0
+    assert "to dense, nsa attention" in capsys.readouterr().out
+    assert nsa_jax.load(tmp_path / "out")[0].config.layer_pattern == ("dense", "nsa")
+    assert convert.main([*paths, "--layer-pattern=dense,sparse"]) == 2
+    assert "'sparse' is no kind of attention" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        convert.main([*paths, "--layer-pattern=dense,nsa", "--attention=dense"])
+    assert "not allowed with argument" in capsys.readouterr().err

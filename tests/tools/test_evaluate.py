@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -151,7 +152,11 @@ def test_recall_accuracy_counts_answers_distances_and_picked_blocks():
         assert found["selection_chance"] == 4 / 8 and found["least_distance_in_windows"] >= 66 / 12
 
 
-def test_probe_agrees_with_the_model(model):
+@pytest.mark.parametrize("pattern", [(), ("window", "nsa", "dense")])
+def test_probe_agrees_with_the_model(model, pattern):
+    if pattern:
+        config = dataclasses.replace(model.config, layer_pattern=pattern, num_layers=3)
+        model = nn.Transformer(config, rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, 256, (2, 90)).astype(np.int32)
     positions = np.asarray([[3, 50, 89], [10, 70, 71]])
     most_likely, lists = retrieval.Probe(model)(tokens, positions)
@@ -224,3 +229,9 @@ def test_without_branch_shuts_its_gate_alone(model):
         changed = np.flatnonzero(np.abs(other - base).max(axis=(0, 2)) > 1e-4)
         assert changed[0] == first
     np.testing.assert_array_equal(np.asarray(jax.jit(model)(tokens)), base)
+
+
+def test_without_branch_shuts_the_gates_of_nsa_layers_alone(model):
+    mixed = dataclasses.replace(model.config, layer_pattern=("dense", "nsa"), num_layers=4)
+    shut = retrieval.without_branch(nn.Transformer(mixed, rngs=nnx.Rngs(0)), 1).blocks.layer_1.attention.gate_bias
+    np.testing.assert_array_equal(np.asarray(shut[...] < -1e3).any((0, 1)), [False, True, False])

@@ -178,6 +178,16 @@ def test_models_without_nsa_are_refused():
         inspect.capture(model_of(attention="dense"), row()[0])
 
 
+def test_layers_of_a_pattern_keep_their_numbers():
+    tokens, start = row()
+    model = model_of(layer_pattern=("dense", "nsa"), num_layers=4)
+    found, reading = inspect.capture(model, tokens, start), inspect.read_weights(model, tokens, 63, start)
+    assert found.layers == reading.layers == (1, 3) and found.lists.shape[0] == reading.window.shape[0] == 2
+    assert [axis.get_ylabel() for axis in inspect.draw_reading(reading).axes] == ["layer 1", "layer 3"]
+    assert inspect.draw_lists(found, layers=[3]).axes[0].get_title().startswith("layer 3, ")
+    assert [label.get_text() for label in inspect.draw_gates(found).axes[0].get_yticklabels()] == ["layer 1", "layer 3"]
+
+
 LISTS = np.array([[0, 1, 6, 7], [0, 3, 6, 7]], np.int32)  # two head groups of the query at token 63
 
 

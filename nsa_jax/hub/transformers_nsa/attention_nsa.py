@@ -25,8 +25,9 @@ class NSACache(Cache):
       seen: P, the columns that the cache holds.
       states: for each layer, arrays by name: `key_slc` and `value_slc` of all columns, `key_win` and `value_win` of the
         last window - 1, `key_raw` and `value_raw` of the last compress_block - 1, `key_cmp` and `value_cmp` of all
-        compressed blocks. What the others hold is absent: with `shared_kv` `key_win`, `value_win` and
-        `value_raw`, with the selector "mean_key" `key_raw`, `value_raw` and `value_cmp`; `key_cmp` are the mean keys.
+        compressed blocks. What the others hold is absent: with `shared_kv` `key_win`, `value_win` and `value_raw`, with
+        the selector "mean_key" `key_raw`, `value_raw` and `value_cmp`; `key_cmp` are the mean keys.
+        Dense layers have `key` and `value` of all columns, window layers of the last window - 1.
     """
 
     is_compileable = False
@@ -213,6 +214,18 @@ def _select(importance, positions, config):
     return index[..., : config.num_selected], value[..., : config.num_selected] >= 0
 
 
+def _near(query, key, value, window, places, at):
+    """Attention of queries from number `at` of the call on to the last `window` tokens: float32 [B, K, G, T, V]."""
+    first = places.past + places.length - key.shape[2]  # column of the first key that is kept
+    low = max(places.past + at - window + 1 - first, 0)
+    high = places.past + at + query.shape[3] - first
+    token = torch.arange(low + first, high + first, device=query.device) - places.start[:, None]  # [B, keys]
+    token, t = token[:, None], places.positions[:, at : at + query.shape[3], None]
+    mask = (token >= (t - window + 1).clamp_min(0)) & (token <= t)
+    probs = _softmax(_scores(query, key[:, :, low:high]), mask[:, None, None])
+    return probs @ value[:, :, None, low:high].float()
+
+
 class NSARMSNorm(nn.Module):
     """Root mean square normalisation with statistics in float32."""
 
@@ -389,7 +402,8 @@ class NSAttention(nn.Module):
             importance = _fold(probs.detach().sum(2), places.num_selection_blocks, config)
         index, real = _select(importance, positions, config)
         out = out + gates[..., -2:-1] * self._selected(query, arrays, places, positions, index, real)
-        return out + gates[..., -1:] * self._window(query, arrays, places, positions, at)
+        key, value = (arrays.get(f"{name}_win", arrays[f"{name}_slc"]) for name in ("key", "value"))
+        return out + gates[..., -1:] * _near(query, key, value, config.window, places, at)
 
     def _selected(self, query, arrays, places, positions, index, real):
         """Attention to the tokens of the listed blocks: index and real [B, K, T, n]."""
@@ -405,15 +419,36 @@ class NSAttention(nn.Module):
         scores = torch.einsum("bkgth,bktsh->bkgts", query.float(), key) * query.shape[-1] ** -0.5
         return torch.einsum("bkgts,bktsv->bkgtv", _softmax(scores, mask[:, :, None]), value)
 
-    def _window(self, query, arrays, places, positions, at):
-        """Attention to the last `window` tokens."""
-        key, value = (arrays.get(f"{name}_win", arrays[f"{name}_slc"]) for name in ("key", "value"))
-        window = self.config.window
-        first = places.past + places.length - key.shape[2]  # column of the first key that is kept
-        low = max(places.past + at - window + 1 - first, 0)
-        high = places.past + at + query.shape[3] - first
-        token = torch.arange(low + first, high + first, device=query.device) - places.start[:, None]  # [B, keys]
-        token, t = token[:, None], positions[..., None]
-        mask = (token >= (t - window + 1).clamp_min(0)) & (token <= t)
-        probs = _softmax(_scores(query, key[:, :, low:high]), mask[:, None, None])
-        return probs @ value[:, :, None, low:high].float()
+
+class NSADenseAttention(nn.Module):
+    """Attention to all tokens before, or to the last `window`: a layer of a pattern that is not sparse."""
+
+    def __init__(self, config, window=None):
+        super().__init__()
+        self.config, self.window = config, window
+        n, k, h, v = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.value_head_dim
+        for name, width in (("q", n * h), ("k", k * h), ("v", k * v)):
+            setattr(self, f"{name}_proj", nn.Linear(config.hidden_size, width, bias=config.qkv_bias))
+        self.o_proj = nn.Linear(n * v, config.hidden_size, bias=config.out_bias)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (NSARMSNorm(h, config.rms_norm_eps) for _ in range(2))
+
+    def forward(self, x, places, turns, block_turns, state=None):
+        """As `NSAttention`, whose arguments these are."""
+        kv_heads, end = self.config.num_key_value_heads, places.past + places.length
+        query, key = _heads(self.q_proj(x), self.config.num_attention_heads), _heads(self.k_proj(x), kv_heads)
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        key, value = _turn(key, turns), _heads(self.v_proj(x), kv_heads)
+        if state:
+            key, value = torch.cat([state["key"], key], dim=2), torch.cat([state["value"], value], dim=2)
+        window = self.window or end
+        if state is not None:
+            first = 0 if self.window is None else max(key.shape[2] - window + 1, 0)
+            state.update(key=key[:, :, first:], value=value[:, :, first:])
+        query = _turn(query, turns).unflatten(1, (kv_heads, -1))  # [B, K, G, T, H]
+        step = max(_LARGEST_ARRAY // (query[:, :, :, 0, 0].numel() * key.shape[2]), 1)
+        pieces = [
+            _near(query[..., at : at + step, :], key, value, window, places, at) for at in range(0, places.length, step)
+        ]
+        return self.o_proj(torch.cat(pieces, dim=3).flatten(1, 2).transpose(1, 2).flatten(2).to(x.dtype))

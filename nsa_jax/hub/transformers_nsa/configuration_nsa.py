@@ -30,6 +30,7 @@ class NSAConfig(PretrainedConfig):
       selector: "compressed", or "mean_key" for blocks chosen by the mean of their keys, without a compressed branch;
         compress_block and compress_stride are then select_block.
       shared_kv: the branches share one projection of keys and one of values.
+      layer_pattern: kinds of attention that the layers repeat, each "nsa", "dense" or "window"; empty: all are "nsa".
       qk_norm: queries and keys are normalised per head before RoPE.
       qkv_bias, out_bias, mlp_bias: which projections have biases.
       logit_soft_cap: c, of logits c * tanh(logits / c); 0 means none.
@@ -60,6 +61,7 @@ class NSAConfig(PretrainedConfig):
         window=512,
         selector="compressed",
         shared_kv=False,
+        layer_pattern=(),
         qk_norm=False,
         qkv_bias=False,
         out_bias=False,
@@ -91,6 +93,7 @@ class NSAConfig(PretrainedConfig):
         self.window = window
         self.selector = selector
         self.shared_kv = shared_kv
+        self.layer_pattern = list(layer_pattern)
         self.qk_norm = qk_norm
         self.qkv_bias = qkv_bias
         self.out_bias = out_bias

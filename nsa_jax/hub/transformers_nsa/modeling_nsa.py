@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .attention_nsa import NSACache, NSACompressor, NSARMSNorm, NSAttention, Places, rope_turns
+from .attention_nsa import NSACache, NSACompressor, NSADenseAttention, NSARMSNorm, NSAttention, Places, rope_turns
 from .configuration_nsa import NSAConfig
 
 
@@ -30,9 +30,10 @@ class NSAMLP(nn.Module):
 class NSADecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config):
+    def __init__(self, config, kind="nsa"):
         super().__init__()
-        self.self_attn = NSAttention(config)
+        window = config.window if kind == "window" else None
+        self.self_attn = NSAttention(config) if kind == "nsa" else NSADenseAttention(config, window)
         self.mlp = NSAMLP(config)
         self.input_layernorm = NSARMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = NSARMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -77,7 +78,10 @@ class NSAModel(NSAPreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([NSADecoderLayer(config) for _ in range(config.num_hidden_layers)])
+        kinds = config.layer_pattern or ["nsa"]
+        self.layers = nn.ModuleList(
+            [NSADecoderLayer(config, kinds[index % len(kinds)]) for index in range(config.num_hidden_layers)]
+        )
         self.norm = NSARMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
 

@@ -86,7 +86,7 @@ def check_kernels(config: ConfigDict, made: Setup, gpu: str) -> list[Problem]:
     """R018: the GPU kernels serve this model's head dims and groups."""
     m = made.model_config
     live = made.mesh.devices.flat[0].platform
-    if m.attention != "nsa" or config.model.implementation in ("xla", "reference") or (not gpu and live != "gpu"):
+    if "nsa" not in m.kinds or config.model.implementation in ("xla", "reference") or (not gpu and live != "gpu"):
         return []
     target = aot.GPUS[gpu].target if gpu else current_target()
     length, dims = config.data.seq_len, (m.num_heads, m.num_kv_heads, m.head_dim, m.value_head_dim)

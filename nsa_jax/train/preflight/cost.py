@@ -54,7 +54,7 @@ def estimate(
     peak = peak_flops(device_kind)
     speed = None if peak is None else utilisation * peak * devices / train
     tokens = batch_size * seq_len
-    dense = dataclasses.replace(model, attention="dense")
+    dense = dataclasses.replace(model, attention="dense", layer_pattern=())
     return Cost(
         parts=forward_flops_per_token(model, seq_len),
         keys=keys_per_query(model, seq_len),

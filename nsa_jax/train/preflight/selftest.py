@@ -1,7 +1,7 @@
 """The causality self-test: proof, on the model code that is about to be trained, that it does not see the future.
 
-It takes a slice of the configured model (one layer of the real width, a small vocabulary), compiles it with the
-configured implementation and precision at a length beyond two windows, and checks:
+It takes a slice of the configured model (one layer of the real width for each kind of attention, a small vocabulary),
+compiles it with the configured implementation and precision at a length beyond two windows, and checks:
 
   R040  changing the tokens after t does not change the logits up to t by one bit;
   R041  every parameter receives a finite gradient that is not zero, every part of a fused projection by itself;
@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 
 from nsa_jax.config import Problem
 from nsa_jax.nn import ModelConfig, Transformer
+from nsa_jax.nn.transformer import layer_stacks
 from nsa_jax.ops.target import current_target
 from nsa_jax.train.loss import weighted_loss
 
@@ -59,7 +60,8 @@ def slice_config(config: ConfigDict) -> tuple[ModelConfig, int, str]:
     model = dataclasses.replace(
         whole,
         vocab_size=_VOCAB,
-        num_layers=1,
+        num_layers=len(set(whole.kinds)),
+        layer_pattern=tuple(dict.fromkeys(whole.kinds)),
         init_std=whole.dim**-0.5,
         implementation=implementation,
         dropout=0.0,
@@ -127,24 +129,23 @@ class _Subject:
     def gradients(self) -> Any:
         return jax.device_get(_gradient(self.graphdef, self.packed)(self.params, self.tokens, self.segments))
 
-    def with_attention(self, name: str, change) -> Any:
-        """Parameters with one of attention's arrays changed."""
+    def with_attention(self, kind: str, name: str, change) -> Any:
+        """Parameters with one of the arrays of a kind of attention changed."""
         params = jax.tree.map(lambda leaf: leaf, self.params)
-        attention = params["blocks"]["attention"]
+        attention = layer_stacks(params["blocks"], self.config)[self.config.kinds.index(kind)]["attention"]
         attention[name] = change(attention[name])
         return params
 
-    def pieces(self) -> dict[str, slice]:
-        """Columns of the fused projection by what they project to."""
+    def pieces(self, kind: str) -> dict[str, slice]:
+        """Columns of the fused projection of a kind of attention by what they project to."""
         model = nnx.merge(self.graphdef, self.params)
-        sparse = self.config.attention == "nsa"
-        apart = sparse and not self.config.shared_kv
+        widths = layer_stacks(model.blocks, self.config)[self.config.kinds.index(kind)].attention.widths
+        apart = kind == "nsa" and not self.config.shared_kv
         branches = [f"_{_SHORT[name]}" for name in self.config.branches] if apart else [""]
         names = ["query", *(f"{part}{branch}" for branch in branches for part in ("key", "value"))]
-        names += ["gates"] if sparse else []
-        ends = np.cumsum(model.blocks.attention.widths)
-        return {name: slice(end - width, end) for name, end, width in zip(
-            names, ends, model.blocks.attention.widths, strict=True)}  # fmt: skip
+        names += ["gates"] if kind == "nsa" else []
+        ends = np.cumsum(widths)
+        return {name: slice(end - width, end) for name, end, width in zip(names, ends, widths, strict=True)}
 
 
 def _first_difference(a: np.ndarray, b: np.ndarray) -> int | None:
@@ -162,13 +163,13 @@ def _leak(subject: _Subject, base: np.ndarray, t: int, params: Any = None) -> in
 
 def _leaking_branches(subject: _Subject, t: int) -> str:
     """Which branch of NSA leaks, found by closing the gates of the others."""
-    if subject.config.attention != "nsa":
+    if "nsa" not in subject.config.kinds:
         return ""
     found = []
     for index, name in enumerate(subject.config.branches):
         closed = np.full((len(subject.config.branches),), -1e4, np.float32)
         closed[index] = 0.0
-        params = subject.with_attention("gate_bias", lambda bias, closed=closed: bias + closed)
+        params = subject.with_attention("nsa", "gate_bias", lambda bias, closed=closed: bias + closed)
         if _leak(subject, subject.logits(params=params), t, params) is not None:
             found.append(name)
     return f", through the {' and '.join(found)} branch" if found else ", outside the branches of NSA"
@@ -192,12 +193,14 @@ def _check_causality(subject: _Subject, base: np.ndarray) -> list[Problem]:
 
 def _check_keys(subject: _Subject, base: np.ndarray) -> list[Problem]:
     ignored = []
-    for name, columns in subject.pieces().items():
-        if not name.startswith("key"):
-            continue
-        params = subject.with_attention("w_in", lambda w, c=columns: w.at[..., c].multiply(-1.0))
-        if _first_difference(base, subject.logits(params=params)) is None:
-            ignored.append(name)
+    kinds = subject.config.kinds
+    for kind in kinds:
+        for name, columns in subject.pieces(kind).items():
+            if not name.startswith("key"):
+                continue
+            params = subject.with_attention(kind, "w_in", lambda w, c=columns: w.at[..., c].multiply(-1.0))
+            if _first_difference(base, subject.logits(params=params)) is None:
+                ignored.append(name if len(kinds) == 1 else f"{name} of {kind} attention")
     if not ignored:
         return []
     message = f"the output does not depend on {', '.join(ignored)}: attention ignores its keys"
@@ -207,12 +210,13 @@ def _check_keys(subject: _Subject, base: np.ndarray) -> list[Problem]:
 def _check_gradients(subject: _Subject) -> tuple[list[Problem], int]:
     """R041, and how many arrays or parts of arrays were looked at."""
     dead, broken, count = [], [], 0
-    pieces = subject.pieces()
+    kinds = subject.config.kinds
     for path, gradient in jax.tree_util.tree_leaves_with_path(subject.gradients()):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         parts = {name: gradient}
-        if name.endswith("attention/w_in"):
-            parts = {f"{name}[{piece}]": gradient[..., columns] for piece, columns in pieces.items()}
+        if name.endswith("attention/w_in"):  # "blocks/layer_0/attention/w_in" with a pattern
+            kind = kinds[int(name.split("/")[1].removeprefix("layer_")) if len(kinds) > 1 else 0]
+            parts = {f"{name}[{piece}]": gradient[..., columns] for piece, columns in subject.pieces(kind).items()}
         for part, values in parts.items():
             layers = values if name.startswith("blocks") else values[None]
             for layer, value in enumerate(layers):
@@ -258,7 +262,7 @@ def selftest(config: ConfigDict, *, seed: int = 0) -> SelfTest:
     served = model.implementation or "best for this device"
     checks = len(_positions(model, length))
     facts = [
-        ("model", f"{model.num_layers} layer of width {model.dim}, {length} tokens, {model.compute_dtype}"),
+        ("model", f"{_layers(model)} of width {model.dim}, {length} tokens, {model.compute_dtype}"),
         ("implementation", served + note),
         ("future tokens", f"changed after {checks} positions: {_verdict(problems, 'R040')}"),
         ("gradients", f"{count} arrays and parts: {_verdict(problems, 'R041')}"),
@@ -268,6 +272,10 @@ def selftest(config: ConfigDict, *, seed: int = 0) -> SelfTest:
     if subject.packed:
         facts.insert(2, ("documents apart", _verdict(problems, "R044")))
     return SelfTest(problems, facts, seconds)
+
+
+def _layers(model: ModelConfig) -> str:
+    return "1 layer" if model.num_layers == 1 else f"{model.num_layers} layers ({', '.join(model.kinds)})"
 
 
 def _verdict(problems: list[Problem], rule: str) -> str:

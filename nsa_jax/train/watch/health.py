@@ -1,5 +1,7 @@
 """Health of NSA, layer by layer: whether gates and selection do their work. Computed on log steps only.
 
+Dense and window layers of a pattern have no such figures: health.jsonl has null in their places.
+
 A separate compiled function runs the current parameters over one row of the current batch with the ops that the train
 step uses, and looks at what lies between: gates, the three branches' outputs, and the block lists. Per layer:
 
@@ -87,12 +89,12 @@ def forward_with_health(model: Any, tokens: jax.Array, segment_start: jax.Array 
     """The model's forward pass with the figures of every layer.
 
     Args:
-      model: a Transformer with attention "nsa".
+      model: a Transformer with NSA layers.
       tokens: int32 [B, T].
       segment_start: int32 [B, T] or None.
 
     Returns:
-      What `model.hidden` returns, and {name: float32 [num_layers]}.
+      What `model.hidden` returns, and {name: float32 [NSA layers]}.
     """
     start = jnp.zeros_like(tokens) if segment_start is None else segment_start
     geometry = model.config.nsa
@@ -105,7 +107,7 @@ def forward_with_health(model: Any, tokens: jax.Array, segment_start: jax.Array 
 
 
 def make_health(setup: Setup) -> Callable:
-    """The jitted function (params, batch) -> {name: float32 [num_layers]} over the first row of the batch."""
+    """The jitted function (params, batch) -> {name: float32 [NSA layers]} over the first row of the batch."""
     packed = setup.config.data.packing
 
     def health(params, batch):
@@ -121,7 +123,7 @@ def make_health(setup: Setup) -> Callable:
 
 def wanted(setup: Setup) -> bool:
     """Whether the config asks for health figures and the model has any."""
-    return bool(setup.config.guards.health) and setup.model_config.attention == "nsa"
+    return bool(setup.config.guards.health) and "nsa" in setup.model_config.kinds
 
 
 class Health:
@@ -137,6 +139,7 @@ class Health:
 
     def __init__(self, setup: Setup, workdir: Path):
         self._config = setup.config
+        self._layers, self._num_layers = setup.model_config.layers_of("nsa"), setup.model_config.num_layers
         self._compute = make_health(setup)
         self._path = workdir / "health.jsonl"
         self.seconds = 0.0
@@ -153,13 +156,16 @@ class Health:
         return self._compute(params, batch)
 
     def read(self, step: int, figures: dict[str, jax.Array], guards: Guards) -> dict[str, float]:
-        """Writes, checks and summarises the figures of a step; the arguments and what is raised are `check`'s."""
+        """Writes, checks and summarises the figures of a step; what is raised is `check`'s."""
         values = {name: np.asarray(value) for name, value in jax.device_get(figures).items()}
         if jax.process_index() == 0:
-            rounded = {name: [round(float(v), 5) for v in value] for name, value in values.items()}
+            rounded: dict[str, list[float | None]] = {name: [None] * self._num_layers for name in values}
+            for name, value in values.items():
+                for layer, v in zip(self._layers, value, strict=True):
+                    rounded[name][layer] = round(float(v), 5)
             with self._path.open("a") as file:
                 file.write(json.dumps({"step": step, **rounded}) + "\n")
-        check(values, step, self._config, guards)
+        check(values, step, self._config, guards, self._layers)
         return {**summarise(values), "perf/health_seconds": self.seconds}
 
 
@@ -180,17 +186,30 @@ def summarise(figures: dict[str, np.ndarray]) -> dict[str, float]:
     }
 
 
-def check(figures: dict[str, np.ndarray], step: int, config: Any, guards: Guards) -> None:
+def check(
+    figures: dict[str, np.ndarray], step: int, config: Any, guards: Guards, layers: Sequence[int] | None = None
+) -> None:
     """Raises alarms for gates beyond the thresholds in `config.guards`.
+
+    Args:
+      figures: {name: [NSA layers]}.
+      step: they are of.
+      config: the training config.
+      guards: where alarms are raised.
+      layers: indices of the NSA layers in the model; None means that all layers are.
 
     Raises:
       TrainingError: the lists in use do not hold the keys that the formula predicts.
     """
+
+    def at(layer: int) -> str:
+        return f"layer {layer if layers is None else layers[layer]}"
+
     wrong = figures["key_mismatches"]
     if wrong.any():
         layer = int(np.argmax(wrong > 0))
         raise TrainingError(
-            f"step {step}, guard key_count: in layer {layer}, {int(wrong[layer])} queries read another number of keys "
+            f"step {step}, guard key_count: in {at(layer)}, {int(wrong[layer])} queries read another number of keys "
             f"than the formula predicts (mean {figures['keys_counted'][layer]:.2f} counted, "
             f"{figures['keys_predicted'][layer]:.2f} predicted): block lists are wrong",
             guard="key_count",
@@ -203,14 +222,14 @@ def check(figures: dict[str, np.ndarray], step: int, config: Any, guards: Guards
     if entropy.min() < g.min_gate_entropy:
         layer = int(np.argmin(entropy))
         most = math.log(len(BRANCHES))
-        message = f"layer {layer}: gate entropy {entropy[layer]:.2f} nats (limit {g.min_gate_entropy}, most {most:.2f})"
+        message = f"{at(layer)}: gate entropy {entropy[layer]:.2f} nats (limit {g.min_gate_entropy}, most {most:.2f})"
         guards.alarm("gate_entropy", step, f"{message}: {fix}")
     if share.max() > g.max_gate_share:
         layer = int(np.argmax(share))
         name = BRANCHES[int(np.argmax([figures[f"gate_share_{b}"][layer] for b in BRANCHES]))]
-        message = f"layer {layer}: the {name} branch has {share[layer]:.0%} of the gates (limit {g.max_gate_share:.0%})"
+        message = f"{at(layer)}: the {name} branch has {share[layer]:.0%} of the gates (limit {g.max_gate_share:.0%})"
         guards.alarm("gate_share", step, f"{message}: {fix}")
     if collapsed.max() > g.max_collapsed:
         layer = int(np.argmax(collapsed))
-        message = f"layer {layer}: {collapsed[layer]:.0%} of tokens use a single branch (limit {g.max_collapsed:.0%})"
+        message = f"{at(layer)}: {collapsed[layer]:.0%} of tokens use a single branch (limit {g.max_collapsed:.0%})"
         guards.alarm("gate_collapse", step, f"{message}: {fix}")
