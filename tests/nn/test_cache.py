@@ -25,7 +25,7 @@ def make_model(**changes) -> nn.Transformer:
     fields |= dict(compute_dtype="float32", init_std=0.2, remat="none") | changes
     model = nn.Transformer(nn.ModelConfig(**fields), rngs=nnx.Rngs(0))
     fill(model)  # biases and norms
-    if model.config.attention == "nsa":  # gates that differ between heads and branches
+    if model.config.kinds == ("nsa",):  # gates that differ between heads and branches
         bias = model.blocks.attention.gate_bias
         bias[...] = jax.random.normal(jax.random.key(1), bias[...].shape)
     return model
