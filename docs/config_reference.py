@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "config.md"
 _TITLES = {
     "": "The run",
     "model": "Model",
-    "model.nsa": "Block geometry",
+    "model.nsa": "Sparse attention",
     "model.rope_scaling": "RoPE for longer rows",
     "data": "Data",
     "train": "Training",
@@ -46,6 +46,8 @@ _DATACLASSES: dict[str, type] = {
     "optim.learning_rate_factor": config_lib.GroupFactors,
     "optim.weight_decay_factor": config_lib.GroupFactors,
 }
+
+_GEOMETRY = {f"model.nsa.{field.name}" for field in dataclasses.fields(config_lib.NSAConfig)}
 
 _HEAD = """\
 # Configuration reference
@@ -111,9 +113,9 @@ def fields() -> dict[str, str]:
         name = f"{alias[target.value.id]}{target.attr}"
         if len(node.targets) == 2 and isinstance(node.targets[1], ast.Name):
             alias[node.targets[1].id] = f"{name}."
-        elif name in _DATACLASSES:
+        if name in _DATACLASSES:
             found.update({f"{name}.{field}": text for field, text in _attributes(_DATACLASSES[name]).items()})
-        else:
+        elif len(node.targets) == 1:
             found[name] = comments.get(node.end_lineno or 0) or comments.get(node.value.end_lineno or 0, "")
     return found
 
@@ -150,7 +152,7 @@ def _allowed(name: str, comment: str) -> str:
         if high != float("inf"):
             return f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high_included else ')'}"
         bounds.append(f"{'≥' if low_included else '>'} {low:g}")
-    if name.startswith("model.nsa."):
+    if name in _GEOMETRY:
         bounds.append("> 0")
     bounds += [f"≤ {highest:_}" for highest, names in rules_lib._AT_MOST.items() if name in names.split()]
     return ", ".join(bounds)

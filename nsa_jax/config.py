@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from nsa_jax.fields import ConfigError, Problem, check_fields
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.rope import RopeScaling
-from nsa_jax.rules import CHOICES, FATAL, broken_rules
+from nsa_jax.rules import CHOICES, FATAL, broken_rules, geometry
 
 __all__ = [
     "CHOICES",
@@ -88,7 +88,11 @@ def default_config() -> ConfigDict:
     m.scan_layers = True  # one traced layer scanned num_layers times: compiles faster, same numbers, slower steps
     m.remat = "block"  # none | block | attention_saved | dots_saved | full: what the backward pass recomputes
 
-    m.nsa = ConfigDict(dataclasses.asdict(NSAConfig()))  # see NSAConfig
+    m.nsa = n = ConfigDict(dataclasses.asdict(NSAConfig()))  # see NSAConfig
+    n.selector = (
+        "compressed"  # compressed (NSA) | mean_key (blocks by their mean keys, as in MoBA; no compressed branch)
+    )
+    n.shared_kv = False  # one projection of keys and one of values for all branches, instead of one for each
     m.rope_scaling = ConfigDict(dataclasses.asdict(RopeScaling()))  # see RopeScaling
 
     c.data = d = ConfigDict()
@@ -184,7 +188,7 @@ def default_config() -> ConfigDict:
 
 def nsa_config(config: ConfigDict) -> NSAConfig:
     """The operator's config of a training config."""
-    return NSAConfig(**config.model.nsa.to_dict())
+    return NSAConfig(**geometry(config.model.nsa))
 
 
 def validate(config: ConfigDict) -> list[Problem]:

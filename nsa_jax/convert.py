@@ -100,9 +100,8 @@ def convert(args: argparse.Namespace) -> None:
         found.append(_tokenizer(args.tokenizer, source, config))
 
     options = {"dtype": args.dtype, "seq_len": args.seq_len, "edit": add_tokenizer}
-    model, config = import_dense(
-        source, attention=args.attention, layer_pattern=args.layer_pattern, gate=args.gate, **options
-    )
+    kind = {"attention": args.attention, "layer_pattern": args.layer_pattern, "shared_kv": args.shared_kv}
+    model, config = import_dense(source, **kind, gate=args.gate, **options)
     kinds = ", ".join(model.config.kinds)
     tokenizer = found[0]
     if config.data.tokenizer == "hf":
@@ -150,6 +149,12 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         default=GATE,
         metavar="EPS",
         help="NSA: the compressed branch's gate at first; 0: dense attention on short rows (default %(default)s)",
+    )
+    parser.add_argument(
+        "--shared-kv",
+        "--shared_kv",
+        action="store_true",
+        help="NSA: one projection of keys and values for all branches",
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the parameters; default: the checkpoint's, or float32"

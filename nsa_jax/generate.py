@@ -31,7 +31,7 @@ from nsa_jax.data import Tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.hub.load import load
 from nsa_jax.nn import Transformer
-from nsa_jax.nn.cache import memory_report
+from nsa_jax.nn.cache import Cache, memory_report
 from nsa_jax.nn.decoder import Decoder
 from nsa_jax.sampling import Sampling, sample
 
@@ -48,11 +48,14 @@ class Completion:
       text: without the prompt; it ends before the stop string if one was generated.
       tokens: every generated token, including the end-of-document token and those of the stop string.
       finish: "stop" (a stop string), "end" (end of document), "length" (max_tokens) or "context" (the context is full).
+      block_indices: the block lists that each token but the last read, those of the prompt first: int32
+        [NSA layers, prompt + tokens - 1, K, n], padded with -1. None unless asked for.
     """
 
     text: str = ""
     tokens: list[int] = dataclasses.field(default_factory=list)
     finish: str = ""
+    block_indices: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -220,6 +223,7 @@ class Generator:
         stop: Sequence[str] = (),
         num_samples: int = 1,
         on_text: Callable[[int, str], None] | None = None,
+        return_block_indices: bool = False,
     ) -> list[Completion]:
         """Continues every prompt `num_samples` times, all in one batch.
 
@@ -230,13 +234,15 @@ class Generator:
           stop: a row ends before the first of these strings that it produces.
           num_samples: rows per prompt.
           on_text: called with (row, text) as text becomes final.
+          return_block_indices: also record which blocks were read, so that training can read the same ones
+            (`block_indices` of `nsa_jax.nn.Transformer`).
 
         Returns:
           Completions, with all samples of the first prompt first. `stats` holds counts and times.
 
         Raises:
           PromptError: a prompt is empty, no prompt or does not fit the context.
-          ValueError: `max_tokens` or `num_samples` is less than 1.
+          ValueError: `max_tokens` or `num_samples` is less than 1, or the model has no block lists to return.
         """
         begin = time.perf_counter()
         settings = sampling or Sampling()
@@ -259,7 +265,7 @@ class Generator:
             tokens[row, : len(given)] = given
             seen[row, given] = True
         room = max_tokens if self.context is None else min(max_tokens, self.context - int(np.min(lengths)))
-        cache = self.decoder.init_cache(batch, longest + room)
+        cache = self.decoder.init_cache(batch, longest + room, record_block_indices=return_block_indices)
         report = memory_report(self.decoder.config, batch, cache.capacity)
 
         completions = [Completion() for _ in ids]
@@ -288,11 +294,20 @@ class Generator:
                     self._take(completion, streams[row], int(drawn[row]), int(lengths[row]), max_tokens)
             if all(completion.finish for completion in completions):
                 break
+        if return_block_indices:
+            self._add_lists(completions, state[0], lengths)
         total = sum(len(c.tokens) for c in completions)
         timed = sum(max(len(c.tokens) - 2, 0) for c in completions)
         elapsed = now - second if room else 0.0
         self.stats = Stats(int(np.sum(lengths)), total, first_s, timed / elapsed if elapsed > 0 else 0.0, report)
         return completions
+
+    def _add_lists(self, completions: list[Completion], cache: Cache, prompts: np.ndarray) -> None:
+        """Gives every completion its part of the lists in the cache."""
+        lists = np.asarray(cache.block_indices())  # [NSA layers, B, S, K, n]
+        lists = np.where(lists < cache.capacity // self.decoder.config.nsa.select_block, lists, -1)
+        for row, completion in enumerate(completions):
+            completion.block_indices = lists[:, row, : int(prompts[row]) + len(completion.tokens) - 1]
 
     def _take(self, completion: Completion, stream: _TextStream, token: int, prompt: int, max_tokens: int) -> None:
         completion.tokens.append(token)

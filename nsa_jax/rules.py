@@ -5,6 +5,7 @@ The others are those of preflight.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -32,6 +33,7 @@ class _Findings:
 CHOICES = {
     "model.attention": ("nsa", "dense", "window"),
     "model.compressor": ("mlp", "mean"),
+    "model.nsa.selector": ("compressed", "mean_key"),
     "model.rope_scaling.kind": KINDS,
     "model.implementation": ("auto", "reference", "xla", "pallas"),
     "model.compute_dtype": ("float32", "bfloat16"),
@@ -150,6 +152,17 @@ def _field(config: ConfigDict, name: str) -> Any:
     return config
 
 
+def geometry(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `NSAConfig` in `config.model.nsa`, which also says how the layer is built.
+
+    With the selector "mean_key" nothing but mean keys is compressed: the blocks are those of selection.
+    """
+    fields = {field.name: section[field.name] for field in dataclasses.fields(NSAConfig)}
+    if section["selector"] == "mean_key":
+        fields |= dict.fromkeys(("compress_block", "compress_stride"), fields["select_block"])
+    return fields
+
+
 def _check_values(config: ConfigDict, found: _Findings) -> None:
     for name, allowed in CHOICES.items():
         value = _field(config, name)
@@ -191,7 +204,7 @@ def _check_model(config: ConfigDict, found: _Findings) -> NSAConfig | None:
         found.error("R004", f"config.model.layer_pattern={m.layer_pattern}: {message}", fix)
     _check_rope_scaling(config, found)
     try:
-        nsa = NSAConfig(**m.nsa.to_dict())
+        nsa = NSAConfig(**geometry(m.nsa))
     except ValueError as error:
         found.error("R005", f"config.model.nsa: {error}", "see NSAConfig; the paper's geometry is the default")
         return None
@@ -236,15 +249,17 @@ def _check_mesh(config: ConfigDict, found: _Findings) -> None:
             found.error("R020", message, f"pad it to {-(-m.vocab_size // (64 * tensor)) * 64 * tensor}")
     if context > 1:
         share, rest = divmod(config.data.seq_len, context)
+        nsa = geometry(m.nsa)
         least = (
-            (max(m.nsa.compress_stride, 1), m.nsa.compress_block - m.nsa.compress_stride)
+            (max(nsa["compress_stride"], 1), nsa["compress_block"] - nsa["compress_stride"])
             if "nsa" in attention_kinds(m)
             else (1, 1)
         )
         if rest or share % least[0] or share < least[1]:
+            name = "select_block" if m.nsa.selector == "mean_key" else "compress_stride"
             message = (
                 f"config.mesh.context={context}: rows of {config.data.seq_len} tokens cannot be split over {context} "
-                f"devices in multiples of {least[0]} tokens (compress_stride), at least {least[1]}"
+                f"devices in multiples of {least[0]} tokens ({name}), at least {least[1]}"
             )
             fix = f"use a data.seq_len that is a multiple of {context * least[0]}, or fewer devices"
             found.error("R020", message, fix)

@@ -185,7 +185,7 @@ class Evaluation:
         )
         result = measure(self.probe)
         if "nsa" in self.model.config.kinds:  # what each branch contributes to this model
-            for index, branch in enumerate(("compressed", "selected", "window")):
+            for index, branch in enumerate(self.model.config.branches):
                 probe = retrieval.Probe(retrieval.without_branch(self.model, index))
                 result[f"accuracy_without_{branch}"] = measure(probe)["accuracy"]
         self._table(f"associative recall ({', '.join(self.model.config.kinds)})", [result])

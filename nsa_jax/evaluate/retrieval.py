@@ -85,7 +85,7 @@ def picked(lists: np.ndarray, target: np.ndarray, select_block: int) -> np.ndarr
 
 
 def without_branch(model: Transformer, branch: int) -> Transformer:
-    """A copy of an NSA model whose gates shut one branch: 0 compressed, 1 selected, 2 window."""
+    """A copy of an NSA model whose gates shut one branch, by its place in `config.branches`."""
     model = nnx.clone(model)
     for stack in layer_stacks(model.blocks, model.config):
         if isinstance(stack.attention, NSAttention):

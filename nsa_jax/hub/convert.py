@@ -117,9 +117,9 @@ def _widths(config: ModelConfig) -> tuple[int, int, int]:
 
 
 def _fill_attention(read: _Reader, prefix: str, target: dict[str, Any], config: ModelConfig, gate: float) -> None:
-    """Fills one layer's attention; every branch of NSA gets the dense keys and values."""
+    """Fills one layer's attention; every branch of NSA gets the dense keys and values, or all of them together."""
     query, key, value = _widths(config)
-    pair, branches = key + value, 3 if config.attention == "nsa" else 1
+    pair, branches = key + value, len(config.branches) if config.attention == "nsa" and not config.shared_kv else 1
 
     def fill(copy: Callable[[str, np.ndarray], None], kind: str, into: np.ndarray) -> None:  # into [..., columns]
         for letter, first, width in (("q", 0, query), ("k", query, key), ("v", query + key, value)):
@@ -139,7 +139,8 @@ def _fill_attention(read: _Reader, prefix: str, target: dict[str, Any], config: 
         for name in ("q_norm", "k_norm"):
             read.copy(f"{prefix}{name}.weight", target[name]["scale"])
     if config.attention == "nsa":
-        target["gate_bias"][...] = gate_bias(gate)
+        compresses = config.selector == "compressed"
+        target["gate_bias"][...] = gate_bias(gate) if compresses else gate_bias(0.0)[1:]
 
 
 def _fill_compressors(target: dict[str, Any], config: ModelConfig, rngs: nnx.Rngs) -> None:
@@ -191,6 +192,7 @@ def import_dense(
     *,
     attention: str = "dense",
     layer_pattern: Sequence[str] = (),
+    shared_kv: bool = False,
     gate: float = GATE,
     dtype: str | None = None,
     seq_len: int | None = None,
@@ -200,13 +202,15 @@ def import_dense(
 
     With attention="nsa" every branch has the dense keys and values, and compression is the mean. On rows of at most
     min(w, n l') tokens the window and the selected branch are dense attention each, so that with gate=0 the model is
-    the dense one.
+    the dense one. With shared_kv that is so too, and the checkpoint's keys and values are there once. With the selector
+    "mean_key" (`edit`) there is no compressed branch, and the other gates begin at 1/2 whatever `gate` is.
 
     Args:
       directory: config.json and safetensors.
       attention: "dense" for the same function, "nsa" for a model to continue training, "window" for a checkpoint whose
         layers attend to a sliding window, all of them or some.
       layer_pattern: kinds of attention over which the layers repeat, instead of `attention`, such as ("nsa", "dense").
+      shared_kv: the branches of NSA share their keys and values, see `ModelConfig`.
       gate: eps in [0, 1): gates begin at (eps, (1 - eps) / 2, (1 - eps) / 2) for the compressed, the selected and the
         window branch. With 0 the compressed branch hardly learns, since the sigmoid's slope is eps (1 - eps).
       dtype: of the parameters, "float32" or "bfloat16"; None means bfloat16 if all arrays of the checkpoint are, and
@@ -219,14 +223,17 @@ def import_dense(
 
     Raises:
       LoadError: the checkpoint has parts that this model has not, or lacks some. It is raised before an array is read.
-      ValueError: `gate` is out of range.
+      ValueError: `gate` is out of range, or `shared_kv` is asked of another attention.
     """
     if not 0.0 <= gate < 1.0:
         raise ValueError(f"gate={gate}: must be in [0, 1)")
+    if shared_kv and "nsa" not in (layer_pattern or (attention,)):
+        raise ValueError(f"shared_kv=True: must be False for attention={attention!r}, which has one branch")
     path = Path(directory)
     described = read_json(path, "config.json")
     _refuse(unsupported(described, path), path)
     config = imported_config(described, attention, path, layer_pattern)
+    config.model.nsa.shared_kv = shared_kv
     if seq_len is not None:
         config.data.seq_len = seq_len
     if any(path.glob("*.bin")) and not any(path.glob("*.safetensors")):

@@ -15,7 +15,6 @@ from nsa_jax.nn import ModelConfig
 
 ARCHITECTURE = "NSAForCausalLM"
 SOURCES = ("configuration_nsa.py", "attention_nsa.py", "modeling_nsa.py")
-_PROJECTIONS = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate")  # the pieces of w_in, in its order
 
 
 def copy_sources(path: Path) -> None:
@@ -34,6 +33,8 @@ def nsa_fields(config: ModelConfig) -> dict[str, Any]:
         },
         "value_head_dim": config.value_head_dim,
         **dataclasses.asdict(config.nsa),
+        "selector": config.selector,
+        "shared_kv": config.shared_kv,
         "layer_pattern": list(config.layer_pattern),
         "compressor": config.compressor,
         "qk_norm": config.qk_norm,
@@ -53,7 +54,15 @@ def _widths(config: ModelConfig) -> dict[str, int]:
     """Rows of each projection of attention, in the order in which the columns of w_in hold them."""
     query = config.num_heads * config.head_dim
     key, value = config.num_kv_heads * config.head_dim, config.num_kv_heads * config.value_head_dim
-    return dict(zip(_PROJECTIONS, (query, *(key, value) * 3, 3 * config.num_heads), strict=True))
+    found = {"q": query}
+    for branch in ("",) if config.shared_kv else ("_cmp", "_slc", "_win")[-len(config.branches) :]:
+        found |= {f"k{branch}": key, f"v{branch}": value}
+    return found | {"gate": len(config.branches) * config.num_heads}
+
+
+def _learned(config: ModelConfig) -> bool:
+    """Whether there are compressors with parameters."""
+    return config.selector == "compressed" and config.compressor == "mlp"
 
 
 def nsa_layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -61,11 +70,11 @@ def nsa_layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     dim, block = config.dim, config.nsa.compress_block
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (dim,), "post_attention_layernorm.weight": (dim,)}
     linear = {f"self_attn.{name}_proj": (width, dim, config.qkv_bias) for name, width in _widths(config).items()}
-    linear["self_attn.gate_proj"] = (3 * config.num_heads, dim, False)
+    linear["self_attn.gate_proj"] = (len(config.branches) * config.num_heads, dim, False)
     linear["self_attn.o_proj"] = (dim, config.num_heads * config.value_head_dim, config.out_bias)
     linear |= {f"mlp.{name}_proj": (config.mlp_dim, dim, config.mlp_bias) for name in ("gate", "up")}
     linear["mlp.down_proj"] = (dim, config.mlp_dim, config.mlp_bias)
-    if config.compressor == "mlp":
+    if _learned(config):
         for name, features in (("key", config.head_dim), ("value", config.value_head_dim)):
             shapes[f"self_attn.compress_{name}.position"] = (block, features)
             linear[f"self_attn.compress_{name}.in_proj"] = (2 * features, block * features, True)
@@ -74,7 +83,7 @@ def nsa_layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{name}.weight"] = (rows, columns)
         if biased:
             shapes[f"{name}.bias"] = (rows,)
-    shapes["self_attn.gate_bias"] = (config.num_heads, 3)
+    shapes["self_attn.gate_bias"] = (config.num_heads, len(config.branches))
     if config.qk_norm:
         shapes |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
     return shapes
@@ -120,7 +129,7 @@ def nsa_layer_arrays(block: Mapping[str, Any], index: int, config: ModelConfig) 
     linear("mlp.up_proj", mlp, "in", config.mlp_dim, 2 * config.mlp_dim)
     linear("mlp.down_proj", mlp, "out")
     found["self_attn.gate_bias"] = functools.partial(_whole, attention["gate_bias"], index)
-    if config.compressor == "mlp":
+    if _learned(config):
         for kind in ("key", "value"):
             phi, name = attention[f"compress_{kind}"], f"self_attn.compress_{kind}"
             found[f"{name}.position"] = functools.partial(_whole, phi["position"], index)

@@ -88,7 +88,7 @@ def checked_model_config(config: ConfigDict, vocab_size: int, arrays: Arrays, pa
     values = {name: getattr(model, name) for name in _DIMENSIONS}
     for name, value in dataclasses.asdict(model.nsa).items():
         values[f"nsa.{name}"], limits[f"nsa.{name}"] = value, 2**31 - 1
-    if "nsa" in model.kinds and model.compressor == "mlp":
+    if "nsa" in model.kinds and model.selector == "compressed" and model.compressor == "mlp":
         limits["nsa.compress_block"] = arrays.largest
     for name, value in values.items():
         if not 1 <= value <= limits[name]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -38,6 +38,7 @@ from nsa_jax.nn.sharding import (
     with_tokens_before,
 )
 from nsa_jax.ops import blocks, projected
+from nsa_jax.ops.mean_key import mean_key_attention, mean_keys
 from nsa_jax.ops.nsa import nsa_attention, window_attention
 from nsa_jax.ops.target import current_target
 
@@ -84,16 +85,20 @@ def _cut_bwd(widths, total, _, gradients):
 _cut_activations.defvjp(_cut_fwd, _cut_bwd)
 
 
-def _fused_product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+def _padded_bias(bias: nnx.Param, dtype: jnp.dtype, width: int) -> jax.Array:
+    return jnp.pad(bias[...].astype(dtype), (0, width - bias.shape[0]))
+
+
+def fused_product(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, dtype: jnp.dtype) -> jax.Array:
     """x @ kernel + bias, with zeros behind it up to a multiple of `WIDTH_MULTIPLE`; the bias may be shorter."""
-    out = x @ jnp.pad(kernel.astype(dtype), ((0, 0), (0, -kernel.shape[1] % WIDTH_MULTIPLE)))
-    return out if bias is None else out + jnp.pad(bias.astype(dtype), (0, out.shape[-1] - len(bias)))
+    out = x @ jnp.pad(kernel[...].astype(dtype), ((0, 0), (0, -kernel.shape[1] % WIDTH_MULTIPLE)))
+    return out if bias is None else out + _padded_bias(bias, dtype, out.shape[-1])
 
 
 def _project(
     x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
+    kernel: nnx.Param,
+    bias: nnx.Param | None,
     dtype: jnp.dtype,
     widths: tuple[int, ...],
     num_kv_heads: int,
@@ -103,12 +108,12 @@ def _project(
     A bias that is shorter than the widths ends with one of the pieces.
     """
     if tensor_size() > 1 and num_kv_heads % tensor_size() == 0:
-        pieces = _project_by_group(x, kernel.astype(dtype), widths, num_kv_heads)
+        pieces = _project_by_group(x, kernel[...].astype(dtype), widths, num_kv_heads)
         if bias is None:
             return pieces
-        biases = _cut(jnp.pad(bias.astype(dtype), (0, sum(widths) - len(bias))), widths)
+        biases = _cut(_padded_bias(bias, dtype, sum(widths)), widths)
         return [piece + part for piece, part in zip(pieces, biases, strict=True)]
-    out = _fused_product(x, kernel, bias, dtype)
+    out = fused_product(x, kernel, bias, dtype)
     # Elsewhere it would gain nothing, and a custom gradient has no forward mode.
     return _cut_activations(out, widths, out.shape[-1]) if current_target().is_gpu else _cut(out, widths)
 
@@ -147,16 +152,20 @@ def _check_input(x: jax.Array, segment_start: jax.Array | None, config: ModelCon
 
 
 class Projections(NamedTuple):
-    """What NSAttention projects its input to. Keys of the selected and window branches are roped, key_raw is not."""
+    """What NSAttention projects its input to. Keys of the selected and window branches are roped, key_raw is not.
+
+    With `config.shared_kv` the three values are one array, as are key_slc and key_win; key_raw is the same unroped.
+    With the selector "mean_key", key_raw is key_slc, and there is no value_raw.
+    """
 
     query: jax.Array  # [B, T, N, H], roped
     key_raw: jax.Array  # [B, T, K, H], to be compressed
-    value_raw: jax.Array  # [B, T, K, V], to be compressed
+    value_raw: jax.Array | None  # [B, T, K, V], to be compressed
     key_slc: jax.Array  # [B, T, K, H], roped
     value_slc: jax.Array  # [B, T, K, V]
     key_win: jax.Array  # [B, T, K, H], roped
     value_win: jax.Array  # [B, T, K, V]
-    gates: jax.Array  # [B, T, N, 3] float32
+    gates: jax.Array  # [B, T, N, branches] float32
 
 
 class NSAttention(nnx.Module):
@@ -164,14 +173,20 @@ class NSAttention(nnx.Module):
 
     One matrix product gives the queries, the keys and values of the three branches, and the gates. Keys are compressed
     before RoPE and turned afterwards at their block's last position, so that phi sees the same numbers wherever a block
-    lies. The compressed branch is queried by the same roped query as the others.
+    lies. The compressed branch is queried by the same roped query as the others. With `config.shared_kv` all branches
+    have the same keys and values: beside a dense layer's parameters there are only the compressors' and the gates'.
+
+    With the selector "mean_key" (`nsa_jax.ops.mean_key`) there is no compressed branch: its keys and values, its gates
+    and the compressors are absent, and 3 is 2 in the shapes below.
 
     Attributes:
-      w_in: [D, N*H + 3*K*H + 3*K*V + 3*N], in the order of `Projections`.
-      b_in: [N*H + 3*K*H + 3*K*V], the bias of queries, keys and values; None without `config.qkv_bias`.
+      w_in: [D, N*H + 3*K*H + 3*K*V + 3*N], in the order of `Projections`; with `config.shared_kv`
+        [D, N*H + K*H + K*V + 3*N]: query, key, value, gates.
+      b_in: [N*H + 3*K*H + 3*K*V], the bias of queries, keys and values; None without `config.qkv_bias`. With
+        `config.shared_kv` [N*H + K*H + K*V].
       q_norm, k_norm: RMSNorm of a head's queries, and of its keys in all three branches; None without `config.qk_norm`.
       gate_bias: [N, 3]; zero at first, so that every gate starts near 0.5.
-      compress_key, compress_value: phi of keys and of values.
+      compress_key, compress_value: phi of keys and of values; None with the selector "mean_key".
       w_out: [N*V, D].
       b_out: [D]; None without `config.out_bias`.
     """
@@ -179,14 +194,16 @@ class NSAttention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         n, k, h, v = config.num_heads, config.num_kv_heads, config.head_dim, config.value_head_dim
         self.config = config
-        self.widths = (n * h, k * h, k * v, k * h, k * v, k * h, k * v, 3 * n)
+        branches = len(config.branches)
+        self.widths = (n * h, *(k * h, k * v) * (1 if config.shared_kv else branches), branches * n)
         self.w_in = init_normal(rngs, (config.dim, sum(self.widths)), config.init_std, config)
         self.b_in = init_bias(sum(self.widths[:-1]), config) if config.qkv_bias else None
         self.q_norm = RMSNorm(config, h) if config.qk_norm else None
         self.k_norm = RMSNorm(config, h) if config.qk_norm else None
-        self.gate_bias = nnx.Param(jnp.zeros((n, 3), jnp.dtype(config.param_dtype)))
-        self.compress_key = make_compressor(config, h, rngs=rngs)
-        self.compress_value = make_compressor(config, v, rngs=rngs)
+        self.gate_bias = nnx.Param(jnp.zeros((n, branches), jnp.dtype(config.param_dtype)))
+        compresses = config.selector == "compressed"
+        self.compress_key = make_compressor(config, h, rngs=rngs) if compresses else None
+        self.compress_value = make_compressor(config, v, rngs=rngs) if compresses else None
         self.w_out = init_normal(rngs, (n * v, config.dim), config.residual_std, config)
         self.b_out = init_bias(config.dim, config) if config.out_bias else None
 
@@ -196,34 +213,37 @@ class NSAttention(nnx.Module):
         `length` is that of the whole row, which RoPE's scaling of the kind "dynamic" depends on.
         """
         config = self.config
-        bias = None if self.b_in is None else self.b_in[...]
-        pieces = _project(x, self.w_in[...], bias, config.dtype, self.widths, config.num_kv_heads)
-        query, *keys_values = (
-            _heads(piece, count)
-            for piece, count in zip(pieces[:-1], (config.num_heads, *[config.num_kv_heads] * 6), strict=True)
-        )
-        key_raw, value_raw, key_slc, value_slc, key_win, value_win = keys_values
+        pieces = _project(x, self.w_in, self.b_in, config.dtype, self.widths, config.num_kv_heads)
+        query = _heads(pieces[0], config.num_heads)
+        keys, values = ([_heads(x, config.num_kv_heads) for x in pieces[first:-1:2]] for first in (1, 2))
         if self.q_norm is not None and self.k_norm is not None:
-            query = self.q_norm(query)
-            key_raw, key_slc, key_win = (self.k_norm(key) for key in (key_raw, key_slc, key_win))
+            query, keys = self.q_norm(query), [self.k_norm(key) for key in keys]
         logits = _heads(pieces[-1].astype(jnp.float32), config.num_heads) + self.gate_bias[...].astype(jnp.float32)
         turn = functools.partial(config.rope, positions=positions, length=length)
-        return Projections(
-            turn(query), key_raw, value_raw, turn(key_slc), value_slc, turn(key_win), value_win, jax.nn.sigmoid(logits)
-        )
+        if config.shared_kv:
+            key_slc = key_win = turn(keys[0])
+            value_slc = value_win = values[0]
+        else:
+            key_slc, key_win = turn(keys[-2]), turn(keys[-1])
+            value_slc, value_win = values[-2:]
+        key_raw, value_raw = (key_slc, None) if config.selector == "mean_key" else (keys[0], values[0])
+        gates = jax.nn.sigmoid(logits)
+        return Projections(turn(query), key_raw, value_raw, key_slc, value_slc, key_win, value_win, gates)
 
     def compress(
         self,
         key_raw: Float[Array, "B S K H"],
-        value_raw: Float[Array, "B S K V"],
+        value_raw: Float[Array, "B S K V"] | None,
         first_position: int | jax.Array = 0,
         length: int = 0,
-    ) -> tuple[Float[Array, "B C K H"], Float[Array, "B C K V"]]:
+    ) -> tuple[Float[Array, "B C K H"], Float[Array, "B C K V"] | None]:
         """Compressed keys, roped at their block's last position, and compressed values.
 
+        With the selector "mean_key", the mean keys and None.
+
         Args:
-          key_raw: [B, S, K, H] unroped keys, starting where a block starts.
-          value_raw: [B, S, K, V].
+          key_raw: [B, S, K, H] keys, as in `Projections`, starting where a block starts.
+          value_raw: [B, S, K, V], or None.
           first_position: row position of the first of them.
           length: tokens of the whole row; see `project`.
         """
@@ -241,6 +261,7 @@ class NSAttention(nnx.Module):
         segment_start: Int[Array, "B T"] | None = None,
         *,
         positions: jax.Array | None = None,
+        block_indices: Int[Array, "B T K n"] | None = None,
         return_block_indices: bool = False,
     ):
         """Attention over the row.
@@ -250,6 +271,8 @@ class NSAttention(nnx.Module):
           segment_start: int [B, T], first position of each token's document; None if rows hold one document.
           positions: integer [T] or [B, T] for RoPE; None means 0..T-1. Differences alone matter, except that
             compressed keys are turned by their index in the row: shift all positions by one constant only.
+          block_indices: int32 [B, T, K, n], lists that the selected branch reads instead of selecting, such as those
+            returned before; entries outside [0, J), such as -1, are padding. Kernels serve each branch by itself then.
           return_block_indices: also return the block lists of the selected branch, int32 [B, T, K, n].
 
         Returns:
@@ -266,15 +289,18 @@ class NSAttention(nnx.Module):
             multiple=nsa.compress_stride,
             at_least=max(nsa.compress_block - nsa.compress_stride, 2),
         )
-        if split.context == 1 and self._kernels_cut(x):
+        if block_indices is not None:
+            chex.assert_shape(block_indices, (*x.shape[:2], config.num_kv_heads, None))
+            chex.assert_type(block_indices, jnp.int32)
+        if split.context == 1 and block_indices is None and self._kernels_cut(x):
             attended, block_indices = self._attend_cut(x, segment_start, positions, split)
         elif split.context > 1:
             p = self.project(x, positions, x.shape[1])
-            attended, block_indices = self._attend_split(p, positions[..., :1], segment_start, split)
+            attended, block_indices = self._attend_split(p, positions[..., :1], segment_start, block_indices, split)
         else:
             p = self.project(x, positions, x.shape[1])
             key_cmp, value_cmp = self.compress(p.key_raw, p.value_raw, positions[..., :1], x.shape[1])
-            arrays = (segment_start, p.query, key_cmp, value_cmp, *p[3:])
+            arrays = (segment_start, block_indices, p.query, key_cmp, value_cmp, *p[3:])
             specs = (split.tokens, *(split.heads,) * (len(arrays) - 1))
             attended, block_indices = on_shards(self._attend, arrays, specs, (split.heads, split.heads))
         attended = checkpoint_name(attended, "attention_out")
@@ -282,24 +308,24 @@ class NSAttention(nnx.Module):
         out = self.output(attended)
         return (out, block_indices) if return_block_indices else out
 
-    def _attend(self, segment_start: jax.Array | None, *arrays: jax.Array, **offsets: jax.Array):
-        """What `nsa_attention` returns for a device's share of its arrays."""
-        return nsa_attention(
-            *arrays,
-            config=self.config.nsa,
-            segment_start=segment_start,
-            implementation=self.config.implementation,
-            return_block_indices=True,
-            nonnegative_gates=True,  # sigmoid's
-            **offsets,
-        )
+    def _attend(self, segment_start: jax.Array | None, block_indices: jax.Array | None, *arrays: Any, **offsets: Any):
+        """Output and block lists for a device's share of `nsa_attention`'s arrays."""
+        common: dict[str, Any] = dict(config=self.config.nsa, implementation=self.config.implementation, **offsets)
+        common |= dict(segment_start=segment_start, block_indices=block_indices)
+        if self.config.selector == "mean_key":
+            query, key_mean, _, *others = arrays
+            return mean_key_attention(query, key_mean, *others, **common)
+        common |= dict(return_block_indices=True, nonnegative_gates=True)  # a sigmoid's
+        return nsa_attention(*arrays, **common)
 
     def _kernels_cut(self, x: jax.Array) -> bool:
         """Whether kernels take the fused projection of whole rows as it is."""
         config = self.config
-        # Norms of queries and keys lie between the cut and the turn, which these kernels do in one.
+        # Norms of queries and keys lie between the cut and the turn, which these kernels do in one, for three branches.
         return (
             not config.qk_norm
+            and not config.shared_kv
+            and config.selector == "compressed"
             and tensor_size() == 1
             and projected.serves(
                 (*x.shape[:2], config.num_heads, config.head_dim),
@@ -320,7 +346,7 @@ class NSAttention(nnx.Module):
         cos, sin = turns if positions.ndim > 1 else (turn[None] for turn in turns)
         first_position = positions[..., :1]
         rows = split.rows if positions.ndim > 1 else P()
-        fused = _fused_product(x, self.w_in[...], None if self.b_in is None else self.b_in[...], config.dtype)
+        fused = fused_product(x, self.w_in, self.b_in, config.dtype)
         arrays = (segment_start, first_position, cos, sin, phi, self.gate_bias[...], fused)
         specs = (split.tokens, rows, rows, rows, phi_specs, P(), split.tokens)
 
@@ -354,16 +380,21 @@ class NSAttention(nnx.Module):
         return graphdef, phi, jax.tree.map(lambda x: parameter_spec(x.shape), phi)
 
     def _attend_split(
-        self, p: Projections, first_position: jax.Array, segment_start: jax.Array | None, split: HeadSplit
+        self,
+        p: Projections,
+        first_position: jax.Array,
+        segment_start: jax.Array | None,
+        block_indices: jax.Array | None,
+        split: HeadSplit,
     ):
         """Attention of rows whose tokens are split over the context axis.
 
         A device fetches
           compressed: the l - d tokens after its own, which its last blocks reach into, and then all compressed keys
             and values, T / d of them;
-          window: the w - 1 tokens before its own;
           selected: the layer's keys and values of all T tokens, since a query may choose any block. They are freed
-            after the layer and fetched again by its backward pass (unless `remat` is "none"): T K (H + V) numbers.
+            after the layer and fetched again by its backward pass (unless `remat` is "none"): T K (H + V) numbers;
+          window: the w - 1 tokens before its own, or nothing more if it has the selected branch's keys and values.
         Late queries see more compressed blocks than early ones. So that no device waits for the last one, each attends
         with the first half of its own queries and the second half of those of its mirror image (the first device's is
         the last); queries, outputs, gates and window keys of one half travel for that.
@@ -371,15 +402,15 @@ class NSAttention(nnx.Module):
         """
         nsa, context = self.config.nsa, split.context
         graphdef, phi, phi_specs = self._compressors()
-        arrays = (segment_start, first_position, phi, *p)
+        arrays = (segment_start, block_indices, first_position, phi, *p)
         first_spec = split.rows if first_position.ndim > 1 else P()
-        specs = (split.tokens, first_spec, phi_specs, *(split.heads,) * len(p))
+        specs = (split.tokens, split.heads, first_spec, phi_specs, *(split.heads,) * len(p))
 
-        def local(segment_start, first_position, phi, *projected):
+        def local(segment_start, block_indices, first_position, phi, *projected):
             p = Projections(*projected)
             start = first_token(p.query)
             key_raw, value_raw = (
-                with_tokens_after(x, nsa.compress_block - nsa.compress_stride, context)
+                None if x is None else with_tokens_after(x, nsa.compress_block - nsa.compress_stride, context)
                 for x in (p.key_raw, p.value_raw)
             )
             compressors = nnx.merge(graphdef, whole_weights(phi, phi_specs))
@@ -387,19 +418,22 @@ class NSAttention(nnx.Module):
             pair = _compress(compressors, key_raw, value_raw, first_position + start, self.config, length)
             # The last device's last blocks reach beyond the row.
             count = blocks.num_compressed(length, nsa)
-            key_cmp, value_cmp = (all_tokens(x)[:, :count] for x in pair)
-            (key_win, before), (value_win, _) = (
-                with_tokens_before(x, nsa.window - 1, context) for x in (p.key_win, p.value_win)
-            )
+            key_cmp, value_cmp = jax.tree.map(lambda x: all_tokens(x)[:, :count], pair)
             key_slc, value_slc = all_tokens(p.key_slc), all_tokens(p.value_slc)
             half = p.query.shape[1] // 2
-            own = (segment_start, p.query, p.gates, key_win, value_win)
-            ends = (half, half, half, before + half, before + half)
+            own, ends = [segment_start, block_indices, p.query, p.gates], [half] * 4
+            before = 0
+            if not self.config.shared_kv:
+                (key_win, before), (value_win, _) = (
+                    with_tokens_before(x, nsa.window - 1, context) for x in (p.key_win, p.value_win)
+                )
+                own, ends = [*own, key_win, value_win], [*ends, before + half, before + half]
 
             def attend(arrays, offset):
-                segment_start, query, gates, key_win, value_win = arrays
-                arrays = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
-                return self._attend(segment_start, *arrays, query_offset=offset, window_start=offset - before)
+                segment_start, block_indices, query, gates, *window = arrays
+                arrays = (query, key_cmp, value_cmp, key_slc, value_slc, *(window or (key_slc, value_slc)), gates)
+                start = offset - before if window else None
+                return self._attend(segment_start, block_indices, *arrays, query_offset=offset, window_start=start)
 
             early = [None if x is None else x[:, :end] for x, end in zip(own, ends, strict=True)]
             late = swap_mirrored([None if x is None else x[:, half:] for x in own], context)
@@ -409,8 +443,10 @@ class NSAttention(nnx.Module):
         return on_shards(local, arrays, specs, (split.heads, split.heads))
 
 
-def _compress(phi: tuple, key_raw: jax.Array, value_raw: jax.Array, first_position, config: ModelConfig, length: int):
+def _compress(phi: tuple, key_raw, value_raw, first_position, config: ModelConfig, length: int):
     """See `NSAttention.compress`; phi is its pair of compressors."""
+    if config.selector == "mean_key":
+        return mean_keys(key_raw, config=config.nsa), None
     key, value = phi[0](key_raw), phi[1](value_raw)
     index = jnp.arange(key.shape[1], dtype=jnp.int32)
     last = first_position + blocks.compressed_last_position(index, config.nsa)
@@ -481,8 +517,7 @@ class DenseAttention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Roped query [B, T, N, H], roped key [B, T, K, H] and value [B, T, K, V]; see `NSAttention.project`."""
         config = self.config
-        bias = None if self.b_in is None else self.b_in[...]
-        query, key, value = _project(x, self.w_in[...], bias, config.dtype, self.widths, config.num_kv_heads)
+        query, key, value = _project(x, self.w_in, self.b_in, config.dtype, self.widths, config.num_kv_heads)
         query, key = _heads(query, config.num_heads), _heads(key, config.num_kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)

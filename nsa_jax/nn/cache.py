@@ -10,18 +10,20 @@ kernels read, both in place, where a scan over layers would copy each layer's wh
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from nsa_jax.nn.attention import DenseAttention, NSAttention, Projections
+from nsa_jax.nn.attention import DenseAttention, NSAttention, Projections, fused_product
 from nsa_jax.nn.config import ModelConfig
 from nsa_jax.nn.layers import MeanCompressor, MLPCompressor
 from nsa_jax.nn.sharding import batch_axes, constrain_batch, sharded_attention, tensor_size
 from nsa_jax.ops import blocks, nsa, pallas, plan
 from nsa_jax.ops.decode import decode_attention, gated_sum, slot_positions
 from nsa_jax.ops.implementations import kernels_wanted
+from nsa_jax.ops.mean_key import decode_mean_key_attention, select_by_mean_key
 from nsa_jax.ops.target import current_target
 
 # Elements of the largest array of dense prefill, float32.
@@ -29,16 +31,35 @@ _DENSE_PREFILL_ELEMENTS = 2**26
 
 
 class NSALayerCache(NamedTuple):
-    """One NSA layer's cache; S is the capacity."""
+    """One NSA layer's cache; S is the capacity.
+
+    What is None lies in key_slc and value_slc, which then serve as rings of S slots: with `ModelConfig.shared_kv` the
+    window's arrays and value_tail, with the selector "mean_key" both tails. value_cmp is None with that selector, and
+    key_cmp holds the mean keys.
+    """
 
     key_slc: jax.Array  # [B, S, K, H], roped
     value_slc: jax.Array  # [B, S, K, V]
     key_cmp: jax.Array  # [B, C, K, H], roped at the block's last position
-    value_cmp: jax.Array  # [B, C, K, V]
-    key_win: jax.Array  # [B, W, K, H], roped; position p at p % W
-    value_win: jax.Array  # [B, W, K, V]
-    key_tail: jax.Array  # [B, l, K, H], raw keys that phi still needs; position p at p % l
-    value_tail: jax.Array  # [B, l, K, V]
+    value_cmp: jax.Array | None  # [B, C, K, V]
+    key_win: jax.Array | None  # [B, W, K, H], roped; position p at p % W
+    value_win: jax.Array | None  # [B, W, K, V]
+    key_tail: jax.Array | None  # [B, l, K, H], raw keys that phi still needs; position p at p % l
+    value_tail: jax.Array | None  # [B, l, K, V]
+    lists: jax.Array | None = None  # int32 [B, S, K, n], the block lists of each position, if they are recorded
+
+    def window(self) -> tuple[jax.Array, jax.Array]:
+        """Keys and values that the window branch reads, as rings."""
+        if self.key_win is None or self.value_win is None:
+            return self.key_slc, self.value_slc
+        return self.key_win, self.value_win
+
+    def raw(self) -> tuple[jax.Array, jax.Array | None]:
+        """Keys and values that are compressed, as rings."""
+        key = self.key_slc if self.key_tail is None else self.key_tail
+        if self.value_cmp is None:
+            return key, None
+        return key, self.value_slc if self.value_tail is None else self.value_tail
 
 
 class DenseLayerCache(NamedTuple):
@@ -66,6 +87,19 @@ class Cache(NamedTuple):
         """S: tokens a row can hold."""
         return self.layers[0][0].shape[1]
 
+    def block_indices(self) -> jax.Array:
+        """The block lists that every token read, int32 [NSA layers, B, S, K, n], padded with J = S / select_block.
+
+        Those of positions from `lengths` on mean nothing.
+
+        Raises:
+          ValueError: the cache does not record them.
+        """
+        lists = [layer.lists for layer in self.layers if getattr(layer, "lists", None) is not None]
+        if not lists:
+            raise ValueError("the cache has no block lists: must come from init_cache(..., record_block_indices=True)")
+        return jnp.stack(lists)
+
 
 def capacity_bucket(tokens: int, config: ModelConfig) -> int:
     """The capacity to allocate for this many tokens: a power of two of at least 256, in whole selection blocks.
@@ -87,21 +121,29 @@ def _layer_shapes(config: ModelConfig, batch: int, capacity: int) -> NSALayerCac
         return DenseLayerCache(*pair(capacity))
     geometry = config.nsa
     lengths = (capacity, blocks.num_compressed(capacity, geometry), min(geometry.window, capacity))
-    return NSALayerCache(*(x for length in (*lengths, geometry.compress_block) for x in pair(length)))
+    layer = NSALayerCache(*(x for length in (*lengths, geometry.compress_block) for x in pair(length)))
+    if config.shared_kv:
+        layer = layer._replace(key_win=None, value_win=None, value_tail=None)
+    return layer._replace(value_cmp=None, key_tail=None, value_tail=None) if config.selector == "mean_key" else layer
 
 
-def init_cache(config: ModelConfig, batch: int, capacity: int) -> Cache:
+def init_cache(config: ModelConfig, batch: int, capacity: int, *, record_block_indices: bool = False) -> Cache:
     """An empty cache.
 
     Args:
       config: the model's.
       batch: B.
       capacity: S, tokens a row can hold, a multiple of `select_block`; see `capacity_bucket`.
+      record_block_indices: keep the block lists of every token for `Cache.block_indices`, which takes 4 S K n bytes per
+        row and layer.
 
     Raises:
       ValueError: `capacity` is not a multiple of `select_block`, or rows would outgrow what RoPE scaling of the kind
-        "dynamic" leaves as it is.
+        "dynamic" leaves as it is, or lists are to be recorded without NSA layers.
     """
+    if record_block_indices and "nsa" not in config.kinds:
+        kinds = "/".join(config.kinds)
+        raise ValueError(f"record_block_indices=True: must be False for attention={kinds!r}, which has no block lists")
     scaling = config.rope_scaling
     if scaling.kind == "dynamic" and capacity > scaling.original_length:
         raise ValueError(
@@ -110,8 +152,16 @@ def init_cache(config: ModelConfig, batch: int, capacity: int) -> Cache:
         )
     if capacity < 1 or capacity % config.nsa.select_block:
         raise ValueError(f"capacity={capacity}: must be a positive multiple of select_block={config.nsa.select_block}")
+
+    def shapes(layer: ModelConfig) -> Any:
+        found: Any = _layer_shapes(layer, batch, capacity)
+        if not record_block_indices or layer.attention != "nsa":
+            return found
+        size = (batch, capacity, config.num_kv_heads, config.nsa.num_selected)
+        return found._replace(lists=jax.ShapeDtypeStruct(size, jnp.int32))
+
     layers = tuple(
-        jax.tree.map(lambda s: constrain_batch(jnp.zeros(s.shape, s.dtype)), _layer_shapes(layer, batch, capacity))
+        jax.tree.map(lambda s: constrain_batch(jnp.zeros(s.shape, s.dtype)), shapes(layer))
         for layer in map(config.of_layer, range(config.num_layers))
     )
     return Cache(layers, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32))
@@ -122,20 +172,22 @@ def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, f
 
     Returns:
       total_mib and dense_total_mib: the whole cache; bytes_per_token and dense_bytes_per_token: what one more token of
-      one row takes in all layers; fixed_bytes_per_row: window and tail.
+      one row takes in all layers; fixed_bytes_per_row: window and tail, where the cache has them.
     """
+    layers = [_layer_shapes(config.of_layer(index), 1, capacity) for index in range(config.num_layers)]
 
-    def size(kind, tokens):
-        shapes = [_layer_shapes(kind.of_layer(index), 1, tokens) for index in range(config.num_layers)]
-        return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(shapes))
+    def size(arrays) -> int:
+        return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(arrays))
 
     dense_bytes = config.num_layers * config.num_kv_heads * (config.head_dim + config.value_head_dim)
     dense_bytes *= config.dtype.itemsize
-    total, dense_total = size(config, capacity), dense_bytes * capacity
+    total, dense_total = size(layers), dense_bytes * capacity
     report = {"total_mib": batch * total / 2**20, "dense_total_mib": batch * dense_total / 2**20}
-    sparse = dense_bytes // config.num_layers * len(config.layers_of("nsa"))
-    per_token = dense_bytes + sparse / config.nsa.compress_stride
-    fixed = sparse * (min(config.nsa.window, capacity) + config.nsa.compress_block)
+    sparse = [layer for layer in layers if isinstance(layer, NSALayerCache)]
+    compressed = [layer[2:4] for layer in sparse]
+    entry = size(jax.tree.map(lambda s: jax.ShapeDtypeStruct((1, 1, *s.shape[2:]), s.dtype), compressed))
+    per_token = dense_bytes + entry / config.nsa.compress_stride
+    fixed = size([layer[4:8] for layer in sparse])
     report |= {"bytes_per_token": per_token, "dense_bytes_per_token": float(dense_bytes)}
     report["fixed_bytes_per_row"] = float(fixed)
     return report
@@ -160,6 +212,12 @@ def _write(cache: jax.Array, index: jax.Array, value: jax.Array) -> jax.Array:
     return cache.at[rows, index].set(value, mode="drop", unique_indices=True)
 
 
+def _held(function: Callable, arrays: Iterable, *others: Iterable) -> list[Any]:
+    """`function` of each array with its counterparts; None for those that the cache does not have."""
+    rows = zip(arrays, *others, strict=True)
+    return [None if row[0] is None else function(*row) for row in rows]
+
+
 def _prefill_nsa(attention: NSAttention, h, layer: NSALayerCache, offset, start, ends):
     config, geometry = attention.config, attention.config.nsa
     batch, length = h.shape[:2]
@@ -168,47 +226,58 @@ def _prefill_nsa(attention: NSAttention, h, layer: NSALayerCache, offset, start,
 
     # Blocks that end in this chunk begin up to l - d tokens before it.
     before, stride = geometry.compress_block - geometry.compress_stride, geometry.compress_stride
-    raw = [
-        jnp.concatenate([_ordered(tail, offset - before, before), new], axis=1)
-        for tail, new in ((layer.key_tail, p.key_raw), (layer.value_tail, p.value_raw))
-    ]
+    raw = _held(
+        lambda tail, new: jnp.concatenate([_ordered(tail, offset - before, before), new], axis=1),
+        layer.raw(),
+        (p.key_raw, p.value_raw),
+    )
     compressed = attention.compress(raw[0], raw[1], offset - before)
     index = (offset - before) // stride + jnp.arange(compressed[0].shape[1], dtype=jnp.int32)
     index = jnp.where(index >= 0, index, num_cmp)
-    key_cmp, value_cmp = (
-        old.at[:, index].set(new, mode="drop", unique_indices=True)
-        for old, new in zip((layer.key_cmp, layer.value_cmp), compressed, strict=True)
+    key_cmp, value_cmp = _held(
+        lambda old, new: old.at[:, index].set(new, mode="drop", unique_indices=True), layer[2:4], compressed
     )
     key_slc, value_slc = (
         jax.lax.dynamic_update_slice_in_dim(old, new, offset, axis=1)
         for old, new in ((layer.key_slc, p.key_slc), (layer.value_slc, p.value_slc))
     )
-    # The window branch reads the ring's tokens, in order, and then the chunk; ring slots before position 0 are empty.
-    slots = layer.key_win.shape[1]
-    key_win, value_win = (
-        jnp.concatenate([_ordered(ring, offset - slots, slots), new], axis=1)
-        for ring, new in ((layer.key_win, p.key_win), (layer.value_win, p.value_win))
-    )
-    zero = jnp.zeros((batch, length), jnp.int32) if start is None else start
-    start_win = jnp.maximum(zero - (offset - slots), 0)
+    if config.shared_kv:
+        key_win, value_win, start_win, slots = key_slc, value_slc, start, offset
+    else:
+        # The window branch reads the ring's tokens, in order, and then the chunk; slots before position 0 are empty.
+        slots = layer.window()[0].shape[1]
+        key_win, value_win = (
+            jnp.concatenate([_ordered(ring, offset - slots, slots), new], axis=1)
+            for ring, new in zip(layer.window(), (p.key_win, p.value_win), strict=True)
+        )
+        zero = jnp.zeros((batch, length), jnp.int32) if start is None else start
+        start_win = jnp.maximum(zero - (offset - slots), 0)
 
     def attend(start, start_win, query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates):
         common = dict(segment_start=start, query_offset=offset, implementation=config.implementation)
-        out_cmp, lse = nsa.compressed_attention(query, key_cmp, value_cmp, config=geometry, **common)
-        lists = nsa.select_blocks(query, key_cmp, lse, config=geometry, num_keys=capacity, **common)
-        out_slc = nsa.selected_attention(query, key_slc, value_slc, lists, select_block=geometry.select_block, **common)
+        outs = []
+        if config.selector == "mean_key":
+            lists = select_by_mean_key(query, key_cmp, config=geometry, num_keys=capacity, **common)
+        else:
+            out_cmp, lse = nsa.compressed_attention(query, key_cmp, value_cmp, config=geometry, **common)
+            lists = nsa.select_blocks(query, key_cmp, lse, config=geometry, num_keys=capacity, **common)
+            outs.append(out_cmp)
+        outs.append(
+            nsa.selected_attention(query, key_slc, value_slc, lists, select_block=geometry.select_block, **common)
+        )
         common |= dict(segment_start=start_win, query_offset=slots)
-        out_win = nsa.window_attention(query, key_win, value_win, window=geometry.window, **common)
-        return gated_sum(gates, (out_cmp, out_slc, out_win), query.dtype)
+        outs.append(nsa.window_attention(query, key_win, value_win, window=geometry.window, **common))
+        return gated_sum(gates, outs, query.dtype), lists
 
-    attended = sharded_attention(
+    attended, lists = sharded_attention(
         attend, start, start_win, p.query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, p.gates
     )
-    rings = (
-        _advance_ring(ring, new, offset, ends)
-        for ring, new in zip(layer[4:], (p.key_win, p.value_win, p.key_raw, p.value_raw), strict=True)
-    )
-    return attended, NSALayerCache(key_slc, value_slc, key_cmp, value_cmp, *rings)
+    new = (p.key_win, p.value_win, p.key_raw, p.value_raw)
+    rings = _held(lambda ring, new: _advance_ring(ring, new, offset, ends), layer[4:8], new)
+    recorded = layer.lists
+    if recorded is not None:
+        recorded = jax.lax.dynamic_update_slice_in_dim(recorded, lists, offset, axis=1)
+    return attended, NSALayerCache(key_slc, value_slc, key_cmp, value_cmp, *rings)._replace(lists=recorded)
 
 
 def _append_by_kernels(attention: NSAttention, layer: NSALayerCache, batch: int) -> bool:
@@ -217,7 +286,7 @@ def _append_by_kernels(attention: NSAttention, layer: NSALayerCache, batch: int)
     They know the compressors of this library, and one device: under a mesh the compiler splits the plain operations.
     """
     config = attention.config
-    if not kernels_wanted(config.implementation) or config.qk_norm:
+    if not kernels_wanted(config.implementation) or config.qk_norm or config.selector == "mean_key":
         return False
     if batch_axes(batch) or tensor_size() > 1:
         return False
@@ -233,10 +302,7 @@ def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths
     """What `_append_nsa` returns, by two kernels."""
     config = attention.config
     turn = jnp.stack(config.rope_turns(lengths), axis=1)
-    projected = h[:, 0] @ attention.w_in[...].astype(config.dtype)
-    if attention.b_in is not None:
-        bias = attention.b_in[...].astype(config.dtype)
-        projected = projected + jnp.pad(bias, (0, projected.shape[-1] - len(bias)))
+    projected = fused_product(h[:, 0], attention.w_in, attention.b_in, config.dtype)
     phis = [
         tuple(x[...].astype(config.dtype) for x in (phi.position, phi.w_1, phi.b_1, phi.w_2))
         for phi in (attention.compress_key, attention.compress_value)
@@ -247,13 +313,13 @@ def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths
         attention.gate_bias[...],
         turn,
         lengths,
-        (layer.key_slc, layer.value_slc, *layer[4:]),
+        (layer.key_slc, layer.value_slc, *layer[4:8]),
         layer.key_cmp,
         layer.value_cmp,
         phis or None,
         config=config.nsa,
     )
-    return query, gates, NSALayerCache(*arrays[:2], *arrays[6:], *arrays[2:6])
+    return query, gates, NSALayerCache(*arrays[:2], *arrays[6:], *arrays[2:6])._replace(lists=layer.lists)
 
 
 def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
@@ -263,17 +329,16 @@ def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
     key_slc, value_slc = (
         _write(old, lengths, new[:, 0]) for old, new in ((layer.key_slc, p.key_slc), (layer.value_slc, p.value_slc))
     )
-    rings = [
-        _write(ring, lengths % ring.shape[1], new[:, 0])
-        for ring, new in zip(layer[4:], (p.key_win, p.value_win, p.key_raw, p.value_raw), strict=True)
-    ]
+    new = (p.key_win, p.value_win, p.key_raw, p.value_raw)
+    rings = _held(lambda ring, new: _write(ring, lengths % ring.shape[1], new[:, 0]), layer[4:8], new)
+    layer = NSALayerCache(key_slc, value_slc, *layer[2:4], *rings)._replace(lists=layer.lists)
     # A block is complete every d tokens, in every row at its own time.
     first = lengths + 1 - geometry.compress_block
     complete = (first >= 0) & (first % geometry.compress_stride == 0)
 
     def compress():
-        order = (first[:, None] + jnp.arange(geometry.compress_block, dtype=jnp.int32)) % geometry.compress_block
-        raw = [jnp.take_along_axis(tail, order[..., None, None], axis=1) for tail in rings[2:]]
+        order = (first[:, None] + jnp.arange(geometry.compress_block, dtype=jnp.int32))[..., None, None]
+        raw = _held(lambda x: jnp.take_along_axis(x, order % x.shape[1], axis=1), layer.raw())
         return attention.compress(raw[0], raw[1], first[:, None])
 
     shapes = jax.eval_shape(compress)
@@ -281,11 +346,8 @@ def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
         complete.any(), compress, lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     )
     index = jnp.where(complete, first // geometry.compress_stride, layer.key_cmp.shape[1])
-    key_cmp, value_cmp = (
-        _write(old, index, new[:, 0]) for old, new in zip((layer.key_cmp, layer.value_cmp), new_cmp, strict=True)
-    )
-
-    return p.query, p.gates, NSALayerCache(key_slc, value_slc, key_cmp, value_cmp, *rings)
+    key_cmp, value_cmp = _held(lambda old, new: _write(old, index, new[:, 0]), layer[2:4], new_cmp)
+    return p.query, p.gates, layer._replace(key_cmp=key_cmp, value_cmp=value_cmp)
 
 
 def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_start):
@@ -293,13 +355,19 @@ def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_
     append = _append_nsa_kernels if _append_by_kernels(attention, layer, h.shape[0]) else _append_nsa
     query, gates, layer = append(attention, h, layer, lengths)
 
-    def attend(start, *arrays):
-        return decode_attention(
-            *arrays, config=config.nsa, segment_start=start[:, None], implementation=config.implementation
-        )
+    def attend(start, query, key_cmp, value_cmp, *arrays):
+        where: dict[str, Any] = dict(config=config.nsa, segment_start=start[:, None])
+        if config.selector == "mean_key":
+            return decode_mean_key_attention(query, key_cmp, *arrays, **where)
+        where |= dict(implementation=config.implementation, return_info=True)
+        attended, info = decode_attention(query, key_cmp, value_cmp, *arrays, **where)
+        return attended, info.block_indices
 
-    read = (layer.key_cmp, layer.value_cmp, layer.key_slc, layer.value_slc, layer.key_win, layer.value_win)
-    return sharded_attention(attend, segment_start, query, *read, gates, lengths + 1), layer
+    read = (layer.key_cmp, layer.value_cmp, layer.key_slc, layer.value_slc, *layer.window())
+    attended, lists = sharded_attention(attend, segment_start, query, *read, gates, lengths + 1)
+    if layer.lists is not None:
+        layer = layer._replace(lists=_write(layer.lists, lengths, lists[:, 0]))
+    return attended, layer
 
 
 def _masked_attention(query, key, value, t, start):

@@ -14,6 +14,7 @@ from nsa_jax.config import CHOICES, NSAConfig, Problem, default_config, nsa_conf
 from nsa_jax.ops.implementations import IMPLEMENTATIONS
 from nsa_jax.ops.rope import RopeScaling, rope, rope_turns
 from nsa_jax.rules import attention_kinds, pattern_problem, shortest_pattern
+from nsa_jax.rules import geometry as geometry_of
 
 
 def _default_mlp_dim(dim: int) -> int:
@@ -28,7 +29,10 @@ _FUNCTION = (
     "num_heads num_kv_heads head_dim rope_theta rotary_dim norm_eps tie_embeddings compressor "
     "qk_norm qkv_bias out_bias mlp_bias logit_soft_cap"
 ).split()
-_GEOMETRY = {"nsa": tuple(field.name for field in dataclasses.fields(NSAConfig)), "window": ("window",)}
+_GEOMETRY = {
+    "nsa": (*(field.name for field in dataclasses.fields(NSAConfig)), "selector", "shared_kv"),
+    "window": ("window",),
+}
 
 
 def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
@@ -49,6 +53,7 @@ def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) ->
 
     def fields(model: Mapping[str, Any]) -> dict[str, Any]:
         nsa = {**default["nsa"], **model["nsa"]}
+        nsa |= geometry_of(nsa)
         geometry = {f"nsa.{name}": nsa[name] for kind in attention_kinds(model) for name in _GEOMETRY.get(kind, ())}
         scaling = {**default["rope_scaling"], **model["rope_scaling"]}
         geometry |= {f"rope_scaling.{name}": value for name, value in scaling.items()}
@@ -56,6 +61,7 @@ def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) ->
         return values | geometry
 
     old, new = fields(saved), fields(wanted)
+    compresses = old.get("nsa.selector") == "compressed"
     return [
         Problem(
             "R054",
@@ -64,7 +70,7 @@ def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) ->
             f'set {old[name]!r}; config.preflight.ignore=("R054",) accepts it',
         )
         for name in old
-        if name in new and old[name] != new[name] and (name != "compressor" or "nsa" in kinds[0])
+        if name in new and old[name] != new[name] and (name != "compressor" or compresses)
     ]
 
 
@@ -82,6 +88,11 @@ class ModelConfig:
       num_layers: blocks; also scales the initialisation of residual-writing projections.
       mlp_dim: hidden width of SwiGLU; 0 means 8/3 of `dim`, rounded up to a multiple of 64.
       nsa: block geometry of the sparse attention.
+      selector: "compressed", or "mean_key" for blocks chosen by their mean keys without a compressed branch; see
+        `nsa_jax.ops.mean_key` (`config.model.nsa.selector`). With "mean_key", compress_block and compress_stride of
+        `nsa` are set to its select_block.
+      shared_kv: the branches of the sparse attention share one projection of keys and one of values
+        (`config.model.nsa.shared_kv`).
       attention: "nsa", "dense" or "window" (dense within the sliding window): the kind of every layer.
       layer_pattern: kinds that the layers repeat, instead of `attention`; empty for none. It is kept at its shortest,
         and a pattern of one kind becomes `attention`.
@@ -119,6 +130,8 @@ class ModelConfig:
     num_layers: int = 1
     mlp_dim: int = 0
     nsa: NSAConfig = NSAConfig()
+    selector: str = "compressed"
+    shared_kv: bool = False
     attention: str = "nsa"
     layer_pattern: tuple[str, ...] = ()
     rope_theta: float = 10_000.0
@@ -150,6 +163,9 @@ class ModelConfig:
             object.__setattr__(self, "layer_pattern", kinds if len(kinds) > 1 else ())
         if not self.value_head_dim:
             object.__setattr__(self, "value_head_dim", self.head_dim)
+        if self.selector == "mean_key":
+            block = self.nsa.select_block
+            object.__setattr__(self, "nsa", dataclasses.replace(self.nsa, compress_block=block, compress_stride=block))
         if not self.mlp_dim:
             object.__setattr__(self, "mlp_dim", _default_mlp_dim(self.dim))
         for name in ("dim", "num_heads", "num_kv_heads", "head_dim", "value_head_dim", "num_layers", "mlp_dim"):
@@ -168,10 +184,16 @@ class ModelConfig:
             raise ValueError(f"ModelConfig.dropout={self.dropout}: must be in [0, 1)")
         same = "attention", "compressor", "compute_dtype", "param_dtype", "remat"
         choices: dict[str, tuple] = {name: CHOICES[f"model.{name}"] for name in same}
+        choices["selector"] = CHOICES["model.nsa.selector"]
         choices["implementation"] = (None, *sorted(IMPLEMENTATIONS))
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"ModelConfig.{name}={getattr(self, name)!r}: must be one of {allowed}")
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """The branches of sparse attention, in the order of its gates."""
+        return ("selected", "window") if self.selector == "mean_key" else ("compressed", "selected", "window")
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -217,6 +239,8 @@ class ModelConfig:
         """
         fields = {field.name for field in dataclasses.fields(cls)} - {
             "nsa",
+            "selector",
+            "shared_kv",
             "rope_scaling",
             "implementation",
             "vocab_size",
@@ -227,6 +251,8 @@ class ModelConfig:
         return cls(
             **values,
             nsa=nsa_config(config),
+            selector=config.model.nsa.selector,
+            shared_kv=config.model.nsa.shared_kv,
             rope_scaling=RopeScaling(**config.model.rope_scaling.to_dict()),
             implementation=implementation,
             vocab_size=config.model.vocab_size or vocab_size,

@@ -156,10 +156,13 @@ class Decoder:
         here = (index >= 0) & (index < hidden.shape[1])
         return jnp.where(here[:, None], self.logits(params, last), logits)
 
-    def init_cache(self, batch: int, tokens: int) -> Cache:
-        """An empty cache for rows of up to this many tokens, rounded up to a capacity bucket."""
+    def init_cache(self, batch: int, tokens: int, *, record_block_indices: bool = False) -> Cache:
+        """An empty cache for rows of up to this many tokens, rounded up to a capacity bucket.
+
+        With `record_block_indices`, what follows keeps the block lists of every token; see `Cache.block_indices`.
+        """
         capacity = capacity_bucket(tokens, self.config)
-        return _compiled_init(self.config, batch, capacity)
+        return _compiled_init(self.config, batch, capacity, record_block_indices)
 
     def prefill(self, cache: Cache, tokens, lengths=None, segment_start=None, on_chunk=None):
         """Fills an empty cache with prompts, chunk by chunk.
@@ -219,6 +222,6 @@ def chunk_bucket(length: int, select_block: int) -> int:
     return select_block << max(count - 1, 0).bit_length()
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _compiled_init(config, batch: int, capacity: int) -> Cache:
-    return init_cache(config, batch, capacity)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _compiled_init(config, batch: int, capacity: int, record_block_indices: bool) -> Cache:
+    return init_cache(config, batch, capacity, record_block_indices=record_block_indices)

@@ -13,12 +13,16 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.nn.attention import NSAttention
 from nsa_jax.nn.transformer import Transformer, layer_stacks
 from nsa_jax.ops import nsa
+from nsa_jax.ops.mean_key import select_by_mean_key
 
 BRANCHES = ("compressed", "selected", "window")  # the order of gates and of every array with a branch axis
 
 
 class NSAArrays(NamedTuple):
-    """The operator's inputs, and what lies between them and its output, for one layer."""
+    """The operator's inputs, and what lies between them and its output, for one layer.
+
+    With the selector "mean_key", key_cmp are the mean keys, and gate, values and output of the compressed branch are 0.
+    """
 
     query: jax.Array  # [B, T, N, H]
     key_cmp: jax.Array  # [B, C, K, H]
@@ -55,9 +59,8 @@ def run_branches(
     common: dict[str, Any] = {"segment_start": segment_start, "implementation": implementation}
     compressed, lse = nsa.compressed_attention(query, key_cmp, value_cmp, config=config, **common)
     lists = nsa.select_blocks(query, key_cmp, lse, config=config, **common)
-    selected = nsa.selected_attention(query, key_slc, value_slc, lists, select_block=config.select_block, **common)
-    window = nsa.window_attention(query, key_win, value_win, window=config.window, **common)
-    outputs = (compressed, selected, window)
+    arrays = (query, key_slc, value_slc, key_win, value_win, lists)
+    outputs = (compressed, *nsa.selected_and_window(*arrays, config=config, **common)[:2])
     return NSAArrays(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lists, outputs)
 
 
@@ -73,19 +76,17 @@ def run_attention(attention: NSAttention, h: jax.Array, segment_start: jax.Array
     positions = jnp.arange(h.shape[1], dtype=jnp.int32)
     p = attention.project(h, positions, h.shape[1])
     key_cmp, value_cmp = attention.compress(p.key_raw, p.value_raw, positions[..., :1], h.shape[1])
-    return run_branches(
-        p.query,
-        key_cmp,
-        value_cmp,
-        p.key_slc,
-        p.value_slc,
-        p.key_win,
-        p.value_win,
-        p.gates,
-        config=config.nsa,
-        segment_start=segment_start,
-        implementation=config.implementation,
-    )
+    keys_values = (p.key_slc, p.value_slc, p.key_win, p.value_win)
+    common: dict[str, Any] = dict(config=config.nsa, segment_start=segment_start, implementation=config.implementation)
+    if config.selector == "mean_key":
+        lists = select_by_mean_key(p.query, key_cmp, **common)
+        pair = nsa.selected_and_window(p.query, *keys_values, lists, **common)[:2]
+        gates = jnp.pad(p.gates, [(0, 0)] * 3 + [(1, 0)])
+        value_cmp = jnp.zeros((*key_cmp.shape[:3], config.value_head_dim), key_cmp.dtype)
+        outputs = (jnp.zeros_like(pair[0]), *pair)
+        return NSAArrays(p.query, key_cmp, value_cmp, *keys_values, gates, lists, outputs)
+    assert value_cmp is not None
+    return run_branches(p.query, key_cmp, value_cmp, *keys_values, p.gates, **common)
 
 
 def walk_layers(

@@ -342,5 +342,7 @@ def with_tokens_before(x: jax.Array, count: int, context: int) -> tuple[jax.Arra
 
 def with_tokens_after(x: jax.Array, count: int, context: int) -> jax.Array:
     """This device's tokens and the `count` that follow them: [B, T / context + count, ...], 0 beyond the row."""
+    if not count:
+        return x
     pairs = [(source, source - 1) for source in range(1, context)]
     return jnp.concatenate([x, jax.lax.ppermute(x[:, :count], CONTEXT, pairs)], axis=1)

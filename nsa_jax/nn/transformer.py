@@ -85,15 +85,32 @@ class Block(nnx.Module):
         segment_start: Int[Array, "B T"] | None = None,
         *,
         dropout_key: jax.Array | None = None,
-    ) -> Float[Array, "B T D"]:
+        block_indices: Int[Array, "B T K n"] | None = None,
+        return_block_indices: bool = False,
+    ):
         """One layer.
 
         Args:
           x: [B, T, D] in the compute dtype.
           segment_start: int [B, T] or None; see `NSAttention`.
           dropout_key: PRNG key of this layer's dropout; None means none.
+          block_indices: int32 [B, T, K, n], block lists to read; see `NSAttention`.
+          return_block_indices: also return the block lists that were read.
+
+        Returns:
+          [B, T, D] in the compute dtype, or a pair with the block lists.
         """
-        return self.forward(x, lambda normed: (self.attention(normed, segment_start), None), dropout_key=dropout_key)[0]
+
+        attention: Any = self.attention  # one without selection takes no lists
+        given = {} if block_indices is None else {"block_indices": block_indices}
+
+        def attend(normed):
+            if return_block_indices:
+                return attention(normed, segment_start, **given, return_block_indices=True)
+            return attention(normed, segment_start, **given), None
+
+        x, lists = self.forward(x, attend, dropout_key=dropout_key)
+        return (x, lists) if return_block_indices else x
 
     def forward(
         self,
@@ -201,7 +218,9 @@ class Transformer(nnx.Module):
         *,
         deterministic: bool = True,
         rngs: nnx.Rngs | jax.Array | None = None,
-    ) -> Float[Array, "B T D"]:
+        block_indices: Int[Array, "layers B T K n"] | None = None,
+        return_block_indices: bool = False,
+    ):
         """The activations that the output head reads, in the compute dtype.
 
         Args:
@@ -209,10 +228,26 @@ class Transformer(nnx.Module):
           segment_start: int [B, T], first position of each token's document; None if rows hold one document.
           deterministic: no dropout.
           rngs: where dropout takes its key from: `nnx.Rngs` (stream "dropout") or a PRNG key.
+          block_indices: int32 [NSA layers, B, T, K, n], the blocks that each layer's selected branch reads, instead of
+            selecting: those of another run of the same parameters or of others, such as a sampler's. Entries outside
+            [0, J), such as -1, are padding. Gradients flow as without them, since none flows through selection.
+          return_block_indices: also return the block lists that were read, int32 [NSA layers, B, T, K, n], padded
+            with J.
+
+        Returns:
+          [B, T, D], or a pair with the block lists.
+
+        Raises:
+          ValueError: block lists of a model without NSA layers.
         """
         config = self.config
         chex.assert_rank(tokens, 2)
         chex.assert_type(tokens, int)
+        sparse = len(config.layers_of("nsa"))
+        if not sparse and (block_indices is not None or return_block_indices):
+            raise ValueError(f"model.config.attention={'/'.join(config.kinds)!r}: must be 'nsa' to have block lists")
+        if block_indices is not None:
+            chex.assert_shape(block_indices, (sparse, *tokens.shape, config.num_kv_heads, None))
         if segment_start is not None:
             chex.assert_equal_shape([tokens, segment_start])
         keys = None
@@ -222,10 +257,18 @@ class Transformer(nnx.Module):
             key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs
             keys = jax.random.split(key, config.num_layers)
         x = constrain_tokens(embed(self.embedding[...], tokens, config.dtype))
-        x = self._run_blocks(x, segment_start, keys)
-        return self.norm(x)
+        x, lists = self._run_blocks(x, segment_start, keys, block_indices, return_block_indices)
+        return (self.norm(x), lists) if return_block_indices else self.norm(x)
 
-    def _run_blocks(self, x: jax.Array, segment_start: jax.Array | None, keys: jax.Array | None) -> jax.Array:
+    def _run_blocks(
+        self,
+        x: jax.Array,
+        segment_start: jax.Array | None,
+        keys: jax.Array | None,
+        block_indices: jax.Array | None,
+        return_lists: bool,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Activations, and the block lists of the NSA layers if they are asked for."""
         config = self.config
         graphdefs, stacks = zip(*map(nnx.split, layer_stacks(self.blocks, config)), strict=True)
         count = len(stacks)
@@ -233,29 +276,45 @@ class Transformer(nnx.Module):
         # The compiler makes a loop of one period into plain code.
         scanned = config.scan_layers and (count == 1 or periods > 1)
 
-        def layer(graphdef):
+        def layer(graphdef, kind):
             def run(x, inputs):
-                params, key = inputs
-                out = nnx.merge(graphdef, params)(x, segment_start, dropout_key=key)
-                return constrain_tokens(out)
+                params, key, given = inputs
+                wanted = kind == "nsa" and return_lists
+                arguments = dict(dropout_key=key, block_indices=given, return_block_indices=wanted)
+                out = nnx.merge(graphdef, params)(x, segment_start, **arguments)
+                out, lists = out if wanted else (out, None)
+                return constrain_tokens(out), lists
 
             return remat(run, config.remat, scanned=scanned)
 
-        layers = [layer(graphdef) for graphdef in graphdefs]
+        layers = [layer(graphdef, kind) for graphdef, kind in zip(graphdefs, config.kinds, strict=True)]
 
         def period(x, inputs):
+            found = []
             for run, given in zip(layers, inputs, strict=True):
-                x = run(x, given)
-            return x
+                x, lists = run(x, given)
+                found += [] if lists is None else [lists]
+            return x, jnp.stack(found) if found else None
 
-        stacked = [(params, keys if keys is None else keys[i::count]) for i, params in enumerate(stacks)]
+        sparse = [position for position, kind in enumerate(config.kinds) if kind == "nsa"]
+        stacked = []
+        for position, params in enumerate(stacks):
+            given = None
+            if block_indices is not None and position in sparse:
+                given = block_indices[sparse.index(position) :: len(sparse)]
+            stacked.append((params, None if keys is None else keys[position::count], given))
         if config.scan_layers:
-            return _scan(period, x, stacked, periods, config)
-        # Cutting by `split` makes the stacked gradient one concatenation instead of one padded sum for each layer.
-        pieces = jax.tree.map(lambda a: jax.lax.split(a, (1,) * periods, axis=0), stacked)
-        for index in range(periods):
-            x = period(x, jax.tree.map(lambda _, p, i=index: p[i][0], stacked, pieces))
-        return x
+            x, lists = _scan(period, x, stacked, periods, config)
+        else:
+            # Cutting by `split` makes the stacked gradient one concatenation instead of one padded sum for each layer.
+            pieces = jax.tree.map(lambda a: jax.lax.split(a, (1,) * periods, axis=0), stacked)
+            found = []
+            for index in range(periods):
+                x, lists = period(x, jax.tree.map(lambda _, p, i=index: p[i][0], stacked, pieces))
+                found.append(lists)
+            lists = jnp.stack(found) if return_lists else None
+        # From [periods, NSA layers of a period, ...].
+        return x, None if lists is None else lists.reshape(-1, *lists.shape[2:])
 
     def output_weight(self) -> Float[Array, "vocab D"] | Float[Array, "D vocab"]:
         """The matrix of the output head: the embedding, or `head` with the vocabulary as second axis."""
@@ -275,30 +334,28 @@ class Transformer(nnx.Module):
         *,
         deterministic: bool = True,
         rngs: nnx.Rngs | jax.Array | None = None,
-    ) -> Float[Array, "B T vocab"]:
-        """float32 logits [B, T, vocab]; the arguments are `hidden`'s."""
-        logits = self.logits(self.hidden(tokens, segment_start, deterministic=deterministic, rngs=rngs))
+        block_indices: Int[Array, "layers B T K n"] | None = None,
+        return_block_indices: bool = False,
+    ):
+        """float32 logits [B, T, vocab], or a pair with the block lists; the arguments are `hidden`'s."""
+        given: dict[str, Any] = dict(block_indices=block_indices, return_block_indices=return_block_indices)
+        found = self.hidden(tokens, segment_start, deterministic=deterministic, rngs=rngs, **given)
+        hidden, lists = found if return_block_indices else (found, None)
+        logits = self.logits(hidden)
         chex.assert_shape(logits, (*tokens.shape, self.config.vocab_size))
         chex.assert_type(logits, jnp.float32)
-        return logits
+        return (logits, lists) if return_block_indices else logits
 
 
-def _scan(run: Callable, x: jax.Array, stacked, periods: int, config: ModelConfig) -> jax.Array:
+def _scan(run: Callable, x: jax.Array, stacked, periods: int, config: ModelConfig) -> tuple[jax.Array, Any]:
     """Runs the periods by lax.scan; under remat "full" by a scan over groups that are rematerialised as a whole."""
-
-    def step(x, inputs):
-        return run(x, inputs), None
-
     group = _group_size(periods)
     if config.remat != "full" or group in (1, periods):
-        return jax.lax.scan(step, x, stacked)[0]
-
-    def group_step(x, inputs):
-        return jax.lax.scan(step, x, inputs)[0]
-
-    outer = remat(group_step, config.remat, scanned=True)
+        return jax.lax.scan(run, x, stacked)
+    outer = remat(lambda x, inputs: jax.lax.scan(run, x, inputs), config.remat, scanned=True)
     grouped = jax.tree.map(lambda a: a.reshape(-1, group, *a.shape[1:]), stacked)
-    return jax.lax.scan(lambda x, inputs: (outer(x, inputs), None), x, grouped)[0]
+    x, found = jax.lax.scan(outer, x, grouped)
+    return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)
 
 
 def count_parameters(model: nnx.Module) -> int:

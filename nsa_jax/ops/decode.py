@@ -9,6 +9,8 @@ serves every context length up to the capacity:
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -71,10 +73,10 @@ def count_keys_read(block_indices: jax.Array, t: jax.Array, start: jax.Array, co
 
 
 def gated_sum(gates, branches, dtype):
-    """Sum of the branches [B, T, N, V], each times its gate [B, T, N], in float32."""
+    """Sum of the branches [B, T, N, V], each times its gate of gates [B, T, N, branches], in float32."""
     gate = gates.astype(jnp.float32)
     weighted = [gate[..., i, None] * branch.astype(jnp.float32) for i, branch in enumerate(branches)]
-    return (weighted[0] + weighted[1] + weighted[2]).astype(dtype)
+    return functools.reduce(operator.add, weighted).astype(dtype)
 
 
 def _reference(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config, start):
@@ -102,12 +104,21 @@ def _attend(query, key, value, mask, keys: str):
 
 
 def _xla(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config, start):
-    batch, num_queries = query.shape[:2]
-    num_kv, block = key_slc.shape[2], config.select_block
-    t, start = positions(lengths, num_queries, start)
+    t, start = positions(lengths, query.shape[1], start)
     where = dict(segment_start=start, query_offset=t[:, :1])
     out_cmp, lse = xla.compressed_attention(query, key_cmp, value_cmp, config=config, **where)
     lists = xla.select_blocks(query, key_cmp, lse, config=config, num_keys=key_slc.shape[1], **where)
+    arrays = (query, key_slc, value_slc, key_win, value_win, lists)
+    outs = (out_cmp, *selected_and_window(*arrays, lengths, t, start, config))
+    return gated_sum(gates, outs, query.dtype), lists
+
+
+def selected_and_window(query, key_slc, value_slc, key_win, value_win, lists, lengths, t, start, config):
+    """Outputs [B, T, N, V] of the selected branch, which reads `lists`, and of the window, by plain operations.
+
+    The arrays are `decode_attention`'s; t and start are those of `positions`.
+    """
+    batch, num_kv, block = query.shape[0], key_slc.shape[2], config.select_block
     grouped = xla._group(query, num_kv)
 
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None]
@@ -131,8 +142,7 @@ def _xla(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gate
         held, keys = t[..., None] - jnp.arange(config.window, dtype=jnp.int32), "bqlk"  # [B, T, w]
         key_win, value_win = (x[rows[..., 0], held % num_slots] for x in (key_win, value_win))
     mask = (held >= low) & (held <= t[..., None])
-    out_win = _attend(grouped, key_win, value_win, mask[:, :, None, None], keys)
-    return gated_sum(gates, (out_cmp, out_slc, out_win), query.dtype), lists
+    return out_slc, _attend(grouped, key_win, value_win, mask[:, :, None, None], keys)
 
 
 def decode_attention(

@@ -16,6 +16,8 @@ Every op takes:
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -23,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from nsa_jax.ops import blocks, checks
 from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.decode import gated_sum
 from nsa_jax.ops.implementations import choose
 from nsa_jax.ops.plan import Shape
 
@@ -312,6 +315,7 @@ def nsa_attention(
     segment_start: Int[Array, "B T"] | None = None,
     query_offset=None,
     window_start=None,
+    block_indices: Int[Array, "B T K n"] | None = None,
     implementation: str | None = None,
     return_block_indices: bool = False,
     nonnegative_gates: bool = False,
@@ -333,8 +337,10 @@ def nsa_attention(
       window_start: row position of the first token of key_win and value_win, an int or a traced int32 scalar, which may
         then have a length of their own; tokens before position 0 are never read. None means that they cover the row
         as key_slc does. Needs a query_offset.
+      block_indices: int32 [B, T, K, n], lists to read instead of selecting, as `selected_attention` takes them; any n.
+        The ops' own kernels then serve one after the other, not the fused ones.
       implementation: see the module's docstring; it applies to all four ops.
-      return_block_indices: also return the block lists that the selected branch read.
+      return_block_indices: also return the block lists that the selected branch read, ascending and padded with J.
       nonnegative_gates: a promise that no gate is negative, as after a sigmoid. The kernels' backward pass is then
         faster and takes less memory; a row with a negative gate gets NaN for its gradients.
 
@@ -353,7 +359,7 @@ def nsa_attention(
     length = sizes["T"]
     offset, segment_start = checks.clip_offset(query_offset, sizes["S"] - length), checks.clip_segments(segment_start)
     modules = choose_all(query, key_cmp, key_slc, value_slc, key_win, implementation, config)
-    if {x.__name__ for x in modules} == {"nsa_jax.ops.pallas"}:
+    if block_indices is None and {x.__name__ for x in modules} == {"nsa_jax.ops.pallas"}:
         # One backward pass for all branches: less memory and less traffic than the sum of three ops.
         out, block_indices = modules[0].nsa_attention(
             *tensors,
@@ -368,21 +374,43 @@ def nsa_attention(
         query_offset = None if query_offset is None else offset
         common = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
         out_cmp, lse = compressed_attention(query, key_cmp, value_cmp, config=config, **common)
-        block_indices = select_blocks(query, key_cmp, lse, config=config, num_keys=sizes["S"], **common)
-        out_slc = selected_attention(
-            query, key_slc, value_slc, block_indices, select_block=config.select_block, **common
-        )
-        if window_start is not None:
-            # Positions are counted from the window's first key; what lies before the row is nobody's document.
-            start = jnp.zeros((sizes["B"], length), jnp.int32) if segment_start is None else segment_start
-            common["segment_start"] = start.astype(jnp.int32) - window_start
-            common["query_offset"] = offset - jnp.asarray(window_start, jnp.int32)
-        out_win = window_attention(query, key_win, value_win, window=config.window, **common)
-        gate = gates.astype(jnp.float32)
-        outs = (out_cmp, out_slc, out_win)
-        weighted = [gate[..., i, None] * branch.astype(jnp.float32) for i, branch in enumerate(outs)]
-        out = (weighted[0] + weighted[1] + weighted[2]).astype(query.dtype)
+        if block_indices is None:
+            block_indices = select_blocks(query, key_cmp, lse, config=config, num_keys=sizes["S"], **common)
+        arrays = (query, key_slc, value_slc, key_win, value_win, block_indices)
+        *outs, block_indices = selected_and_window(*arrays, config=config, window_start=window_start, **common)
+        out = gated_sum(gates, (out_cmp, *outs), query.dtype)
     return (out, block_indices) if return_block_indices else out
+
+
+def selected_and_window(
+    query,
+    key_slc,
+    value_slc,
+    key_win,
+    value_win,
+    block_indices,
+    *,
+    config: NSAConfig,
+    segment_start=None,
+    query_offset=None,
+    window_start=None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Outputs [B, T, N, V] of the selected branch and of the window branch, and the lists that were read.
+
+    The arguments are those of `nsa_attention`; block_indices are those of `selected_attention`. The lists returned are
+    ascending and padded with J.
+    """
+    common: dict[str, Any] = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
+    block = config.select_block
+    out_slc = selected_attention(query, key_slc, value_slc, block_indices, select_block=block, **common)
+    lists = blocks.clean_lists(block_indices, blocks.num_selection_blocks(key_slc.shape[1], block))
+    if window_start is not None:
+        # Positions are counted from the window's first key; what lies before the row is nobody's document.
+        start = jnp.zeros(query.shape[:2], jnp.int32) if segment_start is None else segment_start
+        common["segment_start"] = start.astype(jnp.int32) - window_start
+        common["query_offset"] = query_offset - jnp.asarray(window_start, jnp.int32)
+    return out_slc, window_attention(query, key_win, value_win, window=config.window, **common), lists
 
 
 def mean_compress(x: Float[Array, "B S K H"], *, config: NSAConfig) -> Float[Array, "B C K H"]:

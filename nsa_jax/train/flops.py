@@ -40,15 +40,21 @@ def keys_per_query(config: ModelConfig, seq_len: int) -> dict[str, float]:
         found["window"] = float(np.minimum(t + 1, nsa.window).mean())
     if "nsa" not in config.kinds:
         return found
-    low, high = blocks.compressed_range(t, 0, nsa)
     block_count = np.minimum(t // nsa.select_block + 1, nsa.num_selected)
     # All listed blocks are whole but the query's own, of which it reads up to itself.
     selected = (block_count - 1) * nsa.select_block + t % nsa.select_block + 1
-    return found | {
-        "compressed": float(np.maximum(high - low, 0).mean()),
+    sparse = {
+        "compressed": _compressed_keys(config, seq_len),
         "selected": float(selected.mean()),
         "window": float(np.minimum(t + 1, nsa.window).mean()),
     }
+    return found | {name: sparse[name] for name in config.branches}
+
+
+def _compressed_keys(config: ModelConfig, seq_len: int) -> float:
+    """Mean number of compressed keys, or mean keys, that a query is scored with."""
+    low, high = blocks.compressed_range(np.arange(seq_len), 0, config.nsa)
+    return float(np.maximum(high - low, 0).mean())
 
 
 def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, float]:
@@ -66,19 +72,21 @@ def _layer_flops(config: ModelConfig, seq_len: int) -> dict[str, float]:
     """Operations of one layer for one token."""
     d, n, k, h, v = config.dim, config.num_heads, config.num_kv_heads, config.head_dim, config.value_head_dim
     sparse = config.attention == "nsa"
-    width = n * h + (3 if sparse else 1) * k * (h + v) + (3 * n if sparse else 0)
+    branches = len(config.branches)
+    width = n * h + (branches if sparse and not config.shared_kv else 1) * k * (h + v) + (branches * n if sparse else 0)
     per_layer = {
         "projections": 2.0 * d * (width + n * v),
         "mlp": 2.0 * 3 * d * config.mlp_dim,
     }
-    if sparse and config.compressor == "mlp":
+    if sparse and config.selector == "compressed" and config.compressor == "mlp":
         overlap = config.nsa.compress_block // config.nsa.compress_stride
         hidden = sum(2 * f * f * overlap + 2 * f * f / config.nsa.compress_stride for f in (h, v))
         per_layer["compressor"] = 2.0 * k * hidden
     for branch, keys in keys_per_query(config, seq_len).items():
         per_layer[f"attention_{branch}"] = 2.0 * (h + v) * n * keys
-    if sparse:  # scores of the compressed keys, once more, for selection
-        per_layer["selection"] = 2.0 * h * n * keys_per_query(config, seq_len)["compressed"]
+    if sparse:  # scores of the compressed keys, once more, for selection; of mean keys, with one query per group
+        queries = k if config.selector == "mean_key" else n
+        per_layer["selection"] = 2.0 * h * queries * _compressed_keys(config, seq_len)
     return per_layer
 
 

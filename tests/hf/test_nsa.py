@@ -46,6 +46,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling": YARN,
         "tie_embeddings": False,
     },
+    "shared keys and values": {
+        **{name: True for name in ("qk_norm", "qkv_bias")},
+        "value_head_dim": 8,
+        "nsa": {"shared_kv": True},
+    },
+    "mean keys": {"qk_norm": True, "nsa": {"selector": "mean_key", "num_initial": 1, "num_local": 1}},
+    "mean keys, shared": {"num_kv_heads": 1, "nsa": {"selector": "mean_key", "shared_kv": True}},
     "norms alone, mean": {"qk_norm": True, "compressor": "mean"},
     "wide values, capped": {"value_head_dim": 24, "logit_soft_cap": 5.0, "qkv_bias": True},
     "narrow values, partial rope": {
@@ -156,8 +163,10 @@ def test_tensors_keep_their_bits(models, tmp_path):
     for index in range(model.config.num_layers):
         row, position = divmod(index, len(stacks))
         attention, widths = stacks[position]["attention"], modules[position].attention.widths
-        sparse = model.config.of_layer(index).attention == "nsa"
-        order = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win", "gate") if sparse else ("q", "k", "v")
+        order = ("q", "k", "v")
+        if model.config.of_layer(index).attention == "nsa":
+            branches = ("",) if model.config.shared_kv else ("_cmp", "_slc", "_win")[-len(model.config.branches) :]
+            order = ("q", *(f"{part}{branch}" for branch in branches for part in "kv"), "gate")
         at = f"model.layers.{index}.self_attn."
         fused = np.concatenate([got.pop(f"{at}{part}_proj.weight") for part in order]).T
         np.testing.assert_array_equal(fused, attention["w_in"][row])

@@ -25,6 +25,8 @@ MODELS = {
     "mlp_group_1": dict(num_heads=2, num_kv_heads=2, head_dim=16),
     "mean_group_4": dict(num_heads=8, num_kv_heads=2, head_dim=16, compressor="mean"),
     "biased": dict(num_heads=4, num_kv_heads=2, head_dim=16, qkv_bias=True, rotary_dim=8, rope_scaling=YARN),
+    "shared_kv": dict(num_heads=4, num_kv_heads=2, head_dim=16, value_head_dim=32, qkv_bias=True, shared_kv=True),
+    "shared_kv_mean": dict(num_heads=4, num_kv_heads=2, head_dim=16, compressor="mean", shared_kv=True),
     "key_dim_192": dict(num_heads=2, num_kv_heads=1, head_dim=192, value_head_dim=128),
 }
 
@@ -38,7 +40,8 @@ def build(changes, implementation):
     if config.qkv_bias:
         attention.b_in[...] = jax.random.normal(jax.random.key(4), attention.b_in.shape)
     if config.compressor == "mlp":
-        for index, phi in enumerate((attention.compress_key, attention.compress_value)):
+        phis = (attention.compress_key, attention.compress_value) if config.selector == "compressed" else ()
+        for index, phi in enumerate(phis):
             phi.b_1[...] = jax.random.normal(jax.random.key(2 + index), phi.b_1.shape)
     return attention
 
@@ -68,6 +71,7 @@ def test_plain_operations_serve_where_kernels_cannot():
     assert not caches._append_by_kernels(build(MODELS["mlp_group_1"], None), layer, 8)  # no GPU
     assert not caches._append_by_kernels(build(MODELS["mlp_group_1"], "xla"), layer, 8)
     assert not caches._append_by_kernels(build(dict(MODELS["mlp_group_1"], qk_norm=True), "pallas"), layer, 8)
+    assert not caches._append_by_kernels(build(dict(MODELS["mlp_group_1"], selector="mean_key"), "pallas"), layer, 8)
     odd = build(dict(num_heads=2, num_kv_heads=2, head_dim=24), "pallas")
     assert not caches._append_by_kernels(odd, caches._layer_shapes(odd.config, 8, 64), 8)  # head dim 24
     grid = np.asarray(jax.devices()[:2]).reshape(2, 1)

@@ -25,7 +25,7 @@ def make_model(**changes) -> nn.Transformer:
     fields |= dict(compute_dtype="float32", init_std=0.2, remat="none") | changes
     model = nn.Transformer(nn.ModelConfig(**fields), rngs=nnx.Rngs(0))
     fill(model)  # biases and norms
-    if model.config.attention == "nsa":  # gates that differ between heads and branches
+    if model.config.kinds == ("nsa",):  # gates that differ between heads and branches
         bias = model.blocks.attention.gate_bias
         bias[...] = jax.random.normal(jax.random.key(1), bias[...].shape)
     return model
@@ -77,9 +77,13 @@ SHAPES = {
     "dense": dict(attention="dense"),
     "window": dict(attention="window"),
     "options": OPTIONS | dict(rotary_dim=4),
+    "shared_kv": OPTIONS | dict(value_head_dim=4, shared_kv=True),
+    "mean_key": dict(num_heads=8, value_head_dim=4, selector="mean_key"),
+    "mean_key_shared_kv": OPTIONS | dict(value_head_dim=4, selector="mean_key", shared_kv=True),
     "dense_options": OPTIONS | dict(rotary_dim=4, attention="dense"),
 }
 CASES = [(name, False) for name in SHAPES] + [("group_4", True), ("group_6", True), ("dense", True), ("window", True)]
+CASES += [("shared_kv", True), ("mean_key", True)]
 
 
 @pytest.mark.parametrize(("name", "packed"), CASES)
@@ -142,9 +146,10 @@ def test_prefill_is_causal_across_chunks():
         assert np.abs(other[:, t + 1] - base[:, t + 1]).max() > 1e-3
 
 
-def test_every_part_of_the_cache_matters_to_decoding():
+@pytest.mark.parametrize("changes", [dict(), dict(shared_kv=True), dict(selector="mean_key")], ids=str)
+def test_every_part_of_the_cache_matters_to_decoding(changes):
     """A cache whose part is blanked gives other logits: nothing of it is dead weight."""
-    decoder = Decoder(make_model(), chunk=32)
+    decoder = Decoder(make_model(**changes), chunk=32)
     tokens = random_tokens(1, 70)
 
     def logits(blank=None):
@@ -158,7 +163,8 @@ def test_every_part_of_the_cache_matters_to_decoding():
 
     base = logits()
     np.testing.assert_array_equal(base, logits())
-    for name in nn.cache.NSALayerCache._fields:
+    kept = decoder.init_cache(1, 128).layers[0]
+    for name in (name for name in kept._fields if getattr(kept, name) is not None):
         assert np.abs(logits(name) - base).max() > 1e-4, name
 
 
@@ -240,7 +246,13 @@ def test_a_full_row_stays_full_while_the_others_go_on(attention):
 
 
 def test_memory_report_counts_what_is_allocated():
-    for changes in (dict(), dict(attention="dense"), dict(value_head_dim=4)):
+    for changes in (
+        dict(),
+        dict(attention="dense"),
+        dict(value_head_dim=4),
+        dict(value_head_dim=4, shared_kv=True),
+        dict(value_head_dim=4, shared_kv=True, selector="mean_key"),
+    ):
         decoder = Decoder(make_model(**changes))
         cache = decoder.init_cache(3, 1000)
         report = memory_report(decoder.config, 3, cache.capacity)
@@ -252,6 +264,12 @@ def test_memory_report_counts_what_is_allocated():
         )
         assert growth * 2**20 == 1024 * report["bytes_per_token"]
         assert report["dense_total_mib"] * 2**20 == 3 * 1024 * report["dense_bytes_per_token"]
+        if "selector" in changes:  # 2 layers, 2 heads, float32; one mean key of 8 features for 16 tokens
+            assert report["fixed_bytes_per_row"] == 0
+            assert report["bytes_per_token"] == 2 * 2 * 4 * (8 + 4 + 8 / 16)
+        elif "shared_kv" in changes:  # 2 layers, 2 heads, float32; l = 8 unroped keys of 8 features beside dense keys
+            assert report["fixed_bytes_per_row"] == 2 * 2 * 4 * 8 * 8
+            assert report["bytes_per_token"] == 2 * 2 * 4 * (8 + 4) * (1 + 1 / 4)
 
 
 def test_mistakes_are_named():
@@ -265,11 +283,11 @@ def test_mistakes_are_named():
         nn.cache.init_cache(decoder.config, 1, 100)
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
-def test_decode_and_prefill_compile_ahead_of_time(attention):
+@pytest.mark.parametrize(("attention", "shared_kv"), [("nsa", False), ("nsa", True), ("dense", False)])
+def test_decode_and_prefill_compile_ahead_of_time(attention, shared_kv):
     """Six query heads per group and head dim 64, as in the production config, with the kernels chosen for an A100."""
     fields = dict(dim=768, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=512, num_layers=1, mlp_dim=256)
-    config = nn.ModelConfig(**fields, attention=attention)
+    config = nn.ModelConfig(**fields, attention=attention, shared_kv=shared_kv)
     decoder = Decoder(nn.Transformer(config, rngs=nnx.Rngs(0)))
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), decoder.params)
     cache = jax.eval_shape(lambda: nn.cache.init_cache(config, 4, 8192))

@@ -89,6 +89,16 @@ def test_nsa_on_shares_of_tokens_and_heads(implementation, packed, mesh):
     chex.assert_trees_all_close(got, truth("nsa", packed), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_shared_keys_and_values_on_shares_of_tokens_and_heads(packed):
+    """The window reads what was fetched for the selected branch."""
+    x, segment_start = inputs()
+    start = segment_start if packed else None
+    want = layer_outputs(make_layer(implementation="reference", shared_kv=True), x, start)
+    got = layer_outputs(make_layer(shared_kv=True), x, start, mesh_of(context=4, tensor=2))
+    chex.assert_trees_all_close(got, want, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("attention", ["dense", "window"])
 def test_dense_and_window_layers_on_shares_of_tokens_and_heads(attention):
     layer = make_layer(attention)

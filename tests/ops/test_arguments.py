@@ -65,6 +65,7 @@ MISTAKES = {
     "offset_too_large": (_window, dict(query_offset=1), r"key has length 40: must be at least 41"),
     "window": (_window, dict(window=0), r"window=0: must be a positive int"),
     "select_block": (_selected, dict(select_block=0), r"select_block=0: must be a positive int"),
+    "nsa_index_shape": (_nsa, dict(block_indices=jnp.zeros((1, 40, 4), jnp.int32)), r"block_indices has shape.*4 dim"),
     "index_dtype": (_selected, dict(block_indices=jnp.zeros((1, 40, 2, 4))), r"block_indices has dtype float32.*int32"),
     "index_shape": (_selected, dict(block_indices=jnp.zeros((1, 40, 4, 4), jnp.int32)), r"block_indices.*must be 2"),
     "lse_dtype": (_select, dict(lse=jnp.zeros((1, 40, 4), jnp.bfloat16)), r"lse has dtype bfloat16: must be float32"),

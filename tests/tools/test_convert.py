@@ -284,6 +284,30 @@ def test_rows_are_short_up_to_the_window_and_to_what_is_selected(tmp_path, windo
     assert not differs[:short].any() and differs[short : short + 8].any()
 
 
+def test_shared_keys_and_values_are_the_checkpoints_once(tmp_path):
+    write(tmp_path, describe("qwen2"))
+    dense, _ = import_dense(tmp_path, edit=geometry)
+    shared, config = import_dense(tmp_path, attention="nsa", shared_kv=True, gate=0.0, edit=geometry)
+    assert config.model.nsa.shared_kv
+    row = tokens(64)
+    got, want = run(shared, row), run(dense, row)
+    assert error(got[:32], want[:32]) <= 2e-5 and error(got[32:], want[32:]) > 1e-3
+    columns = dense.blocks.attention.w_in.shape[-1]
+    np.testing.assert_array_equal(shared.blocks.attention.w_in[..., :columns], dense.blocks.attention.w_in[...])
+    np.testing.assert_array_equal(shared.blocks.attention.b_in[...], dense.blocks.attention.b_in[...])
+    assert not np.asarray(shared.blocks.attention.w_in[..., columns:]).any()  # gates
+
+    def by_mean_keys(config):
+        geometry(config)
+        config.model.nsa.selector = "mean_key"
+
+    moba, _ = import_dense(tmp_path, attention="nsa", shared_kv=True, edit=by_mean_keys)
+    got = run(moba, row)
+    assert error(got[:32], want[:32]) <= 2e-5 and error(got[32:], want[32:]) > 1e-3
+    with pytest.raises(ValueError, match="must be False for attention='dense'"):
+        import_dense(tmp_path, shared_kv=True)
+
+
 def test_every_parameter_of_a_converted_model_can_learn(tmp_path):
     """The mean's share of phi begins with a zero matrix, whose own gradient opens it; gates open by their slope."""
     write(tmp_path, describe("qwen3"))
@@ -551,7 +575,8 @@ def test_a_converted_model_is_generated_from_and_evaluated(tmp_path, capsys):
     letters(tmp_path / "in")
     out, text = str(tmp_path / "out"), tmp_path / "text.txt"
     text.write_text("Hello there " * 20)
-    assert convert.main([str(tmp_path / "in"), out, "--gate=0", "--dtype=float32", "--text", str(text)]) == 0
+    options = ["--gate=0", "--shared-kv", "--dtype=float32", "--text", str(text)]
+    assert convert.main([str(tmp_path / "in"), out, *options]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "loss at step 0" in line]
     dense, nsa = (float(words[5]) for words in lines)
     assert dense == pytest.approx(nsa, abs=5e-3)  # in bfloat16; the text is shorter than the window

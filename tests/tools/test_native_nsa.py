@@ -31,6 +31,8 @@ OPTIONS = {
         "tie_embeddings": False,
         "num_layers": 2,
     },
+    "shared": {"nsa": {"shared_kv": True}, "qkv_bias": True},
+    "mean keys": {"nsa": {"selector": "mean_key"}, "qkv_bias": True},
     "mean, bfloat16": {"compressor": "mean", "param_dtype": "bfloat16"},
 }
 
@@ -44,6 +46,9 @@ def stored(path: Path) -> dict[str, np.ndarray]:
 def test_a_folder_holds_every_parameter_with_its_bits(tmp_path, options):
     config = small_config()
     config.model.update(OPTIONS[options])
+    learned = config.model.compressor == "mlp" and config.model.nsa.selector == "compressed"
+    order = ORDER if config.model.nsa.selector == "compressed" else ORDER[:1] + ORDER[3:]
+    order = ("q", "k", "v", "gate") if config.model.nsa.shared_kv else order
     model = nn.Transformer(nn.ModelConfig.from_config(config, 257), rngs=nnx.Rngs(3))
     graphdef, params = nnx.split(model)
     random = np.random.default_rng(0)
@@ -67,19 +72,20 @@ def test_a_folder_holds_every_parameter_with_its_bits(tmp_path, options):
         same([f"{layer}input_layernorm.weight"], block["norm_attention"]["scale"])
         same([f"{layer}post_attention_layernorm.weight"], block["norm_mlp"]["scale"])
         attention, at = block["attention"], f"{layer}self_attn."
-        same([f"{at}{name}_proj.weight" for name in ORDER], attention["w_in"])
+        same([f"{at}{name}_proj.weight" for name in order], attention["w_in"])
         same([f"{at}o_proj.weight"], attention["w_out"])
         same([f"{at}gate_bias"], attention["gate_bias"].T)
         same([f"{layer}mlp.{name}_proj.weight" for name in ("gate", "up")], block["mlp"]["w_in"])
         same([f"{layer}mlp.down_proj.weight"], block["mlp"]["w_out"])
+        if config.model.qkv_bias:
+            same([f"{at}{name}_proj.bias" for name in order[:-1]], attention["b_in"])
         if options == "all":
-            same([f"{at}{name}_proj.bias" for name in ORDER[:-1]], attention["b_in"])
             same([f"{at}o_proj.bias"], attention["b_out"])
             same([f"{layer}mlp.{name}_proj.bias" for name in ("gate", "up")], block["mlp"]["b_in"])
             same([f"{layer}mlp.down_proj.bias"], block["mlp"]["b_out"])
             same([f"{at}q_norm.weight"], attention["q_norm"]["scale"])
             same([f"{at}k_norm.weight"], attention["k_norm"]["scale"])
-        for kind in ("key", "value") if config.model.compressor == "mlp" else ():
+        for kind in ("key", "value") if learned else ():
             phi, here = attention[f"compress_{kind}"], f"{at}compress_{kind}."
             same([f"{here}position"], phi["position"].T)
             same([f"{here}in_proj.weight"], phi["w_1"].reshape(-1, phi["w_1"].shape[-1]))

@@ -25,7 +25,9 @@ class NSACache(Cache):
       seen: P, the columns that the cache holds.
       states: for each layer, arrays by name: `key_slc` and `value_slc` of all columns, `key_win` and `value_win` of the
         last window - 1, `key_raw` and `value_raw` of the last compress_block - 1, `key_cmp` and `value_cmp` of all
-        compressed blocks. Dense layers have `key` and `value` of all columns, window layers of the last window - 1.
+        compressed blocks. What the others hold is absent: with `shared_kv` `key_win`, `value_win` and `value_raw`, with
+        the selector "mean_key" `key_raw`, `value_raw` and `value_cmp`; `key_cmp` are the mean keys.
+        Dense layers have `key` and `value` of all columns, window layers of the last window - 1.
     """
 
     is_compileable = False
@@ -264,7 +266,10 @@ def _mean(x):
 
 
 class NSAttention(nn.Module):
-    """Native Sparse Attention: compressed, selected and window attention, each multiplied by a gate."""
+    """Native Sparse Attention: compressed, selected and window attention, each multiplied by a gate.
+
+    With the selector "mean_key" there is no compressed branch (MoBA, arXiv 2502.13189).
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -272,19 +277,19 @@ class NSAttention(nn.Module):
         n, k, h, v = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.value_head_dim
         bias = config.qkv_bias
         self.q_proj = nn.Linear(config.hidden_size, n * h, bias=bias)
-        self.k_cmp_proj = nn.Linear(config.hidden_size, k * h, bias=bias)
-        self.v_cmp_proj = nn.Linear(config.hidden_size, k * v, bias=bias)
-        self.k_slc_proj = nn.Linear(config.hidden_size, k * h, bias=bias)
-        self.v_slc_proj = nn.Linear(config.hidden_size, k * v, bias=bias)
-        self.k_win_proj = nn.Linear(config.hidden_size, k * h, bias=bias)
-        self.v_win_proj = nn.Linear(config.hidden_size, k * v, bias=bias)
-        self.gate_proj = nn.Linear(config.hidden_size, n * 3, bias=False)
-        self.gate_bias = nn.Parameter(torch.zeros(n, 3))
+        self.compresses = config.selector == "compressed"
+        branches = ("cmp", "slc", "win") if self.compresses else ("slc", "win")
+        self.suffixes = ("",) if config.shared_kv else tuple(f"_{branch}" for branch in branches)
+        for branch in self.suffixes:
+            setattr(self, f"k{branch}_proj", nn.Linear(config.hidden_size, k * h, bias=bias))
+            setattr(self, f"v{branch}_proj", nn.Linear(config.hidden_size, k * v, bias=bias))
+        self.gate_proj = nn.Linear(config.hidden_size, n * len(branches), bias=False)
+        self.gate_bias = nn.Parameter(torch.zeros(n, len(branches)))
         self.o_proj = nn.Linear(n * v, config.hidden_size, bias=config.out_bias)
         if config.qk_norm:
             self.q_norm = NSARMSNorm(h, config.rms_norm_eps)
             self.k_norm = NSARMSNorm(h, config.rms_norm_eps)
-        if config.compressor == "mlp":
+        if self.compresses and config.compressor == "mlp":
             self.compress_key = NSACompressor(config, h)
             self.compress_value = NSACompressor(config, v)
 
@@ -301,23 +306,21 @@ class NSAttention(nn.Module):
         config = self.config
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         query = _heads(self.q_proj(x), heads)
-        key_slc, key_win, key_raw = (
-            _heads(project(x), kv_heads) for project in (self.k_slc_proj, self.k_win_proj, self.k_cmp_proj)
-        )
+        keys = {name: _heads(getattr(self, f"k{name}_proj")(x), kv_heads) for name in self.suffixes}
+        values = {name: _heads(getattr(self, f"v{name}_proj")(x), kv_heads) for name in self.suffixes}
         if config.qk_norm:
-            query = self.q_norm(query)
-            key_slc, key_win, key_raw = (self.k_norm(key) for key in (key_slc, key_win, key_raw))
-        arrays = {
-            "key_slc": _turn(key_slc, turns),
-            "value_slc": _heads(self.v_slc_proj(x), kv_heads),
-            "key_win": _turn(key_win, turns),
-            "value_win": _heads(self.v_win_proj(x), kv_heads),
-            "key_raw": key_raw,
-            "value_raw": _heads(self.v_cmp_proj(x), kv_heads),
-        }
+            query, keys = self.q_norm(query), {name: self.k_norm(key) for name, key in keys.items()}
+        own = "" if config.shared_kv else "_slc"
+        arrays = {"key_slc": _turn(keys[own], turns), "value_slc": values[own]}
+        if not config.shared_kv:
+            arrays |= {"key_win": _turn(keys["_win"], turns), "value_win": values["_win"]}
+        if self.compresses:
+            arrays["key_raw"] = keys["" if config.shared_kv else "_cmp"]
+        if self.compresses and not config.shared_kv:
+            arrays["value_raw"] = values["_cmp"]
         arrays = self._with_past(arrays, places, block_turns, state)
-        gates = self.gate_proj(x).float().unflatten(-1, (-1, 3)) + self.gate_bias.float()
-        gates = torch.sigmoid(gates).transpose(1, 2).unflatten(1, (kv_heads, -1))  # [B, K, G, T, 3]
+        gates = self.gate_proj(x).float().unflatten(-1, self.gate_bias.shape) + self.gate_bias.float()
+        gates = torch.sigmoid(gates).transpose(1, 2).unflatten(1, (kv_heads, -1))  # [B, K, G, T, branches]
         query = _turn(query, turns).unflatten(1, (kv_heads, -1))  # [B, K, G, T, H]
         step = self._queries_at_once(query, places)
         pieces = [
@@ -333,10 +336,11 @@ class NSAttention(nn.Module):
         kept = {"win": config.window - 1, "raw": config.compress_block - 1}
         if state:
             arrays = {name: torch.cat([state[name], array], dim=2) for name, array in arrays.items()}
-        raw = {name: arrays.pop(f"{name}_raw") for name in ("key", "value")}
-        for name in ("key", "value"):
+        recent = {name: array for name, array in arrays.items() if name[-3:] in kept}
+        raw = {name: arrays.pop(f"{name}_raw", arrays[f"{name}_slc"]) for name in ("key", "value")}
+        for name in ("key", "value") if self.compresses else ("key",):
             fresh = self._compress(name, raw[name], places)
-            fresh = _turn(fresh, block_turns) if name == "key" else fresh
+            fresh = _turn(fresh, block_turns) if name == "key" and self.compresses else fresh
             if state:
                 missing = places.num_compressed - state[f"{name}_cmp"].shape[2]
                 old = F.pad(state[f"{name}_cmp"], (0, 0, 0, max(missing, 0)))
@@ -345,9 +349,8 @@ class NSAttention(nn.Module):
             arrays[f"{name}_cmp"] = fresh
         if state is not None:
             state.update(arrays)
-            for name in ("key", "value"):
-                for kind, array in (("win", arrays[f"{name}_win"]), ("raw", raw[name])):
-                    state[f"{name}_{kind}"] = array[:, :, max(array.shape[2] - kept[kind], 0) :]
+            for name, array in recent.items():
+                state[name] = array[:, :, max(array.shape[2] - kept[name[-3:]], 0) :]
         return arrays
 
     def _compress(self, name, raw, places):
@@ -359,7 +362,8 @@ class NSAttention(nn.Module):
         columns = columns.clamp(0, raw.shape[2] - 1)  # [B, M, l]
         row = torch.arange(raw.shape[0], device=raw.device)[:, None, None]
         covered = raw.transpose(1, 2)[row, columns].movedim(3, 1)  # [B, K, M, l, F]
-        return getattr(self, f"compress_{name}")(covered) if config.compressor == "mlp" else _mean(covered)
+        learned = self.compresses and config.compressor == "mlp"
+        return getattr(self, f"compress_{name}")(covered) if learned else _mean(covered)
 
     def _queries_at_once(self, query, places):
         """How many queries are served together."""
@@ -371,18 +375,18 @@ class NSAttention(nn.Module):
         return min(max(_LARGEST_ARRAY // (batch * kv_heads * each), 1), length)
 
     def _attend(self, query, gates, arrays, places, at):
-        """The sum of the three gated branches, float32 [B, K, G, T, V].
+        """The sum of the gated branches, float32 [B, K, G, T, V].
 
         Args:
           query: [B, K, G, T, H], those of the call from number `at` on.
-          gates: [B, K, G, T, 3].
+          gates: [B, K, G, T, branches].
           arrays: what `_with_past` returns.
           places: of the call.
           at: see query.
         """
         config, length = self.config, query.shape[3]
         positions = places.positions[:, at : at + length]
-        key_cmp, value_cmp = arrays["key_cmp"], arrays["value_cmp"]
+        key_cmp = arrays["key_cmp"]
         importance = torch.zeros(
             (*query.shape[:2], length, places.num_selection_blocks), dtype=torch.float32, device=query.device
         )
@@ -390,12 +394,16 @@ class NSAttention(nn.Module):
         if key_cmp.shape[2]:
             visible = _whole_blocks(positions + 1, config)[..., None]  # a block is seen from its last token on
             mask = torch.arange(key_cmp.shape[2], device=query.device) < visible  # [B, T, C]
-            probs = _softmax(_scores(query, key_cmp), mask[:, None, None])
-            out = gates[..., 0:1] * (probs @ value_cmp.float()[:, :, None])
+            # Mean keys are ranked by their products with the sum of a group's queries; the mean ranks them alike.
+            scorers = query if self.compresses else query.float().mean(2, keepdim=True).to(query.dtype)
+            probs = _softmax(_scores(scorers, key_cmp), mask[:, None, None])
+            if self.compresses:
+                out = gates[..., 0:1] * (probs @ arrays["value_cmp"].float()[:, :, None])
             importance = _fold(probs.detach().sum(2), places.num_selection_blocks, config)
         index, real = _select(importance, positions, config)
-        out = out + gates[..., 1:2] * self._selected(query, arrays, places, positions, index, real)
-        return out + gates[..., 2:3] * _near(query, arrays["key_win"], arrays["value_win"], config.window, places, at)
+        out = out + gates[..., -2:-1] * self._selected(query, arrays, places, positions, index, real)
+        key, value = (arrays.get(f"{name}_win", arrays[f"{name}_slc"]) for name in ("key", "value"))
+        return out + gates[..., -1:] * _near(query, key, value, config.window, places, at)
 
     def _selected(self, query, arrays, places, positions, index, real):
         """Attention to the tokens of the listed blocks: index and real [B, K, T, n]."""

@@ -27,6 +27,9 @@ class NSAConfig(PretrainedConfig):
       num_selected, num_initial, num_local: selection blocks that a query reads, and of these the first and the last
         ones, which it always reads.
       window: tokens that the sliding window reads, the query's own included.
+      selector: "compressed", or "mean_key" for blocks chosen by the mean of their keys, without a compressed branch;
+        compress_block and compress_stride are then select_block.
+      shared_kv: the branches share one projection of keys and one of values.
       layer_pattern: kinds of attention that the layers repeat, each "nsa", "dense" or "window"; empty: all are "nsa".
       qk_norm: queries and keys are normalised per head before RoPE.
       qkv_bias, out_bias, mlp_bias: which projections have biases.
@@ -56,6 +59,8 @@ class NSAConfig(PretrainedConfig):
         num_initial=1,
         num_local=2,
         window=512,
+        selector="compressed",
+        shared_kv=False,
         layer_pattern=(),
         qk_norm=False,
         qkv_bias=False,
@@ -86,6 +91,8 @@ class NSAConfig(PretrainedConfig):
         self.num_initial = num_initial
         self.num_local = num_local
         self.window = window
+        self.selector = selector
+        self.shared_kv = shared_kv
         self.layer_pattern = list(layer_pattern)
         self.qk_norm = qk_norm
         self.qkv_bias = qkv_bias

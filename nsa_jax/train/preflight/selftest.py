@@ -31,12 +31,7 @@ from nsa_jax.ops.target import current_target
 from nsa_jax.train.loss import weighted_loss
 
 _VOCAB = 256
-_PIECES = {
-    "nsa": ("query", "key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win", "gates"),
-    "dense": ("query", "key", "value"),
-    "window": ("query", "key", "value"),
-}
-_BRANCHES = ("compressed", "selected", "window")
+_SHORT = {"compressed": "cmp", "selected": "slc", "window": "win"}
 _FIX = "do not train: the loss of such a model means nothing. Run the operator tests (pytest tests/ops tests/nn)"
 
 
@@ -145,8 +140,12 @@ class _Subject:
         """Columns of the fused projection of a kind of attention by what they project to."""
         model = nnx.merge(self.graphdef, self.params)
         widths = layer_stacks(model.blocks, self.config)[self.config.kinds.index(kind)].attention.widths
+        apart = kind == "nsa" and not self.config.shared_kv
+        branches = [f"_{_SHORT[name]}" for name in self.config.branches] if apart else [""]
+        names = ["query", *(f"{part}{branch}" for branch in branches for part in ("key", "value"))]
+        names += ["gates"] if kind == "nsa" else []
         ends = np.cumsum(widths)
-        return {name: slice(end - width, end) for name, end, width in zip(_PIECES[kind], ends, widths, strict=True)}
+        return {name: slice(end - width, end) for name, end, width in zip(names, ends, widths, strict=True)}
 
 
 def _first_difference(a: np.ndarray, b: np.ndarray) -> int | None:
@@ -167,8 +166,8 @@ def _leaking_branches(subject: _Subject, t: int) -> str:
     if "nsa" not in subject.config.kinds:
         return ""
     found = []
-    for index, name in enumerate(_BRANCHES):
-        closed = np.full((3,), -1e4, np.float32)
+    for index, name in enumerate(subject.config.branches):
+        closed = np.full((len(subject.config.branches),), -1e4, np.float32)
         closed[index] = 0.0
         params = subject.with_attention("nsa", "gate_bias", lambda bias, closed=closed: bias + closed)
         if _leak(subject, subject.logits(params=params), t, params) is not None:

@@ -68,7 +68,7 @@ def _hidden(y_ref, offset, tail_ref, position_ref, w_ref, out_ref, begin, count:
         def body(i, acc, at=at, size=size, step=step, chunks=chunks):
             token, run = (begin + i // chunks, i % chunks) if chunks > 1 else (begin + i, 0)
             feature = run * step + iota(step)
-            slot = (newest + 1 + token) % block  # the block's tokens are the tail, the oldest first
+            slot = (newest + 1 - block + token) % tail_ref.shape[0]
             x = tail_ref[slot, feature]
             x = jnp.where(token == block - 1, y_ref[offset + feature], x)  # another program writes the newest one
             x = x.astype(jnp.float32) + position_ref[token, feature].astype(jnp.float32)
@@ -79,14 +79,19 @@ def _hidden(y_ref, offset, tail_ref, position_ref, w_ref, out_ref, begin, count:
         out_ref[pl.ds(at, size)] = acc.sum(0)
 
 
-def _append_kernel(*refs, h_dim, v_dim, num_kv, offsets, chunks, learned, config: NSAConfig):
-    """refs: lengths [1], projection [F], gate bias [3G], cos and sin [2, H/2], key and value tails [l, H or V], the
-    other four caches (aliased), then position and W_1 of both compressors if learned;
-    out: query [G, H], gates [3G], the six caches, then hidden layers of keys and values [M] if learned.
+def _append_kernel(*refs, h_dim, v_dim, offsets, chunks, learned, shared, config: NSAConfig):
+    """refs: lengths [1], projection [F], gate bias [3G], cos and sin [2, H/2], the caches (aliased; key_slc, value_slc,
+    key_win, value_win, key_tail, value_tail, or with shared keys and values key_slc, value_slc, key_tail), then
+    position and W_1 of both compressors if learned;
+    out: query [G, H], gates [3G], the caches, then hidden layers of keys and values [M] if learned.
     """
-    lengths_ref, y_ref, bias_ref, turn_ref, key_tail_ref, value_tail_ref = refs[:6]
-    phi_refs, outs = refs[10 : 10 + 4 * learned], refs[10 + 4 * learned :]
-    q_ref, gates_ref, ks_ref, vs_ref, kw_ref, vw_ref, kt_ref, vt_ref = outs[:8]
+    lengths_ref, y_ref, bias_ref, turn_ref = refs[:4]
+    held = 3 if shared else 6
+    caches, refs = refs[4 : 4 + held], refs[4 + held :]
+    phi_refs, outs = refs[: 4 * learned], refs[4 * learned :]
+    q_ref, gates_ref, ks_ref, vs_ref, *ring_refs = outs[: 2 + held]
+    tail_refs = (caches[2], caches[1]) if shared else caches[4:]
+    hidden_refs = outs[2 + held :]
     at, (part, kv) = lengths_ref[0], (pl.program_id(0) - 1, pl.program_id(1))
     group = q_ref.shape[0]
     at_query, at_key_raw, at_value_raw, at_key_slc, at_value_slc, at_key_win, at_value_win, at_gates = offsets
@@ -115,10 +120,14 @@ def _append_kernel(*refs, h_dim, v_dim, num_kv, offsets, chunks, learned, config
                 index = begin + iota(size)
                 ref[slot, index] = y_ref[source + kv * v_dim + index].astype(ref.dtype)
 
+        if shared:
+            (kt_ref,) = ring_refs
+        else:
+            kw_ref, vw_ref, kt_ref, vt_ref = ring_refs
+            values(at_value_raw, vt_ref, at % vt_ref.shape[0])
+            keys(at_key_win, kw_ref, at % kw_ref.shape[0], True)
+            values(at_value_win, vw_ref, at % vw_ref.shape[0])
         keys(at_key_raw, kt_ref, at % kt_ref.shape[0], False)
-        values(at_value_raw, vt_ref, at % vt_ref.shape[0])
-        keys(at_key_win, kw_ref, at % kw_ref.shape[0], True)
-        values(at_value_win, vw_ref, at % vw_ref.shape[0])
 
         @pl.when(at < ks_ref.shape[0])  # a full row stays as it is
         def _():
@@ -129,7 +138,7 @@ def _append_kernel(*refs, h_dim, v_dim, num_kv, offsets, chunks, learned, config
         _, complete = _completes(lengths_ref, config)
         count = config.compress_block // chunks
         for role, (tail_ref, source, dim) in enumerate(
-            ((key_tail_ref, at_key_raw, h_dim), (value_tail_ref, at_value_raw, v_dim))
+            ((tail_refs[0], at_key_raw, h_dim), (tail_refs[1], at_value_raw, v_dim))
         ):
 
             @pl.when(complete & (part >= role * chunks) & (part < (role + 1) * chunks))
@@ -137,15 +146,17 @@ def _append_kernel(*refs, h_dim, v_dim, num_kv, offsets, chunks, learned, config
                 position_ref, w_ref = phi_refs[2 * role : 2 * role + 2]
                 begin = (part - role * chunks) * count
                 _hidden(
-                    y_ref, source + kv * dim, tail_ref, position_ref, w_ref, outs[8 + role], begin, count, at, config
+                    y_ref, source + kv * dim, tail_ref, position_ref, w_ref, hidden_refs[role], begin, count, at, config
                 )
 
 
-def _compressed(features, tail_ref, phi_refs, config: NSAConfig):
-    """Features `features` of phi of the tokens in the tail, float32."""
+def _compressed(features, tail_ref, first, phi_refs, config: NSAConfig):
+    """Features `features` of phi of the block that begins at position `first`, float32."""
     block = config.compress_block
     token = iota(pl.next_power_of_2(block))
-    x = tail_ref[jnp.minimum(token, block - 1)[:, None], features[None, :]].astype(jnp.float32)
+    # A tail holds the block's tokens and no others; their order means nothing to the mean.
+    slot = jnp.minimum(token, block - 1) + (0 if tail_ref.shape[0] == block else first)
+    x = tail_ref[slot[:, None], features[None, :]].astype(jnp.float32)
     out = jnp.where(token[:, None] < block, x, 0.0).sum(0) / block
     if not phi_refs:
         return out
@@ -166,8 +177,9 @@ def _compressed(features, tail_ref, phi_refs, config: NSAConfig):
 
 
 def _emit_kernel(*refs, v_dim, learned, config: NSAConfig):
-    """refs: lengths [1], cos and sin [2, H/2], key and value tails [l, H or V], compressed keys and values (aliased),
-    then hidden [chunks, M], b_1 and W_2 of both compressors if learned; out: compressed keys [C, H], values [C, V]."""
+    """refs: lengths [1], cos and sin [2, H/2], key and value tails [l or S, H or V], compressed keys and values
+    (aliased), then hidden [chunks, M], b_1 and W_2 of both compressors if learned; out: compressed keys [C, H],
+    values [C, V]."""
     lengths_ref, turn_ref, key_tail_ref, value_tail_ref = refs[:4]
     phi_refs, (key_ref, value_ref) = refs[6:-2], refs[-2:]
     role, used = pl.program_id(0), 3 * learned
@@ -178,7 +190,7 @@ def _emit_kernel(*refs, v_dim, learned, config: NSAConfig):
     @pl.when(complete & (role == 0))
     def _():
         halves = _halves(turn_ref.shape[1])
-        one, two = (_compressed(half, key_tail_ref, phi_refs[:used], config) for half in halves)
+        one, two = (_compressed(half, key_tail_ref, first, phi_refs[:used], config) for half in halves)
         for half, value in zip(halves, _turned(one, two, turn_ref), strict=True):
             key_ref[index, half] = value.astype(key_ref.dtype)
 
@@ -186,7 +198,7 @@ def _emit_kernel(*refs, v_dim, learned, config: NSAConfig):
     def _():
         for begin, size in pieces(v_dim):
             features = begin + iota(size)
-            value = _compressed(features, value_tail_ref, phi_refs[used:], config)
+            value = _compressed(features, value_tail_ref, first, phi_refs[used:], config)
             value_ref[index, features] = value.astype(value_ref.dtype)
 
 
@@ -200,21 +212,25 @@ def append_token(
       gate_bias: [N, 3].
       turn: float32 [B, 2, H/2], cosine and sine of RoPE at the token's position.
       lengths: int32 [B], the token's position. A row at the capacity keeps its cache, apart from the rings.
-      caches: key_slc, value_slc, key_win, value_win, key_tail, value_tail; all are written in place.
+      caches: key_slc, value_slc, key_win, value_win, key_tail, value_tail; all are written in place. Where the branches
+        share their keys and values, key_win, value_win and value_tail are None.
       key_cmp: [B, C, K, H].
       value_cmp: [B, C, K, V].
       phis: the compressors of keys and values; None for the mean.
       config: block geometry.
 
     Returns:
-      query [B, 1, N, H], gates float32 [B, 1, N, 3], and the eight arrays of the cache in the same order.
+      query [B, 1, N, H], gates float32 [B, 1, N, 3], and the arrays of the cache in the same order: six, then two.
     """
     batch, num_heads = projected.shape[0], gate_bias.shape[0]
     num_kv, h_dim = key_cmp.shape[2:]
     v_dim = value_cmp.shape[3]
     group = num_heads // num_kv
-    widths = (num_heads * h_dim, *(num_kv * dim for dim in (h_dim, v_dim) * 3))
-    offsets = tuple(sum(widths[:i]) for i in range(8))
+    kept = [array for array in caches if array is not None]
+    shared = len(kept) < len(caches)
+    widths = (num_heads * h_dim, *(num_kv * dim for dim in (h_dim, v_dim) * (1 if shared else 3)))
+    begins = [sum(widths[:i]) for i in range(len(widths) + 1)]
+    offsets = (begins[0], *begins[1:-1] * (3 if shared else 1), begins[-1])
     learned = int(phis is not None)
     # Enough programs that reading W_1 takes no longer than a launch.
     chunks = _divisor(config.compress_block, 8) if learned else 0
@@ -233,19 +249,17 @@ def append_token(
 
     per_group = pl.BlockSpec((None, 3 * group), lambda s, k, b: (k, 0))
     length_spec, turn_spec = pl.BlockSpec((1,), lambda s, k, b: (b,)), one_row(2, h_dim // 2)
-    key_slc, value_slc, key_win, value_win, key_tail, value_tail = caches
-    ordered = (key_tail, value_tail, key_slc, value_slc, key_win, value_win)
-    inputs = [lengths, projected, gate_bias.reshape(num_kv, 3 * group), turn, *ordered]
-    in_specs = [length_spec, one_row(projected.shape[1]), per_group, turn_spec, *map(cache, ordered)]
+    inputs = [lengths, projected, gate_bias.reshape(num_kv, 3 * group), turn, *kept]
+    in_specs = [length_spec, one_row(projected.shape[1]), per_group, turn_spec, *map(cache, kept)]
     out_specs = [
         pl.BlockSpec((None, None, group, h_dim), lambda s, k, b: (b, k, 0, 0)),
         pl.BlockSpec((None, None, 3 * group), lambda s, k, b: (b, k, 0)),
-        *map(cache, caches),
+        *map(cache, kept),
     ]
     out_shape = [
         jax.ShapeDtypeStruct((batch, num_kv, group, h_dim), projected.dtype),
         jax.ShapeDtypeStruct((batch, num_kv, 3 * group), jnp.float32),
-        *map(shape_of, caches),
+        *map(shape_of, kept),
     ]
     for role, phi in enumerate(phis or ()):
         inputs += [phi.position, phi.w_1]
@@ -263,24 +277,25 @@ def append_token(
             _append_kernel,
             h_dim=h_dim,
             v_dim=v_dim,
-            num_kv=num_kv,
             offsets=offsets,
             chunks=chunks,
             learned=learned,
+            shared=shared,
             config=config,
         ),  # fmt: skip
         grid=(1 + 2 * chunks, num_kv, batch),
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out_shape,
-        input_output_aliases={4: 6, 5: 7, 6: 2, 7: 3, 8: 4, 9: 5},
+        input_output_aliases={4 + index: 2 + index for index in range(len(kept))},
         num_warps=4,
         num_stages=2,
         name="nsa_decode_append",
     )(*inputs)
-    caches, hidden = tuple(written[:6]), written[6:]
-
-    inputs = [lengths, turn, *caches[4:], key_cmp, value_cmp]
+    written, hidden = written[: len(kept)], written[len(kept) :]
+    key_slc, value_slc, *rings = written
+    tails = (rings[0], value_slc) if shared else rings[2:]
+    inputs = [lengths, turn, *tails, key_cmp, value_cmp]
     in_specs = [length_spec, turn_spec, *map(cache, inputs[2:])]
     for phi, partial in zip(phis or (), hidden, strict=True):
         inputs += [partial, phi.b_1, phi.w_2]
@@ -300,5 +315,6 @@ def append_token(
         num_stages=2,
         name="nsa_decode_emit",
     )(*inputs)
+    caches = (key_slc, value_slc, None, None, *rings, None) if shared else written
     query = query.reshape(batch, 1, num_heads, h_dim)
     return query, gates.reshape(batch, 1, num_heads, 3), (*caches, key_cmp, value_cmp)
