@@ -31,13 +31,15 @@ CONVERSIONS = {
     "dense": ["--attention=dense"],
 }
 # The same for all, so that documents are the same; no packing and no exclusion of cuDNN's dense attention, which is the
-# fastest opponent.
+# fastest opponent. Source text holds copies, which the guards against leaking targets would take for a leak.
 COMMON = [
     "--config.data.source=text",
     "--config.data.tokenizer=byte",
     "--config.data.packing=False",
     "--config.data.val_fraction=0.02",
     "--config.train.deterministic=False",
+    "--config.guards.floor_ratio=0",
+    "--config.guards.late_floor_ratio=0",
     "--config.train.sample_tokens=0",
     "--config.model.scan_layers=False",
     "--config.model.remat=dots_saved",
