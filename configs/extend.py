@@ -8,8 +8,8 @@ What:    the argument is an exported model and the new row length, 32,768 if lef
          million tokens are few. Without an argument the model is that of a100_prod at 32,768 tokens.
 Data:    text files, one document each: use documents as long as the rows. A corpus of short ones teaches nothing about
          the longer row. 380 steps of 4 x 32,768 tokens are 50 million tokens.
-Takes:   measured on one H200 in docs/extend.md.
-Reaches: the loss by position in docs/extend.md.
+Takes:   not measured. benchmarks/extend.py runs the whole recipe, for NSA and dense attention.
+Reaches: not measured.
 Command: python train.py --config=configs/extend.py:converted/nsa,32768 --resume=converted/nsa --stage
 Other:   64k in a second stage: --config=configs/extend.py:converted/nsa,65536 --resume=runs/extend --stage
          --workdir=runs/extend_64k. The optimizer's averages are kept then.
