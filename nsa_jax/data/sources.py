@@ -208,6 +208,15 @@ def _cut(text: str) -> int:
     return end + 1 if end > 0 else MAX_DOCUMENT_CHARS
 
 
+def bounded(document: str) -> Iterator[str]:
+    """A document, in pieces of at most `MAX_DOCUMENT_CHARS` that are cut at line ends if it is longer."""
+    while len(document) > MAX_DOCUMENT_CHARS:
+        end = _cut(document)
+        yield document[:end]
+        document = document[end:]
+    yield document
+
+
 class TextSource:
     """UTF-8 text files, plain, .gz or .zst; one document per file, or per piece between separators.
 
@@ -227,7 +236,7 @@ class TextSource:
         if not patterns:
             raise DataError("config.data.files=()", "the text source has no files", "list files or globs")
         self.separator = separator
-        self.files: list[str] = []
+        found: dict[str, None] = {}  # in order, each file once
         for pattern in patterns:
             expanded = os.path.expanduser(pattern)
             # A path may itself contain glob characters.
@@ -242,10 +251,11 @@ class TextSource:
                     f"use {pattern.rstrip('/')}/**/*.txt or similar" if os.path.isdir(expanded) else "correct the path"
                 )
                 raise DataError(f"config.data.files entry {pattern!r}", what, fix)
-            self.files.extend(m for m in matches if m not in self.files)
+            found |= dict.fromkeys(matches)
+        self.files = list(found)
 
     def fingerprint(self) -> str:
-        stats = [(os.path.abspath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in self.files]
+        stats = [(os.path.abspath(f), (found := os.stat(f)).st_size, found.st_mtime_ns) for f in self.files]
         return digest(self.name, stats, self.separator)
 
     def documents(self) -> Iterator[str]:
@@ -268,19 +278,12 @@ class TextSource:
             if self.separator:
                 *whole, pending = pending.split(self.separator)
                 for document in whole:
-                    yield from self._bounded(document)
+                    yield from bounded(document)
             while len(pending) > MAX_DOCUMENT_CHARS + len(self.separator):
                 end = _cut(pending)
                 yield pending[:end]
                 pending = pending[end:]
-        yield from self._bounded(pending)
-
-    def _bounded(self, document: str) -> Iterator[str]:
-        while len(document) > MAX_DOCUMENT_CHARS:
-            end = _cut(document)
-            yield document[:end]
-            document = document[end:]
-        yield document
+        yield from bounded(pending)
 
     def size_bytes(self) -> int | None:
         if any(f.endswith((".gz", ".zst")) for f in self.files):
@@ -437,7 +440,7 @@ class HuggingFaceSource:
                 return
             except Exception as error:
                 raise self.explain(error) from error
-            yield self.text(row)
+            yield from bounded(self.text(row))
 
     def size_bytes(self) -> int | None:
         return None

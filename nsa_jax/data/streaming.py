@@ -18,7 +18,7 @@ import numpy as np
 from nsa_jax.data import cache
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.packing import Batch, check_batch, pack_rows
-from nsa_jax.data.sources import HuggingFaceSource, LimitedSource, digest
+from nsa_jax.data.sources import HuggingFaceSource, LimitedSource, bounded, digest
 from nsa_jax.data.tokenizers import Tokenizer
 
 _GROUP_DOCUMENTS = 32  # tokenised together, because the tokenizer spreads documents over threads
@@ -137,10 +137,10 @@ class _DocumentStream:
                 self._next_epoch()
                 return []
             self._read += 1
-            text = self._source.text(row)
-            if not _is_blank(text) and not _is_held_out(text, self._val_fraction):
-                group.append(text)
-                self._used += 1
+            for text in bounded(self._source.text(row)):
+                if not _is_blank(text) and not _is_held_out(text, self._val_fraction):
+                    group.append(text)
+                    self._used += 1
         self._state = self._dataset.state_dict()
         return group
 

@@ -313,7 +313,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int, *, max_bytes: int = BPE
     tokenizer.train_from_iterator(sample(), trainer)
     if not seen:
         raise DataError("config.data", "the corpus has no text to train a tokenizer on", "use a corpus with text")
-    return tokenizer.to_str()
+    # The end-of-document token stays in the vocabulary alone: added tokens are also found in the text of documents.
+    return json.dumps(json.loads(tokenizer.to_str()) | {"added_tokens": []}, ensure_ascii=False)
 
 
 def _load_or_train_bpe(config: ConfigDict, documents: Iterable[str] | None, directory: Path | None) -> Tokenizer:

@@ -1,4 +1,5 @@
 import gzip
+import json
 import os
 import sys
 
@@ -6,7 +7,7 @@ import pytest
 import zstandard
 
 from nsa_jax.config import default_config
-from nsa_jax.data import DataError, sources
+from nsa_jax.data import DataError, sources, streaming
 from nsa_jax.data.sources import HuggingFaceSource, LimitedSource, StdlibSource, TextSource
 
 
@@ -140,6 +141,17 @@ def test_hf_reads_local_files_through_load_dataset(tmp_path, write_rows, hf_home
     pattern = write_rows(tmp_path / "rows", kind, [*documents[:40], None])
     source = HuggingFaceSource(path=kind, data_files=(pattern,), streaming=streaming)
     assert list(source.documents()) == [*documents[:40], ""]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_long_documents_of_datasets_are_cut_at_line_ends(tmp_path, hf_home, monkeypatch, streamed):
+    monkeypatch.setattr(sources, "MAX_DOCUMENT_CHARS", 20)
+    lines = [f"line {i} of it\n" for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "".join(lines)}) + "\n")
+    source = sources.HuggingFaceSource(path="json", data_files=(str(tmp_path / "rows.jsonl"),), streaming=streamed)
+    assert list(source.documents()) == lines
+    if streamed:
+        assert streaming._DocumentStream(source, 0.0).next_group() == lines
 
 
 def test_hf_fingerprint_follows_local_files(tmp_path, write_rows, documents):

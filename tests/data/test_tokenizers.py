@@ -77,6 +77,15 @@ def test_bpe_compresses_is_reproducible_and_has_the_size_asked_for(documents, bp
     assert HuggingFaceTokenizer(train_bpe(documents, 300)).fingerprint != bpe.fingerprint
 
 
+def test_the_end_of_document_token_is_ordinary_text_inside_a_document(bpe, tmp_path):
+    bpe.save(tmp_path)
+    text = f"a{bpe.eos_token}b"
+    for tokenizer in (bpe, Tokenizer.load(tmp_path)):
+        ids = tokenizer.encode(text)
+        assert tokenizer.eos_id not in ids and tokenizer.decode(ids) == text
+        assert tokenizer.token_bytes[ids].sum() == len(text) and tokenizer.token_bytes[tokenizer.eos_id] == 0
+
+
 def test_bpe_reads_no_more_text_than_allowed():
     read = []
 
