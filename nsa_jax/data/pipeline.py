@@ -12,6 +12,9 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +160,17 @@ class _StepBatches:
 
     def __call__(self, step: int) -> Batch:
         return check_batch(self._rows(self._share.rows(int(step))))
+
+
+def _end_with(parent: int, *_: int) -> None:
+    """Ends this worker soon after its parent, which may have been killed without a chance to stop it."""
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class TrainIterator(grain.DatasetIterator):
@@ -344,7 +358,8 @@ class Pipeline:
                 num_workers=self._num_workers, per_worker_buffer_size=max(1, self._prefetch // self._num_workers)
             )
             read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
-            return iter(steps.to_iter_dataset(read).mp_prefetch(workers))
+            ends = functools.partial(_end_with, os.getpid())
+            return iter(steps.to_iter_dataset(read).mp_prefetch(workers, worker_init_fn=ends))
         read = grain.ReadOptions(
             num_threads=min(_READ_THREADS, self._prefetch), prefetch_buffer_size=max(self._prefetch, 0)
         )

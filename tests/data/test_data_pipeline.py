@@ -1,6 +1,12 @@
 import asyncio
+import contextlib
 import json
+import os
 import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import chex
 import numpy as np
@@ -150,6 +156,48 @@ def test_worker_processes_give_the_same_batches(text_config):
         chex.assert_trees_all_equal(take(iterator, 3), expected[6:])
     finally:
         iterator.close()
+
+
+KILLED = """
+import sys, time
+from nsa_jax.config import default_config
+from nsa_jax.data import make_pipeline
+
+if __name__ == "__main__":
+    config = default_config()
+    config.data.source, config.data.synthetic_vocab, config.data.seq_len = "synthetic", 32, 16
+    config.data.num_workers = 1
+    iterator = make_pipeline(config).train()
+    next(iterator)
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
+def test_worker_processes_end_with_a_parent_that_was_killed(tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    mark = f"NSA_JAX_TEST_MARK={tmp_path}"
+
+    def alive():
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+                if mark in (path / "environ").read_text(errors="replace").split("\0") and state != "Z":
+                    found.append(path.name)
+        return found
+
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "NSA_JAX_TEST_MARK": str(tmp_path)}
+    with subprocess.Popen([sys.executable, script], env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        assert len(alive()) >= 2
+        process.kill()
+    deadline = time.monotonic() + 20
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not alive()
 
 
 def test_orbax_protocol_saves_and_loads_the_position_for_another_process_count(text_config, tmp_path):
