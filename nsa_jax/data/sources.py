@@ -397,7 +397,9 @@ class HuggingFaceSource:
     def explain(self, error: Exception) -> DataError:
         """The error to show to the user after `load_dataset` or reading failed."""
         chain: BaseException | None = error
+        reasons = []
         while chain is not None:
+            reasons.append(f"{type(chain).__name__}: {str(chain)[:300]}")
             names = {cls.__name__ for cls in type(chain).__mro__}
             if names & {"ConnectionError", "OfflineModeIsEnabled", "TransportError", "LocalEntryNotFoundError"}:
                 return DataError(
@@ -410,7 +412,7 @@ class HuggingFaceSource:
         return DataError(
             f"config.data.hf_path={self.path!r}",
             f"load_dataset failed for name={self.config_name!r}, split={self.split!r}, "
-            f"data_files={self.data_files!r} ({type(error).__name__}: {error})",
+            f"data_files={self.data_files!r} ({'; from '.join(dict.fromkeys(reasons))})",
             "correct hf_path, hf_name, hf_split or hf_data_files",
         )
 

@@ -154,6 +154,14 @@ def test_long_documents_of_datasets_are_cut_at_line_ends(tmp_path, hf_home, monk
         assert streaming._DocumentStream(source, 0.0).next_group() == lines
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_broken_line_of_jsonl_is_the_reason_that_is_given(tmp_path, hf_home, streamed):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": broken}\n')
+    source = sources.HuggingFaceSource(path="json", data_files=(str(tmp_path / "rows.jsonl"),), streaming=streamed)
+    with pytest.raises(DataError, match="JSON parse error: Invalid value. in row 1"):
+        list(source.documents())
+
+
 def test_hf_fingerprint_follows_local_files(tmp_path, write_rows, documents):
     pattern = write_rows(tmp_path / "rows", "json", documents[:10])
     before = HuggingFaceSource(path="json", data_files=pattern).fingerprint()
