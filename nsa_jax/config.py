@@ -138,8 +138,9 @@ def default_config() -> ConfigDict:
     c.optim = o = ConfigDict()
     o.name = "adamw"  # the optimizer
     o.learning_rate = 3e-4  # peak
-    o.schedule = "cosine"  # cosine | linear | constant, after warm-up
+    o.schedule = "cosine"  # cosine | linear | constant | wsd (constant, then linear at the end), after warm-up
     o.warmup_steps = 100  # the learning rate rises linearly over these
+    o.decay_fraction = 0.2  # wsd: share of the steps, at the end, over which the learning rate falls
     o.final_fraction = 0.1  # learning rate at the last step, as a share of the peak
     o.b1 = 0.9  # decay of the gradient's average
     o.b2 = 0.95  # decay of the squared gradient's average

@@ -43,7 +43,7 @@ CHOICES = {
     "data.synthetic": ("random", "copy", "recall"),
     "data.tokenizer": ("byte", "bpe", "hf"),
     "optim.name": ("adamw",),
-    "optim.schedule": ("cosine", "linear", "constant"),
+    "optim.schedule": ("cosine", "linear", "constant", "wsd"),
     "preflight.target": ("", "a100-40gb", "a100-80gb", "h100", "h200"),
 }
 
@@ -112,6 +112,7 @@ _RANGES = {
     "data.val_fraction": (0.0, True, 1.0, False),
     "optim.learning_rate": (0.0, False, float("inf"), False),
     "optim.final_fraction": (0.0, True, 1.0, True),
+    "optim.decay_fraction": (0.0, False, 1.0, True),
     "optim.b1": (0.0, True, 1.0, False),
     "optim.b2": (0.0, True, 1.0, False),
     "optim.eps": (0.0, False, float("inf"), False),

@@ -32,10 +32,11 @@ def decays(path: tuple, _leaf=None) -> bool:
 
 
 def learning_rate(config: ConfigDict) -> Callable[[jax.Array], jax.Array]:
-    """The schedule: linear warm-up to the peak, then cosine, linear or constant.
+    """The schedule: linear warm-up to the peak, then cosine, linear, constant or wsd.
 
     Step s (0 is the first) of the warm-up uses the share (s + 1) / warmup_steps; the last step uses `final_fraction`
-    of the peak.
+    of the peak. "wsd" (warm-up, stable, decay; arXiv 2404.06395) stays at the peak and falls linearly over the last
+    `decay_fraction` of the steps. Until then it does not depend on the number of steps, which may be raised.
     """
     o, steps = config.optim, config.train.steps
 
@@ -43,7 +44,9 @@ def learning_rate(config: ConfigDict) -> Callable[[jax.Array], jax.Array]:
         step = jnp.asarray(step, jnp.float32)
         warm = jnp.minimum((step + 1) / max(o.warmup_steps, 1), 1.0)
         progress = jnp.clip((step - o.warmup_steps) / max(steps - 1 - o.warmup_steps, 1), 0.0, 1.0)
+        decay_steps = max(o.decay_fraction * steps, 1)
         shape = {
+            "wsd": jnp.clip((steps - 1 - step) / decay_steps, 0.0, 1.0),
             "cosine": 0.5 * (1 + jnp.cos(jnp.pi * progress)),
             "linear": 1.0 - progress,
             "constant": jnp.ones_like(progress),

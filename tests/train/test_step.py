@@ -295,6 +295,12 @@ def test_learning_rate_schedules():
     assert float(learning_rate(config)(32.5)) == pytest.approx(0.775)
     config.optim.schedule = "constant"
     assert float(learning_rate(config)(100)) == pytest.approx(1.0)
+    config.optim.schedule, config.optim.decay_fraction, config.train.steps = "wsd", 0.2, 201
+    wsd = learning_rate(config)
+    assert [float(wsd(s)) for s in (4, 9, 100, 159)] == pytest.approx([0.5, 1.0, 1.0, 1.0])
+    assert float(wsd(200 - 20.1)) == pytest.approx(0.55) and float(wsd(200)) == pytest.approx(0.1)
+    config.train.steps = 401
+    assert float(learning_rate(config)(180)) == pytest.approx(1.0)
 
 
 def test_weight_decay_is_for_matrices_only():
