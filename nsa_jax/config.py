@@ -168,6 +168,7 @@ def default_config() -> ConfigDict:
     g.floor_ratio = 0.15  # stop if the loss is under this share of the bigram entropy within floor_steps; 0: off
     g.floor_steps = 1000  # how long floor_ratio applies
     g.late_floor_ratio = 0.05  # as floor_ratio, at any step
+    g.skip_steps = 0  # leave out steps whose loss or gradient is not finite, so many in a row; one more stops
     g.max_gap = 1.5  # stop if validation loss exceeds training loss by this many nats; 0: off
     g.divergence = 2.0  # stop if the average training loss (50 steps) rises over its best by this many nats; 0: off
     g.spike = 1.0  # alarm if the loss is this many nats (and 6 times its usual jitter) over its average; 0: off

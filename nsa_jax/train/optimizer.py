@@ -118,3 +118,10 @@ def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
         _scale_groups(o.learning_rate_factor),
     )
     return optax.chain(optax.clip_by_global_norm(o.clip) if o.clip > 0 else optax.identity(), adamw)
+
+
+def schedule_at(step: int | jax.Array, opt_state: Any) -> Any:
+    """The optimizer's state with the schedule's count at `step`; that of the averages stays."""
+    is_schedule = lambda part: isinstance(part, optax.ScaleByScheduleState)  # noqa: E731
+    at_step = optax.ScaleByScheduleState(jnp.asarray(step, jnp.int32))
+    return jax.tree.map(lambda part: at_step if is_schedule(part) else part, opt_state, is_leaf=is_schedule)

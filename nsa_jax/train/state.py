@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.nn.sharding import BATCH_AXES, CONTEXT, MESH_AXES, parameter_spec
-from nsa_jax.train.optimizer import make_optimizer, names_of
+from nsa_jax.train.optimizer import make_optimizer, names_of, schedule_at
 
 State = dict[str, Any]
 
@@ -200,7 +200,7 @@ class Setup:
         """Optimizer state for restored parameters: its averages start anew, its schedule continues after `step`."""
 
         def make(params):
-            return _schedule_at(step, self.optimizer.init(params))
+            return schedule_at(step, self.optimizer.init(params))
 
         with jax.set_mesh(self.mesh):
             return jax.jit(make, out_shardings=self.sharding["opt_state"])(params)
@@ -212,17 +212,10 @@ class Setup:
         """
 
         def make(state):
-            return {**state, "step": jnp.zeros_like(state["step"]), "opt_state": _schedule_at(0, state["opt_state"])}
+            return {**state, "step": jnp.zeros_like(state["step"]), "opt_state": schedule_at(0, state["opt_state"])}
 
         with jax.set_mesh(self.mesh):
             return jax.jit(make, out_shardings=self.sharding, donate_argnums=0)(state)
-
-
-def _schedule_at(step: int, opt_state: Any) -> Any:
-    """The optimizer's state with the schedule's count at `step`; that of the averages stays."""
-    is_schedule = lambda part: isinstance(part, optax.ScaleByScheduleState)  # noqa: E731
-    at_step = optax.ScaleByScheduleState(jnp.asarray(step, jnp.int32))
-    return jax.tree.map(lambda part: at_step if is_schedule(part) else part, opt_state, is_leaf=is_schedule)
 
 
 def _init(config: ConfigDict, model_config: ModelConfig, optimizer: optax.GradientTransformation) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from nsa_jax.nn.sharding import token_spec
 from nsa_jax.train.loss import token_losses, weighted_loss
-from nsa_jax.train.optimizer import learning_rate
+from nsa_jax.train.optimizer import learning_rate, schedule_at
 from nsa_jax.train.state import Setup, State, batch_sharding
 
 Batch = dict[str, jax.Array]
@@ -62,7 +63,10 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
     """The jitted step (state, batch) -> (state, metrics); the state is donated.
 
     The loss is the mean over every token of the global batch that `loss_mask` weights, whatever the number of
-    micro-batches and devices. Metrics are float32 scalars on the device; nothing is sent to the host.
+    micro-batches and devices. With `config.guards.skip_steps`, a step whose loss or gradient norm is not finite leaves
+    parameters and optimizer averages as they were.
+
+    Metrics are float32 scalars on the device; nothing is sent to the host.
 
     Args:
       setup: the run's.
@@ -110,6 +114,11 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         grad_norm = _global_norm(grads)
         updates, opt_state = setup.optimizer.update(grads, state["opt_state"], params)
         new_params = optax.apply_updates(params, updates)
+        if config.guards.skip_steps:
+            finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+            new, old = (new_params, opt_state), (params, state["opt_state"])
+            new_params, opt_state = jax.tree.map(functools.partial(jnp.where, finite), new, old)
+            opt_state = schedule_at(state["step"] + 1, opt_state)  # a step that is left out has its place in it
         text_bytes = jnp.sum(lengths[batch["targets"]] * batch["loss_mask"])
         metrics = {
             "loss": loss,

@@ -26,10 +26,12 @@ from nsa_jax.train.checkpoint import Checkpoints
 from nsa_jax.train.errors import TrainingError
 from nsa_jax.train.loop import Run, run
 from nsa_jax.train.metrics import MetricsWriter
+from nsa_jax.train.optimizer import schedule_at
+from nsa_jax.train.state import batch_sharding, to_device
 from nsa_jax.train.watch.guards import Guards
 from nsa_jax.train.watch.watchdog import EXIT_STALLED, Watchdog
 
-from .tiny import make_run, one_device, tiny_config
+from .tiny import make_run, one_device, rows, tiny_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,6 +115,34 @@ def test_nan_at_a_step_keeps_the_last_good_checkpoint_and_the_batch(tmp_path):
         assert np.isnan(kept["metrics/loss"]).any()
     resumed = make_run(tmp_path, train__steps=12, train__save_every=5).run()
     assert resumed["start_step"] == 5 and resumed["finished"]
+
+
+def test_a_step_that_is_not_finite_can_be_left_out(tmp_path):
+    """The run goes on as one that was never trained on that batch, with the same later batches and learning rates."""
+    settings = dict(train__steps=6, train__save_every=100, guards__skip_steps=1)
+    made = make_run(tmp_path / "skipped", **settings)
+    with_batches(made, lambda step, batch: {**batch, "loss_mask": batch["loss_mask"] * (np.nan if step == 3 else 1)})
+    made.run()
+    found = rows(tmp_path / "skipped")
+    assert [step for step, row in found.items() if not np.isfinite(row["train/loss"])] == [3]
+    alarms = json.loads((tmp_path / "skipped" / "summary.json").read_text())["alarms"]
+    assert alarms["skipped"] == 1, alarms
+
+    made = make_run(tmp_path / "without", **settings)
+    state, pipeline = made.setup.init(), made.pipeline.train()
+    losses, rates = {}, {}
+    with jax.set_mesh(made.setup.mesh):
+        for step in range(1, 7):
+            batch = to_device(next(pipeline), batch_sharding(made.setup.mesh))
+            if step == 3:
+                state = {
+                    **state, "step": state["step"] + 1, "opt_state": schedule_at(state["step"] + 1, state["opt_state"]),
+                }  # fmt: skip
+                continue
+            state, metrics = made.train_step(state, batch)
+            losses[step], rates[step] = float(metrics["loss"]), float(metrics["learning_rate"])
+    for step, loss in losses.items():
+        assert found[step]["train/loss"] == loss and found[step]["learning_rate"] == rates[step]
 
 
 def test_a_loader_that_stands_still_is_caught_at_the_second_batch(tmp_path):

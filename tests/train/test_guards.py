@@ -51,6 +51,19 @@ def test_values_that_are_not_finite_stop(guards, loss, norm):
     assert (caught.value.guard, caught.value.step, caught.value.save) == ("non_finite", 12, False)
 
 
+def test_values_that_are_not_finite_may_be_left_out_so_many_times_in_a_row(tmp_path):
+    config = tiny_config(guards__skip_steps=2)
+    guards = Guards(config, tmp_path)
+    bad, good = ({"loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3} for loss in (float("nan"), 3.0))
+    guards.on_steps(1, [good, bad, bad, good, bad])
+    restarted = Guards(config, tmp_path)
+    restarted.restore(guards.state())
+    assert [(alarm.name, alarm.step) for alarm in guards.alarms] == [("skipped", 2)]  # told once for a while
+    restarted.on_steps(6, [bad])
+    with pytest.raises(TrainingError, match=r"not finite 3 times in a row \(config\.guards\.skip_steps=2\)"):
+        restarted.on_steps(7, [bad])
+
+
 def test_loss_floor_early_and_late(guards):
     feed(guards, [0.46])  # 0.15 x 3.0 = 0.45
     with pytest.raises(TrainingError, match="guard loss_floor.*labels are not shifted"):

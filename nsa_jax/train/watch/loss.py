@@ -11,7 +11,7 @@ from nsa_jax.train.errors import TrainingError
 
 REMEMBERED = (  # attributes that a checkpoint keeps
     *("_average", "_previous", "_jitter", "_seen", "_best_average", "_best_step"),
-    *("_best_validation", "_without_improvement"),
+    *("_best_validation", "_without_improvement", "_skipped"),
 )
 
 
@@ -36,27 +36,41 @@ class LossGuards:
         self._best_step = 0
         self._best_validation = math.inf
         self._without_improvement = 0
+        self._skipped = 0  # steps in a row that were not finite
 
     def on_steps(self, first_step: int, rows: list[dict[str, float]]) -> None:
         """Metrics of consecutive steps, as the train step returns them.
 
         Raises:
-          TrainingError: loss or gradient is not finite, or the loss has risen for long or is too good to be true.
+          TrainingError: loss or gradient is not finite more often in a row than `config.guards.skip_steps` allows, or
+            the loss has risen for long or is too good to be true.
         """
         for step, row in enumerate(rows, first_step):
             if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
-                raise TrainingError(
-                    f"step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}, "
-                    f"learning rate {row['learning_rate']:.3g}: not finite. Lower "
-                    "config.optim.learning_rate or set config.optim.clip, and start again",
-                    guard="non_finite",
-                    step=step,
-                )
+                self._not_finite(step, row)
+                continue
+            self._skipped = 0
             self._check_floor(step, row["loss"])
             self._check_spike(step, row["loss"])
             limit = self._guards.divergence
             if limit and self._seen > 50 and self._average is not None and self._average - self._best_average > limit:
                 raise self._divergence(step, f"limit config.guards.divergence={limit}")
+
+    def _not_finite(self, step: int, row: dict[str, float]) -> None:
+        """A step without a finite loss or gradient: it has changed nothing where such steps are skipped."""
+        limit = self._guards.skip_steps
+        self._skipped += 1
+        what = f"loss {row['loss']}, gradient norm {row['grad_norm']}, learning rate {row['learning_rate']:.3g}"
+        if self._skipped <= limit:
+            self._alarm("skipped", step, f"{what}: not finite, so this step's update is left out")
+            return
+        often = f" {self._skipped} times in a row (config.guards.skip_steps={limit})" if limit else ""
+        raise TrainingError(
+            f"step {step}: {what}: not finite{often}. Lower config.optim.learning_rate or set config.optim.clip, and "
+            "start again",
+            guard="non_finite",
+            step=step,
+        )
 
     def on_validation(self, step: int, val_loss: float, train_loss: float | None) -> str | None:
         """See `Guards.on_validation`."""
