@@ -176,7 +176,7 @@ def default_config() -> ConfigDict:
     g.early_stop = 0  # stop after so many validations without improvement; 0: off
     g.early_stop_delta = 0.0  # nats that count as improvement
     g.health = True  # NSA health per layer at log steps
-    g.min_gate_entropy = 0.5  # nats, alarm below; three equal gates have 1.10
+    g.min_gate_entropy = 0.5  # nats, alarm below; three equal gates have 1.10, two have 0.69
     g.max_gate_share = 0.9  # alarm if one branch gets more than this share of the gates
     g.max_collapsed = 0.2  # alarm if more than this share of gates is all on one branch (a healthy layer: up to 0.06)
     g.stall_seconds = 600.0  # without a finished step: all stacks are written; 0: off
