@@ -128,6 +128,7 @@ def default_config() -> ConfigDict:
     t.eval_batches = 16  # batches of each validation
     t.save_every = 500  # steps between checkpoints; 0: none
     t.keep_last = 3  # checkpoints kept besides the best
+    t.keep_every = 0  # also keep the checkpoints of steps that are multiples of this; 0: none
     t.keep_best = True  # also save at validations lower than all before, and keep the checkpoint of the lowest
     t.z_loss = 0.0  # training adds this times the square of each token's logsumexp of logits, such as 1e-4; 0: none
     t.deterministic = True  # on GPUs, sums in one order and untuned matrix products: runs are bit-equal

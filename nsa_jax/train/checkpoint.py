@@ -131,6 +131,7 @@ class Checkpoints:
       info: what checkpoints must fit: {"parameters": `describe(...)`, "tokenizer": fingerprint, ...}, JSON.
       keep_last: how many steps to keep.
       keep_best: also keep the one with the lowest validation loss.
+      keep_every: also keep steps that are multiples of this; 0: none.
       read_only: the directory is another run's, which may be alive: nothing there is cleaned up.
     """
 
@@ -141,11 +142,13 @@ class Checkpoints:
         *,
         keep_last: int = 3,
         keep_best: bool = True,
+        keep_every: int = 0,
         read_only: bool = False,
     ):
         self._directory = Path(directory).absolute()
         self._info = info
-        self._keep_last, self._keep_best, self._read_only = keep_last, keep_best, read_only
+        self._keep_last, self._keep_best, self._keep_every = keep_last, keep_best, keep_every
+        self._read_only = read_only
         # A network file system may show the processes different steps.
         losses, damaged = json.loads(processes.from_first(lambda: json.dumps(self._open())))
         self._losses: dict[int, float | None] = {int(step): loss for step, loss in losses.items()}
@@ -202,9 +205,10 @@ class Checkpoints:
         self._writing = self._background.submit(self._finish, step, temporary, response, info, surplus)
 
     def _surplus(self) -> list[int]:
-        """Steps to delete: all but the last and the best."""
+        """Steps to delete: all but the last, the best and the milestones."""
         keep = {*self.steps()[-self._keep_last :], best_of(self._losses) if self._keep_best else None}
-        return [step for step in self.steps() if step not in keep]
+        milestones = {step for step in self.steps() if self._keep_every and step % self._keep_every == 0}
+        return [step for step in self.steps() if step not in keep | milestones]
 
     def guards(self, step: int) -> dict[str, Any]:
         """What was saved of the guards with a step; empty if nothing was."""

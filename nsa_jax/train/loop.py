@@ -164,7 +164,11 @@ class Run:
             "config": env.plain_config(config),
         }
         checkpoints = Checkpoints(
-            self.workdir / "checkpoints", info, keep_last=train.keep_last, keep_best=train.keep_best
+            self.workdir / "checkpoints",
+            info,
+            keep_last=train.keep_last,
+            keep_best=train.keep_best,
+            keep_every=train.keep_every,
         )
         data = self.pipeline.train()
         with jax.set_mesh(self.setup.mesh), contextlib.ExitStack() as stack:

@@ -333,6 +333,12 @@ def test_many_saves_leave_descriptors_and_threads_as_they_were(tmp_path):
     assert open_run(tmp_path).steps() == [10, 11, 12]
 
 
+def test_multiples_of_keep_every_stay_beside_the_last_and_the_best(tmp_path):
+    losses = {step: {3: 1.0}.get(step, 2.0) for step in range(1, 10)}
+    write_steps(tmp_path, losses, keep_last=1, keep_every=4)
+    assert open_run(tmp_path).steps() == [3, 4, 8, 9]
+
+
 def test_a_failed_save_counts_as_no_step_and_deletes_none(tmp_path, monkeypatch):
     checkpoints = open_run(tmp_path, keep_last=1)
     checkpoints.save(1, state_at(1), position_at(1))

@@ -234,6 +234,9 @@ def test_a_disk_too_small_for_the_checkpoints_is_an_error(tmp_path):
     assert preflight.check_disk(config, tmp_path, 1000) == []
     (problem,) = preflight.check_disk(config, tmp_path / "new" / "run", 1 << 60)
     assert problem.rule == "R024" and "5 checkpoints" in problem.message
+    config.train.steps, config.train.keep_every = 60, 10
+    (problem,) = preflight.check_disk(config, tmp_path, 1 << 60)
+    assert "11 checkpoints" in problem.message
 
 
 def test_more_than_an_hour_between_checkpoints_is_an_error():

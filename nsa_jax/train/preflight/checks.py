@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,10 @@ def check_disk(config: ConfigDict, workdir: Path, one_checkpoint: int) -> list[P
     """R024: room for the checkpoints that are kept, and one that is being written."""
     if not config.train.save_every:
         return []
-    kept = config.train.keep_last + config.train.keep_best + 1
+    t = config.train
+    kept = t.keep_last + t.keep_best + 1
+    if t.keep_every:
+        kept += t.steps // math.lcm(t.keep_every, t.save_every)
     parent = workdir
     while not parent.exists():
         parent = parent.parent
@@ -79,7 +83,7 @@ def check_disk(config: ConfigDict, workdir: Path, one_checkpoint: int) -> list[P
     message = (
         f"workdir {workdir}: {gib(free)} free, but {kept} checkpoints of {gib(one_checkpoint)} each need {gib(need)}"
     )
-    return [Problem("R024", "error", message, "free some space, or lower config.train.keep_last")]
+    return [Problem("R024", "error", message, "free some space, or lower config.train.keep_last (or raise keep_every)")]
 
 
 def check_kernels(config: ConfigDict, made: Setup, gpu: str) -> list[Problem]:
