@@ -129,7 +129,7 @@ def test_the_manifest_runs_a_command_that_train_py_accepts(manifest):
     assert command[:3] == [".venv/bin/python", "-u", "train.py"]
     found = {flag.partition("=")[0]: flag.partition("=")[2] for flag in command[3:]}
     assert (ROOT / found["--config"]).is_file() and "--distributed" in found
-    source = (ROOT / "train.py").read_text()
+    source = (ROOT / "nsa_jax" / "trainer.py").read_text()
     assert all(f'"{flag.lstrip("-")}"' in source for flag in found)
 
 

@@ -296,7 +296,7 @@ def test_decode_and_prefill_compile_ahead_of_time(attention, shared_kv):
     chunk, offset = jax.ShapeDtypeStruct((4, 1024), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     try:
         step = aot.compile_for_gpu(decoder.step, params, cache, tokens, gpu="a100-80gb", donate_argnums=(1,))
-        if attention == "nsa":
+        if attention == "nsa" and not shared_kv:
             prefill = aot.compile_for_gpu(
                 decoder.prefill_chunk, params, cache, chunk, offset, lengths, gpu="a100-80gb", donate_argnums=(1,)
             )
@@ -311,7 +311,15 @@ def test_decode_and_prefill_compile_ahead_of_time(attention, shared_kv):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [dict(num_heads=12, num_kv_heads=2), dict(num_heads=16, num_kv_heads=1)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(num_heads=12, num_kv_heads=2),
+        dict(num_heads=16, num_kv_heads=1),
+        dict(num_heads=12, num_kv_heads=2, shared_kv=True),
+    ],
+    ids=str,
+)
 def test_gpu_decode_equals_the_forward(shape):
     """The paper's geometry in bfloat16 with the kernels, from splits around block and window boundaries."""
     fields = dict(dim=256, head_dim=64, vocab_size=31, num_layers=2, mlp_dim=256, init_std=0.06, remat="none") | shape
