@@ -21,7 +21,7 @@ from nsa_jax.data import make_pipeline
 from nsa_jax.data.cache import cache_root
 from nsa_jax.devices import keep_compiled_programs
 from nsa_jax.ops.implementations import forget_implementations_served, implementations_served
-from nsa_jax.train import disk, env, flops, lock, metrics, preflight, processes
+from nsa_jax.train import disk, env, flops, lock, metrics, preflight, processes, trackers
 from nsa_jax.train.callbacks import Callback, Callbacks
 from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
 from nsa_jax.train.errors import TrainingError, check_room, describe_stop, writing_checkpoint
@@ -32,6 +32,7 @@ from nsa_jax.train.state import Setup, State, batch_sharding, setup, to_device
 from nsa_jax.train.step import make_eval_step, make_train_step
 from nsa_jax.train.stopping import HALT, StopRequest
 from nsa_jax.train.timing import Clock, Interval
+from nsa_jax.train.trackers import Trackers
 from nsa_jax.train.validation import Sampler, evaluate
 from nsa_jax.train.watch import guards, health
 from nsa_jax.train.watch.guards import Guards
@@ -114,6 +115,7 @@ class Run:
         self.health = health.Health(self.setup, self.workdir) if health.wanted(self.setup) else None
         self.preflight: preflight.Report | None = None
         self.guards = Guards(config, self.workdir, active=jax.process_index() == 0)
+        self.trackers = Trackers(config.train.trackers, active=jax.process_index() == 0)
         self.peers = processes.peers()
         self.best: tuple[int, float] | None = None
         self._early: str | None = None  # why to stop before the last step
@@ -179,8 +181,13 @@ class Run:
             data.start_prefetch()
             if jax.process_index() == 0:
                 self.pipeline.tokenizer.save(self.workdir / "tokenizer")
+            stack.callback(self.trackers.finish)
             writer = metrics.MetricsWriter(
-                self.workdir, start_step=start, total_steps=train.steps, active=jax.process_index() == 0
+                self.workdir,
+                start_step=start,
+                total_steps=train.steps,
+                active=jax.process_index() == 0,
+                trackers=self.trackers,
             )
             stack.callback(writer.close)
             self._announce(writer, begin.said)
@@ -414,6 +421,7 @@ class Run:
             found["stages"] = list(begin.stages)
             found["preflight"] = self.preflight.record() if self.preflight else None
             env.write_json(self.workdir / "env.json", found)
+            self.trackers.start(found.pop("config"), self.workdir, found)
 
     def _summarise(self, writer: metrics.MetricsWriter, start: int, step: int, reason: str | None) -> dict[str, Any]:
         summary = {
@@ -433,6 +441,7 @@ class Run:
         if jax.process_index() == 0:
             env.write_json(self.workdir / "summary.json", summary)
         stopped = f"stopped by {reason}" if reason else "done"
+        self.trackers.finish(summary)
         writer.say(f"{stopped} at step {step}; the run is in {self.workdir}")
         return summary
 
@@ -463,6 +472,8 @@ def run(
       TrainingError: a guard or a callback stopped the run, or a disk is full.
     """
     config_lib.check(config, workdir_problems(workdir))
+    if missing := trackers.problems(config.train.trackers):
+        raise config_lib.ConfigError(missing)
     keep_compiled_programs(config.compilation_cache_dir)
     workdir = Path(workdir).absolute()
     made = None
