@@ -5,6 +5,8 @@ Names (every row also has `step`, the number of finished optimizer steps):
   val/loss, val/perplexity, val/bits_per_byte: over the fixed validation batches.
   norm/grad (before clipping), norm/param, norm/update, learning_rate.
   perf/tokens_per_second, perf/step_seconds, perf/data_wait_p50_seconds, perf/data_wait_p95_seconds, perf/mfu.
+  perf/goodput, perf/goodput_run: share of the wall time that trained, of this start and of all starts of the run.
+  time/wall_seconds, and time/{training,data,startup,validation,saving,other}_seconds, which add up to it: this start.
   memory/*_mib, memory/*_gib: both units of each figure, since they have been mistaken for each other.
 Bits per byte counts the text bytes of the targets, so that tokenizers can be compared; an end-of-document token has 0.
 """
