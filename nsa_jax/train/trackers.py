@@ -140,7 +140,7 @@ class MLflowTracker:
             keep_id(workdir, "mlflow", run_id)
             fields = [Param(name, str(value)) for name, value in _flat(config).items()]
             for first in range(0, len(fields), 100):  # MLflow takes 100 at once
-                self._client.log_batch(run_id, params=fields[first : first + 100])
+                self._client.log_batch(run_id, params=fields[first : first + 100], synchronous=True)
         else:
             self._client.update_run(run_id, status="RUNNING")
         self._id = run_id
@@ -158,7 +158,8 @@ class MLflowTracker:
     def log(self, step: int, row: dict[str, float]) -> None:
         """See `Tracker`."""
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[self._metric(name, v, now, step) for name, v in row.items()])
+        metrics = [self._metric(name, value, now, step) for name, value in row.items()]
+        self._client.log_batch(self._id, metrics=metrics, synchronous=True)
 
     def text(self, step: int, name: str, text: str) -> None:
         """See `Tracker`."""
