@@ -8,12 +8,14 @@ import json
 import logging
 import struct
 import threading
+import time
 
 import pytest
 
 from nsa_jax.config import ConfigError, validate
 from nsa_jax.train import trackers
 from nsa_jax.train.loop import run
+from nsa_jax.train.preflight.run import examine
 from nsa_jax.train.trackers import Trackers
 from tests.train.tiny import make_run, one_device, tiny_config
 
@@ -139,6 +141,8 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused_at_the_start(tmp_
     with pytest.raises(ConfigError, match=r"R058 error: .*'wandb'.*pip install \"nsa_jax\[wandb\]\"") as caught:
         run(tiny_config(train__trackers=("wandb",)), tmp_path / "run", devices=one_device())
     assert len(caught.value.problems) == 1 and not (tmp_path / "run").exists()
+    wrong = tiny_config(train__trackers=("wandb",), model__remat="no")  # R001 leaves the compilation out
+    assert {"R001", "R058"} <= {problem.rule for problem in examine(wrong, tmp_path / "run").problems}
 
 
 def wandb_records(path):
@@ -162,8 +166,9 @@ def test_wandb_offline_runs_hold_every_row_under_one_id(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-    for _ in range(2):
-        send(tmp_path, "wandb")
+    send(tmp_path, "wandb")
+    time.sleep(1.1)  # folders of starts are named by the second
+    send(tmp_path, "wandb")
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     run_id = json.loads((tmp_path / "trackers.json").read_text())["wandb"]
     assert [path.name for path in files] == [f"run-{run_id}.wandb"] * 2
