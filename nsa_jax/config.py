@@ -135,6 +135,7 @@ def default_config() -> ConfigDict:
     t.reset_optimizer = False  # if a checkpoint's optimizer state does not fit config.optim, start it anew
     t.sample_tokens = 128  # length of the text sample written at each validation; 0: none
     t.sample_prompt = ""  # the sample continues this
+    t.trackers = ()  # wandb, mlflow: experiment trackers that get config, rows and texts too; docs/tracking.md
 
     c.optim = o = ConfigDict()
     o.name = "adamw"  # the optimizer

@@ -94,6 +94,9 @@ def pattern_problem(model: Mapping[str, Any]) -> tuple[str, str]:
     return "", ""
 
 
+# Experiment trackers; train/trackers.py has a class for each.
+TRACKERS = ("wandb", "mlflow")
+
 # Beyond these a slip of the keyboard is likelier than a purpose, and what it leads to is no clear message.
 _AT_MOST = {
     1 << 24: "model.vocab_size data.bpe_vocab_size data.synthetic_vocab",
@@ -141,7 +144,7 @@ _RANGES = {
 _PATHS = "name compilation_cache_dir data.cache_dir data.tokenizer_path data.hf_path data.hf_name"
 
 # Errors that cannot be accepted by config.preflight.ignore: no run could follow.
-FATAL = frozenset(f"R{i:03}" for i in (0, 1, 2, 3, 4, 5, 7, 8, 10, 20, 21, 22, 55, 56, 57))
+FATAL = frozenset(f"R{i:03}" for i in (0, 1, 2, 3, 4, 5, 7, 8, 10, 20, 21, 22, 55, 56, 57, 58))
 
 _LONG_RUN = 5_000  # steps; beyond, a mistake costs days
 _TOY_PARAMETERS = 5_000_000  # outside the embedding; fewer are for trying things out
@@ -315,6 +318,9 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
                 f"config.mesh.data={mesh.data}: {micro} rows per micro-batch cannot be split over {devices} devices"
             )
             found.error("R010", message, f"use a batch_size that is a multiple of {devices * t.grad_accum}")
+    if unknown := [name for name in t.trackers if name not in TRACKERS]:
+        message = f"config.train.trackers={t.trackers}: {unknown[0]!r} is no tracker"
+        found.error("R001", message, f'use some of {", ".join(TRACKERS)}, such as ("wandb",)')
     if o.warmup_steps >= t.steps > 0:
         message = f"config.optim.warmup_steps={o.warmup_steps}: the run of {t.steps} steps ends before the warm-up"
         found.error("R011", message, "warm up for 1 to 10 % of the steps")

@@ -115,6 +115,7 @@ def train(config, workdir: Path) -> tuple[int, str]:
     from nsa_jax.hub.export_files import LoadError
     from nsa_jax.train import CheckpointError, TrainingError, WorkdirInUse, processes, run
     from nsa_jax.train.errors import find_cause
+    from nsa_jax.train.goodput import process_start
     from nsa_jax.train.profiling import parse_window
 
     try:
@@ -124,7 +125,7 @@ def train(config, workdir: Path) -> tuple[int, str]:
             processes.join(cluster, config.guards.peer_seconds)
             _tell_others_apart(cluster.process_id, cluster.num_processes)
             processes.check_same_run(config, workdir)
-        run(config, workdir, _RESUME.value, profile=window, stage=_STAGE.value)
+        run(config, workdir, _RESUME.value, profile=window, stage=_STAGE.value, began=process_start())
     except (ConfigError, CheckpointError, DataError, LoadError, WorkdirInUse, processes.DistributedError) as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG, str(error)

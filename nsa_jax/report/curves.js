@@ -342,5 +342,28 @@ function speed() {
   return [
     heading("speed", "Speed and memory"),
     el("div", { class: `grid ${grid.length === 4 ? "four" : "flow"}` }, grid),
+    goodput(),
   ];
+}
+function goodput() {
+  if (!DATA.runs.some((run) => run.goodput)) return null;
+  const causes = Object.keys(Object.assign({}, ...DATA.runs.map((run) => run.goodput)));
+  const cell = (spent, cause) =>
+    spent?.[cause] === undefined
+      ? "–"
+      : `${duration(spent[cause])} (${((100 * spent[cause]) / spent.wall).toFixed(1)} %)`;
+  const rows = causes.map((cause) =>
+    el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, cause === "wall" ? "all" : cause),
+      DATA.runs.map((run) => el("td", { class: "number" }, cell(run.goodput, cause))),
+    ),
+  );
+  const head = [["Where the time went"], ...DATA.runs.map((run) => [run.label, "number"])];
+  return el(
+    "div",
+    { class: "panel", style: { "margin-top": "16px" } },
+    scroll("Goodput", table(head, rows, "Where the time of all starts went")),
+  );
 }

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from nsa_jax.config import default_config
+from nsa_jax.train.goodput import CAUSES
 from nsa_jax.train.metrics import printable
 
 POINTS = 1500  # of a curve
@@ -195,7 +196,7 @@ def curves(rows: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[
     for row in rows:
         for name, value in row.items():
             number = _number(value)
-            if name not in ("step", "time") and number is not None:
+            if name not in ("step", "time") and not name.startswith("time/") and number is not None:
                 by_name.setdefault(name, {})[row["step"]] = number
     found, events = {}, []
     for name, points in sorted(by_name.items()):
@@ -385,6 +386,13 @@ def _preflight(found: dict[str, Any]) -> dict[str, Any]:
     return {**texts, "bigram_entropy": _finite(found.get("bigram_entropy")), "seconds": found.get("seconds")}
 
 
+def _goodput(found: dict[str, Any]) -> dict[str, float] | None:
+    """Seconds by cause over all starts, with their sum under "wall"; None if nothing was recorded."""
+    seconds = {cause: _finite(found.get(f"{cause}_seconds")) for cause in ("wall", *CAUSES)}
+    known = {cause: value for cause, value in seconds.items() if value is not None}
+    return known if known.get("wall", 0.0) > 0 else None
+
+
 def _best(found: dict[str, Any]) -> dict[str, Any] | None:
     step, loss = _whole(found.get("step")), _finite(found.get("val/loss"))
     return None if step is None or loss is None else {"step": step, "val/loss": loss}
@@ -454,6 +462,7 @@ def read_run(workdir: Path, now: float | None = None) -> dict[str, Any]:
         "config": flat,
         "changed": sorted(name for name, value in flat.items() if name not in defaults or defaults[name] != value),
         "best": _best(_object(summary, "best_checkpoint", "summary.json", notes)),
+        "goodput": _goodput(_object(_read_object(workdir / "goodput.json", notes), "run", "goodput.json", notes)),
         "notes": notes,
     }
     return clean(found)

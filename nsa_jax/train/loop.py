@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,20 @@ from nsa_jax.data import make_pipeline
 from nsa_jax.data.cache import cache_root
 from nsa_jax.devices import keep_compiled_programs
 from nsa_jax.ops.implementations import forget_implementations_served, implementations_served
-from nsa_jax.train import disk, env, flops, lock, metrics, preflight, processes
+from nsa_jax.train import disk, env, flops, lock, metrics, preflight, processes, trackers
+from nsa_jax.train.batches import Batches
 from nsa_jax.train.callbacks import Callback, Callbacks
 from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
 from nsa_jax.train.errors import TrainingError, check_room, describe_stop, writing_checkpoint
+from nsa_jax.train.goodput import Goodput
 from nsa_jax.train.preflight.data_check import loss_floor
 from nsa_jax.train.profiling import Profile, Window, check_window
 from nsa_jax.train.start import Start, finished_before, first_state, optimizer_to_reset, recorded_stages
-from nsa_jax.train.state import Setup, State, batch_sharding, setup, to_device
+from nsa_jax.train.state import State, batch_sharding, setup
 from nsa_jax.train.step import make_eval_step, make_train_step
 from nsa_jax.train.stopping import HALT, StopRequest
 from nsa_jax.train.timing import Clock, Interval
+from nsa_jax.train.trackers import Trackers
 from nsa_jax.train.validation import Sampler, evaluate
 from nsa_jax.train.watch import guards, health
 from nsa_jax.train.watch.guards import Guards
@@ -40,30 +43,6 @@ from nsa_jax.train.watch.watchdog import Watchdog
 logger = logging.getLogger("nsa_jax")
 
 __all__ = ["HALT", "Run", "TrainingError", "run"]
-
-
-class _Batches:
-    """Batches of the global array type, and how long the loop waited for each."""
-
-    def __init__(self, iterator: Iterator, setup: Setup, start_step: int, on_batch: Callable):
-        self._iterator = iterator
-        self._step = start_step
-        self._on_batch = on_batch
-        self._sharding = batch_sharding(setup.mesh)
-        self.waits: list[float] = []
-
-    def __next__(self) -> dict[str, jax.Array]:
-        start = time.perf_counter()
-        batch = next(self._iterator)
-        self.waits.append(time.perf_counter() - start)
-        self._step += 1
-        self._on_batch(self._step, batch)
-        return to_device(batch, self._sharding)
-
-    def take_waits(self) -> list[float]:
-        """Seconds waited per batch since the last call."""
-        waits, self.waits = self.waits, []
-        return waits
 
 
 class Run:
@@ -78,6 +57,7 @@ class Run:
       profile: steps to trace into the workdir.
       callbacks: called at the start, after each step and at the end.
       stage: begin another stage of the run that `resume` names; see `nsa_jax.train.start.first_state`.
+      began: when the start began, on the clock of `time.perf_counter`, for goodput; None: now.
     """
 
     def __init__(
@@ -89,7 +69,9 @@ class Run:
         profile: Window | None = None,
         callbacks: Sequence[Callback] = (),
         stage: bool = False,
+        began: float | None = None,
     ):
+        began = time.perf_counter() if began is None else began
         forget_implementations_served()
         self.config = config
         self.workdir = Path(workdir).absolute()
@@ -114,6 +96,8 @@ class Run:
         self.health = health.Health(self.setup, self.workdir) if health.wanted(self.setup) else None
         self.preflight: preflight.Report | None = None
         self.guards = Guards(config, self.workdir, active=jax.process_index() == 0)
+        self.goodput = Goodput(self.workdir, began, active=jax.process_index() == 0)
+        self.trackers = Trackers(config.train.trackers, active=jax.process_index() == 0)
         self.peers = processes.peers()
         self.best: tuple[int, float] | None = None
         self._early: str | None = None  # why to stop before the last step
@@ -183,8 +167,15 @@ class Run:
             data.start_prefetch()
             if jax.process_index() == 0:
                 self.pipeline.tokenizer.save(self.workdir / "tokenizer")
+            self.goodput.resume(start)
+            stack.callback(self.goodput.close)
+            stack.callback(self.trackers.finish)
             writer = metrics.MetricsWriter(
-                self.workdir, start_step=start, total_steps=train.steps, active=jax.process_index() == 0
+                self.workdir,
+                start_step=start,
+                total_steps=train.steps,
+                active=jax.process_index() == 0,
+                trackers=self.trackers,
             )
             stack.callback(writer.close)
             self._announce(writer, begin.said)
@@ -211,7 +202,7 @@ class Run:
                 step, state, reason = self._train(begin, data, checkpoints, writer, stop)
                 if train.save_every and step not in checkpoints.steps():
                     self._save(checkpoints, step, state, data)
-                with writing_checkpoint(step):
+                with writing_checkpoint(step), self.goodput.spent_on("saving"):
                     checkpoints.wait()
                 self.best = checkpoints.best() or self.best
                 summary = self._summarise(writer, start, step, reason)
@@ -225,12 +216,13 @@ class Run:
         """The loop. Returns the last finished step, the state, and what stopped it early (or None)."""
         config, train = self.config, self.config.train
         start, state = begin.step, begin.state
-        batches = _Batches(data, self.setup, start, self.guards.on_batch)
+        batches = Batches(data, self.setup, start, self.guards.on_batch)
         pending: collections.deque[Interval] = collections.deque()
         interval = Interval(start + 1)
         clock = Clock()
         if start == 0 and train.eval_batches:
-            self._validate(0, state, writer)
+            with self.goodput.spent_on("validation"):
+                self._validate(0, state, writer)
         clock.restart()
         step, reason = start, None
         while step < train.steps:
@@ -244,7 +236,7 @@ class Run:
             self.profile.before(step + 1, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
                 state, values = self.train_step(state, batch)
-            interval.values.append(values)
+            batches.last_step = interval.add(values)
             step += 1
             profiled = self.profile.after(step, state)
             self._live = (step, state, data)
@@ -254,6 +246,7 @@ class Run:
                 if self.health is not None:
                     self.health.warm_up(state["params"], batch)
                 clock.restart()  # compilation is over
+                self.goodput.first_lap(clock.mark)
                 interval.untimed = 1
             last = step == train.steps
             evaluates = train.eval_batches and (last or (train.eval_every and step % train.eval_every == 0))
@@ -261,7 +254,7 @@ class Run:
             if step % train.log_every == 0 or last or evaluates or saves or profiled:
                 if self.health is not None:
                     interval.health = self.health.start(state["params"], batch)
-                interval.close(batches.take_waits())
+                interval.close(*batches.take_waits())
                 pending.append(interval)
                 interval = Interval(step + 1)
                 # The newest interval is still running on the device: report the one before it.
@@ -271,11 +264,12 @@ class Run:
                 while pending:  # nothing that is not finite may be validated or saved
                     self._report(pending.popleft(), writer, clock)
                 if evaluates:
-                    self._validate(step, state, writer)
+                    with self.goodput.spent_on("validation"):
+                        self._validate(step, state, writer)
                 if saves or (evaluates and self._is_best(checkpoints)):
                     self._save(checkpoints, step, state, data)
                 clock.restart()
-        interval.close(batches.take_waits())
+        interval.close(*batches.take_waits())
         for rest in (*pending, interval):
             if rest.values:
                 self._report(rest, writer, clock)
@@ -298,6 +292,7 @@ class Run:
         row["perf/tokens_per_second"] = tokens / seconds
         row["perf/step_seconds"] = seconds / steps
         row.update(metrics.wait_row(interval.waits))
+        row.update(self.goodput.lap(step, seconds, interval.idle, clock.mark))
         peak = flops.peak_flops(jax.devices()[0].device_kind)
         if peak is not None:
             used = flops.train_flops_per_token(self.setup.model_config, config.data.seq_len) * tokens / seconds
@@ -397,7 +392,7 @@ class Run:
             val_loss = self._last_validation[1]["val/loss"]
         self.watchdog.beat(step, "saving", finished=False)
         check_room(self.workdir, self.setup.checkpoint_bytes(), step)
-        with writing_checkpoint(step):
+        with writing_checkpoint(step), self.goodput.spent_on("saving"):
             checkpoints.save(step, state, data, val_loss, self.guards.state())
 
     def _announce(self, writer: metrics.MetricsWriter, said: str | None) -> None:
@@ -418,6 +413,7 @@ class Run:
             found["stages"] = list(begin.stages)
             found["preflight"] = self.preflight.record() if self.preflight else None
             env.write_json(self.workdir / "env.json", found)
+            self.trackers.start(found.pop("config"), self.workdir, found)
 
     def _summarise(self, writer: metrics.MetricsWriter, start: int, step: int, reason: str | None) -> dict[str, Any]:
         summary = {
@@ -432,11 +428,13 @@ class Run:
             else None,
             "best_checkpoint": {"step": self.best[0], "val/loss": self.best[1]} if self.best else None,
             "alarms": self.guards.summary(),
+            "goodput": self.goodput.summary(),
             "workdir": str(self.workdir),
         }
         if jax.process_index() == 0:
             env.write_json(self.workdir / "summary.json", summary)
         stopped = f"stopped by {reason}" if reason else "done"
+        self.trackers.finish(summary)
         writer.say(f"{stopped} at step {step}; the run is in {self.workdir}")
         return summary
 
@@ -449,6 +447,7 @@ def run(
     profile: Window | None = None,
     callbacks: Sequence[Callback] = (),
     stage: bool = False,
+    began: float | None = None,
 ) -> dict[str, Any]:
     """Trains as `config` says and returns the summary.
 
@@ -460,19 +459,23 @@ def run(
       devices: to run on; None means all.
       profile: steps to trace into the workdir.
       callbacks: called at the start, after each step and at the end; see `Callback`.
+      began: when the start began, on the clock of `time.perf_counter`; what came before this call is startup then.
 
     Raises:
       ConfigError: with everything that is wrong, before any device is touched.
       WorkdirInUse: another run is at work in the workdir.
       TrainingError: a guard or a callback stopped the run, or a disk is full.
     """
+    began = time.perf_counter() if began is None else began
     config_lib.check(config, workdir_problems(workdir))
+    if missing := trackers.problems(config.train.trackers):
+        raise config_lib.ConfigError(missing)
     keep_compiled_programs(config.compilation_cache_dir)
     workdir = Path(workdir).absolute()
     made = None
     try:
         with lock.holding(workdir):
-            made = Run(config, workdir, resume, devices, profile, callbacks, stage)
+            made = Run(config, workdir, resume, devices, profile, callbacks, stage, began)
             made.examine()
             return made.run()
     except Exception as error:

@@ -5,6 +5,8 @@ Names (every row also has `step`, the number of finished optimizer steps):
   val/loss, val/perplexity, val/bits_per_byte: over the fixed validation batches.
   norm/grad (before clipping), norm/param, norm/update, learning_rate.
   perf/tokens_per_second, perf/step_seconds, perf/data_wait_p50_seconds, perf/data_wait_p95_seconds, perf/mfu.
+  perf/goodput, perf/goodput_run: share of the wall time that trained, of this start and of all starts of the run.
+  time/wall_seconds, and time/{training,data,startup,validation,saving,other}_seconds, which add up to it: this start.
   memory/*_mib, memory/*_gib: both units of each figure, since they have been mistaken for each other.
 Bits per byte counts the text bytes of the targets, so that tokenizers can be compared; an end-of-document token has 0.
 """
@@ -29,6 +31,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar, text
+
+from nsa_jax.train.trackers import Trackers
 
 _FLUSH_SECONDS = 60.0  # between writes of TensorBoard's events to the disk
 
@@ -154,7 +158,7 @@ class _Board:
 
 
 class MetricsWriter:
-    """Writes rows to metrics.jsonl and TensorBoard, texts to samples.jsonl, and tells the terminal.
+    """Writes rows to metrics.jsonl, TensorBoard and trackers, texts to samples.jsonl too, and tells the terminal.
 
     Args:
       workdir: the run's directory.
@@ -162,12 +166,21 @@ class MetricsWriter:
       total_steps: for the progress bar.
       active: False on all processes but the first: everything does nothing.
       stream: where lines go; a progress bar is drawn if it is a terminal.
+      trackers: get the numbers of every row, and the texts.
     """
 
     def __init__(
-        self, workdir: Path, *, start_step: int, total_steps: int, active: bool = True, stream: TextIO | None = None
+        self,
+        workdir: Path,
+        *,
+        start_step: int,
+        total_steps: int,
+        active: bool = True,
+        stream: TextIO | None = None,
+        trackers: Trackers | None = None,
     ):
         self._active = active
+        self._trackers = trackers or Trackers()
         self._progress: Progress | None = None
         self._total = total_steps
         if not active:
@@ -190,16 +203,17 @@ class MetricsWriter:
             self._progress.start()
 
     def write(self, step: int, row: dict[str, Any]) -> None:
-        """Appends one row; numbers also go to TensorBoard."""
+        """Appends one row; numbers also go to TensorBoard and the trackers."""
         if not self._active:
             return
         self._file.write(json.dumps({"step": step, **row, "time": round(time.time(), 3)}) + "\n")
         self._file.flush()
         numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
         self._board.add(step, (scalar(name, value) for name, value in numbers.items()))
+        self._trackers.log(step, numbers)
 
     def text(self, step: int, name: str, content: str) -> None:
-        """A text for samples.jsonl, TensorBoard and the terminal."""
+        """A text for samples.jsonl, TensorBoard, the trackers and the terminal."""
         if self._active:
             with self._samples.open("a") as file:
                 file.write(
@@ -207,6 +221,7 @@ class MetricsWriter:
                 )
             content = printable(content)
             self._board.add(step, [text(name, f"```\n{content}\n```")])
+            self._trackers.text(step, name, content)
             self.say(f"step {step}: {name}\n{content}")
 
     def say(self, line: str) -> None:

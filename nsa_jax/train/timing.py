@@ -26,19 +26,24 @@ class Interval:
         self.first_step = first_step
         self.values: list[dict[str, jax.Array]] = []
         self.waits: list[float] = []
+        self.idle = 0.0  # seconds of the waits for which the device had nothing to do
         self.health: dict[str, jax.Array] | None = None  # of NSA after the last step
         self.untimed = 0  # steps before the clock's last restart
         self._end: Future[float] | None = None
 
-    def close(self, waits: list[float]) -> None:
+    def add(self, values: dict[str, jax.Array]) -> Future[float]:
+        """Called when a step has been dispatched; returns when the device finishes it, by `time.perf_counter`."""
+        self.values.append(values)
+        self._end = _watcher.submit(_end_of, values)
+        return self._end
+
+    def close(self, waits: list[float], idle: float) -> None:
         """Called when the last step has been dispatched."""
-        self.waits = waits
-        if self.values:
-            self._end = _watcher.submit(_end_of, self.values[-1])
+        self.waits, self.idle = waits, idle
 
     def end(self) -> float:
         """When the device finished the last step, on the clock of `time.perf_counter`."""
-        assert self._end is not None, "close() comes first"
+        assert self._end is not None, "no step was added"
         return self._end.result()
 
     def read(self) -> list[dict[str, float]]:
@@ -53,10 +58,11 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        self._mark = time.perf_counter()
+        """The next interval begins now."""
+        self.mark = time.perf_counter()  # where the next interval begins, the end of the one before
 
     def lap(self, interval: Interval) -> tuple[list[dict[str, float]], float]:
         """Waits for the interval; returns its metrics and the seconds from the end of the one before to its own."""
-        end = max(interval.end(), self._mark)
-        seconds, self._mark = end - self._mark, end
+        end = max(interval.end(), self.mark)
+        seconds, self.mark = end - self.mark, end
         return interval.read(), max(seconds, 1e-9)

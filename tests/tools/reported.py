@@ -81,6 +81,8 @@ def write_full(path: Path, points: int = 5000) -> Path:
     samples = [{"step": 500 * i, "name": "sample", "text": f"sample {i}"} for i in range(4)]
     lines(path / "samples.jsonl", [*samples, {"step": 2000, "name": "sample", "text": SAMPLE}])
     (path / "env.json").write_text(json.dumps(environment(AWKWARD, train__batch_size=4, data__seq_len=256)))
+    spent = {"wall": 520, "training": 400, "data": 20, "startup": 60, "validation": 30, "saving": 6, "other": 4}
+    (path / "goodput.json").write_text(json.dumps({"run": {f"{cause}_seconds": s for cause, s in spent.items()}}))
     (path / "checkpoints" / "4500").mkdir(parents=True)
     (path / "evaluation").mkdir()
     bins = [{"from": n // 2, "to": n, "loss": 3 - math.log2(n) / 8, "tokens": 1000} for n in (1, 2, 4, 8, 64, 256)]

@@ -113,12 +113,13 @@ def test_a_run_that_a_guard_stopped_tells_which_and_why(stopped):
     run = read_run(stopped)
     assert run["outcome"]["title"] == "Stopped by the guard loss_floor" and run["outcome"]["step"] == 30
     assert run["outcome"]["message"].endswith("too</i> good (no checkpoint was kept)")
-    assert run["health"] is None and run["samples"] == [] and run["evaluation"] == {}
+    assert run["health"] is None and run["samples"] == [] and run["evaluation"] == {} and run["goodput"] is None
 
 
 def test_damaged_files_cost_what_they_held_and_no_more(stopped):
     (stopped / "env.json").write_text('{"config": ')
     (stopped / "stopped.json").write_text("[1]")
+    (stopped / "goodput.json").write_text('{"run": {"wall_seconds": "x", "training_seconds": 1e999}}')
     (stopped / "evaluation").mkdir()
     (stopped / "evaluation" / "evaluation.json").write_text('{"tasks": {"position": {"bins": [{"from": 0}, 3]}}}')
     rows = [
@@ -138,6 +139,7 @@ def test_damaged_files_cost_what_they_held_and_no_more(stopped):
         == [f"{name}.json could not be read and is left out" for name in ("stopped", "env", "evaluation")][:2]
     )
     assert run["config"] == {} and run["outcome"]["steps"] is None and run["evaluation"]["position"] == []
+    assert run["goodput"] is None
     assert "<!doctype html>" in build([run])
 
 

@@ -141,6 +141,12 @@ def test_health_is_drawn_as_a_heat_map_of_every_figure(desk):
     assert desk.show("needles-needle")["traces"][0]["z"] == [[0, 0], [1, 1]]
 
 
+def test_goodput_is_a_table_of_seconds_and_shares(desk):
+    rows = [row.split("\t") for row in desk.page.locator("#speed tbody tr").all_inner_texts()]
+    assert rows[0] == ["all", "8 min 40 s (100.0 %)", "–"] and rows[1] == ["training", "6 min 40 s (76.9 %)", "–"]
+    assert [row[0] for row in rows[2:]] == ["data", "startup", "validation", "saving", "other"]
+
+
 def test_hovering_tells_the_values(desk):
     desk.show("chart-loss")
     box = desk.page.locator("#chart-loss .nsewdrag").bounding_box()

@@ -24,9 +24,8 @@ class _Machine:
 
     def interval(self, first_step):
         interval = timing.Interval(first_step)
-        interval.values = [{"loss": first_step}]
         self._over[first_step] = threading.Event()
-        interval.close([])
+        interval.add({"loss": first_step})
         return interval
 
     def finish(self, interval, at):

@@ -43,7 +43,7 @@ def final_state(workdir):
 
 def stop_before(monkeypatch, step, act):
     """Calls `act` when the loop asks for the batch of the step after `step`."""
-    original = loop._Batches.__next__
+    original = loop.Batches.__next__
     count = {"taken": 0}
 
     def taking(self):
@@ -52,7 +52,7 @@ def stop_before(monkeypatch, step, act):
             act()
         return original(self)
 
-    monkeypatch.setattr(loop._Batches, "__next__", taking)
+    monkeypatch.setattr(loop.Batches, "__next__", taking)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,9 @@ def test_a_finished_run_keeps_its_summary(tmp_path, caplog):
     assert any("finished already, at step 4" in record.getMessage() for record in caplog.records)
     (tmp_path / "summary.json").unlink()  # killed after the last save
     loop.run(config, tmp_path, devices=one_device())
-    assert {**json.loads((tmp_path / "summary.json").read_text()), "start_step": 0} == json.loads(before)
+    written, before = json.loads((tmp_path / "summary.json").read_text()), json.loads(before)
+    assert written.pop("goodput")["run"]["starts"] == 2 and before.pop("goodput")["run"]["starts"] == 1
+    assert {**written, "start_step": 0} == before
 
 
 def test_patience_survives_a_kill(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from nsa_jax.train.preflight import selftest as selftest_lib
 from nsa_jax.train.preflight.checks import check_disk, check_kernels, check_memory, check_save_interval, check_workdir
 from nsa_jax.train.preflight.report import Report, cost_facts, gib, kernel_facts, memory_facts, program_facts
 from nsa_jax.train.state import Setup
+from nsa_jax.train.trackers import problems as tracker_problems
 
 _SEARCH_UNTIL = 150.0  # seconds since the start, after which no further micro-batch is compiled
 
@@ -45,7 +46,7 @@ def examine(
     report = Report(problems=config_lib.validate(config))
     if check_fields(config, config_lib.default_config())[1]:
         return report
-    report.problems += check_workdir(config, workdir)
+    report.problems += check_workdir(config, workdir) + tracker_problems(config.train.trackers)
     if _runnable(config):
         gpu, count = target or config.preflight.target, devices or config.preflight.devices
         vocab = memory_lib.vocabulary(config)
