@@ -15,6 +15,7 @@ from flax import nnx
 from nsa_jax.data import Tokenizer
 from nsa_jax.data.synthetic import num_facts, recall_rows
 from nsa_jax.nn import NSAttention, Transformer
+from nsa_jax.nn.observe import walk_blocks
 from nsa_jax.nn.transformer import layer_stacks
 from nsa_jax.ops import blocks
 
@@ -32,28 +33,16 @@ class Probe:
 
     def _forward(self, params, tokens, positions):
         model: Transformer = nnx.merge(self._graphdef, params)
-        config = self.config
-        graphdefs, stacks = zip(*map(nnx.split, layer_stacks(model.blocks, config)), strict=True)
         rows = jnp.arange(tokens.shape[0])[:, None]
 
-        def period(x, states):
-            seen = []
-            for graphdef, state in zip(graphdefs, states, strict=True):
-                block: Any = nnx.merge(graphdef, state)
+        def attend(attention, normed):
+            if not isinstance(attention, NSAttention):
+                return attention(normed), None
+            out, lists = attention(normed, return_block_indices=True)
+            return out, lists[rows, positions]  # [B, P, K, n]: all lists of a long row would take much memory
 
-                def attend(normed, attention=block.attention):
-                    if not isinstance(attention, NSAttention):
-                        return attention(normed), None
-                    out, lists = attention(normed, return_block_indices=True)
-                    return out, lists[rows, positions]  # [B, P, K, n]
-
-                x, lists = block.forward(x, attend)
-                seen += [] if lists is None else [lists]
-            return x, jnp.stack(seen) if seen else None
-
-        x, lists = jax.lax.scan(period, model.embedding[...][tokens].astype(config.dtype), stacks)
-        logits = model.logits(model.norm(x[rows, positions]))
-        return jnp.argmax(logits, axis=-1), None if lists is None else lists.reshape(-1, *lists.shape[2:])
+        hidden, lists = walk_blocks(model, tokens, attend)
+        return jnp.argmax(model.logits(hidden[rows, positions]), axis=-1), lists
 
     def __call__(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Runs the forward pass.

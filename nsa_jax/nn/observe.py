@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -89,12 +90,43 @@ def run_attention(attention: NSAttention, h: jax.Array, segment_start: jax.Array
     return run_branches(p.query, key_cmp, value_cmp, *keys_values, p.gates, **common)
 
 
+def walk_blocks(
+    model: Transformer, tokens: jax.Array, attend: Callable[[Any, jax.Array], tuple[jax.Array, Any]]
+) -> tuple[jax.Array, Any]:
+    """The model's forward pass with attention that the caller computes. Traceable.
+
+    Layers are stacked whether or not the model scans them, so both kinds are walked by one scan.
+
+    Args:
+      model: a Transformer.
+      tokens: int32 [B, T].
+      attend: called with a layer's attention module and its normed input [B, T, D]; returns attention's output
+        [B, T, D] and arrays to keep. Layers of kinds other than NSA keep None.
+
+    Returns:
+      What `model.hidden` returns, and the kept arrays with a leading axis of the NSA layers, whose indices are
+      `model.config.layers_of("nsa")`; None if there are none.
+    """
+    config = model.config
+    graphdefs, stacks = zip(*map(nnx.split, layer_stacks(model.blocks, config)), strict=True)
+
+    def period(x, params):
+        seen = []
+        for graphdef, layer in zip(graphdefs, params, strict=True):
+            block: Any = nnx.merge(graphdef, layer)
+            x, found = block.forward(x, functools.partial(attend, block.attention))
+            seen += [] if found is None else [found]
+        return x, jax.tree.map(lambda *parts: jnp.stack(parts), *seen) if seen else None
+
+    x, seen = jax.lax.scan(period, model.embedding[...][tokens].astype(config.dtype), stacks)
+    layers = len(config.layers_of("nsa"))  # from [periods, NSA layers of a period, ...], which may be of size 0
+    return model.norm(x), jax.tree.map(lambda a: a.reshape(layers, *a.shape[2:]), seen)
+
+
 def walk_layers(
     model: Transformer, tokens: jax.Array, segment_start: jax.Array | None, look: Callable[[NSAArrays], Any]
 ) -> tuple[jax.Array, Any]:
-    """The model's forward pass, with a function applied to what each NSA layer computes. Traceable.
-
-    Layers are stacked whether or not the model scans them, so both kinds are walked by one scan.
+    """`walk_blocks` with a function applied to what each NSA layer computes. Traceable.
 
     Args:
       model: a Transformer with NSA layers.
@@ -103,32 +135,19 @@ def walk_layers(
       look: `NSAArrays` of a layer -> arrays.
 
     Returns:
-      What `model.hidden` returns, and what `look` returned with a leading axis of the NSA layers, whose indices are
-      `model.config.layers_of("nsa")`.
+      What `model.hidden` returns, and what `look` returned with a leading axis of the NSA layers.
 
     Raises:
       ValueError: the model has no NSA layers.
     """
-    config = model.config
-    if "nsa" not in config.kinds:
-        raise ValueError(f"model.config.attention={'/'.join(config.kinds)!r}: must be 'nsa' to be looked into")
-    graphdefs, stacks = zip(*map(nnx.split, layer_stacks(model.blocks, config)), strict=True)
+    kinds = model.config.kinds
+    if "nsa" not in kinds:
+        raise ValueError(f"model.config.attention={'/'.join(kinds)!r}: must be 'nsa' to be looked into")
 
-    def period(x, params):
-        seen = []
-        for graphdef, layer in zip(graphdefs, params, strict=True):
-            block: Any = nnx.merge(graphdef, layer)
+    def attend(attention, normed):
+        if not isinstance(attention, NSAttention):
+            return attention(normed, segment_start), None
+        arrays = run_attention(attention, normed, segment_start)
+        return attention.output(arrays.attended()), look(arrays)
 
-            def attend(normed, attention=block.attention):
-                if not isinstance(attention, NSAttention):
-                    return attention(normed, segment_start), None
-                arrays = run_attention(attention, normed, segment_start)
-                return attention.output(arrays.attended()), look(arrays)
-
-            x, found = block.forward(x, attend)
-            seen += [] if found is None else [found]
-        return x, jax.tree.map(lambda *parts: jnp.stack(parts), *seen)
-
-    x, seen = jax.lax.scan(period, model.embedding[...][tokens].astype(config.dtype), stacks)
-    layers = len(config.layers_of("nsa"))  # from [periods, NSA layers of a period, ...], which may be of size 0
-    return model.norm(x), jax.tree.map(lambda a: a.reshape(layers, *a.shape[2:]), seen)
+    return walk_blocks(model, tokens, attend)
