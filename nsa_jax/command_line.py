@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 
 from nsa_jax.config import default_config
 from nsa_jax.devices import choose_platform
+from nsa_jax.extras import MissingExtra
 from nsa_jax.fields import ConfigError, Problem, expected, no_such_field, remote, walk, wrong_value
 
 EXIT_USAGE = 2
@@ -229,7 +230,7 @@ def run_program(work: Callable[[], object]) -> int:
 
     Args:
       work: what the tool does. The errors that name the user's mistakes (LoadError, DataError, ConfigError,
-        CheckpointError, PromptError) are ValueErrors; these and OSErrors are reported.
+        CheckpointError, PromptError) are ValueErrors; these, OSErrors and missing packages are reported.
 
     Returns:
       The exit status: 0, or EXIT_USAGE if an error was reported on standard error.
@@ -239,7 +240,7 @@ def run_program(work: Callable[[], object]) -> int:
     choose_platform()
     try:
         work()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MissingExtra) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     return 0

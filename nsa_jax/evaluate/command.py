@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import json
 import sys
 import time
@@ -49,6 +48,7 @@ from nsa_jax.evaluate.scoring import (
     score_documents,
 )
 from nsa_jax.evaluate.validation import repeat_validation
+from nsa_jax.extras import extra
 from nsa_jax.hub.load import load, recorded_metrics
 
 TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall")
@@ -193,9 +193,8 @@ class Evaluation:
 
     def harness(self, names: list[str]) -> dict[str, dict[str, Any]]:
         """Tasks of the lm-evaluation-harness, each under its name with the prefix."""
-        if importlib.util.find_spec("lm_eval") is None:
-            raise DataError(f"--tasks {HARNESS}{names[0]}", "lm-eval is not installed", 'pip install "nsa_jax[eval]"')
-        from nsa_jax.evaluate.harness import HarnessModel, run_tasks
+        with extra("eval"):
+            from nsa_jax.evaluate.harness import HarnessModel, run_tasks
 
         args = self.args
         model = HarnessModel(

@@ -47,6 +47,24 @@ def fill(module, seed=0):
     return module
 
 
+def assert_computes(layer, by_hand, x, start, tolerance):
+    """A layer and its gradients are a function of the layer, x and start, up to a share of the largest number."""
+    graphdef, params = nnx.split(layer)
+
+    def results(call):
+        def loss(params, x):
+            out = call(nnx.merge(graphdef, params), x, start)
+            return jnp.sin(3 * out).sum(), out
+
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
+
+    got, want = results(lambda layer, x, start: layer(x, start)), results(by_hand)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.abs(b).max() > 1e-3
+        np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max())
+
+
 def block_by_hand(block, x, config):
     """One row of a dense block, from the definitions, float64."""
     get = lambda value: np.asarray(value[...], np.float64)  # noqa: E731

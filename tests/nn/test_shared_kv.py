@@ -15,7 +15,7 @@ from nsa_jax.nn import ModelConfig, NSAttention, Transformer, count_parameters, 
 from nsa_jax.ops import reference
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.train.flops import forward_flops_per_token
-from tests.nn.test_model_options import OPTIONS, fill
+from tests.nn.test_model_options import OPTIONS, assert_computes, fill
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -56,22 +56,7 @@ def by_hand(attention: NSAttention, x, start):
 
 
 def test_layer_and_gradients_are_those_of_the_reference():
-    attention = fill(NSAttention(CONFIG, rngs=nnx.Rngs(0)))
-    graphdef, params = nnx.split(attention)
-    x, start = inputs()
-
-    def results(call):
-        def loss(params, x):
-            out = call(nnx.merge(graphdef, params), x, start)
-            return jnp.sin(3 * out).sum(), out
-
-        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
-
-    got, want = results(lambda layer, x, start: layer(x, start)), results(by_hand)
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert np.abs(b).max() > 1e-3
-        np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max())
+    assert_computes(fill(NSAttention(CONFIG, rngs=nnx.Rngs(0))), by_hand, *inputs(), tolerance=3e-5)
 
 
 def test_three_equal_projections_are_one():

@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
+
+from nsa_jax.hub.export_files import Arrays
 
 VOCAB = 64
 _BASE = {
@@ -165,3 +169,28 @@ def logits(c: dict[str, Any], arrays: dict[str, np.ndarray], tokens: np.ndarray)
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(normed, f"{prefix}mlp.up_proj"), f"{prefix}mlp.down_proj")
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     return norm(x, "model.norm") @ head.T
+
+
+# Models of them here
+
+
+def float32(config) -> None:
+    """For `edit` of `import_dense`."""
+    config.model.compute_dtype = "float32"
+
+
+def tokens(length: int, seed: int = 1) -> np.ndarray:
+    """A row of random tokens."""
+    return np.random.default_rng(seed).integers(0, VOCAB, length)
+
+
+def run(model, row: np.ndarray) -> np.ndarray:
+    """Logits [T, vocabulary] of one row."""
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(jax.jit(model)(jnp.asarray(row[None], jnp.int32))[0])
+
+
+def stored(directory: Path) -> dict[str, np.ndarray]:
+    """The arrays of a folder of safetensors."""
+    arrays = Arrays(directory)
+    return {name: np.asarray(arrays[name]) for name in arrays.files}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
+import sys
 import types
 
 import jax
@@ -197,7 +197,8 @@ def test_validation_that_cannot_be_repeated_is_refused(model, monkeypatch):
 
 def test_tasks_of_the_harness_need_a_package(tmp_path, capsys, monkeypatch):
     write_run(tmp_path / "run", small_config())
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "nsa_jax.evaluate.harness", raising=False)
     assert evaluate.main([str(tmp_path / "run"), "--tasks", "lm_eval:arc_easy,hellaswag"]) == EXIT_USAGE
     assert 'pip install "nsa_jax[eval]"' in capsys.readouterr().err
     parse = evaluate.command._parser().parse_args
