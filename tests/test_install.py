@@ -1,5 +1,6 @@
 """What `pip install` gives: a small operator, extras that are named where they are missing, and the command nsa-jax."""
 
+import importlib
 import os
 import re
 import shutil
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from nsa_jax import cli, trainer
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -87,6 +90,24 @@ def test_a_command_without_its_extra_is_one_line(command):
     extra = "report" if command.startswith("report") else "train"
     lines = [line for line in done.stderr.splitlines() if "cuda" not in line and "absl::" not in line]
     assert done.returncode == 2 and len(lines) == 1 and f"nsa_jax[{extra}]" in lines[0], done.stderr
+
+
+def test_every_command_reaches_its_program_with_its_arguments(monkeypatch):
+    called = []
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(trainer, "start", lambda argv: called.append(argv) or sys.exit(7))
+    for command, expected in (
+        (["train", "toy", "--profile=1:2"], ["nsa-jax train", "--config=toy", "--profile=1:2"]),
+        (["train", "--config=a.py"], ["nsa-jax train", "--config=a.py"]),
+        (["preflight", "toy", "--devices=8"], ["nsa-jax preflight", "--config=toy", "--devices=8", "--preflight"]),
+    ):
+        with pytest.raises(SystemExit) as status:
+            cli.main(command)
+        assert status.value.code == 7 and called.pop() == expected
+    for name in cli.TOOLS:
+        module = importlib.import_module(cli._MODULES.get(name, f"nsa_jax.{name}"))
+        monkeypatch.setattr(module, "main", lambda arguments: called.append(arguments) or 5)
+        assert cli.main([name, "runs/a", "--x"]) == 5 and called.pop() == ["runs/a", "--x"]
 
 
 @pytest.fixture(scope="module")
