@@ -6,10 +6,11 @@
     python benchmarks/extend.py dense
     python benchmarks/extend.py report --json extend.json --plot extend.png
 
-"base" trains a dense model (configs/a100_prod.py with bytes as tokens) at 2,048 tokens, exports it for transformers
-and converts that folder: to NSA, to NSA with shared keys and values ("shared") and to dense. The next ones train a
-converted model on at 32,768 tokens by configs/extend.py and evaluate it. Their commands are printed as they run;
-"report" compares what is there. Flags after -- are passed on to train.py.
+"base" trains a dense model (configs/a100_prod.py with bytes as tokens) at 2,048 tokens and exports it for transformers.
+The next ones convert that folder, train the model on at 32,768 tokens by configs/extend.py and evaluate it: "nsa",
+"dense", and variants of NSA: "shared" keys and values, an "open" gate of the compressed branch, blocks chosen by
+"mean_key", twice as many selected blocks ("more"), every fourth layer dense ("mixed"). Their commands are printed as
+they run; "report" compares what is there. Flags after -- are passed on to train.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONVERSIONS = {
     "nsa": ["--attention=nsa"],
     "shared": ["--attention=nsa", "--shared_kv"],
+    "open": ["--attention=nsa", "--gate=0.333"],
+    "mean_key": ["--attention=nsa", "--config.model.nsa.selector=mean_key"],
+    "more": ["--attention=nsa", "--config.model.nsa.num_selected=32"],
+    "mixed": ["--layer-pattern=nsa,nsa,nsa,dense"],
     "dense": ["--attention=dense"],
 }
 # The same for all, so that documents are the same; no packing and no exclusion of cuDNN's dense attention, which is the
@@ -60,7 +65,7 @@ def train(options: argparse.Namespace, config: str, workdir: pathlib.Path, *flag
 
 
 def base(options: argparse.Namespace) -> None:
-    """The dense model at short rows, and its conversions."""
+    """The dense model at short rows, as transformers has it."""
     folder = options.folder
     train(
         options, options.base_config, folder / "base", "--config.model.attention=dense",
@@ -68,14 +73,13 @@ def base(options: argparse.Namespace) -> None:
         "--config.train.save_every=100000", "--config.train.eval_every=500", "--config.optim.warmup_steps=100",
     )  # fmt: skip
     command("-m", "nsa_jax.export", folder / "base", folder / "base_hf", "--format=transformers")
-    for name in options.conversions.split(","):
-        what = [*CONVERSIONS[name], "--dtype=float32", "--tokenizer=byte"]
-        command("-m", "nsa_jax.convert", folder / "base_hf", folder / "converted" / name, *what)
 
 
 def extend(options: argparse.Namespace, name: str) -> None:
-    """One converted model, trained on at long rows and evaluated."""
+    """One model, converted, trained on at long rows and evaluated."""
     model, workdir = options.folder / "converted" / name, options.folder / name
+    what = [*CONVERSIONS[name], "--dtype=float32", "--tokenizer=byte"]
+    command("-m", "nsa_jax.convert", options.folder / "base_hf", model, *what)
     config = f"{ROOT / 'configs' / 'extend.py'}:{model},{options.length}"
     train(
         options, config, workdir, f"--resume={model}", "--stage", "--config.train.log_every=5",
@@ -161,7 +165,6 @@ def main() -> None:
     parser.add_argument("--corpus", type=pathlib.Path, default=ROOT / "corpus")
     parser.add_argument("--base_config", default="configs/a100_prod.py")
     parser.add_argument("--base_steps", type=int, default=1526, help="of 131,072 tokens: 200 million")
-    parser.add_argument("--conversions", default="nsa,shared,dense", help="what base converts to")
     parser.add_argument("--length", type=int, default=32_768, help="of the new rows")
     parser.add_argument("--steps", type=int, default=380, help="of the extension, 131,072 tokens each: 50 million")
     parser.add_argument("--max_tokens", type=int, default=4_000_000, help="of the evaluation")

@@ -8,8 +8,9 @@ What:    the argument is an exported model and the new row length, 32,768 if lef
          million tokens are few. Without an argument the model is that of a100_prod at 32,768 tokens.
 Data:    text files, one document each: use documents as long as the rows. A corpus of short ones teaches nothing about
          the longer row. 380 steps of 4 x 32,768 tokens are 50 million tokens.
-Takes:   not measured. benchmarks/extend.py runs the whole recipe, for NSA and dense attention.
-Reaches: not measured.
+Takes:   122 s on an H200 for a model of 85M parameters with NSA, 303 s with dense attention.
+Reaches: 0.496 nats per byte of source text with NSA, 0.448 with dense attention. docs/extend.md shows the loss
+         by position: as good up to 2,048 tokens, up to 0.061 behind at 32,768.
 Command: python train.py --config=configs/extend.py:converted/nsa,32768 --resume=converted/nsa --stage
 Other:   64k in a second stage: --config=configs/extend.py:converted/nsa,65536 --resume=runs/extend --stage
          --workdir=runs/extend_64k. The optimizer's averages are kept then.

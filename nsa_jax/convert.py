@@ -3,6 +3,7 @@
     python -m nsa_jax.convert Llama-3.2-1B converted/llama-nsa
     python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-dense --attention=dense --dtype=float32
     python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-mixed --layer-pattern=nsa,dense
+    python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-nsa --config.model.nsa.num_selected=32
 
 CHECKPOINT is a directory with config.json and safetensors, or the id of a model on the Hugging Face hub. OUTPUT is an
 export, which `nsa_jax.load`, generate, evaluate and `train.py --resume` take. The tokenizer and its chat template are
@@ -25,11 +26,12 @@ from pathlib import Path
 import numpy as np
 from ml_collections import ConfigDict
 
-from nsa_jax.command_line import number, run_program
+from nsa_jax.command_line import number, override, run_program
 from nsa_jax.data import Tokenizer, load_tokenizer
 from nsa_jax.data.sources import TextSource
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.evaluate.scoring import Scorer, score_documents
+from nsa_jax.fields import ConfigError, Problem
 from nsa_jax.hub.convert import GATE, import_dense
 from nsa_jax.hub.export import export
 from nsa_jax.hub.export_files import LoadError, file_in, shortened
@@ -37,6 +39,7 @@ from nsa_jax.nn import Transformer
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
+_NEW_FIELDS = ("model.nsa.", "model.compressor=")  # what a dense checkpoint leaves open
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -85,21 +88,40 @@ def _tokenizer(given: str | None, source: Path, config: ConfigDict) -> Tokenizer
     return tokenizer
 
 
-def convert(args: argparse.Namespace) -> None:
+def _set_fields(config: ConfigDict, overrides: Sequence[str]) -> None:
+    """Sets the fields that the command line names; ConfigError if one is wrong or the checkpoint decides it."""
+    problems = override(config, overrides)
+    for text in overrides:
+        name = text.partition("=")[0]
+        if not problems and not text.startswith(_NEW_FIELDS):
+            message = f"--config.{name}: the checkpoint and the other options decide it"
+            fix = "here set fields of config.model.nsa or config.model.compressor alone"
+            problems.append(Problem("R057", "error", message, fix))
+    if problems:
+        raise ConfigError(problems)
+
+
+def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
     """Does what the command line of `nsa_jax.convert` asks for.
+
+    Args:
+      args: as `add_arguments` declares them, with `checkpoint` and `output`.
+      overrides: fields of the config that a dense checkpoint leaves open, such as "model.nsa.num_selected=32".
 
     Raises:
       LoadError, DataError: the checkpoint or its tokenizer cannot be used.
+      ConfigError: an override is wrong.
     """
     source, target = find_checkpoint(args.checkpoint), Path(args.output)
     if target.exists() and target.samefile(source):
         raise LoadError(f"{target}: is the checkpoint itself; name another directory to write")
     found: list[Tokenizer] = []
 
-    def add_tokenizer(config: ConfigDict) -> None:  # before arrays are read, which may take long
+    def edit(config: ConfigDict) -> None:  # before arrays are read, which may take long
+        _set_fields(config, overrides)
         found.append(_tokenizer(args.tokenizer, source, config))
 
-    options = {"dtype": args.dtype, "seq_len": args.seq_len, "edit": add_tokenizer}
+    options = {"dtype": args.dtype, "seq_len": args.seq_len, "edit": edit}
     kind = {"attention": args.attention, "layer_pattern": args.layer_pattern, "shared_kv": args.shared_kv}
     model, config = import_dense(source, **kind, gate=args.gate, **options)
     kinds = ", ".join(model.config.kinds)
@@ -178,8 +200,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line tool; returns the exit status."""
-    args = _parser().parse_args(argv)
-    return run_program(lambda: convert(args))
+    parser = _parser()
+    args, others = parser.parse_known_args(argv)
+    prefix = "--config."
+    if unknown := [text for text in others if not text.startswith(prefix) or "=" not in text]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; a field of the config is {prefix}FIELD=VALUE")
+    return run_program(lambda: convert(args, [text.removeprefix(prefix) for text in others]))
 
 
 if __name__ == "__main__":

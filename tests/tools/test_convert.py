@@ -412,8 +412,9 @@ def test_a_converted_model_is_generated_from_and_evaluated(tmp_path, capsys):
     letters(tmp_path / "in")
     out, text = str(tmp_path / "out"), tmp_path / "text.txt"
     text.write_text("Hello there " * 20)
-    options = ["--gate=0", "--shared-kv", "--dtype=float32", "--text", str(text)]
+    options = ["--gate=0", "--shared-kv", "--dtype=float32", "--text", str(text), "--config.model.nsa.num_selected=7"]
     assert convert.main([str(tmp_path / "in"), out, *options]) == 0
+    assert nsa_jax.load(out)[2].model.nsa.num_selected == 7
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "loss at step 0" in line]
     dense, nsa = (float(words[5]) for words in lines)
     assert dense == pytest.approx(nsa, abs=5e-3)  # in bfloat16; the text is shorter than the window
@@ -435,6 +436,10 @@ def test_a_converted_model_is_generated_from_and_evaluated(tmp_path, capsys):
         (["IN", "OUT", "--dtype=int8"], "argument --dtype"),
         (["IN", "OUT", "--seq-len=0"], "argument --seq-len"),
         (["IN", "OUT", "--attention=sparse"], "argument --attention"),
+        (["IN", "OUT", "--selected=3"], "unrecognized arguments: --selected=3"),
+        (["IN", "OUT", "--config.model.nsa.num_selectd=3"], "did you mean config.model.nsa.num_selected"),
+        (["IN", "OUT", "--config.model.rope_theta=3"], "--config.model.rope_theta: the checkpoint"),
+        (["IN", "OUT", "--tokenizer=byte", "--config.model.nsa.select_block=40"], "must be a multiple of"),
         (["IN"], "OUTPUT"),
     ],
 )
