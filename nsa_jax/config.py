@@ -97,6 +97,7 @@ def default_config() -> ConfigDict:
 
     c.data = d = ConfigDict()
     d.source = "stdlib"  # stdlib | text | hf | synthetic
+    d.sources = ConfigDict()  # several sources: NAME: {weight: share of tokens, and fields as here}; docs/data.md
     d.files = ()  # text: files or globs, UTF-8, plain, .gz or .zst
     d.text_separator = ""  # text: string between the documents of a file; empty: a file is one document
     d.hf_path = ""  # hf: first argument of datasets.load_dataset, e.g. HuggingFaceFW/fineweb-edu, parquet, json

@@ -297,6 +297,7 @@ class Run:
         if peak is not None:
             used = flops.train_flops_per_token(self.setup.model_config, config.data.seq_len) * tokens / seconds
             row["perf/mfu"] = used / (peak * self.setup.mesh.size)
+        row.update(metrics.epochs_row(self.pipeline.epochs(step)))
         row.update(metrics.memory_row())
         row.update(
             self.guards.on_report(
@@ -369,12 +370,16 @@ class Run:
 
     def _validate(self, step: int, state: State, writer: metrics.MetricsWriter) -> None:
         self.watchdog.beat(step, "validating", finished=False)
-        row = evaluate(self.eval_step, state["params"], self.pipeline.validation(), batch_sharding(self.setup.mesh))
+        row, _ = evaluate(self.eval_step, state["params"], self.pipeline, batch_sharding(self.setup.mesh))
         self._last_validation = (step, row)
         self.watchdog.beat(step, "training", finished=False)
         self._early = self.guards.on_validation(step, row["val/loss"], self._last_row.get("train/loss"))
         writer.write(step, row)
-        writer.say(f"step {step}: validation loss {row['val/loss']:.4f}, {row['val/bits_per_byte']:.3f} bits/byte")
+        each = ", ".join(f"{n} {row[f'val/loss/{n}']:.4f}" for n in self.pipeline.parts if n)
+        writer.say(
+            f"step {step}: validation loss {row['val/loss']:.4f}{f' ({each})' if each else ''}, "
+            f"{row['val/bits_per_byte']:.3f} bits/byte"
+        )
         if self.sampler is not None:
             writer.text(step, "sample", self.sampler(state["params"], step))
 
@@ -407,8 +412,10 @@ class Run:
 
     def _write_env(self, begin: Start) -> None:
         if jax.process_index() == 0:
-            stats = {name: vars(split) if split else None for name, split in self.pipeline.stats.items()}
-            data = {"splits": stats, "tokenizer": self.pipeline.tokenizer.fingerprint}
+            parts, sizes = self.pipeline.parts, {}
+            for name, part in parts.items():
+                sizes[name] = {n: vars(split) if split else None for n, split in part.pipeline.stats.items()}
+            data = {"splits": sizes.get("", sizes), "tokenizer": self.pipeline.tokenizer.fingerprint}
             found = env.environment(self.setup, start_step=begin.step, resumed_from=begin.source, data=data)
             found["stages"] = list(begin.stages)
             found["preflight"] = self.preflight.record() if self.preflight else None

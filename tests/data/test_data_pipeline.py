@@ -353,7 +353,7 @@ def test_errors_survive_pickling():
 
 
 def test_a_wrong_batch_does_not_leave_the_pipeline(text_config, monkeypatch):
-    from nsa_jax.data import pipeline as module
+    from nsa_jax.data import windows as module
 
     def unshifted(rows, eos_id, *, packing=True):
         batch = pack(rows, eos_id, packing=packing)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Iterable, Iterator
 
@@ -18,7 +19,9 @@ from ml_collections import ConfigDict
 from nsa_jax.config import Problem
 from nsa_jax.data import DataError, Pipeline, make_pipeline, sources, statistics
 from nsa_jax.data.packing import check_batch
+from nsa_jax.data.pipeline import Part
 from nsa_jax.data.token_file import TokenFile
+from nsa_jax.fields import source_configs
 from nsa_jax.train.metrics import printable
 
 _BATCHES = 4
@@ -51,10 +54,11 @@ class DataReport:
 
 def _is_small_and_local(config: ConfigDict) -> bool:
     """Whether the data can be read without a download and tokenised in a moment."""
-    if config.data.source not in ("stdlib", "text"):
+    alone = source_configs(config).values()
+    if any(part.data.source not in ("stdlib", "text") for part in alone):
         return config.data.source == "synthetic"
-    size = sources.make_source(config).size_bytes()
-    return size is not None and size <= _BUILD_BELOW
+    sizes = [sources.make_source(part).size_bytes() for part in alone]
+    return sum(math.inf if size is None else size for size in sizes) <= _BUILD_BELOW
 
 
 def _window_hashes(tokens: np.ndarray, length: int) -> np.ndarray:
@@ -208,21 +212,18 @@ def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
     iterator.close()
     problems = report.problems
     problems += check_batches(batches, pipeline.tokenizer.vocab_size)
-    corpus = pipeline.corpus
     rows = np.concatenate([batch["inputs"] for batch in batches])
-    if corpus is not None:
-        tokens = statistics.sample_tokens(corpus.train, _SAMPLE_TOKENS)
-        duplicates = statistics.corpus_report(corpus, count=1000)
-        _duplicate_problems(duplicates, problems)
-        _epoch_problem(config, corpus.train.stats.tokens, problems)
-    else:
-        tokens = rows
+    sampled, source_facts = [], []
+    for name, part in pipeline.parts.items():
+        if part.pipeline.corpus is not None:
+            count = int(part.share * _SAMPLE_TOKENS)
+            sampled.append(statistics.sample_tokens(part.pipeline.corpus.train, count))
+        found, facts = _examine_source(config, name, part, rows)
+        problems += found
+        source_facts += facts
+    tokens = np.concatenate(sampled or [rows])
     report.unigram_entropy = statistics.unigram_entropy(tokens)
     report.bigram_entropy = statistics.bigram_entropy(tokens)
-    shared = None
-    if config.train.eval_batches:
-        found, shared = check_splits(pipeline, rows, config.data.seq_len)
-        problems += found
     if first > 60:
         message = f"the first batch came after {first:.0f} s"
         problems.append(Problem("R035", "warning", message, "look at the disk and config.data.num_workers"))
@@ -239,35 +240,55 @@ def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
         ("unigram entropy", f"{report.unigram_entropy:.3f} nats per token"),
         ("bigram entropy, the loss guard's floor", f"{report.bigram_entropy:.3f} nats per token"),
     ]
-    if corpus is not None:
-        stats = corpus.train.stats
-        report.facts += [
-            ("training documents", f"{stats.documents:,}, {stats.tokens:,} tokens, {stats.bytes:,} bytes"),
-            (
-                "duplicated documents",
-                f"{duplicates.duplicate_documents:.2%}, {duplicates.duplicate_tokens:.2%} of tokens",
-            ),
-            ("documents in both splits", str(duplicates.overlap_documents)),
-        ]
-    if shared is not None:
-        report.facts.append(("validation windows seen in training", f"{shared:.2%}"))
+    report.facts += source_facts
     return report
 
 
-def _duplicate_problems(found: statistics.CorpusReport, problems: list[Problem]) -> None:
+def _examine_source(
+    config: ConfigDict, name: str, part: Part, rows: np.ndarray
+) -> tuple[list[Problem], list[tuple[str, str]]]:
+    """Problems and facts of one source; those of one among several begin with its name."""
+    problems: list[Problem] = []
+    facts: list[tuple[str, str]] = []
+    corpus = part.pipeline.corpus
+    if corpus is not None:
+        stats, found = corpus.train.stats, statistics.corpus_report(corpus, count=1000)
+        wanted = int(config.train.steps * config.train.batch_size * config.data.seq_len * part.share)
+        problems += _duplicate_problems(found) + _epoch_problems(wanted, stats.tokens, bool(name))
+        facts += [
+            ("training documents", f"{stats.documents:,}, {stats.tokens:,} tokens, {stats.bytes:,} bytes"),
+            ("passes over them", f"{wanted / max(stats.tokens, 1):,.2f}: {wanted:,} tokens, {part.share:.2%} of all"),
+            ("duplicated documents", f"{found.duplicate_documents:.2%}, {found.duplicate_tokens:.2%} of tokens"),
+            ("documents in both splits", str(found.overlap_documents)),
+        ]
+    if config.train.eval_batches:
+        split_problems, shared = check_splits(part.pipeline, rows, config.data.seq_len)
+        problems += split_problems
+        facts.append(("validation windows seen in training", f"{shared:.2%}"))
+    if name:
+        where = f"config.data.sources.{name}"
+        problems = [dataclasses.replace(p, message=f"{where}: {p.message}") for p in problems]
+        facts = [(f"{name}: {fact}", value) for fact, value in facts]
+    return problems, facts
+
+
+def _duplicate_problems(found: statistics.CorpusReport) -> list[Problem]:
     share = found.duplicate_tokens
     if share <= 0.05:
-        return
+        return []
     message = f"{share:.0%} of the training tokens are in documents that repeat an earlier one"
     fix = "remove the duplicates; a model memorises what it sees many times"
-    problems.append(Problem("R031", "error" if share > 0.3 else "warning", message, fix))
+    return [Problem("R031", "error" if share > 0.3 else "warning", message, fix)]
 
 
-def _epoch_problem(config: ConfigDict, tokens: int, problems: list[Problem]) -> None:
-    wanted = config.train.steps * config.train.batch_size * config.data.seq_len
-    if wanted > 4 * tokens:
-        message = f"{wanted:,} tokens of training are {wanted / tokens:.1f} passes over {tokens:,}"
-        problems.append(Problem("R034", "warning", message, "more text or fewer steps; repeated text is memorised"))
+def _epoch_problems(wanted: int, tokens: int, mixed: bool) -> list[Problem]:
+    if wanted <= 4 * tokens:
+        return []
+    message = f"{wanted:,} tokens of training are {wanted / tokens:.1f} passes over {tokens:,}"
+    fix = "more text or fewer steps; repeated text is memorised"
+    if mixed:
+        fix = f"a lower weight, {fix}"
+    return [Problem("R034", "warning", message, fix)]
 
 
 def loss_floor(config: ConfigDict, report: DataReport) -> float | None:
