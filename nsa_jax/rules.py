@@ -41,6 +41,7 @@ CHOICES = {
     "model.remat": ("none", "block", "attention_saved", "dots_saved", "full"),
     "data.source": ("stdlib", "text", "hf", "synthetic"),
     "data.synthetic": ("random", "copy", "recall"),
+    "data.packing_method": ("concatenate", "best_fit"),
     "data.tokenizer": ("byte", "bpe", "hf"),
     "optim.name": ("adamw",),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
@@ -292,6 +293,9 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
             found.error("R007", message, "give the first argument of datasets.load_dataset")
         if name:
             _check_mixed_source(path, alone, d.sources[name].get("weight", 1.0), found)
+    if d.packing_method == "best_fit" and (d.source == "synthetic" or d.hf_streaming):
+        message = "config.data.packing_method='best_fit': streams and synthetic rows have no documents to place"
+        found.error("R007", message, "set 'concatenate', or hf_streaming=False, which tokenises the data once")
     if d.tokenizer == "hf" and not d.tokenizer_path:
         message = "config.data.tokenizer_path='': tokenizer hf needs one"
         found.error("R007", message, "give the path of a tokenizer.json or a hub id")

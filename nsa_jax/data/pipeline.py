@@ -30,7 +30,7 @@ from nsa_jax.data.cache import SplitStats
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.mixture import MixedDocuments, MixedRows, Schedule
 from nsa_jax.data.packing import Batch, check_batch
-from nsa_jax.data.windows import SequentialWindows, ShuffledWindows
+from nsa_jax.data.windows import BestFitRows, SequentialWindows, ShuffledWindows
 from nsa_jax.fields import source_configs
 
 _ENDLESS = 1 << 48  # steps; grain requires a length
@@ -256,6 +256,8 @@ class Pipeline:
         self.stats = stats or {"train": None, "validation": None}
         data = config.data
         identity = [data_fingerprint, tokenizer.fingerprint, data.seq_len, data.packing, share.batch_size, config.seed]
+        if data.packing_method != "concatenate":
+            identity.append(data.packing_method)
         self.fingerprint = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
         self._share = share
         self._train_rows = train_rows
@@ -317,7 +319,7 @@ class Pipeline:
         else:
             parts = zip(self.parts.items(), [rows], strict=True)
         for (name, part), count in parts:
-            if isinstance(windows := part.pipeline._train_rows, ShuffledWindows):
+            if isinstance(windows := part.pipeline._train_rows, (ShuffledWindows, BestFitRows)):
                 found[name] = count / windows.rows_per_epoch
         return found
 
@@ -398,12 +400,18 @@ def _cached_pipeline(
             f"row of seq_len + 1 = {data.seq_len + 1:,}",
             "lower config.data.seq_len, lower config.data.val_fraction, or use a longer corpus",
         )
+    settings = data.seq_len, config.seed, tokenizer.eos_id, data.packing
+    train_rows: BestFitRows | ShuffledWindows
+    if data.packing_method == "best_fit":
+        train_rows = BestFitRows(corpus.train, *settings)
+    else:
+        train_rows = ShuffledWindows(corpus.train.tokens, *settings)
     held_out = SequentialWindows(corpus.validation.tokens, data.seq_len, tokenizer.eos_id, data.packing)
     return Pipeline(
         config,
         tokenizer,
         share,
-        train_rows=ShuffledWindows(corpus.train.tokens, data.seq_len, config.seed, tokenizer.eos_id, data.packing),
+        train_rows=train_rows,
         validation_rows=held_out,
         num_validation_rows=held_out.num_rows,
         data_fingerprint=corpus.fingerprint,

@@ -195,6 +195,18 @@ def test_names_that_cannot_be_part_of_a_metric_and_streams_are_refused():
     config.data.hf_streaming = True
     (problem,) = validate(config)
     assert "a stream cannot be mixed" in problem.message
+    config.data.sources = {}
+    config.data.source, config.data.hf_path, config.data.packing_method = "hf", "x", "best_fit"
+    (problem,) = validate(config)
+    assert "packing_method='best_fit': streams" in problem.message
+
+
+def test_sources_are_mixed_in_their_shares_with_best_fit_too(mixed_config):
+    mixed_config.data.packing_method = "best_fit"
+    pipeline = make_pipeline(mixed_config)
+    counts = sum(tokens_by_source(batch["inputs"]) for batch in take(pipeline.train(), 200))
+    assert np.abs(counts / counts.sum() - np.array([5, 3, 1.5]) / 9.5).max() < 0.01
+    assert pipeline.epochs(200)["web"] > 5
 
 
 def test_a_source_that_cannot_be_used_is_named(mixed_config, tmp_path):
