@@ -34,6 +34,7 @@ from nsa_jax.data.windows import BestFitRows, SequentialWindows, ShuffledWindows
 from nsa_jax.fields import source_configs
 
 _ENDLESS = 1 << 48  # steps; grain requires a length
+_SAMPLE_TOKENS = 1 << 20
 _READ_THREADS = 2  # a batch is one memory copy, which more threads do not speed up
 
 
@@ -265,6 +266,7 @@ class Pipeline:
         self._num_validation_rows = num_validation_rows
         self._eval_batches = config.train.eval_batches
         self._num_workers = data.num_workers
+        self._seq_len = data.seq_len
         self._prefetch = data.prefetch
         self._stream = stream
         self.parts = parts or {"": Part(self, 1.0)}
@@ -309,6 +311,13 @@ class Pipeline:
     def _open_stream(self, step: int) -> grain.DatasetIterator:
         assert self._stream is not None and step == 0
         return iter(grain.experimental.ThreadPrefetchIterDataset(self._stream, prefetch_buffer_size=self._prefetch))
+
+    def sampled_segment_starts(self) -> np.ndarray | None:
+        """`segment_start` of some rows of training, int32 [rows, T], which tells document lengths; None for streams."""
+        if self._train_rows is None:
+            return None
+        count = min(max(_SAMPLE_TOKENS // self._seq_len, 4), 1024)
+        return self._train_rows(np.arange(count))["segment_start"]  # in the first epoch's shuffled order
 
     def epochs(self, step: int) -> dict[str, float]:
         """How often each source was passed after `step` steps, by its name; of cached sources alone."""

@@ -2,7 +2,8 @@
 
 Rules: R030 validation data is training data; R031 duplicated documents; R032 repeated rows; R033 a batch breaks its
 contract (labels not shifted, ids out of range, nothing to predict); R034 many passes over the data; R035 slow; R036
-text without content; R037 the data cannot be used at all; R028 it was not looked at.
+text without content; R037 the data cannot be used at all; R038 documents too short for NSA to select; R028 it was not
+looked at.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from ml_collections import ConfigDict
 
-from nsa_jax.config import Problem
+from nsa_jax.config import Problem, nsa_config
 from nsa_jax.data import DataError, Pipeline, make_pipeline, sources, statistics
 from nsa_jax.data.packing import check_batch
 from nsa_jax.data.pipeline import Part
 from nsa_jax.data.token_file import TokenFile
 from nsa_jax.fields import source_configs
+from nsa_jax.ops import blocks
+from nsa_jax.rules import attention_kinds
 from nsa_jax.train.metrics import printable
 
 _BATCHES = 4
+_LITTLE_CHOICE = 0.2  # share of queries below which sparse attention has little to do
 _SAMPLE_TOKENS = 2_000_000
 _BUILD_BELOW = 256 << 20  # bytes of local text that a preflight tokenises; more is left to the run
 _WINDOW = 128  # tokens; the same so many in a row in both splits is no chance, save for boilerplate
@@ -43,6 +47,8 @@ class DataReport:
       unigram_entropy: nats per token; None if the data was not looked at.
       bigram_entropy: nats per token, what the loss guard calls the floor; None likewise.
       vocab_size: the tokenizer's; None likewise.
+      segment_start: int32 [rows, T] of sampled training rows; None likewise, and without packing.
+      choice_share: share of the sampled queries that have more blocks than they select; None without NSA or data.
     """
 
     problems: list[Problem] = dataclasses.field(default_factory=list)
@@ -50,6 +56,8 @@ class DataReport:
     unigram_entropy: float | None = None
     bigram_entropy: float | None = None
     vocab_size: int | None = None
+    segment_start: np.ndarray | None = None
+    choice_share: float | None = None
 
 
 def _is_small_and_local(config: ConfigDict) -> bool:
@@ -241,7 +249,32 @@ def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
         ("bigram entropy, the loss guard's floor", f"{report.bigram_entropy:.3f} nats per token"),
     ]
     report.facts += source_facts
+    sampled_rows = pipeline.sampled_segment_starts()
+    if sampled_rows is None:
+        sampled_rows = np.concatenate([batch["segment_start"] for batch in batches])
+    _examine_documents(config, sampled_rows, report)
     return report
+
+
+def _examine_documents(config: ConfigDict, segment_start: np.ndarray, report: DataReport) -> None:
+    """R038: NSA has something to select from within the documents."""
+    positions = np.arange(segment_start.shape[1])
+    if config.data.packing:
+        report.segment_start = segment_start
+        length = segment_start.size / np.count_nonzero(segment_start == positions)
+        report.facts.append(("tokens of a document in a row", f"{length:,.0f} on average"))
+    if "nsa" not in attention_kinds(config.model):
+        return
+    nsa = nsa_config(config)
+    share = report.choice_share = float(blocks.has_choice(positions, segment_start, nsa).mean())
+    report.facts.append(("queries with more blocks than they select", f"{share:.1%}"))
+    if config.data.packing and share < _LITTLE_CHOICE and not config.allow_dense_regime:
+        message = (
+            f"only {share:.1%} of the queries have more than {nsa.num_selected} blocks of {nsa.select_block} tokens in "
+            f"their document, which has {length:,.0f} tokens on average: for all others NSA is dense attention"
+        )
+        fix = "use longer documents or config.data.packing_method='best_fit', or select fewer or smaller blocks"
+        report.problems.append(Problem("R038", "warning", message, fix))
 
 
 def _examine_source(
