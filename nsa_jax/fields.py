@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 # What an entry of config.data.sources may set, besides its weight; it takes the others from config.data.
 SOURCE_FIELDS = (
     *("source", "files", "text_separator", "max_documents"),
-    *("hf_path", "hf_name", "hf_data_files", "hf_split", "hf_text_field"),
+    *("hf_path", "hf_name", "hf_data_files", "hf_split", "hf_text_field", "hf_streaming"),
 )
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # part of the names of metrics
 _LARGEST_INT = 2**31 - 1  # steps and token ids are int32
@@ -154,6 +154,14 @@ def wrong_value(name: str, value: Any, must_be: str, default: Any) -> Problem:
     return Problem("R057", "error", message, f"use one, such as the default, {default!r}")
 
 
+def _value(config: ConfigDict, name: str) -> Any:
+    """A field's value, or what is raised where a placeholder was not filled or a reference cannot be computed."""
+    try:
+        return config[name]
+    except Exception as error:
+        return error
+
+
 def check_fields(config: ConfigDict, schema: ConfigDict) -> tuple[ConfigDict, list[Problem], set[str]]:
     """Compares the fields of a config, whoever made it, with those of the schema.
 
@@ -170,16 +178,16 @@ def check_fields(config: ConfigDict, schema: ConfigDict) -> tuple[ConfigDict, li
 
     def check_sources(sources: ConfigDict) -> ConfigDict:
         clean = ConfigDict()
-        for name, fields in sources.items():
-            path = f"data.sources.{name}"
+        for name in sources:
+            path, fields = f"data.sources.{name}", _value(sources, name)
             if not is_source_name(name) or not isinstance(fields, ConfigDict):
                 message = f"config.{path}={shown(fields)}: must be a name of letters, digits, _ and - with fields"
                 fix = 'write such as {"web": {"files": ("web/*.txt",), "weight": 0.7}}'
                 problems.append(Problem("R057", "error", message, fix))
                 continue
             clean[name] = ConfigDict()
-            for field, value in fields.items():
-                default = default_of(f"{path}.{field}", defaults)
+            for field in fields:
+                value, default = _value(fields, field), default_of(f"{path}.{field}", defaults)
                 if default is None:
                     message = f"config.{path}.{field}: no field of a source"
                     fix = f"use {', '.join(_source_defaults(defaults))}; all others are the same for all sources"
@@ -200,10 +208,7 @@ def check_fields(config: ConfigDict, schema: ConfigDict) -> tuple[ConfigDict, li
                 problems.append(Problem("R056", "error", message, "begin with nsa_jax.config.default_config()"))
                 replaced.update(fields)
                 continue
-            try:
-                value = config[name]
-            except Exception as error:  # a placeholder that nobody filled, a reference that cannot be computed
-                value = error
+            value = _value(config, name)
             if isinstance(value, ConfigDict) and path + name == "data.sources":
                 clean[name] = check_sources(value)
             elif isinstance(value, ConfigDict) and isinstance(default, ConfigDict):

@@ -25,6 +25,18 @@ def _epoch_seeds(seed: int, epoch: int) -> tuple[int, int]:
     return int(shuffle), int(offset)
 
 
+def _shuffled(index: int, count: int, seed: int) -> int:
+    """Where an index in [0, count) goes in the shuffled order of a seed."""
+    if count < 1 << 16:  # of fewer, grain's function takes milliseconds
+        return int(_permutation(count, seed)[index])
+    return grain.experimental.index_shuffle(index, max_index=count - 1, seed=seed, rounds=4)
+
+
+@functools.lru_cache(maxsize=64)
+def _permutation(count: int, seed: int) -> np.ndarray:
+    return np.argsort(np.random.SeedSequence([seed, count]).generate_state(count, np.uint64), kind="stable")
+
+
 @dataclasses.dataclass(frozen=True)
 class ShuffledWindows:
     """Training rows of a token stream: windows of T+1 tokens, T apart, in a new order in every epoch.
@@ -108,9 +120,8 @@ class BestFitRows:
         groups, pool_rows = self.rows_per_epoch // self.group_rows, _POOL_GROUPS * self.group_rows
         pool, inside = divmod(index, pool_rows)
         size = min(pool_rows, self.rows_per_epoch - pool * pool_rows)
-        shuffle = functools.partial(grain.experimental.index_shuffle, rounds=4)
-        turn, inside = divmod(shuffle(inside, max_index=size - 1, seed=(seed + pool) % 2**32), self.group_rows)
-        return epoch, shuffle(pool * _POOL_GROUPS + turn, max_index=groups - 1, seed=seed), inside
+        turn, inside = divmod(_shuffled(inside, size, (seed + pool) % 2**32), self.group_rows)
+        return epoch, _shuffled(pool * _POOL_GROUPS + turn, groups, seed), inside
 
     @functools.cached_property
     def _group(self):

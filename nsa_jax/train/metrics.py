@@ -7,7 +7,7 @@ Names (every row also has `step`, the number of finished optimizer steps):
   data/epochs, or data/epochs/NAME of each of config.data.sources: passes over the training documents so far.
   norm/grad (before clipping), norm/param, norm/update, learning_rate.
   perf/tokens_per_second, perf/step_seconds, perf/data_wait_p50_seconds, perf/data_wait_p95_seconds.
-  perf/mfu: useful operations, by the documents of the rows that preflight sampled, as a share of the peak; see flops.py.
+  perf/mfu: share of the peak that useful operations reach, counted in the documents of rows that preflight sampled.
   perf/goodput, perf/goodput_run: share of the wall time that trained, of this start and of all starts of the run.
   time/wall_seconds, and time/{training,data,startup,validation,saving,other}_seconds, which add up to it: this start.
   memory/*_mib, memory/*_gib: both units of each figure, since they have been mistaken for each other.

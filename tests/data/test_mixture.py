@@ -6,6 +6,7 @@ import json
 import chex
 import numpy as np
 import pytest
+from ml_collections import config_dict
 
 from nsa_jax.command_line import override
 from nsa_jax.config import default_config, validate
@@ -177,6 +178,7 @@ def test_fields_of_sources_are_set_on_the_command_line_and_take_the_others_from_
         ({"source": "synthetic"}, "R001", "config.data.sources.web.source='synthetic': cannot be mixed"),
         ({"source": "text"}, "R007", "config.data.sources.web.files=(): source text has nothing to read"),
         ({"max_documents": -1}, "R002", "config.data.sources.web.max_documents=-1"),
+        ({"weight": config_dict.placeholder(float, required=True)}, "R057", "config.data.sources.web.weight="),
     ],
 )
 def test_mistakes_in_a_source_name_it(fields, rule, message):
