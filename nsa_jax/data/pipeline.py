@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -433,6 +434,9 @@ def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pi
     """Several sources, each of them a pipeline of its own, with one tokenizer."""
     alone = source_configs(config)
     weights = {name: float(config.data.sources[name].get("weight", 1.0)) for name in alone}
+    for name, weight in weights.items():
+        if not 0 < weight < math.inf:
+            raise DataError(f"config.data.sources.{name}.weight={weight}", "not positive", "use a positive weight")
     schedule = Schedule.of(weights)
     root = cache.cache_root(config.data.cache_dir)
     found: dict[str, sources.Source] = {}

@@ -229,7 +229,7 @@ def held_out_documents(config: ConfigDict, files: Sequence[str], tokenizer: Toke
                 f"config.data.source={config.data.source!r}", "keeps no held-out documents", "name some with --files"
             )
         longest = 16 * config.data.seq_len
-        by_turns = itertools.zip_longest(*(((split, i) for i in range(split.stats.documents)) for split in splits))
+        by_turns = itertools.zip_longest(*(itertools.product([s], range(s.stats.documents)) for s in splits))
         each = (found for turn in by_turns for found in turn if found is not None)
         source = (np.asarray(split.document(i), np.int32) for split, i in each)
     for document in source:

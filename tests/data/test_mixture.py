@@ -12,6 +12,7 @@ from nsa_jax.command_line import override
 from nsa_jax.config import default_config, validate
 from nsa_jax.data import DataError, make_pipeline
 from nsa_jax.data.mixture import MixedDocuments, Schedule
+from nsa_jax.evaluate.scoring import held_out_documents
 from nsa_jax.fields import source_configs
 from nsa_jax.hub.saved_config import config_from_dict
 from nsa_jax.train import env, metrics
@@ -121,6 +122,15 @@ def test_each_source_has_validation_of_its_own(mixed_config):
         pipeline.validation()
 
 
+def test_held_out_documents_to_score_are_of_all_sources_by_turns(mixed_config):
+    tokenizer = make_pipeline(mixed_config).tokenizer
+    found = held_out_documents(mixed_config, (), tokenizer, 10**6).documents
+    counts = np.array([tokens_by_source(document) for document in found])
+    assert ((counts > 0).sum(1) == 1).all() and [int(c.argmax()) for c in counts[:6]] == [2, 1, 0, 2, 1, 0]
+    parts = make_pipeline(mixed_config).parts.values()
+    assert len(found) == sum(part.pipeline.stats["validation"].documents for part in parts)
+
+
 def test_the_total_validation_loss_weighs_sources_as_training_does():
     sums = {"web": (200.0, 100.0, 400.0), "code": (30.0, 10.0, 20.0)}
     row = metrics.mixed_validation_row(sums, {"web": 0.25, "code": 0.75})
@@ -214,6 +224,9 @@ def test_sources_are_mixed_in_their_shares_with_best_fit_too(mixed_config):
 def test_a_source_that_cannot_be_used_is_named(mixed_config, tmp_path):
     mixed_config.data.sources.code.files = (str(tmp_path / "nothing*"),)
     with pytest.raises(DataError, match=r"config.data.sources.code: .*matches no file"):
+        make_pipeline(mixed_config)
+    mixed_config.data.sources.code.weight = -1.0
+    with pytest.raises(DataError, match=r"config.data.sources.code.weight=-1.0.*positive"):
         make_pipeline(mixed_config)
 
 
