@@ -35,7 +35,7 @@ from nsa_jax.data.windows import BestFitRows, SequentialWindows, ShuffledWindows
 from nsa_jax.fields import source_configs
 
 _ENDLESS = 1 << 48  # steps; grain requires a length
-_SAMPLE_TOKENS = 1 << 20
+SAMPLE_TOKENS = 1 << 20  # of the rows whose document lengths are looked at
 _READ_THREADS = 2  # a batch is one memory copy, which more threads do not speed up
 
 
@@ -158,8 +158,8 @@ class TrainIterator(grain.DatasetIterator):
             raise DataError(
                 f"saved data position (data {state.get('data')}, step {state.get('step')})",
                 f"belongs to other data than the config gives (data {self._fingerprint}): the corpus or its files, the "
-                "tokenizer, seq_len, packing, batch_size, val_fraction or seed differs, and the run could not continue "
-                "exactly",
+                "sources or their weights, the tokenizer, seq_len, packing, packing_method, batch_size, val_fraction "
+                "or seed differs, and the run could not continue exactly",
                 "restore these settings, or start a new run from the saved weights only",
             )
         self._step = int(state["step"])
@@ -317,7 +317,7 @@ class Pipeline:
         """`segment_start` of some rows of training, int32 [rows, T], which tells document lengths; None for streams."""
         if self._train_rows is None:
             return None
-        count = min(max(_SAMPLE_TOKENS // self._seq_len, 4), 1024)
+        count = min(max(SAMPLE_TOKENS // self._seq_len, 4), 1024)
         return self._train_rows(np.arange(count))["segment_start"]  # in the first epoch's shuffled order
 
     def epochs(self, step: int) -> dict[str, float]:

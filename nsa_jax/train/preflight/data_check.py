@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import Problem, nsa_config
 from nsa_jax.data import DataError, Pipeline, make_pipeline, sources, statistics
 from nsa_jax.data.packing import check_batch
-from nsa_jax.data.pipeline import Part
+from nsa_jax.data.pipeline import SAMPLE_TOKENS, Part
 from nsa_jax.data.token_file import TokenFile
 from nsa_jax.fields import source_configs
 from nsa_jax.ops import blocks
@@ -252,6 +252,7 @@ def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
     sampled_rows = pipeline.sampled_segment_starts()
     if sampled_rows is None:
         sampled_rows = np.concatenate([batch["segment_start"] for batch in batches])
+        sampled_rows = sampled_rows[: max(SAMPLE_TOKENS // config.data.seq_len, 4)]
     _examine_documents(config, sampled_rows, report)
     return report
 
