@@ -293,7 +293,10 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
             found.error("R007", message, "give the first argument of datasets.load_dataset")
         if name:
             _check_mixed_source(path, alone, d.sources[name].get("weight", 1.0), found)
-    if d.packing_method == "best_fit" and (d.source == "synthetic" or d.hf_streaming):
+    if d.sources and d.source == "synthetic":
+        message = "config.data.source='synthetic' with config.data.sources: a toy task has a tokenizer of its own"
+        found.error("R007", message, "set config.data.source='text', or what most of the sources are")
+    if d.packing_method == "best_fit" and (d.source == "synthetic" or (d.source == "hf" and d.hf_streaming)):
         message = "config.data.packing_method='best_fit': streams and synthetic rows have no documents to place"
         found.error("R007", message, "set 'concatenate', or hf_streaming=False, which tokenises the data once")
     if d.tokenizer == "hf" and not d.tokenizer_path:

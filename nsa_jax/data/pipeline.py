@@ -382,10 +382,10 @@ def make_pipeline(
         raise DataError(f"config.seed={config.seed}", "must not be negative", "use 0 or more")
     if not 0 <= data.val_fraction < 1:
         raise DataError(f"config.data.val_fraction={data.val_fraction}", "not in [0, 1)", "use a share such as 0.01")
-    if data.source == "synthetic":
-        return _synthetic_pipeline(config, share)
     if data.sources:
         return _mixture_pipeline(config, share, cached_only)
+    if data.source == "synthetic":
+        return _synthetic_pipeline(config, share)
     source = sources.make_source(config)
     if cached_only:
         source = _Unread(source)
@@ -432,6 +432,8 @@ def _cached_pipeline(
 
 def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pipeline:
     """Several sources, each of them a pipeline of its own, with one tokenizer."""
+    if config.data.source == "synthetic":
+        raise DataError("config.data.source='synthetic'", "with config.data.sources", "set 'text', or another")
     alone = source_configs(config)
     weights = {name: float(config.data.sources[name].get("weight", 1.0)) for name in alone}
     for name, weight in weights.items():

@@ -207,7 +207,12 @@ def test_names_that_cannot_be_part_of_a_metric_and_streams_are_refused():
     config.data.hf_streaming = True
     (problem,) = validate(config)
     assert "a stream cannot be mixed" in problem.message
-    config.data.sources = {}
+    config.data.source, config.data.hf_streaming = "synthetic", False
+    (problem,) = validate(config)
+    assert problem.message.startswith("config.data.source='synthetic' with config.data.sources")
+    with pytest.raises(DataError, match="config.data.source='synthetic': with config.data.sources"):
+        make_pipeline(config)
+    config.data.sources, config.data.hf_streaming = {}, True
     config.data.source, config.data.hf_path, config.data.packing_method = "hf", "x", "best_fit"
     (problem,) = validate(config)
     assert "packing_method='best_fit': streams" in problem.message
