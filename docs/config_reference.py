@@ -133,7 +133,7 @@ def defaults() -> dict[str, object]:
 
     def walk(config: ConfigDict, path: str) -> Iterator[tuple[str, object]]:
         for name, value in config.items():
-            if isinstance(value, ConfigDict):
+            if isinstance(value, ConfigDict) and value:
                 yield from walk(value, f"{path}{name}.")
             else:
                 yield path + name, value
@@ -159,6 +159,8 @@ def _allowed(name: str, comment: str) -> str:
 
 
 def _default(value: object) -> str:
+    if isinstance(value, ConfigDict):
+        return "`{}`"
     return f"`{value:_}`" if isinstance(value, int) and not isinstance(value, bool) else f"`{value!r}`"
 
 

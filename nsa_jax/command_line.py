@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import logging
 import os
 import re
@@ -24,7 +25,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import default_config
 from nsa_jax.devices import choose_platform
 from nsa_jax.extras import MissingExtra
-from nsa_jax.fields import ConfigError, Problem, expected, no_such_field, remote, walk, wrong_value
+from nsa_jax.fields import ConfigError, Problem, default_of, expected, no_such_field, remote, walk, wrong_value
 
 EXIT_USAGE = 2
 LARGEST = 2**31 - 1
@@ -88,24 +89,31 @@ def override(config: ConfigDict, overrides: Sequence[str]) -> list[Problem]:
     defaults, problems, seen = dict(walk(default_config())), [], set()
     for text in overrides:
         name, _, value_text = text.partition("=")
-        if name not in defaults:
+        default = default_of(name, defaults)
+        if default is None:
             problems.append(_not_a_field(name, defaults))
             continue
         if value_text == _NO_VALUE:
             problems.append(Problem("R057", "error", f"--config.{name}: no value", f"write --config.{name}=VALUE"))
             continue
-        value = _parse(value_text, defaults[name])
-        if must_be := expected(value, defaults[name]):
-            problems.append(wrong_value(name, value, must_be, defaults[name]))
+        value = _parse(value_text, default)
+        if must_be := expected(value, default):
+            problems.append(wrong_value(name, value, must_be, default))
             continue
         *sections, last = name.split(".")
         target = config
         try:
-            for section in sections:
-                target = target[section]
-            if isinstance(value, tuple) and name in seen:
-                value = target[last] + value
-            target[last] = value
+            with contextlib.ExitStack() as stack:
+                if name not in defaults:  # of a source, which the config's file need not name
+                    stack.enter_context(config.unlocked())
+                    stack.enter_context(config.ignore_type())
+                    if sections[-1] not in config.data.sources:
+                        config.data.sources[sections[-1]] = ConfigDict()
+                for section in sections:
+                    target = target[section]
+                if isinstance(value, tuple) and name in seen:
+                    value = target[last] + value
+                target[last] = value
         except Exception:  # the file's get_config() made another structure, which is reported as such
             continue
         seen.add(name)
@@ -113,7 +121,7 @@ def override(config: ConfigDict, overrides: Sequence[str]) -> list[Problem]:
 
 
 def _not_a_field(name: str, known: dict[str, Any]) -> Problem:
-    inside = [other for other in known if other.startswith(f"{name}.")]
+    inside = [other for other in [*known, "data.sources.NAME.weight"] if other.startswith(f"{name}.")]
     if inside:
         return Problem("R056", "error", f"config.{name}: a section, not a field", f"set its fields: config.{inside[0]}")
     return no_such_field(name, known)

@@ -97,6 +97,7 @@ def default_config() -> ConfigDict:
 
     c.data = d = ConfigDict()
     d.source = "stdlib"  # stdlib | text | hf | synthetic
+    d.sources = ConfigDict()  # several sources: NAME: {weight: share of tokens, and fields as here}; docs/data.md
     d.files = ()  # text: files or globs, UTF-8, plain, .gz or .zst
     d.text_separator = ""  # text: string between the documents of a file; empty: a file is one document
     d.hf_path = ""  # hf: first argument of datasets.load_dataset, e.g. HuggingFaceFW/fineweb-edu, parquet, json
@@ -114,6 +115,7 @@ def default_config() -> ConfigDict:
     d.bpe_vocab_size = 8192  # bpe: vocabulary size to train
     d.seq_len = 2048  # T, tokens in one row
     d.packing = True  # rows hold several documents, attention does not cross them (segment_start)
+    d.packing_method = "concatenate"  # concatenate (rows are cut from the stream) | best_fit (few documents are cut)
     d.val_fraction = 0.01  # share of documents held out, chosen by a hash of their content
     d.cache_dir = ""  # tokenised corpus; default: ~/.cache/nsa_jax, or $NSA_JAX_CACHE
     d.num_workers = 0  # grain worker processes; 0: threads in this process

@@ -10,6 +10,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+# What an entry of config.data.sources may set, besides its weight; it takes the others from config.data.
+SOURCE_FIELDS = (
+    *("source", "files", "text_separator", "max_documents"),
+    *("hf_path", "hf_name", "hf_data_files", "hf_split", "hf_text_field", "hf_streaming"),
+)
+_SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # part of the names of metrics
 _LARGEST_INT = 2**31 - 1  # steps and token ids are int32
 _LARGEST_FLOAT = 3.4e38  # float32
 
@@ -50,6 +56,40 @@ def walk(config: ConfigDict, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from walk(value, f"{path}{name}.")
         else:
             yield path + name, value
+
+
+def is_source_name(name: Any) -> bool:
+    """Whether one of `config.data.sources` can be called so."""
+    return isinstance(name, str) and _SOURCE_NAME.fullmatch(name) is not None
+
+
+def default_of(name: str, defaults: dict[str, Any]) -> Any:
+    """The default of a field such as "model.dim" or "data.sources.web.weight"; None if there is no such field."""
+    source, _, field = name.removeprefix("data.sources.").partition(".")
+    if name.startswith("data.sources.") and is_source_name(source):
+        return _source_defaults(defaults).get(field)
+    return defaults.get(name)
+
+
+def _source_defaults(defaults: dict[str, Any]) -> dict[str, Any]:
+    return {"weight": 1.0, **{field: defaults[f"data.{field}"] for field in SOURCE_FIELDS}}
+
+
+def source_configs(config: ConfigDict) -> dict[str, ConfigDict]:
+    """The config of each of `config.data.sources` as if it were the only one, in the order of their names.
+
+    Without such sources: the config itself, under an empty name.
+    """
+    if not config.data.sources:
+        return {"": config}
+    found = {}
+    for name in sorted(config.data.sources):
+        found[name] = alone = config.copy_and_resolve_references()
+        with alone.unlocked(), alone.ignore_type():
+            fields = alone.data.sources[name]
+            alone.data.sources = ConfigDict()
+            alone.data.update({field: fields[field] for field in SOURCE_FIELDS if field in fields})
+    return found
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -114,6 +154,14 @@ def wrong_value(name: str, value: Any, must_be: str, default: Any) -> Problem:
     return Problem("R057", "error", message, f"use one, such as the default, {default!r}")
 
 
+def _value(config: ConfigDict, name: str) -> Any:
+    """A field's value, or what is raised where a placeholder was not filled or a reference cannot be computed."""
+    try:
+        return config[name]
+    except Exception as error:
+        return error
+
+
 def check_fields(config: ConfigDict, schema: ConfigDict) -> tuple[ConfigDict, list[Problem], set[str]]:
     """Compares the fields of a config, whoever made it, with those of the schema.
 
@@ -128,6 +176,28 @@ def check_fields(config: ConfigDict, schema: ConfigDict) -> tuple[ConfigDict, li
     problems, replaced = [], set()
     defaults = dict(walk(schema))
 
+    def check_sources(sources: ConfigDict) -> ConfigDict:
+        clean = ConfigDict()
+        for name in sources:
+            path, fields = f"data.sources.{name}", _value(sources, name)
+            if not is_source_name(name) or not isinstance(fields, ConfigDict):
+                message = f"config.{path}={shown(fields)}: must be a name of letters, digits, _ and - with fields"
+                fix = 'write such as {"web": {"files": ("web/*.txt",), "weight": 0.7}}'
+                problems.append(Problem("R057", "error", message, fix))
+                continue
+            clean[name] = ConfigDict()
+            for field in fields:
+                value, default = _value(fields, field), default_of(f"{path}.{field}", defaults)
+                if default is None:
+                    message = f"config.{path}.{field}: no field of a source"
+                    fix = f"use {', '.join(_source_defaults(defaults))}; all others are the same for all sources"
+                    problems.append(Problem("R056", "error", message, fix))
+                elif must_be := expected(value, default):
+                    problems.append(wrong_value(f"{path}.{field}", value, must_be, default))
+                else:
+                    clean[name][field] = value
+        return clean
+
     def check(config: ConfigDict, clean: ConfigDict, path: str) -> None:
         for name in sorted(map(str, set(config.keys()) - set(clean.keys()))):
             problems.append(no_such_field(f"{path}{name}", defaults))
@@ -138,11 +208,10 @@ def check_fields(config: ConfigDict, schema: ConfigDict) -> tuple[ConfigDict, li
                 problems.append(Problem("R056", "error", message, "begin with nsa_jax.config.default_config()"))
                 replaced.update(fields)
                 continue
-            try:
-                value = config[name]
-            except Exception as error:  # a placeholder that nobody filled, a reference that cannot be computed
-                value = error
-            if isinstance(value, ConfigDict) and isinstance(default, ConfigDict):
+            value = _value(config, name)
+            if isinstance(value, ConfigDict) and path + name == "data.sources":
+                clean[name] = check_sources(value)
+            elif isinstance(value, ConfigDict) and isinstance(default, ConfigDict):
                 check(value, default, f"{path}{name}.")
             elif isinstance(default, ConfigDict):
                 message = f"config.{path}{name}={shown(value)}: is a section, not a value"

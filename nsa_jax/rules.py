@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from nsa_jax.fields import Problem, remote
+from nsa_jax.fields import Problem, remote, source_configs
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.rope import KINDS, RopeScaling
 
@@ -41,6 +41,7 @@ CHOICES = {
     "model.remat": ("none", "block", "attention_saved", "dots_saved", "full"),
     "data.source": ("stdlib", "text", "hf", "synthetic"),
     "data.synthetic": ("random", "copy", "recall"),
+    "data.packing_method": ("concatenate", "best_fit"),
     "data.tokenizer": ("byte", "bpe", "hf"),
     "optim.name": ("adamw",),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
@@ -283,11 +284,21 @@ def _check_paths(config: ConfigDict, found: _Findings) -> None:
 
 def _check_data(config: ConfigDict, found: _Findings) -> None:
     d = config.data
-    if d.source == "text" and not d.files:
-        found.error("R007", "config.data.files=(): source text has nothing to read", "give files or globs")
-    if d.source == "hf" and not d.hf_path:
-        message = "config.data.hf_path='': source hf needs a dataset"
-        found.error("R007", message, "give the first argument of datasets.load_dataset")
+    for name, alone in source_configs(config).items():
+        path = f"data.sources.{name}" if name else "data"
+        if alone.data.source == "text" and not alone.data.files:
+            found.error("R007", f"config.{path}.files=(): source text has nothing to read", "give files or globs")
+        if alone.data.source == "hf" and not alone.data.hf_path:
+            message = f"config.{path}.hf_path='': source hf needs a dataset"
+            found.error("R007", message, "give the first argument of datasets.load_dataset")
+        if name:
+            _check_mixed_source(path, alone, d.sources[name].get("weight", 1.0), found)
+    if d.sources and d.source == "synthetic":
+        message = "config.data.source='synthetic' with config.data.sources: a toy task has a tokenizer of its own"
+        found.error("R007", message, "set config.data.source='text', or what most of the sources are")
+    if d.packing_method == "best_fit" and (d.source == "synthetic" or (d.source == "hf" and d.hf_streaming)):
+        message = "config.data.packing_method='best_fit': streams and synthetic rows have no documents to place"
+        found.error("R007", message, "set 'concatenate', or hf_streaming=False, which tokenises the data once")
     if d.tokenizer == "hf" and not d.tokenizer_path:
         message = "config.data.tokenizer_path='': tokenizer hf needs one"
         found.error("R007", message, "give the path of a tokenizer.json or a hub id")
@@ -301,6 +312,24 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
     if config.train.eval_batches and d.val_fraction == 0 and d.source != "synthetic":
         message = f"config.data.val_fraction={d.val_fraction} with eval_batches > 0: no document is held out"
         found.error("R009", message, "hold out a share such as 0.01, or set config.train.eval_batches=0")
+
+
+def _check_mixed_source(path: str, alone: ConfigDict, weight: float, found: _Findings) -> None:
+    """What one of several sources must be besides what any source must be."""
+    if not weight > 0:
+        found.error(
+            "R003", f"config.{path}.weight={weight}: out of range", "use a positive weight, or leave the source out"
+        )
+    kinds = [kind for kind in CHOICES["data.source"] if kind != "synthetic"]
+    if alone.data.source not in kinds:
+        message = f"config.{path}.source={alone.data.source!r}: cannot be mixed with others"
+        found.error("R001", message, f"use one of {', '.join(kinds)}")
+    if alone.data.source == "hf" and alone.data.hf_streaming:
+        message = f"config.{path}: a stream cannot be mixed with others, since batches are found by their numbers"
+        found.error("R007", message, "set config.data.hf_streaming=False, which tokenises the data once")
+    if alone.data.max_documents < 0:
+        message = f"config.{path}.max_documents={alone.data.max_documents}: too small"
+        found.error("R002", message, "use at least 0")
 
 
 def _check_training(config: ConfigDict, found: _Findings) -> None:

@@ -98,6 +98,7 @@ BAD = [
     ("data.seq_len", 1024, "R006"),
     ("data.source", "text", "R007"),
     ("data.source", "hf", "R007"),
+    ("data.packing_method", "greedy", "R001"),
     ("data.tokenizer", "hf", "R007"),
     ("model.vocab_size", 256, "R008"),
     ("data.val_fraction", 0.0, "R009"),

@@ -8,10 +8,12 @@ of processes or workers. Only streamed datasets have more state; see streaming.p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -27,10 +29,13 @@ from ml_collections import ConfigDict
 from nsa_jax.data import cache, sources, streaming, synthetic, tokenizers
 from nsa_jax.data.cache import SplitStats
 from nsa_jax.data.errors import DataError
-from nsa_jax.data.packing import Batch, check_batch, pack_rows
-from nsa_jax.data.token_file import TokenFile
+from nsa_jax.data.mixture import MixedDocuments, MixedRows, Schedule
+from nsa_jax.data.packing import Batch, check_batch
+from nsa_jax.data.windows import BestFitRows, SequentialWindows, ShuffledWindows
+from nsa_jax.fields import source_configs
 
 _ENDLESS = 1 << 48  # steps; grain requires a length
+SAMPLE_TOKENS = 1 << 20  # of the rows whose document lengths are looked at
 _READ_THREADS = 2  # a batch is one memory copy, which more threads do not speed up
 
 
@@ -69,86 +74,6 @@ class Share:
         """Global numbers of this process's rows of batch `step`: int64 [b]."""
         start = step * self.batch_size + self.process_index * self.size
         return np.arange(start, start + self.size, dtype=np.int64)
-
-
-@functools.lru_cache(maxsize=8)
-def _epoch_seeds(seed: int, epoch: int) -> tuple[int, int]:
-    shuffle, offset = np.random.SeedSequence([seed, epoch]).generate_state(2)
-    return int(shuffle), int(offset)
-
-
-@dataclasses.dataclass(frozen=True)
-class ShuffledWindows:
-    """Training rows of a token stream: windows of T+1 tokens, T apart, in a new order in every epoch.
-
-    Each epoch cuts the stream at a different offset, so that documents start at different places in a row.
-
-    Attributes:
-      tokens: the stream.
-      seq_len: T.
-      seed: of the run.
-      eos_id: ends every document.
-      packing: whether rows keep documents apart.
-    """
-
-    tokens: TokenFile
-    seq_len: int
-    seed: int
-    eos_id: int
-    packing: bool
-
-    @functools.cached_property
-    def rows_per_epoch(self) -> int:
-        """The number of windows that fit at every offset."""
-        return max((len(self.tokens) - self.seq_len) // self.seq_len, 1)
-
-    def starts(self, rows: np.ndarray) -> np.ndarray:
-        """Stream position of the first token of each row: int64 [b]."""
-        per_epoch = self.rows_per_epoch
-        slack = min(self.seq_len, len(self.tokens) - per_epoch * self.seq_len)
-        starts = np.empty(len(rows), np.int64)
-        for i, row in enumerate(rows):
-            epoch, index = divmod(int(row), per_epoch)
-            shuffle_seed, offset_seed = _epoch_seeds(self.seed, epoch)
-            window = grain.experimental.index_shuffle(index, max_index=per_epoch - 1, seed=shuffle_seed, rounds=4)
-            starts[i] = offset_seed % slack + window * self.seq_len
-        return starts
-
-    def __call__(self, rows: np.ndarray) -> Batch:
-        out = np.empty((len(rows), self.seq_len + 1), np.int32)
-        for row, start in zip(out, self.starts(rows), strict=True):
-            row[:] = self.tokens[start : start + self.seq_len + 1]
-        return pack_rows(out, self.eos_id, packing=self.packing)
-
-
-@dataclasses.dataclass(frozen=True)
-class SequentialWindows:
-    """Validation rows: the windows of the held-out stream from its start; the last one is padded with EOS.
-
-    Attributes:
-      tokens: the stream.
-      seq_len: T.
-      eos_id: ends every document, and pads rows.
-      packing: whether rows keep documents apart.
-    """
-
-    tokens: TokenFile
-    seq_len: int
-    eos_id: int
-    packing: bool
-
-    @property
-    def num_rows(self) -> int:
-        """Rows with at least one target."""
-        return -(-(len(self.tokens) - 1) // self.seq_len)
-
-    def __call__(self, rows: np.ndarray) -> Batch:
-        """A batch of rows. Padding holds no targets, because nothing is to be predicted after an EOS."""
-        out = np.full((len(rows), self.seq_len + 1), self.eos_id, np.int32)
-        for filled, row in zip(out, rows, strict=True):
-            window = self.tokens[row * self.seq_len : (row + 1) * self.seq_len + 1]
-            filled[: len(window)] = window
-        return pack_rows(out, self.eos_id, packing=self.packing)
 
 
 class _StepBatches:
@@ -233,8 +158,8 @@ class TrainIterator(grain.DatasetIterator):
             raise DataError(
                 f"saved data position (data {state.get('data')}, step {state.get('step')})",
                 f"belongs to other data than the config gives (data {self._fingerprint}): the corpus or its files, the "
-                "tokenizer, seq_len, packing, batch_size, val_fraction or seed differs, and the run could not continue "
-                "exactly",
+                "sources or their weights, the tokenizer, seq_len, packing, packing_method, batch_size, val_fraction "
+                "or seed differs, and the run could not continue exactly",
                 "restore these settings, or start a new run from the saved weights only",
             )
         self._step = int(state["step"])
@@ -289,14 +214,28 @@ class ValidationBatches:
         return (self._batch(step) for step in range(self._count))
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One source of a pipeline.
+
+    Attributes:
+      pipeline: of this source alone.
+      share: of the rows of training, and so of their tokens.
+    """
+
+    pipeline: Pipeline
+    share: float
+
+
 class Pipeline:
     """Data of one run, as this process sees it.
 
     Attributes:
       tokenizer: of the run.
       stats: {"train": SplitStats, "validation": SplitStats}; None where the size is not known (streams, synthetic).
-      corpus: the cached corpus; None for streams and synthetic data.
+      corpus: the cached corpus; None for streams, synthetic data and several sources.
       fingerprint: of everything that decides the batches.
+      parts: each source by its name; a single source is the pipeline itself, under an empty name.
     """
 
     def __init__(
@@ -306,27 +245,32 @@ class Pipeline:
         share: Share,
         *,
         train_rows: Callable[[np.ndarray], Batch] | None,
-        validation_rows: Callable[[np.ndarray], Batch],
-        num_validation_rows: int,
+        validation_rows: Callable[[np.ndarray], Batch] | None = None,
+        num_validation_rows: int = 0,
         data_fingerprint: str,
         corpus: cache.Corpus | None = None,
         stats: dict[str, SplitStats | None] | None = None,
         stream: streaming.StreamBatches | None = None,
+        parts: dict[str, Part] | None = None,
     ):
         self.tokenizer = tokenizer
         self.corpus = corpus
         self.stats = stats or {"train": None, "validation": None}
         data = config.data
-        parts = [data_fingerprint, tokenizer.fingerprint, data.seq_len, data.packing, share.batch_size, config.seed]
-        self.fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+        identity = [data_fingerprint, tokenizer.fingerprint, data.seq_len, data.packing, share.batch_size, config.seed]
+        if data.packing_method != "concatenate":
+            identity.append(data.packing_method)
+        self.fingerprint = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
         self._share = share
         self._train_rows = train_rows
         self._validation_rows = validation_rows
         self._num_validation_rows = num_validation_rows
         self._eval_batches = config.train.eval_batches
         self._num_workers = data.num_workers
+        self._seq_len = data.seq_len
         self._prefetch = data.prefetch
         self._stream = stream
+        self.parts = parts or {"": Part(self, 1.0)}
 
     @property
     def streamed(self) -> bool:
@@ -369,14 +313,39 @@ class Pipeline:
         assert self._stream is not None and step == 0
         return iter(grain.experimental.ThreadPrefetchIterDataset(self._stream, prefetch_buffer_size=self._prefetch))
 
+    def sampled_segment_starts(self) -> np.ndarray | None:
+        """`segment_start` of some rows of training, int32 [rows, T], which tells document lengths; None for streams."""
+        if self._train_rows is None:
+            return None
+        count = min(max(SAMPLE_TOKENS // self._seq_len, 4), 1024)
+        return self._train_rows(np.arange(count))["segment_start"]  # in the first epoch's shuffled order
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """How often each source was passed after `step` steps, by its name; of cached sources alone."""
+        rows, found = step * self._share.batch_size, {}
+        if isinstance(self._train_rows, MixedRows):
+            counts = self._train_rows.schedule.counts(rows)
+            parts = zip(self.parts.items(), counts, strict=True)
+        else:
+            parts = zip(self.parts.items(), [rows], strict=True)
+        for (name, part), count in parts:
+            if isinstance(windows := part.pipeline._train_rows, (ShuffledWindows, BestFitRows)):
+                found[name] = count / windows.rows_per_epoch
+        return found
+
     def validation(self) -> ValidationBatches:
         """Up to `config.train.eval_batches` batches of held-out rows, the same each time.
 
-        A smaller corpus gives fewer batches. Missing rows of the last batch have loss mask 0.
+        A smaller corpus gives fewer batches. Missing rows of the last batch have loss mask 0. Of several sources, each
+        of `parts` has batches of its own.
 
         Raises:
           DataError: no document is held out.
         """
+        if self._validation_rows is None:
+            raise DataError(
+                "validation split", "there is one for each source", "use pipeline.parts[NAME].pipeline.validation()"
+            )
         batches = -(-self._num_validation_rows // self._share.batch_size)
         if not batches:
             raise DataError(
@@ -413,6 +382,8 @@ def make_pipeline(
         raise DataError(f"config.seed={config.seed}", "must not be negative", "use 0 or more")
     if not 0 <= data.val_fraction < 1:
         raise DataError(f"config.data.val_fraction={data.val_fraction}", "not in [0, 1)", "use a share such as 0.01")
+    if data.sources:
+        return _mixture_pipeline(config, share, cached_only)
     if data.source == "synthetic":
         return _synthetic_pipeline(config, share)
     source = sources.make_source(config)
@@ -420,12 +391,17 @@ def make_pipeline(
         source = _Unread(source)
     root = cache.cache_root(data.cache_dir)
     tokenizer = _tokenizer(config, source, root)
-    _check_vocabulary(config, tokenizer)
     if data.source == "hf" and data.hf_streaming:
         if cached_only:
             raise DataError(f"source {source.name}", "is streamed, never cached", "start the run to read it")
         return _streaming_pipeline(config, share, source, tokenizer, root)
+    return _cached_pipeline(config, share, source, tokenizer, root)
 
+
+def _cached_pipeline(
+    config: ConfigDict, share: Share, source: sources.Source, tokenizer: tokenizers.Tokenizer, root: Path
+) -> Pipeline:
+    data = config.data
     corpus = cache.load_corpus(source, tokenizer, val_fraction=data.val_fraction, root=root)
     if corpus.train.stats.tokens < data.seq_len + 1:
         raise DataError(
@@ -434,18 +410,66 @@ def make_pipeline(
             f"row of seq_len + 1 = {data.seq_len + 1:,}",
             "lower config.data.seq_len, lower config.data.val_fraction, or use a longer corpus",
         )
+    settings = data.seq_len, config.seed, tokenizer.eos_id, data.packing
+    train_rows: BestFitRows | ShuffledWindows
+    if data.packing_method == "best_fit":
+        train_rows = BestFitRows(corpus.train, *settings)
+    else:
+        train_rows = ShuffledWindows(corpus.train.tokens, *settings)
     held_out = SequentialWindows(corpus.validation.tokens, data.seq_len, tokenizer.eos_id, data.packing)
     return Pipeline(
         config,
         tokenizer,
         share,
-        train_rows=ShuffledWindows(corpus.train.tokens, data.seq_len, config.seed, tokenizer.eos_id, data.packing),
+        train_rows=train_rows,
         validation_rows=held_out,
         num_validation_rows=held_out.num_rows,
         data_fingerprint=corpus.fingerprint,
         corpus=corpus,
         stats={"train": corpus.train.stats, "validation": corpus.validation.stats},
     )
+
+
+def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pipeline:
+    """Several sources, each of them a pipeline of its own, with one tokenizer."""
+    if config.data.source == "synthetic":
+        raise DataError("config.data.source='synthetic'", "with config.data.sources", "set 'text', or another")
+    alone = source_configs(config)
+    weights = {name: float(config.data.sources[name].get("weight", 1.0)) for name in alone}
+    for name, weight in weights.items():
+        if not 0 < weight < math.inf:
+            raise DataError(f"config.data.sources.{name}.weight={weight}", "not positive", "use a positive weight")
+    schedule = Schedule.of(weights)
+    root = cache.cache_root(config.data.cache_dir)
+    found: dict[str, sources.Source] = {}
+    for name, part in alone.items():
+        with _naming_source(name):
+            source = sources.make_source(part)
+        found[name] = _Unread(source) if cached_only else source
+    tokenizer = _tokenizer(config, MixedDocuments(found, weights), root)
+    parts = {}
+    for (name, part), exact in zip(alone.items(), schedule.shares, strict=True):
+        # Orders of their own, for sources of equally many rows.
+        part.seed = int.from_bytes(hashlib.blake2b(f"{config.seed} {name}".encode(), digest_size=3).digest(), "little")
+        with _naming_source(name):
+            parts[name] = Part(_cached_pipeline(part, share, found[name], tokenizer, root), float(exact))
+    return Pipeline(
+        config,
+        tokenizer,
+        share,
+        train_rows=MixedRows(tuple(rows for part in parts.values() if (rows := part.pipeline._train_rows)), schedule),
+        data_fingerprint=sources.digest([(n, weights[n], part.pipeline.fingerprint) for n, part in parts.items()]),
+        parts=parts,
+    )
+
+
+@contextlib.contextmanager
+def _naming_source(name: str) -> Iterator[None]:
+    """Errors say which of several sources they are about."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"config.data.sources.{name}: {error.where}", error.what, error.fix) from error
 
 
 class _Unread:
@@ -471,7 +495,9 @@ def _tokenizer(config: ConfigDict, source: sources.Source, root: Path) -> tokeni
 
     parts = f"{source.fingerprint()} {data.bpe_vocab_size} {data.val_fraction}"
     directory = root / f"bpe-{hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()}"
-    return tokenizers.load_tokenizer(config, training_documents(), directory=directory)
+    tokenizer = tokenizers.load_tokenizer(config, training_documents(), directory=directory)
+    _check_vocabulary(config, tokenizer)
+    return tokenizer
 
 
 def _check_vocabulary(config: ConfigDict, tokenizer: tokenizers.Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -221,13 +222,16 @@ def held_out_documents(config: ConfigDict, files: Sequence[str], tokenizer: Toke
     if files:
         source: Iterator[np.ndarray] = (tokenizer.encode(text) for text in TextSource(tuple(files)).documents())
     else:
-        corpus = make_pipeline(config).corpus
-        if corpus is None:
+        corpora = [part.pipeline.corpus for part in make_pipeline(config).parts.values()]
+        splits = [corpus.validation for corpus in corpora if corpus is not None]
+        if not splits:
             raise DataError(
                 f"config.data.source={config.data.source!r}", "keeps no held-out documents", "name some with --files"
             )
-        split, longest = corpus.validation, 16 * config.data.seq_len
-        source = (np.asarray(split.document(i), np.int32) for i in range(split.stats.documents))
+        longest = 16 * config.data.seq_len
+        by_turns = itertools.zip_longest(*(itertools.product([s], range(s.stats.documents)) for s in splits))
+        each = (found for turn in by_turns for found in turn if found is not None)
+        source = (np.asarray(split.document(i), np.int32) for split, i in each)
     for document in source:
         if len(document):
             found.append(document[: max(min(max_tokens - total, longest), 2)])

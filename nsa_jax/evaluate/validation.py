@@ -14,16 +14,15 @@ from ml_collections import ConfigDict
 from nsa_jax.data import DataError, Tokenizer, make_pipeline
 from nsa_jax.nn import Transformer
 from nsa_jax.train import setup
-from nsa_jax.train.metrics import validation_row
 from nsa_jax.train.state import batch_sharding
 from nsa_jax.train.step import make_eval_step
-from nsa_jax.train.validation import validation_sums
+from nsa_jax.train.validation import evaluate
 
 
 def repeat_validation(
     model: Transformer, tokenizer: Tokenizer, config: ConfigDict, token_bytes: np.ndarray, batch_size: int
 ) -> dict[str, Any]:
-    """The metrics that training logs as val/loss, val/perplexity and val/bits_per_byte.
+    """The metrics that training logs as val/loss, val/perplexity and val/bits_per_byte, and those of each source.
 
     Rows are spread over devices of this process; each holds the whole model.
 
@@ -35,7 +34,8 @@ def repeat_validation(
       batch_size: rows at once at most; training's own batch may have been that of many devices.
 
     Returns:
-      loss, perplexity, bits_per_byte, tokens, bytes, rows (of seq_len tokens, padding included), seq_len.
+      loss, perplexity, bits_per_byte (of several sources also loss/NAME and bits_per_byte/NAME), tokens, bytes, rows
+      (of seq_len tokens, padding included), seq_len.
 
     Raises:
       DataError: the run holds nothing out, or its data now has another tokenizer.
@@ -50,7 +50,6 @@ def repeat_validation(
             f"its tokenizer now is {pipeline.tokenizer.fingerprint}, the model's is {tokenizer.fingerprint}",
             "restore the data that the run was trained on, or use --tasks perplexity",
         )
-    batches = pipeline.validation()
     here = copy.deepcopy(config)
     here.mesh.update({"data": -1, "fsdp": 1, "tensor": 1, "context": 1})
     rows = max(n for n in range(1, train.batch_size + 1) if train.batch_size % n == 0 and n <= batch_size)
@@ -59,12 +58,11 @@ def repeat_validation(
     made = setup(here, tokenizer.vocab_size, devices[: math.gcd(rows, len(devices))])
     with jax.set_mesh(made.mesh):
         params = jax.device_put(nnx.to_pure_dict(nnx.state(model, nnx.Param)), made.sharding["params"])
-        sums = validation_sums(make_eval_step(made, token_bytes), params, batches, batch_sharding(made.mesh))
-    row = validation_row(sums["nats"], sums["tokens"], sums["bytes"])
+        row, sums = evaluate(make_eval_step(made, token_bytes), params, pipeline, batch_sharding(made.mesh))
     return {
         **{name.removeprefix("val/"): value for name, value in row.items()},
         "tokens": int(sums["tokens"]),
         "bytes": int(sums["bytes"]),
-        "rows": len(batches) * train.batch_size,
+        "rows": sum(len(part.pipeline.validation()) for part in pipeline.parts.values()) * train.batch_size,
         "seq_len": config.data.seq_len,
     }

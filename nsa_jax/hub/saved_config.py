@@ -11,6 +11,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from nsa_jax.config import default_config, validate
+from nsa_jax.fields import default_of, is_source_name, walk
 from nsa_jax.hub.export_files import Arrays, LoadError
 from nsa_jax.nn import ModelConfig, Transformer
 
@@ -46,19 +47,24 @@ def config_from_dict(values: Any) -> ConfigDict:
       LoadError: a field that this version does not know, or a value of another type than the field's.
     """
     config = default_config()
+    defaults = dict(walk(config))
 
     def fill(target: ConfigDict, source: Any, path: str) -> None:
         if not isinstance(source, dict):
             raise LoadError(f"{path}={reprlib.repr(source)}: must be an object with fields")
         for name, value in source.items():
-            if name not in target:
+            if path == "config.data.sources" and is_source_name(name):
+                target[name] = ConfigDict()
+            default = target[name] if name in target else default_of(f"{path}.{name}".removeprefix("config."), defaults)
+            if default is None:
                 raise LoadError(f"{path}.{reprlib.repr(name)[1:-1]}: this version of nsa_jax has no such field")
-            if isinstance(target[name], ConfigDict):
-                fill(target[name], value, f"{path}.{name}")
+            if isinstance(default, ConfigDict):
+                fill(default, value, f"{path}.{name}")
             else:
-                target[name] = _checked(f"{path}.{name}", value, target[name])
+                target[name] = _checked(f"{path}.{name}", value, default)
 
-    fill(config, values, "config")
+    with config.unlocked():  # for the names of sources
+        fill(config, values, "config")
     return config
 
 

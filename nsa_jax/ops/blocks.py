@@ -114,6 +114,12 @@ def candidate_range(t, start, select_block: int):
     return first, last - (start > t)
 
 
+def has_choice(t, start, config: NSAConfig):
+    """Whether a query has more candidates than it reads; otherwise selection reads all of its document so far."""
+    first, last = candidate_range(t, start, config.select_block)
+    return last - first + 1 > config.num_selected
+
+
 def fold_weights(config: NSAConfig) -> np.ndarray:
     """Weights of compressed blocks in a selection block's importance (paper eq. 9).
 

@@ -64,6 +64,8 @@ function lossChart() {
     { name: `train/${state.unit}`, label: "training" },
     { name: `val/${state.unit}`, label: "validation", points: true },
   ];
+  const sources = Object.keys(chosen().series).filter((name) => name.startsWith(`val/${state.unit}/`));
+  for (const name of sources.sort()) parts.push({ name, label: `validation, ${name.split("/").pop()}`, points: true });
   const shapes = alarmShapes(),
     nats = chosen().preflight.bigram_entropy;
   const floor =

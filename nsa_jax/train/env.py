@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from nsa_jax.ops.choices import Shape
@@ -88,8 +89,23 @@ def explain_step(setup: Setup, target: Target) -> Explanation | None:
     return explanation_of(Shape(rows, length, length, *dims), m.nsa, target, packed=config.data.packing)
 
 
-def environment(setup: Setup, *, start_step: int, resumed_from: str | None, data: dict[str, Any]) -> dict[str, Any]:
-    """What env.json holds; called when the step has been traced, so that the served implementations are known."""
+def environment(
+    setup: Setup,
+    *,
+    start_step: int,
+    resumed_from: str | None,
+    data: dict[str, Any],
+    segment_start: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """What env.json holds; called when the step has been traced, so that the served implementations are known.
+
+    Args:
+      setup: of the run.
+      start_step: that this start begins after.
+      resumed_from: the checkpoint, if there is one.
+      data: what the run reads.
+      segment_start: of sampled packed rows, for the operations per token; see `flops.keys_per_query`.
+    """
     device = setup.mesh.devices.flat[0]
     seq_len = setup.config.data.seq_len
     return {
@@ -105,8 +121,8 @@ def environment(setup: Setup, *, start_step: int, resumed_from: str | None, data
         "peak_flops_per_device": peak_flops(device.device_kind),
         "parameters": parameter_counts(setup),
         "flops_per_token": {
-            "train": train_flops_per_token(setup.model_config, seq_len),
-            "forward": forward_flops_per_token(setup.model_config, seq_len),
+            "train": train_flops_per_token(setup.model_config, seq_len, segment_start),
+            "forward": forward_flops_per_token(setup.model_config, seq_len, segment_start),
         },
         "implementations": implementations_served(),
         "kernels": kernels(setup, current_target()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -295,8 +296,8 @@ class Run:
         row.update(self.goodput.lap(step, seconds, interval.idle, clock.mark))
         peak = flops.peak_flops(jax.devices()[0].device_kind)
         if peak is not None:
-            used = flops.train_flops_per_token(self.setup.model_config, config.data.seq_len) * tokens / seconds
-            row["perf/mfu"] = used / (peak * self.setup.mesh.size)
+            row["perf/mfu"] = self._flops_per_token * tokens / seconds / (peak * self.setup.mesh.size)
+        row.update(metrics.epochs_row(self.pipeline.epochs(step)))
         row.update(metrics.memory_row())
         row.update(
             self.guards.on_report(
@@ -312,6 +313,15 @@ class Run:
         self._last_row = row
         writer.write(step, row)
         writer.progress(step, row)
+
+    @property
+    def _segment_start(self) -> np.ndarray | None:
+        """Of the packed rows that preflight sampled."""
+        return self.preflight.data.segment_start if self.preflight and self.preflight.data else None
+
+    @functools.cached_property
+    def _flops_per_token(self) -> float:
+        return flops.train_flops_per_token(self.setup.model_config, self.config.data.seq_len, self._segment_start)
 
     def _check_steps(self, first_step: int, rows: list[dict[str, float]]) -> None:
         """Loss guards; what was trained on when the loss stopped being finite is kept."""
@@ -369,12 +379,16 @@ class Run:
 
     def _validate(self, step: int, state: State, writer: metrics.MetricsWriter) -> None:
         self.watchdog.beat(step, "validating", finished=False)
-        row = evaluate(self.eval_step, state["params"], self.pipeline.validation(), batch_sharding(self.setup.mesh))
+        row, _ = evaluate(self.eval_step, state["params"], self.pipeline, batch_sharding(self.setup.mesh))
         self._last_validation = (step, row)
         self.watchdog.beat(step, "training", finished=False)
         self._early = self.guards.on_validation(step, row["val/loss"], self._last_row.get("train/loss"))
         writer.write(step, row)
-        writer.say(f"step {step}: validation loss {row['val/loss']:.4f}, {row['val/bits_per_byte']:.3f} bits/byte")
+        each = ", ".join(f"{n} {row[f'val/loss/{n}']:.4f}" for n in self.pipeline.parts if n)
+        writer.say(
+            f"step {step}: validation loss {row['val/loss']:.4f}{f' ({each})' if each else ''}, "
+            f"{row['val/bits_per_byte']:.3f} bits/byte"
+        )
         if self.sampler is not None:
             writer.text(step, "sample", self.sampler(state["params"], step))
 
@@ -407,9 +421,17 @@ class Run:
 
     def _write_env(self, begin: Start) -> None:
         if jax.process_index() == 0:
-            stats = {name: vars(split) if split else None for name, split in self.pipeline.stats.items()}
-            data = {"splits": stats, "tokenizer": self.pipeline.tokenizer.fingerprint}
-            found = env.environment(self.setup, start_step=begin.step, resumed_from=begin.source, data=data)
+            parts, sizes = self.pipeline.parts, {}
+            for name, part in parts.items():
+                sizes[name] = {n: vars(split) if split else None for n, split in part.pipeline.stats.items()}
+            data = {"splits": sizes.get("", sizes), "tokenizer": self.pipeline.tokenizer.fingerprint}
+            found = env.environment(
+                self.setup,
+                start_step=begin.step,
+                resumed_from=begin.source,
+                data=data,
+                segment_start=self._segment_start,
+            )
             found["stages"] = list(begin.stages)
             found["preflight"] = self.preflight.record() if self.preflight else None
             env.write_json(self.workdir / "env.json", found)

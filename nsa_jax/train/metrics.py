@@ -3,8 +3,11 @@
 Names (every row also has `step`, the number of finished optimizer steps):
   train/loss, train/perplexity, train/bits_per_byte: of the batch of that step, nats per token.
   val/loss, val/perplexity, val/bits_per_byte: over the fixed validation batches.
+  val/loss/NAME, val/bits_per_byte/NAME: of each of config.data.sources; those above weigh them as training does.
+  data/epochs, or data/epochs/NAME of each of config.data.sources: passes over the training documents so far.
   norm/grad (before clipping), norm/param, norm/update, learning_rate.
-  perf/tokens_per_second, perf/step_seconds, perf/data_wait_p50_seconds, perf/data_wait_p95_seconds, perf/mfu.
+  perf/tokens_per_second, perf/step_seconds, perf/data_wait_p50_seconds, perf/data_wait_p95_seconds.
+  perf/mfu: share of the peak that useful operations reach, counted in the documents of rows that preflight sampled.
   perf/goodput, perf/goodput_run: share of the wall time that trained, of this start and of all starts of the run.
   time/wall_seconds, and time/{training,data,startup,validation,saving,other}_seconds, which add up to it: this start.
   memory/*_mib, memory/*_gib: both units of each figure, since they have been mistaken for each other.
@@ -20,7 +23,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -70,6 +73,27 @@ def validation_row(nats: float, tokens: float, text_bytes: float) -> dict[str, f
         "val/perplexity": perplexity(loss),
         "val/bits_per_byte": nats / math.log(2) / max(text_bytes, 1.0),
     }
+
+
+def mixed_validation_row(sums: Mapping[str, tuple[float, float, float]], shares: Mapping[str, float]) -> dict:
+    """Metrics of a validation of several sources, and of each of them.
+
+    Args:
+      sums: nats, tokens and bytes of text of each source, by its name.
+      shares: of each source in the tokens of training, as which the total weighs it, however much was held out.
+    """
+    count = math.fsum(tokens for _, tokens, _ in sums.values())
+    scales = {name: shares[name] * count / max(tokens, 1.0) for name, (_, tokens, _) in sums.items()}
+    row = validation_row(*(math.fsum(sums[name][i] * scales[name] for name in sums) for i in range(3)))
+    for name, values in sums.items():
+        each = validation_row(*values)
+        row |= {f"{metric}/{name}": each[metric] for metric in ("val/loss", "val/bits_per_byte")}
+    return row
+
+
+def epochs_row(epochs: Mapping[str, float]) -> dict[str, float]:
+    """Passes over each source under their logged names."""
+    return {f"data/epochs/{name}".rstrip("/"): value for name, value in epochs.items()}
 
 
 def memory_row() -> dict[str, float]:

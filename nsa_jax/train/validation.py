@@ -13,16 +13,21 @@ from nsa_jax.train.state import Setup, to_device
 from nsa_jax.train.step import make_sampler
 
 
-def validation_sums(eval_step, params, batches, sharding) -> dict[str, float]:
-    """Nats, tokens and bytes of text of the fixed validation batches."""
-    parts = [eval_step(params, to_device(batch, sharding)) for batch in batches]
-    return {name: math.fsum(float(part[name]) for part in jax.device_get(parts)) for name in parts[0]}
+def evaluate(eval_step, params, pipeline: Pipeline, sharding) -> tuple[dict[str, float], dict[str, float]]:
+    """The fixed validation batches of every source.
 
-
-def evaluate(eval_step, params, batches, sharding) -> dict[str, float]:
-    """Validation metrics over the fixed validation batches."""
-    sums = validation_sums(eval_step, params, batches, sharding)
-    return metrics.validation_row(sums["nats"], sums["tokens"], sums["bytes"])
+    Returns:
+      The metrics, and nats, tokens and bytes of text of all batches together.
+    """
+    sums: dict[str, tuple[float, float, float]] = {}
+    for name, part in pipeline.parts.items():
+        found = jax.device_get([eval_step(params, to_device(b, sharding)) for b in part.pipeline.validation()])
+        nats, tokens, size = (math.fsum(float(batch[key]) for batch in found) for key in ("nats", "tokens", "bytes"))
+        sums[name] = nats, tokens, size
+    total = dict(zip(("nats", "tokens", "bytes"), map(math.fsum, zip(*sums.values(), strict=True)), strict=True))
+    if set(sums) == {""}:
+        return metrics.validation_row(*sums[""]), total
+    return metrics.mixed_validation_row(sums, {name: part.share for name, part in pipeline.parts.items()}), total
 
 
 class Sampler:

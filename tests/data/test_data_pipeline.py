@@ -30,12 +30,13 @@ def synthetic_config(task="random"):
     return config
 
 
-@pytest.fixture(params=["text", "unpacked", "synthetic"])
+@pytest.fixture(params=["text", "unpacked", "best_fit", "synthetic"])
 def config(request):
     if request.param == "synthetic":
         return synthetic_config()
     text_config = request.getfixturevalue("text_config")
-    text_config.data.packing = request.param == "text"
+    text_config.data.packing = request.param != "unpacked"
+    text_config.data.packing_method = "best_fit" if request.param == "best_fit" else "concatenate"
     return text_config
 
 
@@ -219,7 +220,10 @@ def test_orbax_protocol_saves_and_loads_the_position_for_another_process_count(t
     chex.assert_trees_all_equal(next(restored), {k: v[2:4] for k, v in next(iterator).items()})
 
 
-@pytest.mark.parametrize("change", ["seed", "seq_len", "batch_size", "packing", "corpus", "val_fraction"])
+CHANGES = ["seed", "seq_len", "batch_size", "packing", "packing_method", "corpus", "val_fraction"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_position_of_other_data_is_refused(text_config, tmp_path, change):
     state = make_pipeline(text_config).train().get_state()
     if change == "seed":
@@ -229,7 +233,8 @@ def test_position_of_other_data_is_refused(text_config, tmp_path, change):
     elif change == "corpus":
         (tmp_path / "corpus" / "more.txt").write_text("one more document")
     else:
-        text_config.data[change] = {"seq_len": 32, "packing": False, "val_fraction": 0.3}[change]
+        other = {"seq_len": 32, "packing": False, "packing_method": "best_fit", "val_fraction": 0.3}
+        text_config.data[change] = other[change]
     with pytest.raises(DataError, match="belongs to other data.*could not continue exactly"):
         make_pipeline(text_config).train().set_state(state)
 
@@ -353,7 +358,7 @@ def test_errors_survive_pickling():
 
 
 def test_a_wrong_batch_does_not_leave_the_pipeline(text_config, monkeypatch):
-    from nsa_jax.data import pipeline as module
+    from nsa_jax.data import windows as module
 
     def unshifted(rows, eos_id, *, packing=True):
         batch = pack(rows, eos_id, packing=packing)

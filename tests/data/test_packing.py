@@ -1,9 +1,11 @@
+import pickle
+
 import chex
 import numpy as np
 import pytest
 
-from nsa_jax.data import DataError
-from nsa_jax.data.packing import check_batch, pack_rows
+from nsa_jax.data import DataError, windows
+from nsa_jax.data.packing import best_fit, check_batch, pack_rows
 from nsa_jax.data.synthetic import copy_rows, random_rows
 
 EOS = 9
@@ -90,3 +92,76 @@ def test_copy_rows_score_exactly_the_second_copy(seq_len):
         chex.assert_trees_all_equal(batch["targets"][row, scored], batch["inputs"][row, :half])
         assert batch["inputs"][row, half] == 9
         assert (batch["inputs"][row, :half] < 9).all()
+
+
+class Numbered:
+    """A split whose token at stream position p is p, but EOS (here -1) at the end of every document."""
+
+    def __init__(self, lengths):
+        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
+        self.tokens = np.arange(self.offsets[-1], dtype=np.int32)
+        self.tokens[self.offsets[1:] - 1] = -1
+
+
+def realistic_lengths(count, seed=0):
+    """Of documents of the web: log-normal, half of them under 600 tokens, a mean of 1,000."""
+    return np.random.default_rng(seed).lognormal(np.log(600), 1.0, count).astype(int) + 2
+
+
+def test_best_fit_places_every_token_of_an_epoch_once_and_keeps_documents_apart(monkeypatch):
+    monkeypatch.setattr(windows, "_GROUP_TOKENS", 64)
+    monkeypatch.setattr(windows, "_GROUP_ROWS", 8)
+    monkeypatch.setattr(windows, "_POOL_GROUPS", 3)
+    split = Numbered(np.random.default_rng(1).integers(2, 60, 200))
+    rows = pickle.loads(pickle.dumps(windows.BestFitRows(split, 32, 5, -1, True)))
+    offsets, count = split.offsets, rows.rows_per_epoch
+    assert rows.group_rows == 8 and count == (offsets[-1] - 1) // 32 // 8 * 8
+    orders = []
+    for epoch in range(2):
+        batch = check_batch(rows(np.arange(epoch * count, (epoch + 1) * count)))
+        orders.append(batch["inputs"])
+        for inputs, targets, start, mask in zip(*batch.values(), strict=True):
+            begins = start == np.arange(32)
+            for t in range(32):
+                if t and not begins[t]:  # the token before it in the row is the one before it in the document
+                    assert inputs[t - 1] >= 0
+                    assert inputs[t - 1] + 1 in offsets[1:] - 1 if inputs[t] < 0 else inputs[t - 1] == inputs[t] - 1
+                if mask[t]:
+                    assert targets[t] == split.tokens[inputs[t] + 1]
+                else:
+                    assert inputs[t] < 0 or begins[t + 1]
+        seen = np.sort(batch["inputs"][batch["inputs"] >= 0])
+        left_out = np.setdiff1d(np.arange(seen[0], seen[-1]), seen)
+        assert (np.diff(seen) > 0).all() and np.isin(left_out, offsets[1:] - 1).all()
+    assert not np.array_equal(*orders)
+
+
+def test_best_fit_cuts_few_documents_that_fit_and_pads_nothing():
+    lengths, seq_len = realistic_lengths(20_000), 2048
+    split = Numbered(lengths)
+    rows = windows.BestFitRows(split, seq_len, 0, -1, True)
+    count = rows.rows_per_epoch
+    fits = lengths <= seq_len
+    ends = split.offsets[1:]
+    cut = {"concatenate": ((ends - 1) // seq_len > split.offsets[:-1] // seq_len)[fits].mean()}
+    whole = np.zeros(len(lengths), bool)
+    first, last = len(split.tokens), 0
+    for group in range(count // rows.group_rows):
+        for row in rows._place_group(0, group):
+            assert sum(size for _, size in row) == seq_len  # no padding
+            for start, size in row:
+                document = np.searchsorted(split.offsets, start, "right") - 1
+                whole[document] |= size == lengths[document]
+                first, last = min(first, start), max(last, start + size)
+    placed = fits & (split.offsets[:-1] >= first) & (ends <= last)  # the rest is left over in this epoch
+    cut["best_fit"] = 1 - whole[placed].mean()
+    assert cut["concatenate"] == pytest.approx(0.32, abs=0.02)
+    assert cut["best_fit"] < 0.015
+
+
+@pytest.mark.parametrize("lengths", [[8, 8], [1] * 16, [16], [3, 13], [9, 7], [5, 5, 6]])
+def test_best_fit_fills_rows_exactly(lengths):
+    rows = best_fit(np.array(lengths), 2, 8)
+    assert [sum(size for *_, size in row) for row in rows] == [8, 8]
+    covered = sorted((document, start + i) for row in rows for document, start, size in row for i in range(size))
+    assert covered == [(document, i) for document, length in enumerate(lengths) for i in range(length)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from nsa_jax import aot
 from nsa_jax.nn import ModelConfig
 from nsa_jax.train.flops import forward_flops_per_token, keys_per_query, peak_flops, train_flops_per_token
@@ -19,6 +21,7 @@ class Cost:
       train_flops: operations per trained token.
       dense_flops: the same with dense attention instead.
       tokens: of the whole run.
+      packed: whether documents of sampled rows were counted; otherwise each row counts as one document.
       utilisation: assumed share of the peak; the estimates of time rest on it.
       tokens_per_second: on all devices; None where the device's peak is not known.
       hours: of the whole run; None likewise.
@@ -30,6 +33,7 @@ class Cost:
     train_flops: float
     dense_flops: float
     tokens: int
+    packed: bool
     utilisation: float
     tokens_per_second: float | None
     hours: float | None
@@ -37,7 +41,15 @@ class Cost:
 
 
 def estimate(
-    model: ModelConfig, *, seq_len: int, batch_size: int, steps: int, device_kind: str, devices: int, utilisation: float
+    model: ModelConfig,
+    *,
+    seq_len: int,
+    batch_size: int,
+    steps: int,
+    device_kind: str,
+    devices: int,
+    utilisation: float,
+    segment_start: np.ndarray | None = None,
 ) -> Cost:
     """The cost of a run.
 
@@ -49,18 +61,20 @@ def estimate(
       device_kind: as JAX names it, for the peak.
       devices: how many.
       utilisation: share of the peak that useful operations reach.
+      segment_start: int [rows, seq_len] of sampled packed rows; None: each row is one document.
     """
-    train = train_flops_per_token(model, seq_len)
+    train = train_flops_per_token(model, seq_len, segment_start)
     peak = peak_flops(device_kind)
     speed = None if peak is None else utilisation * peak * devices / train
     tokens = batch_size * seq_len
     dense = dataclasses.replace(model, attention="dense", layer_pattern=())
     return Cost(
-        parts=forward_flops_per_token(model, seq_len),
-        keys=keys_per_query(model, seq_len),
+        parts=forward_flops_per_token(model, seq_len, segment_start),
+        keys=keys_per_query(model, seq_len, segment_start),
         train_flops=train,
-        dense_flops=train_flops_per_token(dense, seq_len),
+        dense_flops=train_flops_per_token(dense, seq_len, segment_start),
         tokens=tokens * steps,
+        packed=segment_start is not None,
         utilisation=utilisation,
         tokens_per_second=speed,
         hours=None if speed is None else tokens * steps / speed / 3600,

@@ -2,26 +2,33 @@
 
 Rules: R030 validation data is training data; R031 duplicated documents; R032 repeated rows; R033 a batch breaks its
 contract (labels not shifted, ids out of range, nothing to predict); R034 many passes over the data; R035 slow; R036
-text without content; R037 the data cannot be used at all; R028 it was not looked at.
+text without content; R037 the data cannot be used at all; R038 documents too short for NSA to select; R028 it was not
+looked at.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from nsa_jax.config import Problem
+from nsa_jax.config import Problem, nsa_config
 from nsa_jax.data import DataError, Pipeline, make_pipeline, sources, statistics
 from nsa_jax.data.packing import check_batch
+from nsa_jax.data.pipeline import SAMPLE_TOKENS, Part
 from nsa_jax.data.token_file import TokenFile
+from nsa_jax.fields import source_configs
+from nsa_jax.ops import blocks
+from nsa_jax.rules import attention_kinds
 from nsa_jax.train.metrics import printable
 
 _BATCHES = 4
+_LITTLE_CHOICE = 0.2  # share of queries below which sparse attention has little to do
 _SAMPLE_TOKENS = 2_000_000
 _BUILD_BELOW = 256 << 20  # bytes of local text that a preflight tokenises; more is left to the run
 _WINDOW = 128  # tokens; the same so many in a row in both splits is no chance, save for boilerplate
@@ -40,6 +47,8 @@ class DataReport:
       unigram_entropy: nats per token; None if the data was not looked at.
       bigram_entropy: nats per token, what the loss guard calls the floor; None likewise.
       vocab_size: the tokenizer's; None likewise.
+      segment_start: int32 [rows, T] of sampled training rows; None likewise, and without packing.
+      choice_share: share of the sampled queries that have more blocks than they select; None without NSA or data.
     """
 
     problems: list[Problem] = dataclasses.field(default_factory=list)
@@ -47,14 +56,17 @@ class DataReport:
     unigram_entropy: float | None = None
     bigram_entropy: float | None = None
     vocab_size: int | None = None
+    segment_start: np.ndarray | None = None
+    choice_share: float | None = None
 
 
 def _is_small_and_local(config: ConfigDict) -> bool:
     """Whether the data can be read without a download and tokenised in a moment."""
-    if config.data.source not in ("stdlib", "text"):
+    alone = source_configs(config).values()
+    if any(part.data.source not in ("stdlib", "text") for part in alone):
         return config.data.source == "synthetic"
-    size = sources.make_source(config).size_bytes()
-    return size is not None and size <= _BUILD_BELOW
+    sizes = [sources.make_source(part).size_bytes() for part in alone]
+    return sum(math.inf if size is None else size for size in sizes) <= _BUILD_BELOW
 
 
 def _window_hashes(tokens: np.ndarray, length: int) -> np.ndarray:
@@ -208,21 +220,18 @@ def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
     iterator.close()
     problems = report.problems
     problems += check_batches(batches, pipeline.tokenizer.vocab_size)
-    corpus = pipeline.corpus
     rows = np.concatenate([batch["inputs"] for batch in batches])
-    if corpus is not None:
-        tokens = statistics.sample_tokens(corpus.train, _SAMPLE_TOKENS)
-        duplicates = statistics.corpus_report(corpus, count=1000)
-        _duplicate_problems(duplicates, problems)
-        _epoch_problem(config, corpus.train.stats.tokens, problems)
-    else:
-        tokens = rows
+    sampled, source_facts = [], []
+    for name, part in pipeline.parts.items():
+        if part.pipeline.corpus is not None:
+            count = int(part.share * _SAMPLE_TOKENS)
+            sampled.append(statistics.sample_tokens(part.pipeline.corpus.train, count))
+        found, facts = _examine_source(config, name, part, rows)
+        problems += found
+        source_facts += facts
+    tokens = np.concatenate(sampled or [rows])
     report.unigram_entropy = statistics.unigram_entropy(tokens)
     report.bigram_entropy = statistics.bigram_entropy(tokens)
-    shared = None
-    if config.train.eval_batches:
-        found, shared = check_splits(pipeline, rows, config.data.seq_len)
-        problems += found
     if first > 60:
         message = f"the first batch came after {first:.0f} s"
         problems.append(Problem("R035", "warning", message, "look at the disk and config.data.num_workers"))
@@ -239,35 +248,81 @@ def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
         ("unigram entropy", f"{report.unigram_entropy:.3f} nats per token"),
         ("bigram entropy, the loss guard's floor", f"{report.bigram_entropy:.3f} nats per token"),
     ]
-    if corpus is not None:
-        stats = corpus.train.stats
-        report.facts += [
-            ("training documents", f"{stats.documents:,}, {stats.tokens:,} tokens, {stats.bytes:,} bytes"),
-            (
-                "duplicated documents",
-                f"{duplicates.duplicate_documents:.2%}, {duplicates.duplicate_tokens:.2%} of tokens",
-            ),
-            ("documents in both splits", str(duplicates.overlap_documents)),
-        ]
-    if shared is not None:
-        report.facts.append(("validation windows seen in training", f"{shared:.2%}"))
+    report.facts += source_facts
+    sampled_rows = pipeline.sampled_segment_starts()
+    if sampled_rows is None:
+        sampled_rows = np.concatenate([batch["segment_start"] for batch in batches])
+        sampled_rows = sampled_rows[: max(SAMPLE_TOKENS // config.data.seq_len, 4)]
+    _examine_documents(config, sampled_rows, report)
     return report
 
 
-def _duplicate_problems(found: statistics.CorpusReport, problems: list[Problem]) -> None:
+def _examine_documents(config: ConfigDict, segment_start: np.ndarray, report: DataReport) -> None:
+    """R038: NSA has something to select from within the documents."""
+    positions = np.arange(segment_start.shape[1])
+    if config.data.packing:
+        report.segment_start = segment_start
+        length = segment_start.size / np.count_nonzero(segment_start == positions)
+        report.facts.append(("tokens of a document in a row", f"{length:,.0f} on average"))
+    if "nsa" not in attention_kinds(config.model):
+        return
+    nsa = nsa_config(config)
+    share = report.choice_share = float(blocks.has_choice(positions, segment_start, nsa).mean())
+    report.facts.append(("queries with more blocks than they select", f"{share:.1%}"))
+    if config.data.packing and share < _LITTLE_CHOICE and not config.allow_dense_regime:
+        message = (
+            f"only {share:.1%} of the queries have more than {nsa.num_selected} blocks of {nsa.select_block} tokens in "
+            f"their document, which has {length:,.0f} tokens on average: for all others NSA is dense attention"
+        )
+        fix = "use longer documents or config.data.packing_method='best_fit', or select fewer or smaller blocks"
+        report.problems.append(Problem("R038", "warning", message, fix))
+
+
+def _examine_source(
+    config: ConfigDict, name: str, part: Part, rows: np.ndarray
+) -> tuple[list[Problem], list[tuple[str, str]]]:
+    """Problems and facts of one source; those of one among several begin with its name."""
+    problems: list[Problem] = []
+    facts: list[tuple[str, str]] = []
+    corpus = part.pipeline.corpus
+    if corpus is not None:
+        stats, found = corpus.train.stats, statistics.corpus_report(corpus, count=1000)
+        wanted = int(config.train.steps * config.train.batch_size * config.data.seq_len * part.share)
+        problems += _duplicate_problems(found) + _epoch_problems(wanted, stats.tokens, bool(name))
+        facts += [
+            ("training documents", f"{stats.documents:,}, {stats.tokens:,} tokens, {stats.bytes:,} bytes"),
+            ("passes over them", f"{wanted / max(stats.tokens, 1):,.2f}: {wanted:,} tokens, {part.share:.2%} of all"),
+            ("duplicated documents", f"{found.duplicate_documents:.2%}, {found.duplicate_tokens:.2%} of tokens"),
+            ("documents in both splits", str(found.overlap_documents)),
+        ]
+    if config.train.eval_batches:
+        split_problems, shared = check_splits(part.pipeline, rows, config.data.seq_len)
+        problems += split_problems
+        facts.append(("validation windows seen in training", f"{shared:.2%}"))
+    if name:
+        where = f"config.data.sources.{name}"
+        problems = [dataclasses.replace(p, message=f"{where}: {p.message}") for p in problems]
+        facts = [(f"{name}: {fact}", value) for fact, value in facts]
+    return problems, facts
+
+
+def _duplicate_problems(found: statistics.CorpusReport) -> list[Problem]:
     share = found.duplicate_tokens
     if share <= 0.05:
-        return
+        return []
     message = f"{share:.0%} of the training tokens are in documents that repeat an earlier one"
     fix = "remove the duplicates; a model memorises what it sees many times"
-    problems.append(Problem("R031", "error" if share > 0.3 else "warning", message, fix))
+    return [Problem("R031", "error" if share > 0.3 else "warning", message, fix)]
 
 
-def _epoch_problem(config: ConfigDict, tokens: int, problems: list[Problem]) -> None:
-    wanted = config.train.steps * config.train.batch_size * config.data.seq_len
-    if wanted > 4 * tokens:
-        message = f"{wanted:,} tokens of training are {wanted / tokens:.1f} passes over {tokens:,}"
-        problems.append(Problem("R034", "warning", message, "more text or fewer steps; repeated text is memorised"))
+def _epoch_problems(wanted: int, tokens: int, mixed: bool) -> list[Problem]:
+    if wanted <= 4 * tokens:
+        return []
+    message = f"{wanted:,} tokens of training are {wanted / tokens:.1f} passes over {tokens:,}"
+    fix = "more text or fewer steps; repeated text is memorised"
+    if mixed:
+        fix = f"a lower weight, {fix}"
+    return [Problem("R034", "warning", message, fix)]
 
 
 def loss_floor(config: ConfigDict, report: DataReport) -> float | None:

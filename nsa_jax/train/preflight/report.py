@@ -54,6 +54,7 @@ class Report:
             "warnings": [str(problem) for problem in self.problems if problem.severity == "warning"],
             "bigram_entropy": self.data.bigram_entropy if self.data else None,
             "unigram_entropy": self.data.unigram_entropy if self.data else None,
+            "choice_share": self.data.choice_share if self.data else None,
             "seconds": {name: round(seconds, 2) for name, seconds in self.seconds.items()},
         }
 
@@ -72,6 +73,7 @@ def cost_facts(cost: cost_lib.Cost, devices: int, kind: str) -> list[tuple[str, 
     lines = [
         ("operations per token, forward", f"{whole / 1e6:,.1f} MFLOP"),
         *((f"  {name}", f"{value / 1e6:,.1f} MFLOP  {value / whole:.1%}") for name, value in cost.parts.items()),
+        ("counted in", "the documents of sampled rows" if cost.packed else "rows of one document"),
         ("keys per query", ", ".join(f"{name} {value:,.0f}" for name, value in cost.keys.items())),
         ("operations per trained token", f"{cost.train_flops / 1e6:,.1f} MFLOP"),
         ("  with dense attention instead", f"{cost.dense_flops / 1e6:,.1f} MFLOP, "

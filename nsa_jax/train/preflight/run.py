@@ -78,15 +78,15 @@ def before_run(config: ConfigDict, workdir: Path, made: Setup, pipeline: Pipelin
       ConfigError: something is wrong; nothing has been trained.
     """
     report = Report(problems=check_workdir(config, workdir))
+    _data_and_selftest(config, report, pipeline)
     start = time.perf_counter()
     kind = made.mesh.devices.flat[0].device_kind
-    report.cost = _cost(config, made, made.mesh.size, kind)
+    report.cost = _cost(config, made, made.mesh.size, kind, report)
     report.problems += check_save_interval(config, report.cost)
     if jax.process_index() == 0:
         report.problems += check_disk(config, workdir, made.checkpoint_bytes())
     report.problems += check_kernels(config, made, "")
     report.seconds["program"] = time.perf_counter() - start
-    _data_and_selftest(config, report, pipeline)
     report.problems += [problem for problem in config_lib.validate(config) if problem.severity == "error"]
     report.settle(config)
     if report.exit_code:
@@ -113,7 +113,7 @@ def _data_and_selftest(config: ConfigDict, report: Report, pipeline: Pipeline | 
         report.seconds["self-test"] = tested.seconds
 
 
-def _cost(config: ConfigDict, made: Setup, devices: int, kind: str) -> cost_lib.Cost:
+def _cost(config: ConfigDict, made: Setup, devices: int, kind: str, report: Report) -> cost_lib.Cost:
     return cost_lib.estimate(
         made.model_config,
         seq_len=config.data.seq_len,
@@ -122,6 +122,7 @@ def _cost(config: ConfigDict, made: Setup, devices: int, kind: str) -> cost_lib.
         device_kind=kind,
         devices=devices,
         utilisation=config.preflight.utilisation,
+        segment_start=report.data.segment_start if report.data else None,
     )
 
 
@@ -140,7 +141,7 @@ def _examine_program(
         return
     size = count if gpu else made.mesh.size
     kind = cost_lib.device_kind(gpu) if gpu else made.mesh.devices.flat[0].device_kind
-    report.cost = _cost(config, made, size, kind)
+    report.cost = _cost(config, made, size, kind, report)
     checkpoint = made.checkpoint_bytes()
     report.facts["run"] = [
         ("target", f"{size} x {kind}"),

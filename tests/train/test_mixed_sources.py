@@ -1,0 +1,45 @@
+"""A run over two sources: what it logs of each, and that it resumes bit for bit."""
+
+import json
+
+import numpy as np
+import pytest
+
+from nsa_jax.config import check
+
+from .tiny import losses, make_run
+
+
+def sources(tmp_path):
+    random = np.random.default_rng(0)
+    for name, letters in {"one": "ab", "two": "cdefghij"}.items():
+        documents = ["".join(random.choice(list(letters), 80)) for _ in range(60)]
+        (tmp_path / f"{name}.txt").write_text("|".join(documents))
+    found = {name: {"files": (str(tmp_path / f"{name}.txt"),), "weight": w} for name, w in (("one", 1.0), ("two", 3.0))}
+    return {
+        **{"data__source": "text", "data__text_separator": "|", "data__sources": found, "data__val_fraction": 0.3},
+        **{"data__cache_dir": str(tmp_path / "cache"), "train__eval_batches": 1, "train__save_every": 3},
+    }
+
+
+def test_a_run_over_two_sources_tells_the_loss_of_each_and_resumes(tmp_path, capsys):
+    changes = sources(tmp_path)
+    run = make_run(tmp_path / "run", train__steps=6, **changes)
+    check(run.config)
+    summary = run.run()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    last = summary["validation"]
+    assert last["val/loss"] == pytest.approx(0.25 * last["val/loss/one"] + 0.75 * last["val/loss/two"], rel=1e-6)
+    assert last["val/loss/one"] < last["val/loss/two"]
+    (trained,) = [row for row in rows if row["step"] == 6 and "train/loss" in row]
+    tokens = {name: part.pipeline.stats["train"].tokens for name, part in run.pipeline.parts.items()}
+    assert trained["data/epochs/one"] == pytest.approx(6 * 2 * 48 / tokens["one"], rel=0.05)
+    assert trained["data/epochs/two"] == pytest.approx(6 * 6 * 48 / tokens["two"], rel=0.05)
+    said = capsys.readouterr().out
+    assert f"validation loss {last['val/loss']:.4f} (one {last['val/loss/one']:.4f}, two " in said
+    assert set(json.loads((tmp_path / "run" / "env.json").read_text())["data"]["splits"]) == {"one", "two"}
+
+    make_run(tmp_path / "again", train__steps=3, optim__schedule="constant", **changes).run()
+    make_run(tmp_path / "again", train__steps=6, optim__schedule="constant", **changes).run()
+    make_run(tmp_path / "whole", train__steps=6, optim__schedule="constant", **changes).run()
+    assert losses(tmp_path / "again") == losses(tmp_path / "whole")
