@@ -1,7 +1,7 @@
 """A model of 1.1 billion parameters at 8,192 tokens, which one H100 or H200 trains.
 
-What:    dim 2,048, 16 layers, 32 query heads in 8 key/value groups of head dim 64, the paper's block geometry. Results of
-         attention are kept for the backward pass, and all else of a layer is computed again.
+What:    dim 2,048, 16 layers, 32 query heads in 8 key/value groups of head dim 64, the paper's block geometry. What
+         attention returns is kept for the backward pass; all else of a layer is computed again.
 Data:    FineWeb-Edu, sample-100BT, packed, with a byte-pair vocabulary of 32,768. 40,000 steps of 64 x 8,192 tokens are
          21 billion tokens.
 Takes:   not measured.

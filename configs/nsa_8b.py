@@ -41,6 +41,7 @@ def get_config() -> ConfigDict:
     c.train.steps = 100_000
     c.train.batch_size = 64
     c.train.grad_accum = 1
+    c.train.save_every = 500
 
     c.optim.learning_rate = 3e-4
     c.optim.warmup_steps = 2000

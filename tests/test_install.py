@@ -162,7 +162,8 @@ def test_an_installed_package_trains_a_config_by_its_name_outside_of_the_reposit
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "runs" / "recall" / "summary.json").is_file()
     done = run(command, "train", "quickstrat", **settings)
-    assert done.returncode == 2 and "one of a100_prod, extend, h200_long, quickstart, recall, toy" in done.stderr
+    names = "a100_prod, extend, h200_long, nsa_1b, nsa_8b, quickstart, recall, toy"
+    assert done.returncode == 2 and f"one of {names}" in done.stderr
     done = run(command, "trian", **settings)
     assert done.returncode == 2 and "choose from train, preflight, generate" in done.stderr
     done = run(command, "--version", **settings)

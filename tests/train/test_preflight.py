@@ -317,7 +317,7 @@ def test_combined_collectives_count_whole(instruction, want):
 @pytest.mark.slow
 def test_examine_compiles_for_gpus_that_are_not_here(tmp_path):
     config = tiny_config(model__implementation="auto", model__compute_dtype="bfloat16", model__head_dim=16)
-    config.model.num_layers = 1
+    config.model.num_layers, config.guards.health, config.train.sample_tokens = 1, True, 4
     try:
         aot.devices("a100-80gb", 2)
     except aot.AheadOfTimeUnavailable as error:
@@ -330,10 +330,18 @@ def test_examine_compiles_for_gpus_that_are_not_here(tmp_path):
     assert compiled.memory.parameters == parameters
     assert compiled.memory.optimizer == pytest.approx(2 * parameters, abs=64)
     assert compiled.memory.activations > 0
+    # Each keeps parameters, averages of the optimizer, and some of its own.
+    assert compiled.others.keys() == {"evaluation", "health", "sampling"} == compiled.seconds.keys() - {"train step"}
+    assert all(3 * parameters < size < 12 * parameters for size in compiled.others.values())
     kinds = {c.kind for c in compiled.collectives}
     assert kinds == {"all-reduce"} and sum(c.bytes for c in compiled.collectives) >= parameters // 2
-    report = preflight.Report(memory=dataclasses.replace(compiled.memory, limit=1000), compiled=compiled)
-    assert rules(preflight.check_memory(report, "a100-80gb", 2)) == {"R025"}
+    limit = compiled.memory.total
+    for others, found in (({"health": limit}, set()), ({"health": limit + 1}, {"R025"})):
+        report = preflight.Report(
+            memory=dataclasses.replace(compiled.memory, limit=limit),
+            compiled=dataclasses.replace(compiled, others=others),
+        )
+        assert rules(preflight.check_memory(report, "a100-80gb", 2)) == found
 
 
 def test_the_kernels_of_a_device_are_named():

@@ -109,7 +109,7 @@ def check_memory(report: Report, gpu: str, devices: int) -> list[Problem]:
     """R025: the steps fit into the devices' memory."""
     memory = report.memory
     assert memory is not None
-    need = max(memory.total, report.compiled.eval_bytes if report.compiled else 0)
+    need = max(memory.total, *(report.compiled.others.values() if report.compiled else ()), 0)
     if need <= memory.limit:
         return []
     where = f"{devices} x {gpu}" if gpu else "this machine"

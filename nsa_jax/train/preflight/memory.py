@@ -23,7 +23,8 @@ from nsa_jax import aot
 from nsa_jax.train.loss import weighted_loss
 from nsa_jax.train.preflight import hlo
 from nsa_jax.train.state import Setup, batch_sharding, setup
-from nsa_jax.train.step import host_transfers, make_eval_step, make_train_step
+from nsa_jax.train.step import host_transfers, make_eval_step, make_sampler, make_train_step
+from nsa_jax.train.watch import health
 
 _BATCH = {"inputs": jnp.int32, "targets": jnp.int32, "segment_start": jnp.int32, "loss_mask": jnp.float32}
 
@@ -70,16 +71,16 @@ class Compiled:
     """What the compiled steps say.
 
     Attributes:
-      memory: of the train step, or of the eval step where that needs more.
-      eval_bytes: of the evaluation, the training state beside it included.
-      seconds: of compiling the two.
+      memory: of the train step.
+      others: bytes on one device while each of the other programs runs, the training state beside it included.
+      seconds: of compiling each program.
       collectives: of one train step.
-      host: instructions that talk to the host, of both steps.
+      host: instructions that talk to the host, of all programs.
       nondeterministic: instructions of the train step whose results differ from run to run on a GPU.
     """
 
     memory: Memory
-    eval_bytes: int
+    others: dict[str, int]
     seconds: dict[str, float]
     collectives: list[hlo.Collective]
     host: list[str]
@@ -223,8 +224,22 @@ def _train_memory(made: Setup, gpu: str) -> tuple[Memory, Any]:
     return memory, program
 
 
+def _other_programs(made: Setup) -> dict[str, tuple[Any, tuple]]:
+    """The jitted functions that a run calls beside the train step, each with its arguments after the parameters."""
+    config = made.config
+    found: dict[str, tuple[Any, tuple]] = {"evaluation": (make_eval_step(made, _token_bytes(made)), (_batch(made),))}
+    if health.wanted(made):
+        found["health"] = health.make_health(made), (_batch(made),)
+    if config.train.sample_tokens:
+        length = min(1 + config.train.sample_tokens, config.data.seq_len)
+        row, prompt = jax.ShapeDtypeStruct((1, length), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+        sampler = make_sampler(made, length, made.model_config.vocab_size)
+        found["sampling"] = sampler, (row, prompt, jax.eval_shape(lambda: jax.random.key(0)))
+    return found
+
+
 def compile_run(made: Setup, gpu: str) -> Compiled:
-    """Compiles the train step and the eval step of a run for its devices.
+    """Compiles the train step of a run for its devices, and the programs for evaluation, health and sampling.
 
     Args:
       made: from `for_target`.
@@ -232,20 +247,22 @@ def compile_run(made: Setup, gpu: str) -> Compiled:
     """
     start = time.perf_counter()
     memory, program = _train_memory(made, gpu)
-    seconds = {"train": time.perf_counter() - start}
     text = program.as_text()
-    start = time.perf_counter()
-    step = make_eval_step(made, _token_bytes(made))
-    evaluation = _compile(made, gpu, step, made.target()["params"], _batch(made))
-    seconds["eval"] = time.perf_counter() - start
-    planned = evaluation.memory_analysis()
-    beside = memory.optimizer + planned.argument_size_in_bytes + planned.temp_size_in_bytes
+    seconds, others, host = {"train step": time.perf_counter() - start}, {}, host_transfers(text)
+    for name, (function, arguments) in _other_programs(made).items():
+        start = time.perf_counter()
+        other = _compile(made, gpu, function, made.target()["params"], *arguments)
+        planned = other.memory_analysis()
+        used = planned.argument_size_in_bytes + planned.temp_size_in_bytes + planned.output_size_in_bytes
+        others[name] = memory.optimizer + used
+        host += host_transfers(other.as_text())
+        seconds[name] = time.perf_counter() - start
     return Compiled(
         memory=memory,
-        eval_bytes=beside + planned.output_size_in_bytes,
+        others=others,
         seconds=seconds,
         collectives=hlo.collectives(text),
-        host=host_transfers(text) + host_transfers(evaluation.as_text()),
+        host=host,
         nondeterministic=hlo.nondeterministic(text) if gpu else [],
     )
 

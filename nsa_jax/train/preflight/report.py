@@ -121,7 +121,7 @@ def memory_facts(report: Report, gpu: str) -> list[tuple[str, str]]:
         ("headroom", f"{gib(memory.headroom)}: {'fits' if memory.fits else 'DOES NOT FIT'}"),
     ]
     if report.compiled:
-        lines.append(("evaluation, state included", gib(report.compiled.eval_bytes)))
+        lines += [(f"{name}, state included", gib(size)) for name, size in report.compiled.others.items()]
     best = report.micro_batch
     if best:
         how = "compiled" if best.verified else "extrapolated"
@@ -130,7 +130,7 @@ def memory_facts(report: Report, gpu: str) -> list[tuple[str, str]]:
 
 
 def program_facts(config: ConfigDict, compiled: memory_lib.Compiled) -> list[tuple[str, str]]:
-    lines = [("compiled", ", ".join(f"{name} step in {s:.0f} s" for name, s in compiled.seconds.items()))]
+    lines = [("compiled", ", ".join(f"{name} in {s:.0f} s" for name, s in compiled.seconds.items()))]
     for found in compiled.collectives:
         lines.append((f"{found.kind} {found.dtype}", f"{found.count} per step, {gib(found.bytes)}"))
     if not compiled.collectives:
