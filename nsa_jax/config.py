@@ -138,7 +138,7 @@ def default_config() -> ConfigDict:
     t.trackers = ()  # wandb, mlflow: experiment trackers that get config, rows and texts too; docs/tracking.md
 
     c.optim = o = ConfigDict()
-    o.name = "adamw"  # the optimizer
+    o.name = "adamw"  # adamw | muon (for the matrices of the blocks, adamw for the rest; same learning_rate)
     o.learning_rate = 3e-4  # peak
     o.schedule = "cosine"  # cosine | linear | constant | wsd (constant, then linear at the end), after warm-up
     o.warmup_steps = 100  # the learning rate rises linearly over these
@@ -146,6 +146,7 @@ def default_config() -> ConfigDict:
     o.final_fraction = 0.1  # learning rate at the last step, as a share of the peak
     o.b1 = 0.9  # decay of the gradient's average
     o.b2 = 0.95  # decay of the squared gradient's average
+    o.momentum = 0.95  # muon: decay of the sum of gradients
     o.eps = 1e-8  # added to the root of the squared gradient's average
     o.weight_decay = 0.1  # on matrices only (not norms, biases, position embeddings)
     o.clip = 1.0  # global gradient norm; 0: no clipping

@@ -42,7 +42,7 @@ CHOICES = {
     "data.source": ("stdlib", "text", "hf", "synthetic"),
     "data.synthetic": ("random", "copy", "recall"),
     "data.tokenizer": ("byte", "bpe", "hf"),
-    "optim.name": ("adamw",),
+    "optim.name": ("adamw", "muon"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
     "preflight.target": ("", "a100-40gb", "a100-80gb", "h100", "h200"),
 }
@@ -118,6 +118,7 @@ _RANGES = {
     "optim.decay_fraction": (0.0, False, 1.0, True),
     "optim.b1": (0.0, True, 1.0, False),
     "optim.b2": (0.0, True, 1.0, False),
+    "optim.momentum": (0.0, True, 1.0, False),
     "optim.eps": (0.0, False, float("inf"), False),
     "model.norm_eps": (0.0, False, float("inf"), False),
     "model.init_std": (0.0, False, float("inf"), False),

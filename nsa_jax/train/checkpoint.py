@@ -358,8 +358,10 @@ class Checkpoints:
             return ocp.load_checkpointables(path, {"state": target})["state"]
         shown = _listed(lines, 8)
         if fresh_optimizer is None:
+            changed = "; ".join(self._optimizer_changes(step))
             raise CheckpointError(
-                f"the config's optimizer does not fit checkpoint {path}, its averages would be lost:\n  {shown}\n"
+                f"the config's optimizer does not fit checkpoint {path}, all of its averages would be lost"
+                f"{f' ({changed})' if changed else ''}:\n  {shown}\n"
                 "Fix: restore config.optim (it is in env.json), or accept the loss with "
                 "config.train.reset_optimizer=True: weights, step and data position are kept"
             )
@@ -387,15 +389,18 @@ class Checkpoints:
                 "Fix: restore the config that wrote it (it is in env.json), or use another workdir"
             )
 
-    def _tell_optimizer_changes(self, step: int) -> None:
+    def _optimizer_changes(self, step: int) -> list[str]:
+        """The fields of config.optim that differ from a step's, with both values."""
         configs = (read_info(self._path(step)), self._info)
         old, new = (info.get("config", {}).get("optim", {}) for info in configs)
-        changed = [
+        return [
             f"config.optim.{name}: {old[name]!r} there, {new[name]!r} now"
             for name in sorted({*old} & {*new})
             if old[name] != new[name]
         ]
-        if changed:
+
+    def _tell_optimizer_changes(self, step: int) -> None:
+        if changed := self._optimizer_changes(step):
             logger.warning("continuing checkpoint %s with another optimizer: %s", self._path(step), "; ".join(changed))
 
     def wait(self) -> None:

@@ -239,7 +239,8 @@ def setup(config: ConfigDict, vocab_size: int, devices: list | None = None) -> S
     model_config = ModelConfig.from_config(config, vocab_size)
     if problems := vocabulary_problems(config, model_config):
         raise ConfigError(problems)
-    optimizer = make_optimizer(config)
+    layout = (lambda path, shape: partition_spec(path, shape, mesh)) if mesh.size > 1 else None
+    optimizer = make_optimizer(config, model_config, layout)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0))))
     abstract = jax.eval_shape(lambda: _init(config, model_config, optimizer))
     return Setup(config, model_config, graphdef, optimizer, mesh, abstract, state_sharding(abstract, mesh))
