@@ -130,6 +130,7 @@ def default_config() -> ConfigDict:
     t.keep_last = 3  # checkpoints kept besides the best
     t.keep_every = 0  # also keep the checkpoints of steps that are multiples of this; 0: none
     t.keep_best = True  # also save at validations lower than all before, and keep the checkpoint of the lowest
+    t.ema_decay = 0.0  # decay of an average of the weights, such as 0.9995, which is validated and exported; 0: none
     t.z_loss = 0.0  # training adds this times the square of each token's logsumexp of logits, such as 1e-4; 0: none
     t.deterministic = True  # on GPUs, sums in one order and untuned matrix products: runs are bit-equal
     t.reset_optimizer = False  # if a checkpoint's optimizer state does not fit config.optim, start it anew
@@ -172,9 +173,12 @@ def default_config() -> ConfigDict:
     g.floor_steps = 1000  # how long floor_ratio applies
     g.late_floor_ratio = 0.05  # as floor_ratio, at any step
     g.skip_steps = 0  # leave out steps whose loss or gradient is not finite, so many in a row; one more stops
+    g.skip_spikes = 0  # leave out steps whose loss or gradient norm is a spike, so many in a row; one more stops
+    g.spike_norm = 5.0  # a gradient norm over this many times the median of the last 64 steps is a spike; 0: none is
+    g.roll_back = 0  # so often, return to the last checkpoint and leave out the data since, instead of stopping
     g.max_gap = 1.5  # stop if validation loss exceeds training loss by this many nats; 0: off
     g.divergence = 2.0  # stop if the average training loss (50 steps) rises over its best by this many nats; 0: off
-    g.spike = 1.0  # alarm if the loss is this many nats (and 6 times its usual jitter) over its average; 0: off
+    g.spike = 1.0  # a loss this many nats over the usual is a spike: an alarm, or left out (skip_spikes); 0: off
     g.plateau_steps = 2000  # alarm if the loss has not fallen for so many steps; 0: off
     g.early_stop = 0  # stop after so many validations without improvement; 0: off
     g.early_stop_delta = 0.0  # nats that count as improvement

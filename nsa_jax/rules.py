@@ -64,7 +64,8 @@ _AT_LEAST = {
         "seed model.vocab_size model.value_head_dim model.mlp_dim model.rotary_dim model.rope_scaling.original_length "
         "data.max_documents data.num_workers train.eval_every train.keep_every "
         "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip "
-        "guards.floor_steps guards.skip_steps guards.max_gap guards.divergence guards.spike guards.plateau_steps "
+        "guards.floor_steps guards.skip_steps guards.skip_spikes guards.spike_norm guards.roll_back "
+        "guards.max_gap guards.divergence guards.spike guards.plateau_steps "
         "guards.early_stop guards.early_stop_delta guards.min_gate_entropy guards.stall_seconds"
     ),
 }
@@ -124,6 +125,7 @@ _RANGES = {
     "model.init_std": (0.0, False, float("inf"), False),
     "model.rope_theta": (1.0, False, float("inf"), False),
     "model.logit_soft_cap": (0.0, True, float("inf"), False),
+    "train.ema_decay": (0.0, True, 1.0, False),
     "train.z_loss": (0.0, True, float("inf"), False),
     "model.rope_scaling.factor": (1.0, True, float("inf"), False),
     "model.rope_scaling.attention_factor": (0.0, True, float("inf"), False),
@@ -322,6 +324,9 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
     if unknown := [name for name in t.trackers if name not in TRACKERS]:
         message = f"config.train.trackers={t.trackers}: {unknown[0]!r} is no tracker"
         found.error("R001", message, f'use some of {", ".join(TRACKERS)}, such as ("wandb",)')
+    if config.guards.roll_back and not t.save_every:
+        message = f"config.guards.roll_back={config.guards.roll_back} with save_every=0: there is nothing to return to"
+        found.error("R010", message, "set config.train.save_every, or roll_back=0")
     if o.warmup_steps >= t.steps > 0:
         message = f"config.optim.warmup_steps={o.warmup_steps}: the run of {t.steps} steps ends before the warm-up"
         found.error("R011", message, "warm up for 1 to 10 % of the steps")

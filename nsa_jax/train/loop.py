@@ -29,6 +29,7 @@ from nsa_jax.train.errors import TrainingError, check_room, describe_stop, writi
 from nsa_jax.train.goodput import Goodput
 from nsa_jax.train.preflight.data_check import loss_floor
 from nsa_jax.train.profiling import Profile, Window, check_window
+from nsa_jax.train.rollback import Rollbacks
 from nsa_jax.train.start import Start, finished_before, first_state, optimizer_to_reset, recorded_stages
 from nsa_jax.train.state import State, batch_sharding, setup
 from nsa_jax.train.step import make_eval_step, make_train_step
@@ -95,11 +96,19 @@ class Run:
         self.sampler = Sampler(self.setup, self.pipeline) if config.train.sample_tokens else None
         self.health = health.Health(self.setup, self.workdir) if health.wanted(self.setup) else None
         self.preflight: preflight.Report | None = None
-        self.guards = Guards(config, self.workdir, active=jax.process_index() == 0)
-        self.goodput = Goodput(self.workdir, began, active=jax.process_index() == 0)
-        self.trackers = Trackers(config.train.trackers, active=jax.process_index() == 0)
         self.peers = processes.peers()
+        self.rollbacks = Rollbacks(self.workdir, config.guards.roll_back)
+        self._floor: float | None = None  # bigram entropy of the data, from the preflight
+        self._forget(began)
+
+    def _forget(self, began: float | None = None) -> None:
+        """Puts away what is known of the steps so far: at the start, and before the last checkpoint is restored."""
+        active = jax.process_index() == 0
+        self.guards = Guards(self.config, self.workdir, bigram_entropy=self._floor, active=active)
+        self.goodput = Goodput(self.workdir, began, active=active)
+        self.trackers = Trackers(self.config.train.trackers, active=active)
         self.best: tuple[int, float] | None = None
+        self._offset = 0  # position in the data, in batches, of the batch of step 1
         self._early: str | None = None  # why to stop before the last step
         self._live: tuple[int, State, Any] | None = None  # last finished step, state, data: what a guard's stop saves
         self._last_validation: tuple[int, dict[str, float]] | None = None
@@ -116,19 +125,22 @@ class Run:
             logger.warning("%s", problem)
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in found.seconds.items())
         logger.info("preflight passed: %s", seconds)
-        floor = loss_floor(self.config, found.data) if found.data else None
-        self.guards = Guards(self.config, self.workdir, bigram_entropy=floor, active=jax.process_index() == 0)
+        self._floor = loss_floor(self.config, found.data) if found.data else None
+        self.guards = Guards(self.config, self.workdir, bigram_entropy=self._floor, active=jax.process_index() == 0)
 
     def _restore(self, checkpoints: Checkpoints, info: dict, data: Any) -> Start:
         """What this workdir holds, else what --resume names, else the initialisation."""
         own = checkpoints.restore(self.setup.target(), data, fresh_optimizer=optimizer_to_reset(self.setup))
         if own is None:
             return first_state(self.setup, self._other, info, data, self._stage)
+        step, state = own[0], self.setup.completed(own[1])
+        for _ in range(self.rollbacks.batches_to_skip(step, data.get_state()["step"])):
+            next(data)
         self.best = checkpoints.best()
-        self.guards.restore(checkpoints.guards(own[0]))
+        self.guards.restore(checkpoints.guards(step))
         self._early = self.guards.early_stop()
-        self._last_row, self._last_validation = metrics.last_rows(self.workdir, own[0])
-        return Start.after(*own, self.workdir, recorded_stages(self.workdir))
+        self._last_row, self._last_validation = metrics.last_rows(self.workdir, step)
+        return Start.after(step, state, self.workdir, recorded_stages(self.workdir))
 
     def run(self) -> dict[str, Any]:
         """Trains to the end, or to a stop request.
@@ -140,10 +152,17 @@ class Run:
           TrainingError: a guard stopped the run; stopped.json says why.
           CheckpointError: a checkpoint does not fit the config.
         """
+        while (summary := self._run()) is None:
+            self._forget()
+        return summary
+
+    def _run(self) -> dict[str, Any] | None:
+        """From the last checkpoint on; None if it is to be restored again, since a guard has called for that."""
         config, train = self.config, self.config.train
         info = {
             "parameters": describe(self.setup.abstract_state),
             "optimizer": describe(self.setup.abstract_state, "opt_state"),
+            "parts": sorted(set(self.setup.abstract_state) - {"step", "params", "opt_state"}),
             "tokenizer": self.pipeline.tokenizer.fingerprint,
             "config": env.plain_config(config),
         }
@@ -209,6 +228,8 @@ class Run:
                 self._callbacks.on_end(summary)
                 return summary
             except TrainingError as error:
+                if self._roll_back(error, checkpoints, writer):
+                    return None
                 self._explain(error, checkpoints)
                 raise
 
@@ -216,6 +237,7 @@ class Run:
         """The loop. Returns the last finished step, the state, and what stopped it early (or None)."""
         config, train = self.config, self.config.train
         start, state = begin.step, begin.state
+        self._offset = data.get_state()["step"] - start
         batches = Batches(data, self.setup, start, self.guards.on_batch)
         pending: collections.deque[Interval] = collections.deque()
         interval = Interval(start + 1)
@@ -319,9 +341,24 @@ class Run:
             self.guards.on_steps(first_step, rows)
         except TrainingError as error:
             if error.guard == "non_finite" and jax.process_index() == 0:
-                path = guards.dump(self.workdir, error.step, self.pipeline, rows)
+                path = guards.dump(self.workdir, error.step, self.pipeline, rows, self._offset + error.step - 1)
                 logger.error("the batch and the statistics of step %s are in %s", error.step, path)
             raise
+
+    def _roll_back(self, error: TrainingError, checkpoints: Checkpoints, writer: metrics.MetricsWriter) -> bool:
+        """Prepares going back to the last checkpoint without the data since; False if the run must stop instead."""
+        if not self.rollbacks.serves(error):
+            return False
+        try:
+            with writing_checkpoint(error.step):
+                checkpoints.wait()
+        except TrainingError:
+            return False
+        if not checkpoints.steps():
+            return False
+        step = checkpoints.steps()[-1]
+        writer.say(self.rollbacks.add(error, step, checkpoints.position(step), self._offset + error.step))
+        return True
 
     def _explain(self, error: TrainingError, checkpoints: Checkpoints) -> None:
         """Writes why a guard stopped the run, and saves the state if it is worth it."""
@@ -369,14 +406,15 @@ class Run:
 
     def _validate(self, step: int, state: State, writer: metrics.MetricsWriter) -> None:
         self.watchdog.beat(step, "validating", finished=False)
-        row = evaluate(self.eval_step, state["params"], self.pipeline.validation(), batch_sharding(self.setup.mesh))
+        weights = state.get("ema", state["params"])
+        row = evaluate(self.eval_step, weights, self.pipeline.validation(), batch_sharding(self.setup.mesh))
         self._last_validation = (step, row)
         self.watchdog.beat(step, "training", finished=False)
         self._early = self.guards.on_validation(step, row["val/loss"], self._last_row.get("train/loss"))
         writer.write(step, row)
         writer.say(f"step {step}: validation loss {row['val/loss']:.4f}, {row['val/bits_per_byte']:.3f} bits/byte")
         if self.sampler is not None:
-            writer.text(step, "sample", self.sampler(state["params"], step))
+            writer.text(step, "sample", self.sampler(weights, step))
 
     def _is_best(self, checkpoints: Checkpoints) -> bool:
         """Whether the newest validation is a reason to save: no kept checkpoint has a loss as low."""
@@ -428,6 +466,7 @@ class Run:
             else None,
             "best_checkpoint": {"step": self.best[0], "val/loss": self.best[1]} if self.best else None,
             "alarms": self.guards.summary(),
+            "rollbacks": len(self.rollbacks.done),
             "goodput": self.goodput.summary(),
             "workdir": str(self.workdir),
         }

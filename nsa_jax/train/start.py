@@ -91,7 +91,7 @@ def first_state(
     if found is None:
         message = f"--resume={directory}: no checkpoint there"
         raise ConfigError([Problem("R022", "error", message, "give another run")])
-    step, state = found
+    step, state = found[0], setup.completed(found[1])
     if not stage:
         return Start.after(step, state, directory)
     source = f"{directory}@{step}"
@@ -141,8 +141,8 @@ def _from_export(setup: Setup, directory: Path, info: dict[str, Any], may_change
             f"the config does not fit the exported model {directory}:\n  {shown}\n"
             f"Fix: set the fields as in {directory / 'config.json'}, or give another model"
         )
-    state = setup.init()
-    return {**state, "params": jax.tree.map(_put, params, setup.sharding["params"])}
+    state = {name: part for name, part in setup.init().items() if name in ("step", "opt_state")}
+    return setup.completed({**state, "params": jax.tree.map(_put, params, setup.sharding["params"])})
 
 
 def _put(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from nsa_jax.nn.sharding import token_spec
+from nsa_jax.train import spikes
 from nsa_jax.train.loss import token_losses, weighted_loss
 from nsa_jax.train.optimizer import learning_rate, schedule_at
 from nsa_jax.train.state import Setup, State, batch_sharding
@@ -45,6 +46,13 @@ def _global_norm(tree) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
 
 
+def _moved_average(average, params, step: jax.Array, decay: float):
+    """The averaged parameters after step `step`; early, when parameters move fast, the average is shorter."""
+    step = step.astype(jnp.float32)
+    share = jnp.maximum(1 - decay, 9 / (10 + step))
+    return jax.tree.map(lambda old, param: old + share * (param.astype(jnp.float32) - old), average, params)
+
+
 def _summed_once(gradient: Callable) -> Callable:
     """`gradient` on each device's rows, summed over the devices of a mesh that splits nothing but the batch.
 
@@ -63,8 +71,8 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
     """The jitted step (state, batch) -> (state, metrics); the state is donated.
 
     The loss is the mean over every token of the global batch that `loss_mask` weights, whatever the number of
-    micro-batches and devices. With `config.guards.skip_steps`, a step whose loss or gradient norm is not finite leaves
-    parameters and optimizer averages as they were.
+    micro-batches and devices. A step whose loss or gradient norm is not finite (with `config.guards.skip_steps`) or a
+    spike (with `config.guards.skip_spikes`) leaves parameters and all averages as they were.
 
     Metrics are float32 scalars on the device; nothing is sent to the host.
 
@@ -113,26 +121,37 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         # Measured here, before clipping and before anything could reset it.
         grad_norm = _global_norm(grads)
         updates, opt_state = setup.optimizer.update(grads, state["opt_state"], params)
-        new_params = optax.apply_updates(params, updates)
+        new = {**state, "params": optax.apply_updates(params, updates), "opt_state": opt_state}
+        if "ema" in state:
+            new["ema"] = _moved_average(state["ema"], new["params"], state["step"], config.train.ema_decay)
+        measured = {"loss": loss, "grad_norm": grad_norm}
+        good, extra = jnp.array(True), {}
         if config.guards.skip_steps:
-            finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-            new, old = (new_params, opt_state), (params, state["opt_state"])
-            new_params, opt_state = jax.tree.map(functools.partial(jnp.where, finite), new, old)
-            opt_state = schedule_at(state["step"] + 1, opt_state)  # a step that is left out has its place in it
+            good &= jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        if "recent" in state:
+            limit = spikes.limits(state["recent"], config.guards)
+            spike = (loss > limit["loss"]) | (grad_norm > limit["grad_norm"])
+            good &= ~spike
+            new["recent"] = spikes.with_step(state["recent"], **measured)
+            extra = {"spike": spike.astype(jnp.float32), **{f"{name}_limit": value for name, value in limit.items()}}
+        if config.guards.skip_steps or "recent" in state:
+            new = jax.tree.map(functools.partial(jnp.where, good), new, state)
+            # A step that is left out has its place in the schedule.
+            new["opt_state"] = schedule_at(state["step"] + 1, new["opt_state"])
         text_bytes = jnp.sum(lengths[batch["targets"]] * batch["loss_mask"])
         metrics = {
-            "loss": loss,
+            **measured,
             "tokens": batch["loss_mask"].sum(),
             "bits_per_byte": loss * total / math.log(2) / jnp.maximum(text_bytes, 1.0),
-            "grad_norm": grad_norm,
-            "param_norm": _global_norm(new_params),
+            "param_norm": _global_norm(new["params"]),
             "update_norm": _global_norm(updates),
             "learning_rate": schedule(state["step"]),
+            **extra,
         }
         if config.train.z_loss:
             metrics["z_loss"] = objective - loss
         chex.assert_rank(list(metrics.values()), 0)
-        return {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}, metrics
+        return {**new, "step": state["step"] + 1}, metrics
 
     return jax.jit(
         step,
