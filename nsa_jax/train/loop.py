@@ -224,7 +224,8 @@ class Run:
                 with writing_checkpoint(step), self.goodput.spent_on("saving"):
                     checkpoints.wait()
                 self.best = checkpoints.best() or self.best
-                summary = self._summarise(writer, start, step, reason)
+                ended = {"saved": step in checkpoints.steps(), "terminated": reason is not None and stop.terminated}
+                summary = self._summarise(writer, start, step, reason, ended)
                 self._callbacks.on_end(summary)
                 return summary
             except TrainingError as error:
@@ -453,13 +454,16 @@ class Run:
             env.write_json(self.workdir / "env.json", found)
             self.trackers.start(found.pop("config"), self.workdir, found)
 
-    def _summarise(self, writer: metrics.MetricsWriter, start: int, step: int, reason: str | None) -> dict[str, Any]:
+    def _summarise(
+        self, writer: metrics.MetricsWriter, start: int, step: int, reason: str | None, ended: dict
+    ) -> dict[str, Any]:
         summary = {
             "step": step,
             "steps": self.config.train.steps,
             "start_step": start,
             "finished": step >= self.config.train.steps,
             "stopped_by": reason,
+            **ended,
             "last": self._last_row,
             "validation": {"step": self._last_validation[0], **self._last_validation[1]}
             if self._last_validation
