@@ -123,6 +123,7 @@ def default_config() -> ConfigDict:
     t.steps = 1000  # optimizer steps of the whole run
     t.batch_size = 8  # sequences per optimizer step, over all devices and accumulation
     t.grad_accum = 1  # micro-batches per optimizer step
+    t.batch_ramp = ()  # ("1000:64", "5000:128"): 64 rows to step 1000, 128 to 5000, then batch_size; same micro-batch
     t.log_every = 10  # steps between log lines
     t.eval_every = 500  # steps between validations; 0: only at the end
     t.eval_batches = 16  # batches of each validation

@@ -12,6 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.fields import Problem, remote
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.rope import KINDS, RopeScaling
@@ -324,6 +325,10 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
     if unknown := [name for name in t.trackers if name not in TRACKERS]:
         message = f"config.train.trackers={t.trackers}: {unknown[0]!r} is no tracker"
         found.error("R001", message, f'use some of {", ".join(TRACKERS)}, such as ("wandb",)')
+    try:
+        BatchRamp.of(t)
+    except ValueError as error:
+        found.error("R010", f"config.train.batch_ramp={t.batch_ramp}: {error}", "see docs/training.md")
     if config.guards.roll_back and not t.save_every:
         message = f"config.guards.roll_back={config.guards.roll_back} with save_every=0: there is nothing to return to"
         found.error("R010", message, "set config.train.save_every, or roll_back=0")

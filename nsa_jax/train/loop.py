@@ -16,6 +16,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from nsa_jax import config as config_lib
+from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.command_line import workdir_problems
 from nsa_jax.data import make_pipeline
 from nsa_jax.data.cache import cache_root
@@ -83,8 +84,11 @@ class Run:
         self._stage = stage
         self._window = profile
         self._callbacks = Callbacks(callbacks)
+        self.ramp = BatchRamp.of(config.train)
         self.pipeline = processes.first_alone(
-            lambda: make_pipeline(config, process_index=jax.process_index(), process_count=jax.process_count())
+            lambda: make_pipeline(
+                self.ramp.data_config(config), process_index=jax.process_index(), process_count=jax.process_count()
+            )
         )
         processes.check_same("data", {"fingerprint": self.pipeline.fingerprint})
         tokenizer = self.pipeline.tokenizer
@@ -108,7 +112,7 @@ class Run:
         self.goodput = Goodput(self.workdir, began, active=active)
         self.trackers = Trackers(self.config.train.trackers, active=active)
         self.best: tuple[int, float] | None = None
-        self._offset = 0  # position in the data, in batches, of the batch of step 1
+        self._offset = 0  # pieces of data (`BatchRamp.unit` rows) that were left out
         self._early: str | None = None  # why to stop before the last step
         self._live: tuple[int, State, Any] | None = None  # last finished step, state, data: what a guard's stop saves
         self._last_validation: tuple[int, dict[str, float]] | None = None
@@ -238,8 +242,9 @@ class Run:
         """The loop. Returns the last finished step, the state, and what stopped it early (or None)."""
         config, train = self.config, self.config.train
         start, state = begin.step, begin.state
-        self._offset = data.get_state()["step"] - start
-        batches = Batches(data, self.setup, start, self.guards.on_batch)
+        self._offset = data.get_state()["step"] - self.ramp.rows_before(start) // self.ramp.unit
+        batches = Batches(data, self.setup, start, self.guards.on_batch, self.ramp)
+        sizes: set[int] = set()  # of batches, for each of which the step is compiled
         pending: collections.deque[Interval] = collections.deque()
         interval = Interval(start + 1)
         clock = Clock()
@@ -253,9 +258,12 @@ class Run:
             if reason:
                 break
             batch = next(batches)
-            if step == start:  # otherwise nothing would be heard for as long as that takes
+            rows = self.ramp.rows(step + 1)
+            compiles = rows not in sizes
+            if compiles:  # otherwise nothing would be heard for as long as that takes
+                sizes.add(rows)
                 self.watchdog.beat(step, "compiling the train step", finished=False)
-                writer.say("compiling the train step")
+                writer.say(f"compiling the train step{f' for {rows} rows' if self.ramp.stages else ''}")
             self.profile.before(step + 1, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
                 state, values = self.train_step(state, batch)
@@ -266,15 +274,18 @@ class Run:
             if step == start + 1:
                 guards.check_implementations(config.model.implementation, implementations_served())
                 self._write_env(begin)
+            if compiles:
                 if self.health is not None:
                     self.health.warm_up(state["params"], batch)
                 clock.restart()  # compilation is over
+                interval.untimed, self._sizes = 1, len(sizes)
+            if step == start + 1:
                 self.goodput.first_lap(clock.mark)
-                interval.untimed = 1
+            changes = self.ramp.rows(step + 1) != rows  # a log line's steps have batches of one size
             last = step == train.steps
             evaluates = train.eval_batches and (last or (train.eval_every and step % train.eval_every == 0))
             saves = train.save_every and (last or step % train.save_every == 0)
-            if step % train.log_every == 0 or last or evaluates or saves or profiled:
+            if step % train.log_every == 0 or last or evaluates or saves or profiled or changes:
                 if self.health is not None:
                     interval.health = self.health.start(state["params"], batch)
                 interval.close(*batches.take_waits())
@@ -283,7 +294,7 @@ class Run:
                 # The newest interval is still running on the device: report the one before it.
                 while len(pending) > 1:
                     self._report(pending.popleft(), writer, clock)
-            if evaluates or saves or profiled:
+            if evaluates or saves or profiled or changes:
                 while pending:  # nothing that is not finite may be validated or saved
                     self._report(pending.popleft(), writer, clock)
                 if evaluates:
@@ -310,8 +321,10 @@ class Run:
             self._callbacks.on_step(number, metrics.train_row(values))
         config = self.config
         steps = max(len(rows) - interval.untimed, 1)
-        tokens = steps * config.train.batch_size * config.data.seq_len
+        tokens = steps * self.ramp.rows(step) * config.data.seq_len
         row = metrics.train_row(rows[-1])
+        row["train/loss_mean"] = metrics.finite_mean([values["loss"] for values in rows])
+        row["train/tokens"] = self.ramp.rows_before(step) * config.data.seq_len
         row["perf/tokens_per_second"] = tokens / seconds
         row["perf/step_seconds"] = seconds / steps
         row.update(metrics.wait_row(interval.waits))
@@ -327,7 +340,7 @@ class Run:
                 tokens_per_second=row["perf/tokens_per_second"],
                 seconds=seconds,
                 waits=interval.waits[interval.untimed :],
-                programs=guards.programs(self.train_step),
+                programs=guards.programs(self.train_step, self._sizes),
             )
         )
         if self.health is not None and interval.health is not None:
@@ -342,9 +355,14 @@ class Run:
             self.guards.on_steps(first_step, rows)
         except TrainingError as error:
             if error.guard == "non_finite" and jax.process_index() == 0:
-                path = guards.dump(self.workdir, error.step, self.pipeline, rows, self._offset + error.step - 1)
+                path = guards.dump(self.workdir, error.step, self.pipeline, rows, *self._pieces(error.step))
                 logger.error("the batch and the statistics of step %s are in %s", error.step, path)
             raise
+
+    def _pieces(self, step: int) -> tuple[int, int]:
+        """Where the batch of a step begins in the data, and how many pieces it has."""
+        unit = self.ramp.unit
+        return self._offset + self.ramp.rows_before(step - 1) // unit, self.ramp.rows(step) // unit
 
     def _roll_back(self, error: TrainingError, checkpoints: Checkpoints, writer: metrics.MetricsWriter) -> bool:
         """Prepares going back to the last checkpoint without the data since; False if the run must stop instead."""
@@ -358,7 +376,7 @@ class Run:
         if not checkpoints.steps():
             return False
         step = checkpoints.steps()[-1]
-        writer.say(self.rollbacks.add(error, step, checkpoints.position(step), self._offset + error.step))
+        writer.say(self.rollbacks.add(error, step, checkpoints.position(step), sum(self._pieces(error.step))))
         return True
 
     def _explain(self, error: TrainingError, checkpoints: Checkpoints) -> None:

@@ -2,6 +2,8 @@
 
 Names (every row also has `step`, the number of finished optimizer steps):
   train/loss, train/perplexity, train/bits_per_byte: of the batch of that step, nats per token.
+  train/loss_mean: average of the finite losses of the steps since the last row.
+  train/tokens: of all batches up to that step.
   val/loss, val/perplexity, val/bits_per_byte: over the fixed validation batches.
   norm/grad (before clipping), norm/param, norm/update, learning_rate.
   perf/tokens_per_second, perf/step_seconds, perf/data_wait_p50_seconds, perf/data_wait_p95_seconds, perf/mfu.
@@ -49,6 +51,12 @@ TRAIN_NAMES = {
 def perplexity(loss: float) -> float:
     """exp(loss), infinite where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
+
+
+def finite_mean(losses: list[float]) -> float:
+    """The average of the losses that are finite; nan if none is."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return math.fsum(finite) / len(finite) if finite else math.nan
 
 
 def printable(text: str) -> str:
@@ -238,7 +246,7 @@ class MetricsWriter:
         if not self._active:
             return
         line = (
-            f"loss {row['train/loss']:.4f}  bits/byte {row['train/bits_per_byte']:.3f}  grad {row['norm/grad']:.3f}  "
+            f"loss {row.get('train/loss_mean', row['train/loss']):.4f}  bits/byte {row['train/bits_per_byte']:.3f}  grad {row['norm/grad']:.3f}  "
             f"lr {row['learning_rate']:.2e}  {row.get('perf/tokens_per_second', 0):,.0f} tokens/s"
         )
         if self._progress is not None:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.hub.export import load_exported
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences
@@ -117,7 +118,8 @@ def _stages_up_to(directory: Path, step: int) -> list[dict[str, Any]]:
     config = _environment(workdir).get("config", {})
     if {"data", "train"} <= config.keys():
         seq_len, batch_size = config["data"]["seq_len"], config["train"]["batch_size"]
-        last |= {"tokens": step * seq_len * batch_size, "seq_len": seq_len, "batch_size": batch_size}
+        tokens = BatchRamp.of(config["train"]).rows_before(step) * seq_len
+        last |= {"tokens": tokens, "seq_len": seq_len, "batch_size": batch_size}
     return [*recorded_stages(workdir), last]
 
 

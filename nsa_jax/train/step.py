@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
 from nsa_jax.nn.sharding import token_spec
 from nsa_jax.train import spikes
@@ -21,13 +22,16 @@ from nsa_jax.train.state import Setup, State, batch_sharding
 Batch = dict[str, jax.Array]
 
 
-def check_batch(batch: Batch, batch_size: int, seq_len: int) -> None:
-    """Shapes and dtypes of a batch at the step's boundary."""
-    chex.assert_shape(
-        [batch[name] for name in ("inputs", "targets", "segment_start", "loss_mask")], (batch_size, seq_len)
-    )
+def check_batch(batch: Batch, config: ConfigDict) -> int:
+    """Checks shapes and dtypes of a batch at the step's boundary; returns its number of micro-batches."""
+    names, train = ("inputs", "targets", "segment_start", "loss_mask"), config.train
+    rows = batch["inputs"].shape[0] if train.batch_ramp else train.batch_size
+    chex.assert_shape([batch[name] for name in names], (rows, config.data.seq_len))
     chex.assert_type([batch["inputs"], batch["targets"], batch["segment_start"]], jnp.int32)
     chex.assert_type(batch["loss_mask"], jnp.float32)
+    count, rest = divmod(rows, train.batch_size // train.grad_accum)
+    chex.assert_equal(rest, 0)
+    return count
 
 
 def _split_micro_batches(batch: Batch, count: int) -> Batch:
@@ -82,7 +86,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
     """
     config = setup.config
     schedule = learning_rate(config)
-    packed, count = config.data.packing, config.train.grad_accum
+    packed = config.data.packing
     lengths = jnp.asarray(token_bytes, jnp.float32)
 
     def micro_loss(params, batch, total, key):
@@ -95,7 +99,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         )
         return weighted_loss(model, hidden, batch["targets"], batch["loss_mask"] / total, config.train.z_loss)
 
-    def gradient(params, batch, total, key):
+    def gradient(count, params, batch, total, key):
         """What is minimised and the cross-entropy in it, and the gradients of all micro-batches."""
         value_and_grad = jax.value_and_grad(micro_loss, has_aux=True)
         if count == 1:
@@ -109,15 +113,15 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         zero = jax.tree.map(jnp.zeros_like, ((jnp.zeros(()), jnp.zeros(())), params))
         return jax.lax.scan(accumulate, zero, (jnp.arange(count), _split_micro_batches(batch, count)))[0]
 
-    if setup.mesh.shape["data"] == setup.mesh.size > 1 and config.model.dropout == 0:
-        gradient = _summed_once(gradient)
+    sums_once = setup.mesh.shape["data"] == setup.mesh.size > 1 and config.model.dropout == 0
 
     def step(state: State, batch: Batch):
-        check_batch(batch, config.train.batch_size, config.data.seq_len)
+        micro_gradients = functools.partial(gradient, check_batch(batch, config))
         params = state["params"]
         total = jnp.maximum(batch["loss_mask"].sum(), 1.0)
         key = jax.random.fold_in(jax.random.key(config.seed), state["step"])
-        (objective, loss), grads = gradient(params, batch, total, key)
+        whole_gradient = _summed_once(micro_gradients) if sums_once else micro_gradients
+        (objective, loss), grads = whole_gradient(params, batch, total, key)
         # Measured here, before clipping and before anything could reset it.
         grad_norm = _global_norm(grads)
         updates, opt_state = setup.optimizer.update(grads, state["opt_state"], params)
@@ -168,7 +172,7 @@ def make_eval_step(setup: Setup, token_bytes) -> Callable[[State, Batch], dict[s
     lengths = jnp.asarray(token_bytes, jnp.float32)
 
     def step(params, batch: Batch):
-        check_batch(batch, config.train.batch_size, config.data.seq_len)
+        count = check_batch(batch, config)
         model = setup.model(params)
 
         def sums(micro):
@@ -180,9 +184,9 @@ def make_eval_step(setup: Setup, token_bytes) -> Callable[[State, Batch], dict[s
                 "bytes": jnp.sum(lengths[micro["targets"]] * micro["loss_mask"]),
             }
 
-        if config.train.grad_accum == 1:
+        if count == 1:
             return sums(batch)
-        parts = jax.lax.map(sums, _split_micro_batches(batch, config.train.grad_accum))
+        parts = jax.lax.map(sums, _split_micro_batches(batch, count))
         return jax.tree.map(jnp.sum, parts)
 
     return jax.jit(

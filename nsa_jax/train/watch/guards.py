@@ -28,6 +28,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from nsa_jax.data import Pipeline
+from nsa_jax.train.batches import joined
 from nsa_jax.train.errors import TrainingError
 from nsa_jax.train.watch.loss import REMEMBERED, LossGuards
 from nsa_jax.train.watch.machine import MachineGuards
@@ -227,10 +228,15 @@ def _is_finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def programs(step: Callable) -> int | None:
-    """How many versions of a jitted function have been compiled; None if it does not tell."""
+def programs(step: Callable, sizes: int = 1) -> int | None:
+    """How many versions of a jitted function were compiled per size of batch; None if it does not tell.
+
+    Args:
+      step: the function.
+      sizes: of batches that it was called with; all but the first need one version.
+    """
     count = getattr(step, "_cache_size", None)
-    return None if count is None else count()
+    return None if count is None else count() - sizes + 1
 
 
 def check_implementations(asked: str, served: dict[str, str]) -> None:
@@ -247,7 +253,9 @@ def check_implementations(asked: str, served: dict[str, str]) -> None:
         )
 
 
-def dump(workdir: Path, step: int, pipeline: Pipeline, rows: list[dict[str, float]], position: int) -> Path:
+def dump(
+    workdir: Path, step: int, pipeline: Pipeline, rows: list[dict[str, float]], position: int, pieces: int = 1
+) -> Path:
     """Writes the batch and the metrics of a step that went wrong, for looking at later.
 
     The batch is made again from its position in the data, except from a stream, which would have to be read again.
@@ -255,7 +263,8 @@ def dump(workdir: Path, step: int, pipeline: Pipeline, rows: list[dict[str, floa
     arrays = {f"metrics/{name}": np.array([row[name] for row in rows]) for name in rows[0]}
     if not pipeline.streamed:
         again = pipeline.train(position)
-        arrays.update({f"batch/{name}": np.asarray(value) for name, value in next(again).items()})
+        batch = joined([next(again) for _ in range(pieces)])
+        arrays.update({f"batch/{name}": np.asarray(value) for name, value in batch.items()})
         again.close()
     path = workdir / f"bad_step_{step}.npz"
     np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
