@@ -246,7 +246,8 @@ class MetricsWriter:
         if not self._active:
             return
         line = (
-            f"loss {row.get('train/loss_mean', row['train/loss']):.4f}  bits/byte {row['train/bits_per_byte']:.3f}  grad {row['norm/grad']:.3f}  "
+            f"loss {row.get('train/loss_mean', row['train/loss']):.4f}  "
+            f"bits/byte {row['train/bits_per_byte']:.3f}  grad {row['norm/grad']:.3f}  "
             f"lr {row['learning_rate']:.2e}  {row.get('perf/tokens_per_second', 0):,.0f} tokens/s"
         )
         if self._progress is not None:
