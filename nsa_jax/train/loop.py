@@ -376,7 +376,9 @@ class Run:
         if not checkpoints.steps():
             return False
         step = checkpoints.steps()[-1]
-        writer.say(self.rollbacks.add(error, step, checkpoints.position(step), sum(self._pieces(error.step))))
+        # Process 0 alone gives a finished step its name.
+        position = int(processes.from_first(lambda: str(checkpoints.position(step))))
+        writer.say(self.rollbacks.add(error, step, position, sum(self._pieces(error.step))))
         return True
 
     def _explain(self, error: TrainingError, checkpoints: Checkpoints) -> None:

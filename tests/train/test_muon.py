@@ -14,6 +14,7 @@ from nsa_jax.train.muon import is_matrix, matrix_widths, newton_schulz
 from nsa_jax.train.optimizer import make_optimizer, names_of
 from nsa_jax.train.state import setup
 
+from .test_resume import stop_before
 from .tiny import VOCAB, losses, make_run, one_device, random_batch, rows, steps, tiny_config
 
 MUON = dict(optim__name="muon", optim__weight_decay=0.0, optim__clip=0.0, optim__warmup_steps=0)
@@ -128,6 +129,19 @@ def test_every_mesh_gives_the_updates_of_one_device(mesh, monkeypatch):
         assert many[step]["loss"] == pytest.approx(want[step]["loss"], abs=1e-5)
         assert many[step]["update_norm"] == pytest.approx(want[step]["update_norm"], rel=1e-3)
     chex.assert_trees_all_close(state["opt_state"], one["opt_state"], atol=1e-4)
+
+
+def test_a_stopped_run_continues_bit_exactly(tmp_path, monkeypatch):
+    settings = dict(model__attention="dense", train__steps=4, train__save_every=100, optim__name="muon")
+    whole = make_run(tmp_path / "whole", **settings)
+    whole.run()
+    stopped = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        stop_before(patch, 2, (stopped.mkdir() or stopped / "HALT").touch)
+        assert make_run(stopped, **settings).run()["step"] == 2
+    again = make_run(stopped, **settings)
+    assert again.run()["start_step"] == 2 and losses(stopped) == losses(tmp_path / "whole")
+    chex.assert_trees_all_equal(again._live[1], whole._live[1])
 
 
 def test_a_run_changes_its_optimizer_only_if_the_loss_of_averages_is_accepted(tmp_path):
