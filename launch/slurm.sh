@@ -26,11 +26,13 @@ python=${PYTHON:-.venv/bin/python}
 status=0
 srun --label --kill-on-bad-exit=0 --wait=300 "$python" -u train.py --config="$config" --distributed "$@" || status=$?
 
-# 75: a process was lost or stood still; 134, 137, 139: the lost one's own status (aborted, killed, crashed).
+# 75: saved before the time limit or a preemption, or a process was lost or stood still; 134, 137, 139: the lost one's
+# own status (aborted, killed, crashed); 143: the time limit came before there was anything to save. Every other status
+# would be the same again: 0 finished, 1 and 2 faults, 3 a guard.
 restarts=${SLURM_RESTART_COUNT:-0}
 case $status in
-  75 | 134 | 137 | 139)
-    if [ "$restarts" -lt "${MAX_RESTARTS:-10}" ]; then
+  75 | 134 | 137 | 139 | 143)
+    if [ "$restarts" -lt "${MAX_RESTARTS:-100}" ]; then
       echo "status $status: the job is queued again and resumes from its last checkpoint (restart $((restarts + 1)))"
       scontrol requeue "$SLURM_JOB_ID"
     fi

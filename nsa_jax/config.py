@@ -125,6 +125,7 @@ def default_config() -> ConfigDict:
     t.steps = 1000  # optimizer steps of the whole run
     t.batch_size = 8  # sequences per optimizer step, over all devices and accumulation
     t.grad_accum = 1  # micro-batches per optimizer step
+    t.batch_ramp = ()  # ("1000:64", "5000:128"): 64 rows to step 1000, 128 to 5000, then batch_size; same micro-batch
     t.log_every = 10  # steps between log lines
     t.eval_every = 500  # steps between validations; 0: only at the end
     t.eval_batches = 16  # batches of each validation
@@ -132,6 +133,7 @@ def default_config() -> ConfigDict:
     t.keep_last = 3  # checkpoints kept besides the best
     t.keep_every = 0  # also keep the checkpoints of steps that are multiples of this; 0: none
     t.keep_best = True  # also save at validations lower than all before, and keep the checkpoint of the lowest
+    t.ema_decay = 0.0  # decay of an average of the weights, such as 0.9995, which is validated and exported; 0: none
     t.z_loss = 0.0  # training adds this times the square of each token's logsumexp of logits, such as 1e-4; 0: none
     t.deterministic = True  # on GPUs, sums in one order and untuned matrix products: runs are bit-equal
     t.reset_optimizer = False  # if a checkpoint's optimizer state does not fit config.optim, start it anew
@@ -140,7 +142,7 @@ def default_config() -> ConfigDict:
     t.trackers = ()  # wandb, mlflow: experiment trackers that get config, rows and texts too; docs/tracking.md
 
     c.optim = o = ConfigDict()
-    o.name = "adamw"  # the optimizer
+    o.name = "adamw"  # adamw | muon (for the matrices of the blocks, adamw for the rest; same learning_rate)
     o.learning_rate = 3e-4  # peak
     o.schedule = "cosine"  # cosine | linear | constant | wsd (constant, then linear at the end), after warm-up
     o.warmup_steps = 100  # the learning rate rises linearly over these
@@ -148,6 +150,7 @@ def default_config() -> ConfigDict:
     o.final_fraction = 0.1  # learning rate at the last step, as a share of the peak
     o.b1 = 0.9  # decay of the gradient's average
     o.b2 = 0.95  # decay of the squared gradient's average
+    o.momentum = 0.95  # muon: decay of the sum of gradients
     o.eps = 1e-8  # added to the root of the squared gradient's average
     o.weight_decay = 0.1  # on matrices only (not norms, biases, position embeddings)
     o.clip = 1.0  # global gradient norm; 0: no clipping
@@ -173,9 +176,12 @@ def default_config() -> ConfigDict:
     g.floor_steps = 1000  # how long floor_ratio applies
     g.late_floor_ratio = 0.05  # as floor_ratio, at any step
     g.skip_steps = 0  # leave out steps whose loss or gradient is not finite, so many in a row; one more stops
+    g.skip_spikes = 0  # leave out steps whose loss or gradient norm is a spike, so many in a row; one more stops
+    g.spike_norm = 5.0  # a gradient norm over this many times the median of the last 64 steps is a spike; 0: none is
+    g.roll_back = 0  # so often, return to the last checkpoint and leave out the data since, instead of stopping
     g.max_gap = 1.5  # stop if validation loss exceeds training loss by this many nats; 0: off
     g.divergence = 2.0  # stop if the average training loss (50 steps) rises over its best by this many nats; 0: off
-    g.spike = 1.0  # alarm if the loss is this many nats (and 6 times its usual jitter) over its average; 0: off
+    g.spike = 1.0  # a loss this many nats over the usual is a spike: an alarm, or left out (skip_spikes); 0: off
     g.plateau_steps = 2000  # alarm if the loss has not fallen for so many steps; 0: off
     g.early_stop = 0  # stop after so many validations without improvement; 0: off
     g.early_stop_delta = 0.0  # nats that count as improvement

@@ -12,6 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.fields import Problem, remote, source_configs
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.rope import KINDS, RopeScaling
@@ -43,7 +44,7 @@ CHOICES = {
     "data.synthetic": ("random", "copy", "recall"),
     "data.packing_method": ("concatenate", "best_fit"),
     "data.tokenizer": ("byte", "bpe", "hf"),
-    "optim.name": ("adamw",),
+    "optim.name": ("adamw", "muon"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
     "preflight.target": ("", "a100-40gb", "a100-80gb", "h100", "h200"),
 }
@@ -65,7 +66,8 @@ _AT_LEAST = {
         "seed model.vocab_size model.value_head_dim model.mlp_dim model.rotary_dim model.rope_scaling.original_length "
         "data.max_documents data.num_workers train.eval_every train.keep_every "
         "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip "
-        "guards.floor_steps guards.skip_steps guards.max_gap guards.divergence guards.spike guards.plateau_steps "
+        "guards.floor_steps guards.skip_steps guards.skip_spikes guards.spike_norm guards.roll_back "
+        "guards.max_gap guards.divergence guards.spike guards.plateau_steps "
         "guards.early_stop guards.early_stop_delta guards.min_gate_entropy guards.stall_seconds"
     ),
 }
@@ -119,11 +121,13 @@ _RANGES = {
     "optim.decay_fraction": (0.0, False, 1.0, True),
     "optim.b1": (0.0, True, 1.0, False),
     "optim.b2": (0.0, True, 1.0, False),
+    "optim.momentum": (0.0, True, 1.0, False),
     "optim.eps": (0.0, False, float("inf"), False),
     "model.norm_eps": (0.0, False, float("inf"), False),
     "model.init_std": (0.0, False, float("inf"), False),
     "model.rope_theta": (1.0, False, float("inf"), False),
     "model.logit_soft_cap": (0.0, True, float("inf"), False),
+    "train.ema_decay": (0.0, True, 1.0, False),
     "train.z_loss": (0.0, True, float("inf"), False),
     "model.rope_scaling.factor": (1.0, True, float("inf"), False),
     "model.rope_scaling.attention_factor": (0.0, True, float("inf"), False),
@@ -350,6 +354,13 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
     if unknown := [name for name in t.trackers if name not in TRACKERS]:
         message = f"config.train.trackers={t.trackers}: {unknown[0]!r} is no tracker"
         found.error("R001", message, f'use some of {", ".join(TRACKERS)}, such as ("wandb",)')
+    try:
+        BatchRamp.of(t)
+    except ValueError as error:
+        found.error("R010", f"config.train.batch_ramp={t.batch_ramp}: {error}", "see docs/training.md")
+    if config.guards.roll_back and not t.save_every:
+        message = f"config.guards.roll_back={config.guards.roll_back} with save_every=0: there is nothing to return to"
+        found.error("R010", message, "set config.train.save_every, or roll_back=0")
     if o.warmup_steps >= t.steps > 0:
         message = f"config.optim.warmup_steps={o.warmup_steps}: the run of {t.steps} steps ends before the warm-up"
         found.error("R011", message, "warm up for 1 to 10 % of the steps")

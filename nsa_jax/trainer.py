@@ -15,11 +15,15 @@ from ml_collections import ConfigDict
 
 from nsa_jax.command_line import OVERRIDE, collect_overrides, load_config, override, workdir_problems
 from nsa_jax.config import ConfigError, Problem, check, default_config
+from nsa_jax.exit_status import (
+    EXIT_AGAIN,
+    EXIT_CONFIG,
+    EXIT_FAULT,
+    EXIT_GUARD,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+)
 from nsa_jax.fields import check_fields, nearest, walk
-
-EXIT_CONFIG = 2
-EXIT_STOPPED = 1
-EXIT_INTERRUPTED = 130
 
 _CONFIG = flags.DEFINE_string("config", None, "The run's config, a file in configs/.")
 _OVERRIDES = flags.DEFINE_multi_string(OVERRIDE, [], "Any field of the config, such as --config.train.steps=100.")
@@ -110,7 +114,7 @@ def _tell_others_apart(process: int, count: int) -> None:
 
 
 def train(config, workdir: Path) -> tuple[int, str]:
-    """Trains; returns the exit status and, unless it is 0, what went wrong."""
+    """Trains; returns the exit status and, if something went wrong, what."""
     from nsa_jax.data import DataError
     from nsa_jax.hub.export_files import LoadError
     from nsa_jax.train import CheckpointError, TrainingError, WorkdirInUse, processes, run
@@ -125,14 +129,16 @@ def train(config, workdir: Path) -> tuple[int, str]:
             processes.join(cluster, config.guards.peer_seconds)
             _tell_others_apart(cluster.process_id, cluster.num_processes)
             processes.check_same_run(config, workdir)
-        run(config, workdir, _RESUME.value, profile=window, stage=_STAGE.value, began=process_start())
+        summary = run(config, workdir, _RESUME.value, profile=window, stage=_STAGE.value, began=process_start())
     except (ConfigError, CheckpointError, DataError, LoadError, WorkdirInUse, processes.DistributedError) as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG, str(error)
     except TrainingError as error:
         print(f"stopped: {error}", file=sys.stderr)
         find_cause(error)
-        return EXIT_STOPPED, str(error)
+        return EXIT_GUARD, str(error)
+    if summary.get("terminated"):
+        return (EXIT_AGAIN if summary["saved"] else EXIT_TERMINATED), ""
     return 0, ""
 
 
@@ -196,9 +202,9 @@ def main(argv: list[str]) -> int:
         if processes.peers() is not None:
             traceback.print_exc()
             find_cause(error)
-            processes.leave(EXIT_STOPPED, f"{type(error).__name__}: {error}")
+            processes.leave(EXIT_FAULT, f"{type(error).__name__}: {error}")
         raise
-    processes.leave(status, why)
+    processes.leave(status if why else 0, why)  # whoever was asked to stop leaves in good order
     return status
 
 

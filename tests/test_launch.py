@@ -42,7 +42,10 @@ JOB = {
         "completionMode!": str, "completions!": int, "parallelism!": int, "backoffLimit!": int,
         "podFailurePolicy!": {
             "rules!": [
-                {"action!": str, "onExitCodes!": {"containerName!": str, "operator!": str, "values!": [int]}}
+                {
+                    "action!": str, "onExitCodes": {"containerName!": str, "operator!": str, "values!": [int]},
+                    "onPodConditions": [{"type!": str}],
+                }
             ]
         },
         "template!": {
@@ -100,9 +103,10 @@ def test_the_manifest_is_a_headless_service_and_an_indexed_job(manifest):
     assert pod["subdomain"] == service["metadata"]["name"]
     assert pod["restartPolicy"] == "Never"  # which a pod failure policy needs
     (container,) = pod["containers"]
-    rule = spec["podFailurePolicy"]["rules"][0]
+    rule, disrupted = spec["podFailurePolicy"]["rules"]
+    assert disrupted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
     assert rule["action"] == "FailJob" and rule["onExitCodes"]["containerName"] == container["name"]
-    assert rule["onExitCodes"]["operator"] == "In" and rule["onExitCodes"]["values"] == [1, 2]
+    assert rule["onExitCodes"]["operator"] == "In" and rule["onExitCodes"]["values"] == [1, 2, 3]
     volumes = {volume["name"] for volume in pod["volumes"]}
     assert volumes == {mount["name"] for mount in container["volumeMounts"]}
     assert all(len(volume) == 2 for volume in pod["volumes"])
@@ -151,7 +155,8 @@ def fake(directory: Path, name: str, body: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "restarts", "again"), [(0, 0, False), (75, 0, True), (137, 3, True), (2, 0, False), (75, 10, False)]
+    ("status", "restarts", "again"),
+    [(0, 0, False), (75, 0, True), (137, 3, True), (143, 0, True), (2, 0, False), (3, 0, False), (75, 100, False)],
 )
 def test_the_slurm_script_starts_a_lost_run_again(tmp_path, status, restarts, again):
     fake(tmp_path, "srun", f'printf "%s\\n" "$@" > {tmp_path}/srun.txt; exit {status}')
@@ -208,7 +213,7 @@ def test_one_run_over_two_hosts_is_stopped_by_a_signal(tmp_path):
             assert run.poll() is None and time.monotonic() < end, (tmp_path / "out.txt").read_text()
             time.sleep(0.1)
         run.send_signal(signal.SIGTERM)
-        assert run.wait(timeout=240) == 0, (tmp_path / "out.txt").read_text()
+        assert run.wait(timeout=240) == 75, (tmp_path / "out.txt").read_text()
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)

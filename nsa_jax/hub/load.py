@@ -70,8 +70,9 @@ def _load_workdir(workdir: Path, step: str) -> tuple[Transformer, Tokenizer, Con
     graphdef, params = abstract_model(model_config)
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params)
-    # Only the parameters are loaded: the optimizer's state is twice as large.
-    return nnx.merge(graphdef, load_part(directory, {"params": target})["params"]), tokenizer, config
+    # Only these are loaded: the optimizer's state is twice as large. A run with averaged weights has validated those.
+    part = "ema" if "ema" in read_info(directory).get("parts", []) else "params"
+    return nnx.merge(graphdef, load_part(directory, {part: target})[part]), tokenizer, config
 
 
 def recorded_metrics(path: str | os.PathLike) -> dict[str, float]:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import jax
+import numpy as np
 
+from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.train.state import Setup, batch_sharding, to_device
 
 
@@ -24,11 +26,19 @@ def idle_seconds(start: float, end: float, last_step: Future[float] | None) -> f
     return max(end - max(start, last_step.result()), 0.0)
 
 
+def joined(pieces: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """One batch of the rows of several."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
 class Batches:
     """Batches of the global array type, and how long the loop waited for each."""
 
-    def __init__(self, iterator: Iterator, setup: Setup, start_step: int, on_batch: Callable):
+    def __init__(self, iterator: Iterator, setup: Setup, start_step: int, on_batch: Callable, ramp: BatchRamp):
         self._iterator = iterator
+        self._ramp = ramp
         self._step = start_step
         self._on_batch = on_batch
         self._sharding = batch_sharding(setup.mesh)
@@ -38,7 +48,8 @@ class Batches:
 
     def __next__(self) -> dict[str, jax.Array]:
         start = time.perf_counter()
-        batch = next(self._iterator)
+        pieces = [next(self._iterator) for _ in range(self._ramp.rows(self._step + 1) // self._ramp.unit)]
+        batch = joined(pieces)
         end = time.perf_counter()
         self.waits.append(end - start)
         self.idle += idle_seconds(start, end, self.last_step)

@@ -48,6 +48,7 @@ from nsa_jax.train.state import State
 
 logger = logging.getLogger("nsa_jax")
 
+_BASIC_PARTS = {"step", "params", "opt_state"}  # of every state
 _WRITING, _DELETING, _DAMAGED = ".writing", ".deleting", ".damaged"
 _UNFINISHED = (f"*{_WRITING}*", "*.orbax-checkpoint-tmp*")  # the second pattern is that of earlier versions
 
@@ -128,7 +129,8 @@ class Checkpoints:
 
     Args:
       directory: where step directories lie; created if missing.
-      info: what checkpoints must fit: {"parameters": `describe(...)`, "tokenizer": fingerprint, ...}, JSON.
+      info: what checkpoints must fit: {"parameters": `describe(...)`, "tokenizer": fingerprint, ...}, JSON. "parts"
+        names those of the state that only some configs have.
       keep_last: how many steps to keep.
       keep_best: also keep the one with the lowest validation loss.
       keep_every: also keep steps that are multiples of this; 0: none.
@@ -214,6 +216,10 @@ class Checkpoints:
         """What was saved of the guards with a step; empty if nothing was."""
         return read_info(self._path(step)).get("guards", {})
 
+    def position(self, step: int) -> int:
+        """The position of the data in a finished step, in batches."""
+        return json.loads(sorted((self._path(step) / "data").glob("process_*.json"))[0].read_text())["step"]
+
     def _finish(self, step: int, temporary: Path, response: Any, info: dict[str, Any], surplus: list[int]) -> None:
         """In the background: waits for Orbax, adds info and digests, gives the step its name, deletes old steps."""
         response.result()  # Orbax frees its thread and event loop only when the result is taken
@@ -267,7 +273,8 @@ class Checkpoints:
           may_change: see `differences`.
 
         Returns:
-          The step and the state, or None if there is no checkpoint.
+          The step and the state, or None if there is no checkpoint. Parts of the target that the checkpoint lacks are
+          absent; see `Setup.completed`.
 
         Raises:
           CheckpointError: the config does not fit the checkpoint, or none of the steps can be read.
@@ -346,6 +353,9 @@ class Checkpoints:
 
     def _load_state(self, step: int, target: State, fresh_optimizer: FreshOptimizer | None) -> State:
         path, saved = self._path(step), read_info(self._path(step))
+        parts = saved.get("parts", [])
+        other_parts = sorted(parts) != sorted(set(target) - _BASIC_PARTS)
+        target = {name: part for name, part in target.items() if name in _BASIC_PARTS or name in parts}
         if not has_digests(path) and saved.get("config", {}).get("optim", {}).get("clip") == 0:
             # Earlier versions left clipping out of the chain when it was off.
             clipping, rest = target["opt_state"]
@@ -355,16 +365,20 @@ class Checkpoints:
         if "optimizer" in saved and "optimizer" in self._info:
             lines = _array_differences(saved["optimizer"], self._info["optimizer"])
         if not lines:
+            if other_parts:
+                return load_part(path, target)
             return ocp.load_checkpointables(path, {"state": target})["state"]
         shown = _listed(lines, 8)
         if fresh_optimizer is None:
+            changed = "; ".join(self._optimizer_changes(step))
             raise CheckpointError(
-                f"the config's optimizer does not fit checkpoint {path}, its averages would be lost:\n  {shown}\n"
+                f"the config's optimizer does not fit checkpoint {path}, all of its averages would be lost"
+                f"{f' ({changed})' if changed else ''}:\n  {shown}\n"
                 "Fix: restore config.optim (it is in env.json), or accept the loss with "
                 "config.train.reset_optimizer=True: weights, step and data position are kept"
             )
         logger.warning("the optimizer's state in %s does not fit the config and starts anew:\n  %s", path, shown)
-        kept = load_part(path, {name: target[name] for name in ("step", "params")})
+        kept = load_part(path, {name: part for name, part in target.items() if name != "opt_state"})
         return {**kept, "opt_state": fresh_optimizer(kept["params"], step)}
 
     def _restore_data(self, step: int, data: Any) -> None:
@@ -387,15 +401,18 @@ class Checkpoints:
                 "Fix: restore the config that wrote it (it is in env.json), or use another workdir"
             )
 
-    def _tell_optimizer_changes(self, step: int) -> None:
+    def _optimizer_changes(self, step: int) -> list[str]:
+        """The fields of config.optim that differ from a step's, with both values."""
         configs = (read_info(self._path(step)), self._info)
         old, new = (info.get("config", {}).get("optim", {}) for info in configs)
-        changed = [
+        return [
             f"config.optim.{name}: {old[name]!r} there, {new[name]!r} now"
             for name in sorted({*old} & {*new})
             if old[name] != new[name]
         ]
-        if changed:
+
+    def _tell_optimizer_changes(self, step: int) -> None:
+        if changed := self._optimizer_changes(step):
             logger.warning("continuing checkpoint %s with another optimizer: %s", self._path(step), "; ".join(changed))
 
     def wait(self) -> None:

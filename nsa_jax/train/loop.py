@@ -17,6 +17,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from nsa_jax import config as config_lib
+from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.command_line import workdir_problems
 from nsa_jax.data import make_pipeline
 from nsa_jax.data.cache import cache_root
@@ -30,6 +31,7 @@ from nsa_jax.train.errors import TrainingError, check_room, describe_stop, writi
 from nsa_jax.train.goodput import Goodput
 from nsa_jax.train.preflight.data_check import loss_floor
 from nsa_jax.train.profiling import Profile, Window, check_window
+from nsa_jax.train.rollback import Rollbacks
 from nsa_jax.train.start import Start, finished_before, first_state, optimizer_to_reset, recorded_stages
 from nsa_jax.train.state import State, batch_sharding, setup
 from nsa_jax.train.step import make_eval_step, make_train_step
@@ -83,8 +85,11 @@ class Run:
         self._stage = stage
         self._window = profile
         self._callbacks = Callbacks(callbacks)
+        self.ramp = BatchRamp.of(config.train)
         self.pipeline = processes.first_alone(
-            lambda: make_pipeline(config, process_index=jax.process_index(), process_count=jax.process_count())
+            lambda: make_pipeline(
+                self.ramp.data_config(config), process_index=jax.process_index(), process_count=jax.process_count()
+            )
         )
         processes.check_same("data", {"fingerprint": self.pipeline.fingerprint})
         tokenizer = self.pipeline.tokenizer
@@ -96,11 +101,19 @@ class Run:
         self.sampler = Sampler(self.setup, self.pipeline) if config.train.sample_tokens else None
         self.health = health.Health(self.setup, self.workdir) if health.wanted(self.setup) else None
         self.preflight: preflight.Report | None = None
-        self.guards = Guards(config, self.workdir, active=jax.process_index() == 0)
-        self.goodput = Goodput(self.workdir, began, active=jax.process_index() == 0)
-        self.trackers = Trackers(config.train.trackers, active=jax.process_index() == 0)
         self.peers = processes.peers()
+        self.rollbacks = Rollbacks(self.workdir, config.guards.roll_back)
+        self._floor: float | None = None  # bigram entropy of the data, from the preflight
+        self._forget(began)
+
+    def _forget(self, began: float | None = None) -> None:
+        """Puts away what is known of the steps so far: at the start, and before the last checkpoint is restored."""
+        active = jax.process_index() == 0
+        self.guards = Guards(self.config, self.workdir, bigram_entropy=self._floor, active=active)
+        self.goodput = Goodput(self.workdir, began, active=active)
+        self.trackers = Trackers(self.config.train.trackers, active=active)
         self.best: tuple[int, float] | None = None
+        self._offset = 0  # pieces of data (`BatchRamp.unit` rows) that were left out
         self._early: str | None = None  # why to stop before the last step
         self._live: tuple[int, State, Any] | None = None  # last finished step, state, data: what a guard's stop saves
         self._last_validation: tuple[int, dict[str, float]] | None = None
@@ -117,19 +130,22 @@ class Run:
             logger.warning("%s", problem)
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in found.seconds.items())
         logger.info("preflight passed: %s", seconds)
-        floor = loss_floor(self.config, found.data) if found.data else None
-        self.guards = Guards(self.config, self.workdir, bigram_entropy=floor, active=jax.process_index() == 0)
+        self._floor = loss_floor(self.config, found.data) if found.data else None
+        self.guards = Guards(self.config, self.workdir, bigram_entropy=self._floor, active=jax.process_index() == 0)
 
     def _restore(self, checkpoints: Checkpoints, info: dict, data: Any) -> Start:
         """What this workdir holds, else what --resume names, else the initialisation."""
         own = checkpoints.restore(self.setup.target(), data, fresh_optimizer=optimizer_to_reset(self.setup))
         if own is None:
             return first_state(self.setup, self._other, info, data, self._stage)
+        step, state = own[0], self.setup.completed(own[1])
+        for _ in range(self.rollbacks.batches_to_skip(step, data.get_state()["step"])):
+            next(data)
         self.best = checkpoints.best()
-        self.guards.restore(checkpoints.guards(own[0]))
+        self.guards.restore(checkpoints.guards(step))
         self._early = self.guards.early_stop()
-        self._last_row, self._last_validation = metrics.last_rows(self.workdir, own[0])
-        return Start.after(*own, self.workdir, recorded_stages(self.workdir))
+        self._last_row, self._last_validation = metrics.last_rows(self.workdir, step)
+        return Start.after(step, state, self.workdir, recorded_stages(self.workdir))
 
     def run(self) -> dict[str, Any]:
         """Trains to the end, or to a stop request.
@@ -141,10 +157,17 @@ class Run:
           TrainingError: a guard stopped the run; stopped.json says why.
           CheckpointError: a checkpoint does not fit the config.
         """
+        while (summary := self._run()) is None:
+            self._forget()
+        return summary
+
+    def _run(self) -> dict[str, Any] | None:
+        """From the last checkpoint on; None if it is to be restored again, since a guard has called for that."""
         config, train = self.config, self.config.train
         info = {
             "parameters": describe(self.setup.abstract_state),
             "optimizer": describe(self.setup.abstract_state, "opt_state"),
+            "parts": sorted(set(self.setup.abstract_state) - {"step", "params", "opt_state"}),
             "tokenizer": self.pipeline.tokenizer.fingerprint,
             "config": env.plain_config(config),
         }
@@ -206,10 +229,13 @@ class Run:
                 with writing_checkpoint(step), self.goodput.spent_on("saving"):
                     checkpoints.wait()
                 self.best = checkpoints.best() or self.best
-                summary = self._summarise(writer, start, step, reason)
+                ended = {"saved": step in checkpoints.steps(), "terminated": reason is not None and stop.terminated}
+                summary = self._summarise(writer, start, step, reason, ended)
                 self._callbacks.on_end(summary)
                 return summary
             except TrainingError as error:
+                if self._roll_back(error, checkpoints, writer):
+                    return None
                 self._explain(error, checkpoints)
                 raise
 
@@ -217,7 +243,9 @@ class Run:
         """The loop. Returns the last finished step, the state, and what stopped it early (or None)."""
         config, train = self.config, self.config.train
         start, state = begin.step, begin.state
-        batches = Batches(data, self.setup, start, self.guards.on_batch)
+        self._offset = data.get_state()["step"] - self.ramp.rows_before(start) // self.ramp.unit
+        batches = Batches(data, self.setup, start, self.guards.on_batch, self.ramp)
+        sizes: set[int] = set()  # of batches, for each of which the step is compiled
         pending: collections.deque[Interval] = collections.deque()
         interval = Interval(start + 1)
         clock = Clock()
@@ -231,9 +259,12 @@ class Run:
             if reason:
                 break
             batch = next(batches)
-            if step == start:  # otherwise nothing would be heard for as long as that takes
+            rows = self.ramp.rows(step + 1)
+            compiles = rows not in sizes
+            if compiles:  # otherwise nothing would be heard for as long as that takes
+                sizes.add(rows)
                 self.watchdog.beat(step, "compiling the train step", finished=False)
-                writer.say("compiling the train step")
+                writer.say(f"compiling the train step{f' for {rows} rows' if self.ramp.stages else ''}")
             self.profile.before(step + 1, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
                 state, values = self.train_step(state, batch)
@@ -244,15 +275,18 @@ class Run:
             if step == start + 1:
                 guards.check_implementations(config.model.implementation, implementations_served())
                 self._write_env(begin)
+            if compiles:
                 if self.health is not None:
                     self.health.warm_up(state["params"], batch)
                 clock.restart()  # compilation is over
+                interval.untimed, self._sizes = 1, len(sizes)
+            if step == start + 1:
                 self.goodput.first_lap(clock.mark)
-                interval.untimed = 1
+            changes = self.ramp.rows(step + 1) != rows  # a log line's steps have batches of one size
             last = step == train.steps
             evaluates = train.eval_batches and (last or (train.eval_every and step % train.eval_every == 0))
             saves = train.save_every and (last or step % train.save_every == 0)
-            if step % train.log_every == 0 or last or evaluates or saves or profiled:
+            if step % train.log_every == 0 or last or evaluates or saves or profiled or changes:
                 if self.health is not None:
                     interval.health = self.health.start(state["params"], batch)
                 interval.close(*batches.take_waits())
@@ -261,7 +295,7 @@ class Run:
                 # The newest interval is still running on the device: report the one before it.
                 while len(pending) > 1:
                     self._report(pending.popleft(), writer, clock)
-            if evaluates or saves or profiled:
+            if evaluates or saves or profiled or changes:
                 while pending:  # nothing that is not finite may be validated or saved
                     self._report(pending.popleft(), writer, clock)
                 if evaluates:
@@ -288,8 +322,10 @@ class Run:
             self._callbacks.on_step(number, metrics.train_row(values))
         config = self.config
         steps = max(len(rows) - interval.untimed, 1)
-        tokens = steps * config.train.batch_size * config.data.seq_len
+        tokens = steps * self.ramp.rows(step) * config.data.seq_len
         row = metrics.train_row(rows[-1])
+        row["train/loss_mean"] = metrics.finite_mean([values["loss"] for values in rows])
+        row["train/tokens"] = self.ramp.rows_before(step) * config.data.seq_len
         row["perf/tokens_per_second"] = tokens / seconds
         row["perf/step_seconds"] = seconds / steps
         row.update(metrics.wait_row(interval.waits))
@@ -305,7 +341,7 @@ class Run:
                 tokens_per_second=row["perf/tokens_per_second"],
                 seconds=seconds,
                 waits=interval.waits[interval.untimed :],
-                programs=guards.programs(self.train_step),
+                programs=guards.programs(self.train_step, self._sizes),
             )
         )
         if self.health is not None and interval.health is not None:
@@ -329,9 +365,31 @@ class Run:
             self.guards.on_steps(first_step, rows)
         except TrainingError as error:
             if error.guard == "non_finite" and jax.process_index() == 0:
-                path = guards.dump(self.workdir, error.step, self.pipeline, rows)
+                path = guards.dump(self.workdir, error.step, self.pipeline, rows, *self._pieces(error.step))
                 logger.error("the batch and the statistics of step %s are in %s", error.step, path)
             raise
+
+    def _pieces(self, step: int) -> tuple[int, int]:
+        """Where the batch of a step begins in the data, and how many pieces it has."""
+        unit = self.ramp.unit
+        return self._offset + self.ramp.rows_before(step - 1) // unit, self.ramp.rows(step) // unit
+
+    def _roll_back(self, error: TrainingError, checkpoints: Checkpoints, writer: metrics.MetricsWriter) -> bool:
+        """Prepares going back to the last checkpoint without the data since; False if the run must stop instead."""
+        if not self.rollbacks.serves(error):
+            return False
+        try:
+            with writing_checkpoint(error.step):
+                checkpoints.wait()
+        except TrainingError:
+            return False
+        if not checkpoints.steps():
+            return False
+        step = checkpoints.steps()[-1]
+        # Process 0 alone gives a finished step its name.
+        position = int(processes.from_first(lambda: str(checkpoints.position(step))))
+        writer.say(self.rollbacks.add(error, step, position, sum(self._pieces(error.step))))
+        return True
 
     def _explain(self, error: TrainingError, checkpoints: Checkpoints) -> None:
         """Writes why a guard stopped the run, and saves the state if it is worth it."""
@@ -379,7 +437,8 @@ class Run:
 
     def _validate(self, step: int, state: State, writer: metrics.MetricsWriter) -> None:
         self.watchdog.beat(step, "validating", finished=False)
-        row, _ = evaluate(self.eval_step, state["params"], self.pipeline, batch_sharding(self.setup.mesh))
+        weights = state.get("ema", state["params"])
+        row, _ = evaluate(self.eval_step, weights, self.pipeline, batch_sharding(self.setup.mesh))
         self._last_validation = (step, row)
         self.watchdog.beat(step, "training", finished=False)
         self._early = self.guards.on_validation(step, row["val/loss"], self._last_row.get("train/loss"))
@@ -390,7 +449,7 @@ class Run:
             f"{row['val/bits_per_byte']:.3f} bits/byte"
         )
         if self.sampler is not None:
-            writer.text(step, "sample", self.sampler(state["params"], step))
+            writer.text(step, "sample", self.sampler(weights, step))
 
     def _is_best(self, checkpoints: Checkpoints) -> bool:
         """Whether the newest validation is a reason to save: no kept checkpoint has a loss as low."""
@@ -437,19 +496,23 @@ class Run:
             env.write_json(self.workdir / "env.json", found)
             self.trackers.start(found.pop("config"), self.workdir, found)
 
-    def _summarise(self, writer: metrics.MetricsWriter, start: int, step: int, reason: str | None) -> dict[str, Any]:
+    def _summarise(
+        self, writer: metrics.MetricsWriter, start: int, step: int, reason: str | None, ended: dict
+    ) -> dict[str, Any]:
         summary = {
             "step": step,
             "steps": self.config.train.steps,
             "start_step": start,
             "finished": step >= self.config.train.steps,
             "stopped_by": reason,
+            **ended,
             "last": self._last_row,
             "validation": {"step": self._last_validation[0], **self._last_validation[1]}
             if self._last_validation
             else None,
             "best_checkpoint": {"step": self.best[0], "val/loss": self.best[1]} if self.best else None,
             "alarms": self.guards.summary(),
+            "rollbacks": len(self.rollbacks.done),
             "goodput": self.goodput.summary(),
             "workdir": str(self.workdir),
         }

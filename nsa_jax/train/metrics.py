@@ -2,6 +2,8 @@
 
 Names (every row also has `step`, the number of finished optimizer steps):
   train/loss, train/perplexity, train/bits_per_byte: of the batch of that step, nats per token.
+  train/loss_mean: average of the finite losses of the steps since the last row.
+  train/tokens: of all batches up to that step.
   val/loss, val/perplexity, val/bits_per_byte: over the fixed validation batches.
   val/loss/NAME, val/bits_per_byte/NAME: of each of config.data.sources; those above weigh them as training does.
   data/epochs, or data/epochs/NAME of each of config.data.sources: passes over the training documents so far.
@@ -52,6 +54,12 @@ TRAIN_NAMES = {
 def perplexity(loss: float) -> float:
     """exp(loss), infinite where that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
+
+
+def finite_mean(losses: list[float]) -> float:
+    """The average of the losses that are finite; nan if none is."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return math.fsum(finite) / len(finite) if finite else math.nan
 
 
 def printable(text: str) -> str:
@@ -262,7 +270,8 @@ class MetricsWriter:
         if not self._active:
             return
         line = (
-            f"loss {row['train/loss']:.4f}  bits/byte {row['train/bits_per_byte']:.3f}  grad {row['norm/grad']:.3f}  "
+            f"loss {row.get('train/loss_mean', row['train/loss']):.4f}  "
+            f"bits/byte {row['train/bits_per_byte']:.3f}  grad {row['norm/grad']:.3f}  "
             f"lr {row['learning_rate']:.2e}  {row.get('perf/tokens_per_second', 0):,.0f} tokens/s"
         )
         if self._progress is not None:

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW, its schedule, and factors of learning rate and weight decay for groups of parameters."""
+"""The optimizer (AdamW or Muon), its schedule, and factors of learning rate and weight decay for parameter groups."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
+
+from nsa_jax.nn import ModelConfig
+from nsa_jax.train.muon import Layout, scale_by_muon
 
 # Which group a parameter, or all below a module, belongs to.
 _GROUPS = {
@@ -104,20 +107,32 @@ def _decay_groups(weight_decay: float, factors: ConfigDict) -> optax.GradientTra
     return optax.stateless(add)
 
 
-def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101) with global-norm clipping.
+def make_optimizer(
+    config: ConfigDict, model: ModelConfig | None = None, layout: Layout | None = None
+) -> optax.GradientTransformation:
+    """AdamW (arXiv 1711.05101) or Muon (`nsa_jax.train.muon`) with global-norm clipping.
 
     Weight decay applies to matrices only, and is multiplied by the learning rate. The state, and so a checkpoint, has
     one form whatever `config.optim` says of clipping and groups.
+
+    Args:
+      config: the training config.
+      model: of the parameters; Muon needs it.
+      layout: see `nsa_jax.train.muon.scale_by_muon`.
     """
     o = config.optim
-    adamw = optax.chain(
-        optax.scale_by_adam(b1=o.b1, b2=o.b2, eps=o.eps),
+    scaled = optax.scale_by_adam(b1=o.b1, b2=o.b2, eps=o.eps)
+    if o.name == "muon":
+        if model is None:
+            raise ValueError("model=None: must be a ModelConfig for config.optim.name='muon'")
+        scaled = scale_by_muon(model, decay=o.momentum, adam=scaled, layout=layout)
+    optimizer = optax.chain(
+        scaled,
         _decay_groups(o.weight_decay, o.weight_decay_factor),
         optax.scale_by_learning_rate(learning_rate(config)),
         _scale_groups(o.learning_rate_factor),
     )
-    return optax.chain(optax.clip_by_global_norm(o.clip) if o.clip > 0 else optax.identity(), adamw)
+    return optax.chain(optax.clip_by_global_norm(o.clip) if o.clip > 0 else optax.identity(), optimizer)
 
 
 def schedule_at(step: int | jax.Array, opt_state: Any) -> Any:

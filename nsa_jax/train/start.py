@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.hub.export import load_exported
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences
@@ -91,7 +92,7 @@ def first_state(
     if found is None:
         message = f"--resume={directory}: no checkpoint there"
         raise ConfigError([Problem("R022", "error", message, "give another run")])
-    step, state = found
+    step, state = found[0], setup.completed(found[1])
     if not stage:
         return Start.after(step, state, directory)
     source = f"{directory}@{step}"
@@ -117,7 +118,8 @@ def _stages_up_to(directory: Path, step: int) -> list[dict[str, Any]]:
     config = _environment(workdir).get("config", {})
     if {"data", "train"} <= config.keys():
         seq_len, batch_size = config["data"]["seq_len"], config["train"]["batch_size"]
-        last |= {"tokens": step * seq_len * batch_size, "seq_len": seq_len, "batch_size": batch_size}
+        tokens = BatchRamp.of(config["train"]).rows_before(step) * seq_len
+        last |= {"tokens": tokens, "seq_len": seq_len, "batch_size": batch_size}
     return [*recorded_stages(workdir), last]
 
 
@@ -141,8 +143,8 @@ def _from_export(setup: Setup, directory: Path, info: dict[str, Any], may_change
             f"the config does not fit the exported model {directory}:\n  {shown}\n"
             f"Fix: set the fields as in {directory / 'config.json'}, or give another model"
         )
-    state = setup.init()
-    return {**state, "params": jax.tree.map(_put, params, setup.sharding["params"])}
+    state = {name: part for name, part in setup.init().items() if name in ("step", "opt_state")}
+    return setup.completed({**state, "params": jax.tree.map(_put, params, setup.sharding["params"])})
 
 
 def _put(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -1,12 +1,14 @@
 """Training state: mesh, sharding rules, and what a checkpoint holds.
 
 The state is a plain nested dict {"step", "params", "opt_state"} of arrays. Parameters carry their names as dict keys,
-which sharding, weight decay and checkpoints go by.
+which sharding, weight decay and checkpoints go by. Some configs have further parts: "ema", the averaged parameters, and
+"recent", by which spikes are judged.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import Any
 
@@ -22,7 +24,10 @@ from ml_collections import ConfigDict
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.nn.sharding import BATCH_AXES, CONTEXT, MESH_AXES, parameter_spec
+from nsa_jax.train import spikes
 from nsa_jax.train.optimizer import make_optimizer, names_of, schedule_at
+
+logger = logging.getLogger("nsa_jax")
 
 State = dict[str, Any]
 
@@ -205,6 +210,22 @@ class Setup:
         with jax.set_mesh(self.mesh):
             return jax.jit(make, out_shardings=self.sharding["opt_state"])(params)
 
+    def completed(self, state: State) -> State:
+        """A restored state with the parts that the config asks for and the checkpoint did not have, begun anew."""
+        missing = {name: sharding for name, sharding in self.sharding.items() if name not in state}
+        if not missing:
+            return state
+        if "ema" in missing:
+            logger.warning(
+                "no averaged weights were saved: the average begins with those of step %s", int(state["step"])
+            )
+
+        def make(params):
+            return {name: part for name, part in _further_parts(self.config, params).items() if name in missing}
+
+        with jax.set_mesh(self.mesh):
+            return {**state, **jax.jit(make, out_shardings=missing)(state["params"])}
+
     def another_stage(self, state: State) -> State:
         """The state before the first step of another stage: weights and the optimizer's averages stay.
 
@@ -212,7 +233,9 @@ class Setup:
         """
 
         def make(state):
-            return {**state, "step": jnp.zeros_like(state["step"]), "opt_state": schedule_at(0, state["opt_state"])}
+            recent = {"recent": spikes.none_yet()} if "recent" in state else {}  # other data have other losses
+            opt_state = schedule_at(0, state["opt_state"])
+            return {**state, **recent, "step": jnp.zeros_like(state["step"]), "opt_state": opt_state}
 
         with jax.set_mesh(self.mesh):
             return jax.jit(make, out_shardings=self.sharding, donate_argnums=0)(state)
@@ -221,7 +244,18 @@ class Setup:
 def _init(config: ConfigDict, model_config: ModelConfig, optimizer: optax.GradientTransformation) -> State:
     model = Transformer(model_config, rngs=nnx.Rngs(params=config.seed))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(params)}
+    state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(params)}
+    return {**state, **_further_parts(config, params)}
+
+
+def _further_parts(config: ConfigDict, params: Any) -> State:
+    """What the config adds to the state, as it begins beside these parameters."""
+    parts: State = {}
+    if config.train.ema_decay:
+        parts["ema"] = jax.tree.map(lambda param: param.astype(jnp.float32), params)
+    if config.guards.skip_spikes:
+        parts["recent"] = spikes.none_yet()
+    return parts
 
 
 def setup(config: ConfigDict, vocab_size: int, devices: list | None = None) -> Setup:
@@ -239,7 +273,8 @@ def setup(config: ConfigDict, vocab_size: int, devices: list | None = None) -> S
     model_config = ModelConfig.from_config(config, vocab_size)
     if problems := vocabulary_problems(config, model_config):
         raise ConfigError(problems)
-    optimizer = make_optimizer(config)
+    layout = (lambda path, shape: partition_spec(path, shape, mesh)) if mesh.size > 1 else None
+    optimizer = make_optimizer(config, model_config, layout)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0))))
     abstract = jax.eval_shape(lambda: _init(config, model_config, optimizer))
     return Setup(config, model_config, graphdef, optimizer, mesh, abstract, state_sharding(abstract, mesh))

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
 from nsa_jax.nn.sharding import token_spec
+from nsa_jax.train import spikes
 from nsa_jax.train.loss import token_losses, weighted_loss
 from nsa_jax.train.optimizer import learning_rate, schedule_at
 from nsa_jax.train.state import Setup, State, batch_sharding
@@ -20,13 +22,16 @@ from nsa_jax.train.state import Setup, State, batch_sharding
 Batch = dict[str, jax.Array]
 
 
-def check_batch(batch: Batch, batch_size: int, seq_len: int) -> None:
-    """Shapes and dtypes of a batch at the step's boundary."""
-    chex.assert_shape(
-        [batch[name] for name in ("inputs", "targets", "segment_start", "loss_mask")], (batch_size, seq_len)
-    )
+def check_batch(batch: Batch, config: ConfigDict) -> int:
+    """Checks shapes and dtypes of a batch at the step's boundary; returns its number of micro-batches."""
+    names, train = ("inputs", "targets", "segment_start", "loss_mask"), config.train
+    rows = batch["inputs"].shape[0] if train.batch_ramp else train.batch_size
+    chex.assert_shape([batch[name] for name in names], (rows, config.data.seq_len))
     chex.assert_type([batch["inputs"], batch["targets"], batch["segment_start"]], jnp.int32)
     chex.assert_type(batch["loss_mask"], jnp.float32)
+    count, rest = divmod(rows, train.batch_size // train.grad_accum)
+    chex.assert_equal(rest, 0)
+    return count
 
 
 def _split_micro_batches(batch: Batch, count: int) -> Batch:
@@ -43,6 +48,13 @@ def _split_micro_batches(batch: Batch, count: int) -> Batch:
 def _global_norm(tree) -> jax.Array:
     """Square root of the sum of all squares, float32."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
+
+
+def _moved_average(average, params, step: jax.Array, decay: float):
+    """The averaged parameters after step `step`; early, when parameters move fast, the average is shorter."""
+    step = step.astype(jnp.float32)
+    share = jnp.maximum(1 - decay, 9 / (10 + step))
+    return jax.tree.map(lambda old, param: old + share * (param.astype(jnp.float32) - old), average, params)
 
 
 def _summed_once(gradient: Callable) -> Callable:
@@ -63,8 +75,8 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
     """The jitted step (state, batch) -> (state, metrics); the state is donated.
 
     The loss is the mean over every token of the global batch that `loss_mask` weights, whatever the number of
-    micro-batches and devices. With `config.guards.skip_steps`, a step whose loss or gradient norm is not finite leaves
-    parameters and optimizer averages as they were.
+    micro-batches and devices. A step whose loss or gradient norm is not finite (with `config.guards.skip_steps`) or a
+    spike (with `config.guards.skip_spikes`) leaves parameters and all averages as they were.
 
     Metrics are float32 scalars on the device; nothing is sent to the host.
 
@@ -74,7 +86,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
     """
     config = setup.config
     schedule = learning_rate(config)
-    packed, count = config.data.packing, config.train.grad_accum
+    packed = config.data.packing
     lengths = jnp.asarray(token_bytes, jnp.float32)
 
     def micro_loss(params, batch, total, key):
@@ -87,7 +99,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         )
         return weighted_loss(model, hidden, batch["targets"], batch["loss_mask"] / total, config.train.z_loss)
 
-    def gradient(params, batch, total, key):
+    def gradient(count, params, batch, total, key):
         """What is minimised and the cross-entropy in it, and the gradients of all micro-batches."""
         value_and_grad = jax.value_and_grad(micro_loss, has_aux=True)
         if count == 1:
@@ -101,38 +113,49 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         zero = jax.tree.map(jnp.zeros_like, ((jnp.zeros(()), jnp.zeros(())), params))
         return jax.lax.scan(accumulate, zero, (jnp.arange(count), _split_micro_batches(batch, count)))[0]
 
-    if setup.mesh.shape["data"] == setup.mesh.size > 1 and config.model.dropout == 0:
-        gradient = _summed_once(gradient)
+    sums_once = setup.mesh.shape["data"] == setup.mesh.size > 1 and config.model.dropout == 0
 
     def step(state: State, batch: Batch):
-        check_batch(batch, config.train.batch_size, config.data.seq_len)
+        micro_gradients = functools.partial(gradient, check_batch(batch, config))
         params = state["params"]
         total = jnp.maximum(batch["loss_mask"].sum(), 1.0)
         key = jax.random.fold_in(jax.random.key(config.seed), state["step"])
-        (objective, loss), grads = gradient(params, batch, total, key)
+        whole_gradient = _summed_once(micro_gradients) if sums_once else micro_gradients
+        (objective, loss), grads = whole_gradient(params, batch, total, key)
         # Measured here, before clipping and before anything could reset it.
         grad_norm = _global_norm(grads)
         updates, opt_state = setup.optimizer.update(grads, state["opt_state"], params)
-        new_params = optax.apply_updates(params, updates)
+        new = {**state, "params": optax.apply_updates(params, updates), "opt_state": opt_state}
+        if "ema" in state:
+            new["ema"] = _moved_average(state["ema"], new["params"], state["step"], config.train.ema_decay)
+        measured = {"loss": loss, "grad_norm": grad_norm}
+        good, extra = jnp.array(True), {}
         if config.guards.skip_steps:
-            finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-            new, old = (new_params, opt_state), (params, state["opt_state"])
-            new_params, opt_state = jax.tree.map(functools.partial(jnp.where, finite), new, old)
-            opt_state = schedule_at(state["step"] + 1, opt_state)  # a step that is left out has its place in it
+            good &= jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        if "recent" in state:
+            limit = spikes.limits(state["recent"], config.guards)
+            spike = (loss > limit["loss"]) | (grad_norm > limit["grad_norm"])
+            good &= ~spike
+            new["recent"] = spikes.with_step(state["recent"], **measured)
+            extra = {"spike": spike.astype(jnp.float32), **{f"{name}_limit": value for name, value in limit.items()}}
+        if config.guards.skip_steps or "recent" in state:
+            new = jax.tree.map(functools.partial(jnp.where, good), new, state)
+            # A step that is left out has its place in the schedule.
+            new["opt_state"] = schedule_at(state["step"] + 1, new["opt_state"])
         text_bytes = jnp.sum(lengths[batch["targets"]] * batch["loss_mask"])
         metrics = {
-            "loss": loss,
+            **measured,
             "tokens": batch["loss_mask"].sum(),
             "bits_per_byte": loss * total / math.log(2) / jnp.maximum(text_bytes, 1.0),
-            "grad_norm": grad_norm,
-            "param_norm": _global_norm(new_params),
+            "param_norm": _global_norm(new["params"]),
             "update_norm": _global_norm(updates),
             "learning_rate": schedule(state["step"]),
+            **extra,
         }
         if config.train.z_loss:
             metrics["z_loss"] = objective - loss
         chex.assert_rank(list(metrics.values()), 0)
-        return {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}, metrics
+        return {**new, "step": state["step"] + 1}, metrics
 
     return jax.jit(
         step,
@@ -149,7 +172,7 @@ def make_eval_step(setup: Setup, token_bytes) -> Callable[[State, Batch], dict[s
     lengths = jnp.asarray(token_bytes, jnp.float32)
 
     def step(params, batch: Batch):
-        check_batch(batch, config.train.batch_size, config.data.seq_len)
+        count = check_batch(batch, config)
         model = setup.model(params)
 
         def sums(micro):
@@ -161,9 +184,9 @@ def make_eval_step(setup: Setup, token_bytes) -> Callable[[State, Batch], dict[s
                 "bytes": jnp.sum(lengths[micro["targets"]] * micro["loss_mask"]),
             }
 
-        if config.train.grad_accum == 1:
+        if count == 1:
             return sums(batch)
-        parts = jax.lax.map(sums, _split_micro_batches(batch, config.train.grad_accum))
+        parts = jax.lax.map(sums, _split_micro_batches(batch, count))
         return jax.tree.map(jnp.sum, parts)
 
     return jax.jit(

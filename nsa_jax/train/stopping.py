@@ -92,20 +92,20 @@ class Vote:
     def _local(self) -> int:
         return len(self._sharding.addressable_devices)
 
-    def __call__(self, mine: bool) -> int | None:
-        """Votes; returns the index of a process that voted to stop `lag` calls ago, or None."""
-        value = np.full(self._local, jax.process_index() + 1 if mine else 0, np.int32)
+    def __call__(self, mine: int) -> int:
+        """Votes with a number, 0 for going on; returns the highest of all processes' votes `lag` calls ago, or 0."""
+        value = np.full(self._local, mine, np.int32)
         self._votes.append(self._highest(jax.make_array_from_process_local_data(self._sharding, value)))
-        if len(self._votes) <= self._lag:
-            return None
-        highest = int(self._votes.popleft())
-        return highest - 1 if highest else None
+        return int(self._votes.popleft()) if len(self._votes) > self._lag else 0
 
 
 class StopRequest:
     """SIGTERM, SIGINT or a file named HALT in the workdir ask the run to save and stop.
 
     The second signal of a kind ends the process at once.
+
+    Attributes:
+      terminated: SIGTERM asked, by which schedulers announce that they take the machine: start the run again.
 
     Args:
       workdir: of the run.
@@ -121,6 +121,7 @@ class StopRequest:
         say: Callable[[str], None] = print,
         doing: Callable[[], str] = lambda: "training",
     ):
+        self.terminated = False
         self._halt = workdir / HALT
         self._vote = Vote(mesh) if jax.process_count() > 1 else None
         self._signal: str | None = None
@@ -166,9 +167,12 @@ class StopRequest:
     def reason(self) -> str | None:
         """What asked to stop: on this process or, which all learn at the same step, on another."""
         mine = self._signal or (HALT if self._halt.exists() else None)
+        terminated = self._signal == signal.SIGTERM.name
         if self._vote is None:
+            self.terminated = terminated
             return mine
-        asker = self._vote(mine is not None)
-        if asker is None:
+        asker, rest = divmod(self._vote(2 * (jax.process_index() + 1) + terminated if mine else 0), 2)
+        if not asker:
             return None
-        return mine or f"process {asker}"
+        self.terminated = bool(rest)
+        return mine or f"process {asker - 1}"

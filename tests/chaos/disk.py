@@ -1,4 +1,4 @@
-"""Fills the disk under a run: it ends with one line and status 1, and continues exactly when there is room again.
+"""Fills the disk under a run: it ends with one line and status 3, and continues exactly when there is room again.
 
 Mounting a small disk needs root; without it the attack says so, and tests/train injects the error instead.
 """
@@ -35,7 +35,7 @@ def _fill(disk: Path, leave: int) -> None:
 
 def _check_stop(runs: Runs, run, workdir: Path) -> str:
     """The run has ended as one does that meets a full disk."""
-    broken = runs.wait(run).complaint(1)
+    broken = runs.wait(run).complaint(3)
     if broken:
         return broken
     lines = run.text().splitlines()

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 import pytest
 
+from nsa_jax.exit_status import EXIT_AGAIN
 from nsa_jax.train.loop import Run
-from nsa_jax.train.processes.peer_watch import EXIT_PEER
 
 from .distributed_config import get_config
 from .tiny import losses, one_device
@@ -164,7 +164,7 @@ def test_process_0_writes_and_prepares_the_data_and_each_has_a_heartbeat(first_l
 
 def test_a_lost_process_0_is_named_and_ends_the_other(first_lost):
     workdir, _, second, status, seconds = first_lost
-    assert status == EXIT_PEER and seconds < 120, second
+    assert status == EXIT_AGAIN and seconds < 120, second
     assert re.search(r"ALARM peer: process 0 \(host \S+, pid \d+\) is gone", second)
     stopped = json.loads((workdir / "stopped.json").read_text())
     assert stopped["guard"] == "peer" and stopped["last_checkpoint"] >= 8 and "process 0" in stopped["message"]
@@ -187,7 +187,7 @@ def check_resumes_and_stops(workdir: Path, flags: list[str], gpus: bool = False)
     with Processes(workdir, *flags, gpus=gpus) as run:
         run.until(workdir / "checkpoints" / str(saved + 4))
         run.all[1].send_signal(signal.SIGTERM)
-        assert (run.wait(0), run.wait(1)) == (0, 0), run.text(0) + run.text(1)
+        assert (run.wait(0), run.wait(1)) == (EXIT_AGAIN, EXIT_AGAIN), run.text(0) + run.text(1)
     summary = json.loads((workdir / "summary.json").read_text())
     assert summary["stopped_by"] == "process 1" and summary["start_step"] == saved
     assert (workdir / "checkpoints" / str(summary["step"])).is_dir()
@@ -208,7 +208,7 @@ def test_saved_by_one_resumed_by_two_lost_and_stopped(alone, corpus):
         run.until(workdir / "checkpoints" / "12")
         run.all[1].send_signal(signal.SIGKILL)
         status, text = run.wait(0), run.text(0)
-    assert status == EXIT_PEER, text
+    assert status == EXIT_AGAIN, text
     assert re.search(
         r"ALARM peer: process 1 \(host \S+, pid \d+\) is gone: no sign of life for \d+ s, last after", text
     ), text
@@ -225,7 +225,7 @@ def test_saved_by_one_resumed_by_two_lost_and_stopped(alone, corpus):
 @pytest.mark.slow
 def test_processes_started_differently_refuse_to_run(corpus):
     with Processes(corpus / "different", *config_flags(corpus), own={1: "--config.seed=3"}) as run:
-        assert run.wait(1) == 2 and run.wait(0) in (2, EXIT_PEER)
+        assert run.wait(1) == 2 and run.wait(0) in (2, EXIT_AGAIN)
         assert "R050 error: the run of process 1" in run.text(1) and "config.seed: 3 here, 0 there" in run.text(1)
         assert re.search(r"process 1 \(host \S+, pid \d+\) failed: .*config.seed: 3 here", run.text(0), re.DOTALL)
     assert not (corpus / "different" / "metrics.jsonl").exists()
@@ -240,7 +240,7 @@ def test_two_gpus_over_nccl_lost_resumed_and_stopped(corpus):
     with Processes(corpus / "one_gpu", *flags, "--config.mesh.fsdp=1", count=1, gpus=True) as run:
         run.until(run.workdir / "checkpoints" / "16")
         run.all[0].send_signal(signal.SIGTERM)
-        assert run.wait(0) == 0, run.text(0)
+        assert run.wait(0) == EXIT_AGAIN, run.text(0)
     alone = losses(corpus / "one_gpu")
 
     workdir = corpus / "two_gpus"
@@ -250,7 +250,7 @@ def test_two_gpus_over_nccl_lost_resumed_and_stopped(corpus):
         run.all[1].send_signal(signal.SIGKILL)
         start = time.monotonic()
         status, text = run.wait(0), run.text(0)
-    assert status == EXIT_PEER and time.monotonic() - start < 60, text
+    assert status == EXIT_AGAIN and time.monotonic() - start < 60, text
     assert re.search(r"ALARM peer: process 1 \(host \S+, pid \d+\) is gone", text), text
     assert same(losses(workdir), alone, 1e-4)[:8] == list(range(1, 9))
     env = json.loads((workdir / "env.json").read_text())

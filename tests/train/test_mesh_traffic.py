@@ -85,6 +85,11 @@ def needed(made):
     for (path, leaf), sharding in zip(leaves, shardings, strict=True):
         axes = [axis for dim in sharding.spec if dim for axis in (dim if isinstance(dim, tuple) else (dim,))]
         in_layer = "blocks" in jax.tree_util.keystr(path)
+        if config.optim.name == "muon" and in_layer and path[-1].key in ("w_in", "w_out"):
+            # Layers are shared by all devices: sums of gradients go to their owners, updates come back.
+            padded = -(-layers // made.mesh.size) * made.mesh.size * leaf.size // layers * item
+            need["exchange"] += 2 * padded // made.mesh.size
+            need["all-gather"] += padded // fsdp if data > 1 else 0
         own = leaf.size // (tensor if TENSOR in axes else 1)  # without fsdp
         wide = 4 if path[-1].key in ("embedding", "head", "scale", "gate_bias") else item
         if FSDP in axes:
@@ -133,6 +138,7 @@ CASES = {
         model__dropout=0.1, train__grad_accum=2,
     ),
     "data": dict(mesh__data=8, model__attention="window", train__grad_accum=2),
+    "muon": dict(mesh__data=2, mesh__fsdp=4, optim__name="muon"),
     "data-dropout": dict(mesh__data=8, model__attention="dense", model__scan_layers=False, model__dropout=0.1),
     "context": dict(mesh__context=2, mesh__fsdp=4),
     "context-dense": dict(mesh__context=2, mesh__fsdp=4, model__attention="dense"),

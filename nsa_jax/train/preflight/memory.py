@@ -165,7 +165,7 @@ def _fixed(made: Setup) -> dict[str, int]:
     batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_batch(made))) // made.token_shards
     return {
         "parameters": parameters,
-        "optimizer": _on_one_device(state["opt_state"], sharding["opt_state"]),
+        "optimizer": _on_one_device(*({n: p for n, p in tree.items() if n != "params"} for tree in (state, sharding))),
         "batch": batch,
         "gradients": parameters * (2 if made.config.train.grad_accum > 1 else 1),
     }

@@ -3,7 +3,7 @@
 Collectives cannot tell: when one process is gone, the others wait in the next one, some for ever. So every process
 writes a sign of life to the key-value store of JAX's coordination service, which process 0 hosts, and reads those of
 the others. Whoever is silent for too long, or says that it failed, is named, and the process ends with status
-`EXIT_PEER`; starting the run again resumes it.
+`EXIT_AGAIN`; starting the run again resumes it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from nsa_jax.exit_status import EXIT_AGAIN
+
 logger = logging.getLogger("nsa_jax")
 
-EXIT_PEER = 75  # EX_TEMPFAIL: a supervisor should start the run again
 _PREFIX = "nsa_jax/peer/"
 _TICK = 2.0  # seconds between signs of life
 _GRACE = 5.0  # seconds that a process has to end by itself after another failed: often it meets the same error
@@ -205,7 +206,7 @@ class Peers:
         logger.error(
             "process %d of %d (host %s) stops with status %d; start the run again, with any number of processes, to "
             "resume it from its last checkpoint",
-            *(self.process, self.count, self.me.host, EXIT_PEER),
+            *(self.process, self.count, self.me.host, EXIT_AGAIN),
         )
         left = [peer.process for peer in self.all if peer not in lost and peer.state == "alive"]
         if self.on_loss is not None and self.process == min(left, default=self.process):
@@ -215,7 +216,7 @@ class Peers:
             time.sleep(2 * self._tick + 1)  # the others learn it from the service, which ends with this process
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(EXIT_PEER)
+        os._exit(EXIT_AGAIN)
 
 
 def _delay_abort() -> None:

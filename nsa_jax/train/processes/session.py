@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 
+from nsa_jax.exit_status import EXIT_AGAIN
 from nsa_jax.train.processes.cluster import JOIN_SECONDS, Cluster, DistributedError
-from nsa_jax.train.processes.peer_watch import EXIT_PEER, Peers, reachable
+from nsa_jax.train.processes.peer_watch import Peers, reachable
 
 logger = logging.getLogger("nsa_jax")
 
@@ -40,7 +41,7 @@ def join(cluster: Cluster, silence_seconds: float = 30.0) -> Peers:
       cluster: where the others are.
       silence_seconds: after which a process without a sign of life counts as gone.
 
-    If not all of them arrive in time, the process ends with status `EXIT_PEER`, for a supervisor to start it again.
+    If not all of them arrive in time, the process ends with status `EXIT_AGAIN`, for a supervisor to start it again.
 
     Raises:
       DistributedError: JAX refuses, such as because devices are in use already.
@@ -84,7 +85,7 @@ def _give_up_joining(cluster: Cluster) -> None:
         *(cluster.process_id, cluster.num_processes, socket.gethostname(), cluster.found_by, JOIN_SECONDS, missing),
     )
     sys.stderr.flush()
-    os._exit(EXIT_PEER)
+    os._exit(EXIT_AGAIN)
 
 
 def leave(status: int, why: str = "") -> None:

@@ -5,9 +5,10 @@ alarm is one line in the terminal and in alarms.jsonl, counts in the metrics (`a
 summary.json; the same alarm is repeated at most every `_REPEAT` reports. What is decided by the loss is in loss.py, by
 speed and memory in machine.py.
 
-  stop   non_finite, divergence, loss_floor, generalisation_gap, frozen_loader, recompilation, early stopping,
-         key_count, implementation, disk_full, checkpoint_write
-  alarm  spike, plateau, throughput, data_wait, memory_slope, gate_entropy, gate_share, gate_collapse
+  stop   non_finite, divergence, spike (of which too many in a row were left out), loss_floor, generalisation_gap,
+         frozen_loader, recompilation, early stopping, key_count, implementation, disk_full, checkpoint_write
+  alarm  spike, spike_skipped, skipped, plateau, throughput, data_wait, memory_slope, gate_entropy, gate_share,
+         gate_collapse
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from nsa_jax.data import Pipeline
+from nsa_jax.train.batches import joined
 from nsa_jax.train.errors import TrainingError
 from nsa_jax.train.watch.loss import REMEMBERED, LossGuards
 from nsa_jax.train.watch.machine import MachineGuards
@@ -202,10 +204,10 @@ class Guards:
         self._recent = collections.OrderedDict(recent)
         self._before = collections.Counter(state.get("alarms", {}))
 
-    def alarm(self, name: str, step: int, message: str) -> None:
-        """Raises an alarm, unless the same one was told a moment ago."""
+    def alarm(self, name: str, step: int, message: str, *, repeat: bool = False) -> None:
+        """Raises an alarm, unless the same one was told a moment ago and `repeat` is False."""
         last = self._told.get(name)
-        if last is not None and self._reports - last < _REPEAT:
+        if last is not None and self._reports - last < _REPEAT and not repeat:
             return
         self._told[name] = self._reports
         self.alarms.append(Alarm(name, step, message))
@@ -226,10 +228,15 @@ def _is_finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def programs(step: Callable) -> int | None:
-    """How many versions of a jitted function have been compiled; None if it does not tell."""
+def programs(step: Callable, sizes: int = 1) -> int | None:
+    """How many versions of a jitted function were compiled per size of batch; None if it does not tell.
+
+    Args:
+      step: the function.
+      sizes: of batches that it was called with; all but the first need one version.
+    """
     count = getattr(step, "_cache_size", None)
-    return None if count is None else count()
+    return None if count is None else count() - sizes + 1
 
 
 def check_implementations(asked: str, served: dict[str, str]) -> None:
@@ -246,15 +253,18 @@ def check_implementations(asked: str, served: dict[str, str]) -> None:
         )
 
 
-def dump(workdir: Path, step: int, pipeline: Pipeline, rows: list[dict[str, float]]) -> Path:
+def dump(
+    workdir: Path, step: int, pipeline: Pipeline, rows: list[dict[str, float]], position: int, pieces: int = 1
+) -> Path:
     """Writes the batch and the metrics of a step that went wrong, for looking at later.
 
-    The batch is made again from its step number, except from a stream, which would have to be read again.
+    The batch is made again from its position in the data, except from a stream, which would have to be read again.
     """
     arrays = {f"metrics/{name}": np.array([row[name] for row in rows]) for name in rows[0]}
     if not pipeline.streamed:
-        again = pipeline.train(step - 1)
-        arrays.update({f"batch/{name}": np.asarray(value) for name, value in next(again).items()})
+        again = pipeline.train(position)
+        batch = joined([next(again) for _ in range(pieces)])
+        arrays.update({f"batch/{name}": np.asarray(value) for name, value in batch.items()})
         again.close()
     path = workdir / f"bad_step_{step}.npz"
     np.savez_compressed(path, **arrays)  # type: ignore[arg-type]

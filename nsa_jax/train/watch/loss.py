@@ -11,7 +11,7 @@ from nsa_jax.train.errors import TrainingError
 
 REMEMBERED = (  # attributes that a checkpoint keeps
     *("_average", "_previous", "_jitter", "_seen", "_best_average", "_best_step"),
-    *("_best_validation", "_without_improvement", "_skipped"),
+    *("_best_validation", "_without_improvement", "_skipped", "_spikes"),
 )
 
 
@@ -24,7 +24,7 @@ class LossGuards:
       alarm: called with name, step and message.
     """
 
-    def __init__(self, config: ConfigDict, bigram_entropy: float | None, alarm: Callable[[str, int, str], None]):
+    def __init__(self, config: ConfigDict, bigram_entropy: float | None, alarm: Callable[..., None]):
         self._config, self._guards = config, config.guards
         self._floor = bigram_entropy
         self._alarm = alarm
@@ -37,6 +37,7 @@ class LossGuards:
         self._best_validation = math.inf
         self._without_improvement = 0
         self._skipped = 0  # steps in a row that were not finite
+        self._spikes = 0  # steps in a row that were left out as spikes
 
     def on_steps(self, first_step: int, rows: list[dict[str, float]]) -> None:
         """Metrics of consecutive steps, as the train step returns them.
@@ -50,6 +51,10 @@ class LossGuards:
                 self._not_finite(step, row)
                 continue
             self._skipped = 0
+            if row.get("spike"):
+                self._left_out(step, row)
+                continue
+            self._spikes = 0
             self._check_floor(step, row["loss"])
             self._check_spike(step, row["loss"])
             limit = self._guards.divergence
@@ -69,6 +74,26 @@ class LossGuards:
             f"step {step}: {what}: not finite{often}. Lower config.optim.learning_rate or set config.optim.clip, and "
             "start again",
             guard="non_finite",
+            step=step,
+        )
+
+    def _left_out(self, step: int, row: dict[str, float]) -> None:
+        """A spike, which the compiled step has left out."""
+        limit = self._guards.skip_spikes
+        self._spikes += 1
+        found = (
+            f"loss {row['loss']:.3f} (limit {row['loss_limit']:.3f}), gradient norm {row['grad_norm']:.3g} (limit "
+            f"{row['grad_norm_limit']:.3g})"
+        )
+        if self._spikes <= limit:
+            self._alarm("spike_skipped", step, f"{found}: a spike, so this step's update is left out", repeat=True)
+            return
+        raise TrainingError(
+            f"step {step}, guard spike: {found}: a spike {self._spikes} times in a row (config.guards.skip_spikes="
+            f"{limit}), none of which was trained on. Likely causes: the data have changed; the learning rate is too "
+            "high. Look at the data of these steps; raise config.guards.spike or spike_norm if they are as they should "
+            "be; or set config.guards.roll_back",
+            guard="spike",
             step=step,
         )
 

@@ -17,11 +17,11 @@ import threading
 import time
 from pathlib import Path
 
+from nsa_jax.exit_status import EXIT_AGAIN
 from nsa_jax.train.watch.memory_use import memory_points
 
 logger = logging.getLogger("nsa_jax")
 
-EXIT_STALLED = 75  # EX_TEMPFAIL: a supervisor should start the run again
 _FIRST_STEP_SECONDS = 3600.0  # compiling and restoring may take long
 
 
@@ -133,5 +133,5 @@ class Watchdog:
             *(silent, self._step, self._doing, self._stacks_path),
         )
         if self._exit:
-            logger.error("ending with status %s; start the run again to resume from its last checkpoint", EXIT_STALLED)
-            os._exit(EXIT_STALLED)
+            logger.error("ending with status %s; start the run again to resume from its last checkpoint", EXIT_AGAIN)
+            os._exit(EXIT_AGAIN)

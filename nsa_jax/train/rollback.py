@@ -1,0 +1,67 @@
+"""Going back to the last checkpoint when a guard stops a run, and leaving out the data that it was trained on since.
+
+rollbacks.json in the workdir lists what was done. It is read whenever a checkpoint is restored, so that a run that is
+stopped before its next checkpoint leaves out the same batches when it is started again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from nsa_jax.train import processes
+from nsa_jax.train.env import write_json
+from nsa_jax.train.errors import TrainingError
+
+GUARDS = ("non_finite", "divergence", "spike")  # of which another order of data may be free
+
+
+class Rollbacks:
+    """The rollbacks of a run.
+
+    Args:
+      workdir: of the run.
+      limit: how many there may be, over all starts.
+    """
+
+    def __init__(self, workdir: Path, limit: int):
+        self._path, self._limit = workdir / "rollbacks.json", limit
+        self.done: list[dict[str, Any]] = json.loads(processes.from_first(self._read))
+
+    def _read(self) -> str:
+        return self._path.read_text() if self._path.exists() else "[]"
+
+    def serves(self, error: TrainingError) -> bool:
+        """Whether a rollback is the answer to an error."""
+        return error.guard in GUARDS and len(self.done) < self._limit
+
+    def add(self, error: TrainingError, checkpoint: int, position: int, next_batch: int) -> str:
+        """Notes a rollback.
+
+        Args:
+          error: what the guard said.
+          checkpoint: step of the checkpoint that is restored next.
+          position: of the data in that checkpoint, in batches.
+          next_batch: the position after the batch of the bad step.
+
+        Returns:
+          One line for the terminal.
+        """
+        record = {"guard": error.guard, "step": error.step, "checkpoint": checkpoint}
+        self.done.append({**record, "position": position, "next_batch": next_batch, "message": str(error)})
+        if jax.process_index() == 0:
+            write_json(self._path, self.done)
+        return (
+            f"rolling back ({len(self.done)} of {self._limit}): {error}. Going on after step {checkpoint} without the "
+            f"{next_batch - position} batches since"
+        )
+
+    def batches_to_skip(self, checkpoint: int, position: int) -> int:
+        """How many batches to leave out after restoring a checkpoint whose data stand at a position."""
+        for record in reversed(self.done):
+            if (record["checkpoint"], record["position"]) == (checkpoint, position):
+                return record["next_batch"] - position
+        return 0
