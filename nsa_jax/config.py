@@ -160,6 +160,7 @@ def default_config() -> ConfigDict:
     c.mesh = s = ConfigDict()
     s.data = -1  # devices along the data axis; -1: all that the other axes leave
     s.fsdp = 1  # devices over which parameters and optimizer state are sharded
+    s.shard_optimizer = False  # split optimizer state over data too (ZeRO-1): memory for none of the traffic
     s.tensor = 1  # devices over which heads, MLP and vocabulary are split; divides num_kv_heads
     s.context = 1  # devices over which the tokens of a row are split, for rows longer than one device holds
 

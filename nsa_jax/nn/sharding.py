@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-FSDP = "fsdp"
-BATCH_AXES = ("data", FSDP)
+DATA, FSDP = "data", "fsdp"
+BATCH_AXES = (DATA, FSDP)
 CONTEXT, TENSOR = "context", "tensor"
 # From the one that talks least to the one that talks most: neighbouring devices should have the fastest links.
 MESH_AXES = (*BATCH_AXES, CONTEXT, TENSOR)
@@ -92,7 +92,13 @@ def constrain_tensor(x: jax.Array, dimension: int) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(*(None,) * dimension, TENSOR))
 
 
-def parameter_spec(shape: tuple[int, ...], tensor_dimension: int | None = None, first: int = 0, sizes=None) -> P:
+def parameter_spec(
+    shape: tuple[int, ...],
+    tensor_dimension: int | None = None,
+    first: int = 0,
+    sizes=None,
+    over: tuple[str, ...] = (FSDP,),
+) -> P:
     """How a parameter is stored: `tensor` splits one dimension, then `fsdp` the largest that it divides.
 
     Args:
@@ -100,18 +106,22 @@ def parameter_spec(shape: tuple[int, ...], tensor_dimension: int | None = None, 
       tensor_dimension: what `tensor` splits, where it divides it; None means nothing.
       first: dimensions before this one are never split.
       sizes: of the mesh's axes by name; None means those of the mesh in context.
+      over: the axes that split after `tensor`, each the dimension that is largest on a device by then.
     """
     sizes = _axis_sizes() if sizes is None else sizes
-    tensor, fsdp = sizes.get(TENSOR, 1), sizes.get(FSDP, 1)
+    tensor = sizes.get(TENSOR, 1)
     axes: list[tuple[str, ...]] = [()] * len(shape)
     local = list(shape)  # sizes on one device
     if tensor > 1 and tensor_dimension is not None and shape[tensor_dimension] % tensor == 0:
         axes[tensor_dimension] = (TENSOR,)
         local[tensor_dimension] //= tensor
-    dims = [dim for dim in range(first, len(shape)) if local[dim] % fsdp == 0]
-    if fsdp > 1 and dims and math.prod(shape) >= _REPLICATE_BELOW:
-        best = max(dims, key=lambda dim: local[dim])
-        axes[best] = (*axes[best], FSDP)
+    for axis in over if math.prod(shape) >= _REPLICATE_BELOW else ():
+        size = sizes.get(axis, 1)
+        dims = [dim for dim in range(first, len(shape)) if local[dim] % size == 0]
+        if size > 1 and dims:
+            best = max(dims, key=lambda dim: local[dim])
+            axes[best] = (*axes[best], axis)
+            local[best] //= size
     while axes and not axes[-1]:
         axes.pop()
     return P(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in axes))
@@ -196,12 +206,17 @@ def head_split(batch_size: int, length: int, num_kv_heads: int, multiple: int = 
 # Below, functions for use inside `on_shards`.
 
 
-def fsdp_dimension(spec: P) -> int | None:
-    """The dimension of a weight that the fsdp axis splits, or None."""
+def split_dimension(spec: P, axis: str) -> int | None:
+    """The dimension of an array that a mesh axis splits, or None."""
     for dimension, axes in enumerate(spec):
-        if FSDP in (axes if isinstance(axes, tuple) else (axes,)):
+        if axis in (axes if isinstance(axes, tuple) else (axes,)):
             return dimension
     return None
+
+
+def fsdp_dimension(spec: P) -> int | None:
+    """The dimension of a weight that the fsdp axis splits, or None."""
+    return split_dimension(spec, FSDP)
 
 
 def fetch(shard: jax.Array, dimension: int | None) -> jax.Array:

@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.nn import ModelConfig, Transformer
-from nsa_jax.nn.sharding import BATCH_AXES, CONTEXT, MESH_AXES, parameter_spec
+from nsa_jax.nn.sharding import BATCH_AXES, CONTEXT, DATA, FSDP, MESH_AXES, parameter_spec
 from nsa_jax.train import spikes
 from nsa_jax.train.optimizer import make_optimizer, names_of, schedule_at
 
@@ -56,6 +56,10 @@ def mesh_problems(config: ConfigDict, num_devices: int) -> list[Problem]:
     if others < 1 or num_devices % others or (mesh.data > 0 and mesh.data * others != num_devices):
         message = f"{where}: data * fsdp * tensor * context must be the number of devices, {num_devices}"
         fix = "set config.mesh.data=-1 and the other axes so that their product divides the device count"
+        return [Problem("R020", "error", message, fix)]
+    if mesh.shard_optimizer and others > 1:
+        message = f"config.mesh.shard_optimizer=True with {where}: it serves meshes that split nothing but the batch"
+        fix = "leave it False: fsdp splits the optimizer state already; or set fsdp, tensor and context to 1"
         return [Problem("R020", "error", message, fix)]
     per_process = num_devices // jax.process_count() if num_devices == jax.device_count() else num_devices
     if per_process % (mesh.tensor * mesh.context):
@@ -97,24 +101,38 @@ def make_mesh(config: ConfigDict, devices: list | None = None) -> Mesh:
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh) -> P:
+def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh, over: tuple[str, ...] = (FSDP,)) -> P:
     """How one array of the state is laid out: first by `_TENSOR_DIMENSIONS`, then its largest dimension over fsdp.
 
     Arrays under "blocks" have the layers as first axis, which is never split: a scan reads one layer at a time.
     Optimizer moments have their parameter's name in their path and get its layout.
+
+    Args:
+      path: of the array in the state.
+      shape: of the array.
+      mesh: of all devices.
+      over: the axes that split whatever array they can.
     """
     names = names_of(path)
     first = 1 if "blocks" in names else 0
     rule = next((r for r in ("/".join(names[-2:]), "".join(names[-1:])) if r in _TENSOR_DIMENSIONS), None)
     dimension = None if rule is None else first + _TENSOR_DIMENSIONS[rule]
-    return parameter_spec(shape, dimension, first, mesh.shape)
+    return parameter_spec(shape, dimension, first, mesh.shape, over)
 
 
-def state_sharding(state: State, mesh: Mesh) -> State:
+def optimizer_axes(config: ConfigDict) -> tuple[str, ...]:
+    """The mesh axes that split the optimizer's averages, beside `tensor`."""
+    return (FSDP, DATA) if config.mesh.shard_optimizer else (FSDP,)
+
+
+def state_sharding(state: State, mesh: Mesh, config: ConfigDict) -> State:
     """NamedSharding of every array of a state (abstract or real)."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(mesh, partition_spec(path, leaf.shape, mesh)), state
-    )
+
+    def sharding(path, leaf):
+        over = optimizer_axes(config) if names_of(path)[0] == "opt_state" else (FSDP,)
+        return NamedSharding(mesh, partition_spec(path, leaf.shape, mesh, over))
+
+    return jax.tree_util.tree_map_with_path(sharding, state)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -178,6 +196,14 @@ class Setup:
             # Without the GPU, XLA of JAX 0.12 cannot choose a deterministic kernel for Triton's matrix products.
             options["xla_gpu_enable_triton_gemm"] = False
         return options
+
+    @property
+    def gradient_spec(self) -> Any:
+        """The layout in which the optimizer takes gradients, a PartitionSpec for each: that of its averages."""
+        over = optimizer_axes(self.config)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: partition_spec(path, leaf.shape, self.mesh, over), self.abstract_state["params"]
+        )
 
     def num_parameters(self) -> int:
         """Measured from the arrays."""
@@ -273,8 +299,9 @@ def setup(config: ConfigDict, vocab_size: int, devices: list | None = None) -> S
     model_config = ModelConfig.from_config(config, vocab_size)
     if problems := vocabulary_problems(config, model_config):
         raise ConfigError(problems)
-    layout = (lambda path, shape: partition_spec(path, shape, mesh)) if mesh.size > 1 else None
+    over = optimizer_axes(config)
+    layout = (lambda path, shape: partition_spec(path, shape, mesh, over)) if mesh.size > 1 else None
     optimizer = make_optimizer(config, model_config, layout)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0))))
     abstract = jax.eval_shape(lambda: _init(config, model_config, optimizer))
-    return Setup(config, model_config, graphdef, optimizer, mesh, abstract, state_sharding(abstract, mesh))
+    return Setup(config, model_config, graphdef, optimizer, mesh, abstract, state_sharding(abstract, mesh, config))

@@ -22,6 +22,7 @@ MESHES = [
     dict(data=4, tensor=2),
     dict(data=2, context=4),
     dict(fsdp=2, tensor=2, context=2),
+    dict(data=8, shard_optimizer=True),
 ]
 
 
@@ -72,6 +73,19 @@ def test_the_state_is_split_by_the_table_and_over_fsdp(monkeypatch):
     assert len(whole) == 3 * 2
     for leaf in whole:
         assert leaf.addressable_shards[0].data.size == leaf.size // 2  # by fsdp alone: every head needs the compressor
+
+
+def test_the_averages_of_the_optimizer_are_split_over_data_as_well(monkeypatch):
+    monkeypatch.setattr("nsa_jax.nn.sharding._REPLICATE_BELOW", 1)
+    _, state = twenty_steps(data=8, shard_optimizer=True)
+    for leaf in jax.tree.leaves(state["params"]):
+        assert leaf.addressable_shards[0].data.shape == leaf.shape
+    moments = [leaf for leaf in jax.tree.leaves(state["opt_state"]) if any(size % 8 == 0 for size in leaf.shape[1:])]
+    assert sum(leaf.size for leaf in moments) > 0.9 * sum(leaf.size for leaf in jax.tree.leaves(state["opt_state"]))
+    for leaf in moments:
+        assert leaf.addressable_shards[0].data.size == leaf.size // 8
+    (problem,) = mesh_problems(tiny_config(mesh__fsdp=2, mesh__shard_optimizer=True, train__batch_size=16), 8)
+    assert problem.rule == "R020" and "leave it False" in problem.fix
 
 
 def test_partition_specs_by_name():

@@ -97,7 +97,10 @@ def needed(made):
             uses = 2 if path[-1].key == "embedding" and m.tie_embeddings and own * wide > PIECE_BYTES else 1
             need["reduce-scatter"] += micro * uses * own * wide / fsdp
             own //= fsdp
-        if data == made.mesh.size and m.dropout == 0:
+        if config.mesh.shard_optimizer and own >= 4096:  # sums of gradients, and new parameters
+            need["reduce-scatter"] += own * 4 / data
+            need["all-gather"] += own * 4
+        elif data == made.mesh.size and m.dropout == 0:
             need["all-reduce"] += own * 4  # once per step, whatever the number of micro-batches
         elif data * context > 1 or (TENSOR not in axes and tensor > 1):
             need["all-reduce"] += micro * own * wide
@@ -138,6 +141,7 @@ CASES = {
         model__dropout=0.1, train__grad_accum=2,
     ),
     "data": dict(mesh__data=8, model__attention="window", train__grad_accum=2),
+    "data-sharded": dict(mesh__data=8, mesh__shard_optimizer=True, model__attention="window", train__grad_accum=2),
     "muon": dict(mesh__data=2, mesh__fsdp=4, optim__name="muon"),
     "data-dropout": dict(mesh__data=8, model__attention="dense", model__scan_layers=False, model__dropout=0.1),
     "context": dict(mesh__context=2, mesh__fsdp=4),

@@ -117,7 +117,9 @@ def test_the_widths_of_matrices_are_those_of_the_model(changes):
         assert bool(gates) == (sparse and path[-2:] == ("attention", "w_in"))
 
 
-@pytest.mark.parametrize("mesh", [dict(data=2, fsdp=2, tensor=2), dict(data=8)], ids=["sharded", "data"])
+@pytest.mark.parametrize(
+    "mesh", [dict(data=2, fsdp=2, tensor=2), dict(data=8, shard_optimizer=True)], ids=["sharded", "data"]
+)
 def test_every_mesh_gives_the_updates_of_one_device(mesh, monkeypatch):
     monkeypatch.setattr("nsa_jax.nn.sharding._REPLICATE_BELOW", 1)
     changes = dict(optim__name="muon", model__implementation="xla", train__batch_size=8)
