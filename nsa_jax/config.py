@@ -111,6 +111,7 @@ def default_config() -> ConfigDict:
     d.tokenizer = "byte"  # byte (256 + EOS) | bpe (trained on the corpus and saved) | hf (tokenizer.json or hub id)
     d.tokenizer_path = ""  # hf: path of a tokenizer.json or a hub id
     d.tokenizer_eos = ""  # hf: end-of-document token; empty: found in the tokenizer's own files
+    d.tokenizer_workers = 0  # processes that tokenise on each host; 0: one for each core
     d.bpe_vocab_size = 8192  # bpe: vocabulary size to train
     d.seq_len = 2048  # T, tokens in one row
     d.packing = True  # rows hold several documents, attention does not cross them (segment_start)

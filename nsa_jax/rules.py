@@ -62,7 +62,7 @@ _AT_LEAST = {
     ),
     0: (
         "seed model.vocab_size model.value_head_dim model.mlp_dim model.rotary_dim model.rope_scaling.original_length "
-        "data.max_documents data.num_workers train.eval_every train.keep_every "
+        "data.max_documents data.num_workers data.tokenizer_workers train.eval_every train.keep_every "
         "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip "
         "guards.floor_steps guards.skip_steps guards.max_gap guards.divergence guards.spike guards.plateau_steps "
         "guards.early_stop guards.early_stop_delta guards.min_gate_entropy guards.stall_seconds"
@@ -105,7 +105,7 @@ _AT_MOST = {
         "model.mlp_dim model.nsa.compress_block model.nsa.compress_stride model.nsa.select_block "
         "model.nsa.num_selected model.nsa.num_initial model.nsa.num_local model.nsa.window"
     ),
-    1 << 10: "data.num_workers data.prefetch",
+    1 << 10: "data.num_workers data.tokenizer_workers data.prefetch",
     30 * 86_400: "guards.stall_seconds guards.heartbeat_seconds",
 }
 

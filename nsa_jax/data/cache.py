@@ -4,8 +4,9 @@ A finished corpus is a directory <root>/<fingerprint>/ with, for each split, `<s
 document followed by EOS), `<split>.offsets` (int64, stream position of each document, and the stream's length) and
 `<split>.hashes` (uint64, content hash of each document), their checksums (see token_file.py), the tokenizer, and
 `meta.json`, which holds checksums of itself and of the files of checksums. A corpus is built under another name and
-renamed when it is complete. The builder holds a lock, which the system releases when the process dies. A process that
-is killed therefore leaves nothing that could be mistaken for a corpus, and processes that start together build it once.
+renamed when it is complete. Large sources are first tokenised in shards, which later starts use; see shards.py. The
+builder holds a lock, which the system releases when the process dies. A process that is killed therefore leaves nothing
+that could be mistaken for a corpus, and processes that start together build it once.
 """
 
 from __future__ import annotations
@@ -13,35 +14,49 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 import logging
 import os
 import shutil
+import socket
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import filelock
 import numpy as np
-import rich.console
-import rich.progress
 
+from nsa_jax.data.encoding import Encoded, content_hash
 from nsa_jax.data.errors import DataError
+from nsa_jax.data.shards import encoded_shards
 from nsa_jax.data.sources import Source
 from nsa_jax.data.token_file import CHUNK, ChunkWriter, TokenFile, checksums_path
 from nsa_jax.data.tokenizers import Tokenizer
 
 _FORMAT = 1  # part of the fingerprint: raise it when the files' meaning changes
-_BATCH_CHARS = 4 << 20  # text that is tokenised at once
 _VERIFIED_CHUNKS = 4096  # of 16 KiB; larger files are only sampled when they are opened
 _SAMPLED_CHUNKS = 64  # few, because each may cost a disk seek
 _KINDS = ("tokens", "offsets", "hashes")
 SPLITS = ("train", "validation")
 # The fields of meta.json in versions without checksums.
 _OLD_META = {"fingerprint", "source", "tokenizer", "val_fraction", "dtype", "splits", "files"}
+
+__all__ = [
+    "SPLITS",
+    "Corpus",
+    "Split",
+    "SplitStats",
+    "cache_root",
+    "content_hash",
+    "corpus_fingerprint",
+    "is_validation",
+    "load_corpus",
+    "open_corpus",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -125,13 +140,16 @@ def cache_root(cache_dir: str = "") -> Path:
     return Path(cache_dir or os.environ.get("NSA_JAX_CACHE") or "~/.cache/nsa_jax").expanduser()
 
 
-def content_hash(raw: bytes) -> int:
-    """64-bit hash of a document without surrounding white space."""
-    return int.from_bytes(hashlib.blake2b(raw.strip(), digest_size=8).digest(), "little")
+def is_validation(document_hash: Any, val_fraction: float) -> Any:
+    """Whether a document is held out. Only its content decides, so duplicates fall into the same split.
 
+    Args:
+      document_hash: `content_hash` of the document, or uint64 [n] of several.
+      val_fraction: share of documents held out.
 
-def is_validation(document_hash: int, val_fraction: float) -> bool:
-    """Whether a document is held out. Only its content decides, so duplicates fall into the same split."""
+    Returns:
+      bool, or bool [n].
+    """
     return document_hash < int(val_fraction * 2**64)
 
 
@@ -193,80 +211,37 @@ class _SplitWriter:
         self._offsets.write(np.int64(0).tobytes())
         self.documents = self.tokens = self.bytes = 0
 
-    def append(self, encoded: list[np.ndarray], hashes: list[int], num_bytes: int, eos: np.ndarray) -> None:
-        lengths = np.array([len(e) + 1 for e in encoded], np.int64)
-        self._tokens.write(np.concatenate([part for e in encoded for part in (e, eos)]).tobytes())
+    def append(self, encoded: Encoded, members: np.ndarray) -> None:
+        """Adds those documents for which `members`, bool [documents], is true."""
+        lengths = encoded.lengths[members]
+        self._tokens.write(encoded.tokens[np.repeat(members, encoded.lengths)].tobytes())
         self._offsets.write((self.tokens + np.cumsum(lengths)).tobytes())
-        self._hashes.write(np.array(hashes, np.uint64).tobytes())
-        self.documents += len(encoded)
+        self._hashes.write(encoded.hashes[members].tobytes())
+        self.documents += len(lengths)
         self.tokens += int(lengths.sum())
-        self.bytes += num_bytes
+        self.bytes += int(encoded.sizes[members].sum())
 
     def finish(self) -> None:
         for file in self.files.values():
             file.finish()
 
 
-def _batches(source: Source) -> Iterator[list[tuple[str, int, int]]]:
-    """Groups of (text, hash, bytes) of about `_BATCH_CHARS` characters; documents without text are left out."""
-    group: list[tuple[str, int, int]] = []
-    size = 0
-    for text in source.documents():
-        if not text or text.isspace():
-            continue
-        raw = text.encode("utf-8", "replace")
-        group.append((text, content_hash(raw), len(raw)))
-        size += len(text)
-        if size >= _BATCH_CHARS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
-@contextlib.contextmanager
-def _progress(source: Source) -> Iterator[Any]:
-    """Yields a function to call with the bytes and documents done. It draws a progress bar, in terminals only."""
-    console = rich.console.Console(stderr=True)
-    with rich.progress.Progress(
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.DownloadColumn(),
-        rich.progress.TransferSpeedColumn(),
-        rich.progress.TextColumn("{task.fields[documents]:,} documents"),
-        rich.progress.TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as bar:
-        task = bar.add_task(f"Tokenising {source.name}", total=source.size_bytes(), documents=0)
-
-        def advance(num_bytes: int, documents: int) -> None:
-            bar.update(task, advance=num_bytes, documents=bar.tasks[task].fields["documents"] + documents)
-
-        yield advance
-
-
-def _build(directory: Path, fingerprint: str, source: Source, tokenizer: Tokenizer, val_fraction: float) -> None:
+def _write(
+    directory: Path,
+    fingerprint: str,
+    source: Source,
+    tokenizer: Tokenizer,
+    val_fraction: float,
+    shards: Iterable[Encoded],
+) -> None:
     """Writes a complete corpus into `directory`."""
     directory.mkdir()
-    eos = np.array([tokenizer.eos_id], tokenizer.dtype)
     with contextlib.ExitStack() as stack:
         writers = {name: _SplitWriter(directory, name, stack) for name in SPLITS}
-        advance = stack.enter_context(_progress(source))
-        for group in _batches(source):
-            encoded = tokenizer.encode_batch([text for text, _, _ in group])
-            sides: dict[str, list[int]] = {name: [] for name in SPLITS}
-            for i, (_, document_hash, _) in enumerate(group):
-                sides["validation" if is_validation(document_hash, val_fraction) else "train"].append(i)
-            for name, members in sides.items():
-                if members:
-                    writers[name].append(
-                        [encoded[i] for i in members],
-                        [group[i][1] for i in members],
-                        sum(group[i][2] for i in members),
-                        eos,
-                    )
-            advance(sum(num_bytes for _, _, num_bytes in group), len(group))
+        for encoded in shards:
+            held_out = is_validation(encoded.hashes, val_fraction)
+            writers["train"].append(encoded, ~held_out)
+            writers["validation"].append(encoded, held_out)
         for writer in writers.values():
             writer.finish()
     if not any(w.documents for w in writers.values()):
@@ -287,7 +262,7 @@ def _build(directory: Path, fingerprint: str, source: Source, tokenizer: Tokeniz
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, root: Path) -> Corpus:
+def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, root: Path, workers: int = 0) -> Corpus:
     """The tokenised corpus, from the cache or built now.
 
     Args:
@@ -295,6 +270,7 @@ def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, ro
       tokenizer: turns them into tokens.
       val_fraction: share of documents held out.
       root: directory of all caches.
+      workers: tokenising processes on this host; 0: one for each core that this process may use.
 
     Returns:
       The corpus; of large token files only a sample has been read.
@@ -309,32 +285,14 @@ def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, ro
         return corpus
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(root / f"{fingerprint}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            logger.warning("another process is building %s; waiting for it", final)
-            lock.acquire()
+        # The processes of a host that have the same cores take turns; those of other hosts take part.
+        with _locked(root / f"{fingerprint}.{_cores_name()}.lock", f"another process is building {final}"):
+            corpus = open_corpus(final)
+            if corpus is not None:
+                return corpus
+            _build(final, source, tokenizer, val_fraction, workers)
     except OSError as error:
         raise _storage_error(root, error) from error
-    with contextlib.ExitStack() as stack:
-        stack.callback(lock.release)
-        corpus = open_corpus(final)
-        if corpus is not None:
-            return corpus
-        for leftover in root.glob(f"{fingerprint}.tmp*"):  # of a killed process: we hold the lock
-            shutil.rmtree(leftover, ignore_errors=True)
-        unfinished = root / f"{fingerprint}.tmp{uuid.uuid4().hex[:8]}"
-        try:
-            if os.path.lexists(final):
-                logger.warning("%s is damaged; building it again", final)
-                shutil.rmtree(final) if final.is_dir() and not final.is_symlink() else final.unlink()
-            _build(unfinished, fingerprint, source, tokenizer, val_fraction)
-            os.rename(unfinished, final)
-        except OSError as error:
-            raise _storage_error(root, error) from error
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
     corpus = open_corpus(final)
     if corpus is None:
         raise DataError(str(final), "what was just written cannot be read back", "check the disk")
@@ -345,6 +303,49 @@ def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, ro
         *(f"{held_out.documents:,}", f"{held_out.tokens:,}", final),
     )
     return corpus
+
+
+def _build(final: Path, source: Source, tokenizer: Tokenizer, val_fraction: float, workers: int) -> None:
+    """Makes a corpus, together with other hosts; one of them writes it."""
+    alone = functools.partial(_locked, final.with_name(f"{final.name}.lock"), f"another process is writing {final}")
+    with alone():
+        if os.path.lexists(final) and open_corpus(final) is None:
+            logger.warning("%s is damaged; building it again", final)
+            shutil.rmtree(final) if final.is_dir() and not final.is_symlink() else final.unlink()
+    directory = final.with_name(f"{final.name}.shards")
+    shards = encoded_shards(source, tokenizer, directory, workers=workers, finished=(final / "meta.json").exists)
+    if shards is not None:
+        with alone():
+            if not final.exists():
+                for leftover in final.parent.glob(f"{final.name}.tmp*"):  # of a killed process: we hold the lock
+                    shutil.rmtree(leftover, ignore_errors=True)
+                unfinished = final.with_name(f"{final.name}.tmp{uuid.uuid4().hex[:8]}")
+                try:
+                    _write(unfinished, final.name, source, tokenizer, val_fraction, shards)
+                    os.rename(unfinished, final)
+                finally:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, message: str) -> Iterator[None]:
+    """Holds a lock, which the system releases if the process dies; logs the message if it has to wait."""
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        logger.warning("%s; waiting for it", message)
+        lock.acquire()
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)
+        yield
+
+
+def _cores_name() -> str:
+    """Names this host and the cores that this process may use."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return hashlib.blake2b(f"{socket.gethostname()} {cores}".encode(), digest_size=4).hexdigest()
 
 
 def _storage_error(root: Path, error: OSError) -> DataError:

@@ -426,7 +426,9 @@ def make_pipeline(
             raise DataError(f"source {source.name}", "is streamed, never cached", "start the run to read it")
         return _streaming_pipeline(config, share, source, tokenizer, root)
 
-    corpus = cache.load_corpus(source, tokenizer, val_fraction=data.val_fraction, root=root)
+    corpus = cache.load_corpus(
+        source, tokenizer, val_fraction=data.val_fraction, root=root, workers=data.tokenizer_workers
+    )
     if corpus.train.stats.tokens < data.seq_len + 1:
         raise DataError(
             f"training split of {source.name}",

@@ -82,7 +82,7 @@ class Run:
         self._stage = stage
         self._window = profile
         self._callbacks = Callbacks(callbacks)
-        self.pipeline = processes.first_alone(
+        self.pipeline = processes.together(
             lambda: make_pipeline(config, process_index=jax.process_index(), process_count=jax.process_count())
         )
         processes.check_same("data", {"fingerprint": self.pipeline.fingerprint})
