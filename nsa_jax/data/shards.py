@@ -35,7 +35,7 @@ from nsa_jax.data.errors import DataError
 from nsa_jax.data.sources import Source
 from nsa_jax.data.tokenizers import Tokenizer
 
-_SHARD_BYTES = 8 << 20  # of text: some seconds of one core, which is what a kill loses
+_SHARD_BYTES = 4 << 20  # of text: some seconds of one core, which is what a kill loses
 _POLL_SECONDS = 0.5
 _LINE_SECONDS = 30.0  # between lines of progress where there is no terminal
 
