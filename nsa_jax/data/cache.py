@@ -3,16 +3,18 @@
 A finished corpus is a directory <root>/<fingerprint>/ with, for each split, `<split>.tokens` (the token stream: every
 document followed by EOS), `<split>.offsets` (int64, stream position of each document, and the stream's length) and
 `<split>.hashes` (uint64, content hash of each document), their checksums (see token_file.py), the tokenizer, and
-`meta.json`, which holds checksums of itself and of the files of checksums. A corpus is built under another name and
-renamed when it is complete. Large sources are first tokenised in shards, which later starts use; see shards.py. The
-builder holds a lock, which the system releases when the process dies. A process that is killed therefore leaves nothing
-that could be mistaken for a corpus, and processes that start together build it once.
+`meta.json`, which holds checksums of itself and of the files of checksums. `statistics.json` is added last; see
+statistics.py.
+
+A corpus is built under another name and renamed when it is complete. Large sources are first tokenised in shards, which
+later starts use; see shards.py. The builder holds a lock, which the system releases when the process dies. A process
+that is killed therefore leaves nothing that could be mistaken for a corpus, and processes that start together build it
+once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import hashlib
@@ -30,21 +32,17 @@ from typing import Any
 import filelock
 import numpy as np
 
+from nsa_jax.data.corpus import SPLITS, Corpus, Split, SplitStats, meta_checksum, open_corpus
 from nsa_jax.data.encoding import Encoded, content_hash
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.shards import encoded_shards
 from nsa_jax.data.sources import Source
-from nsa_jax.data.token_file import CHUNK, ChunkWriter, TokenFile, checksums_path
+from nsa_jax.data.statistics import corpus_report
+from nsa_jax.data.token_file import ChunkWriter, checksums_path
 from nsa_jax.data.tokenizers import Tokenizer
 
 _FORMAT = 1  # part of the fingerprint: raise it when the files' meaning changes
-_VERIFIED_CHUNKS = 4096  # of 16 KiB; larger files are only sampled when they are opened
-_SAMPLED_CHUNKS = 64  # few, because each may cost a disk seek
 _KINDS = ("tokens", "offsets", "hashes")
-SPLITS = ("train", "validation")
-# The fields of meta.json in versions without checksums.
-_OLD_META = {"fingerprint", "source", "tokenizer", "val_fraction", "dtype", "splits", "files"}
-
 __all__ = [
     "SPLITS",
     "Corpus",
@@ -59,80 +57,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class SplitStats:
-    """Size of one split.
-
-    Attributes:
-      documents: number of documents.
-      tokens: number of tokens, with one EOS per document.
-      bytes: bytes of UTF-8 text.
-    """
-
-    documents: int
-    tokens: int
-    bytes: int
-
-
-class Split:
-    """One split of a corpus.
-
-    Attributes:
-      stats: its size.
-      tokens: the token stream.
-    """
-
-    def __init__(self, directory: Path, name: str, dtype: Any, stats: SplitStats, *, checked: bool):
-        self.name = name
-        self.stats = stats
-        self.tokens = TokenFile(directory / f"{name}.tokens", dtype, checked=checked)
-        self._offsets = TokenFile(directory / f"{name}.offsets", np.int64, checked=checked)
-        self._hashes = TokenFile(directory / f"{name}.hashes", np.uint64, checked=checked)
-
-    @property
-    def offsets(self) -> np.ndarray:
-        """int64 [documents + 1], stream position of the first token of each document; last: the stream's length."""
-        return self._offsets.array
-
-    @property
-    def hashes(self) -> np.ndarray:
-        """uint64 [documents], hash of each document's content."""
-        return self._hashes.array
-
-    def document(self, index: int) -> np.ndarray:
-        """Token ids of one document, without its EOS."""
-        start, end = self.offsets[index : index + 2]
-        return self.tokens[start : end - 1]
-
-    def verify_sample(self) -> None:
-        """Compares files with their checksums: all chunks of small files, evenly spaced chunks of large ones.
-
-        Raises:
-          DataError: a file does not hold what was written.
-        """
-        for file in (self.tokens, self._offsets, self._hashes):
-            chunks = -(-len(file) * file.dtype.itemsize // CHUNK)
-            whole = chunks <= _VERIFIED_CHUNKS
-            file.verify(range(chunks) if whole else np.linspace(0, chunks - 1, _SAMPLED_CHUNKS).astype(int).tolist())
-
-
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """A finished cache directory.
-
-    Attributes:
-      directory: where it is.
-      fingerprint: of source, tokenizer and split.
-      train: documents to train on.
-      validation: documents held out.
-    """
-
-    directory: Path
-    fingerprint: str
-    train: Split
-    validation: Split
 
 
 def cache_root(cache_dir: str = "") -> Path:
@@ -157,49 +81,6 @@ def corpus_fingerprint(source: Source, tokenizer: Tokenizer, val_fraction: float
     """Hash of everything that decides what is in the cache."""
     parts = [_FORMAT, source.fingerprint(), tokenizer.fingerprint, float(val_fraction)]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
-
-
-def _meta_checksum(meta: dict[str, Any]) -> int:
-    """Checksum of all other fields of meta.json."""
-    rest = {name: value for name, value in meta.items() if name != "checksum"}
-    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
-
-
-def open_corpus(directory: Path) -> Corpus | None:
-    """Opens a finished corpus; None if there is none or if it is damaged.
-
-    File sizes, meta.json and the files of checksums are compared, and a sample of the data (see `Split.verify_sample`).
-    A corpus of an older version has no checksums; it is used with a warning.
-    """
-    try:
-        meta = json.loads((directory / "meta.json").read_bytes())
-        checked = set(meta) != _OLD_META
-        if meta["fingerprint"] != directory.name or (checked and meta["checksum"] != _meta_checksum(meta)):
-            return None
-        for name, size in meta["files"].items():
-            if (directory / name).stat().st_size != size:
-                return None
-        for name, expected in meta["checksums"].items() if checked else ():
-            if zlib.crc32(checksums_path(directory / name).read_bytes()) != expected:
-                return None
-        splits = [
-            Split(directory, name, meta["dtype"], SplitStats(**meta["splits"][name]), checked=checked)
-            for name in SPLITS
-        ]
-        for split in splits:
-            split.verify_sample()
-    except DataError as error:
-        logger.warning("%s: %s", error.where, error.what)
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    if not checked:
-        logger.warning(
-            "%s was made by a version that kept no checksums: if it is damaged, that cannot be noticed. "
-            "Delete it to have it built again with them",
-            directory,
-        )
-    return Corpus(directory, meta["fingerprint"], *splits)
 
 
 class _SplitWriter:
@@ -258,7 +139,7 @@ def _write(
         "files": {p.name: p.stat().st_size for p in sorted(directory.iterdir()) if p.is_file()},
         "checksums": {name: zlib.crc32(checksums_path(directory / name).read_bytes()) for name in names},
     }
-    meta["checksum"] = _meta_checksum(meta)
+    meta["checksum"] = meta_checksum(meta)
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
@@ -323,6 +204,8 @@ def _build(final: Path, source: Source, tokenizer: Tokenizer, val_fraction: floa
                 try:
                     _write(unfinished, final.name, source, tokenizer, val_fraction, shards)
                     os.rename(unfinished, final)
+                    if corpus := open_corpus(final):
+                        corpus_report(corpus)  # stores what it measures, so that no start has to
                 finally:
                     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(directory, ignore_errors=True)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from nsa_jax.data import DataError, cache, encoding, make_pipeline, shards
+from nsa_jax.data import corpus as corpus_files
 from nsa_jax.data.token_file import ChunkWriter, TokenFile
 from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 
@@ -355,8 +356,8 @@ def overwrite(path, start, data):
 @pytest.fixture
 def large(tmp_path, monkeypatch):
     """A corpus of many chunks, of which nearly nothing is compared when it is opened."""
-    monkeypatch.setattr(cache, "_VERIFIED_CHUNKS", 0)
-    monkeypatch.setattr(cache, "_SAMPLED_CHUNKS", 2)
+    monkeypatch.setattr(corpus_files, "_VERIFIED_CHUNKS", 0)
+    monkeypatch.setattr(corpus_files, "_SAMPLED_CHUNKS", 2)
     rng = np.random.default_rng(0)
     texts = [bytes(rng.integers(97, 123, 5000, np.uint8)).decode() for _ in range(40)]
     return load(ListSource(texts), tmp_path, val_fraction=0.0), ListSource(texts)

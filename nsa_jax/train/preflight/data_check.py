@@ -165,7 +165,7 @@ def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tu
     length = min(_WINDOW, 1 << (seq_len.bit_length() - 1))
     rows = np.concatenate([b["inputs"][b["loss_mask"].any(1)] for b in itertools.islice(pipeline.validation(), 8)])
     if corpus is not None:
-        overlap = statistics.split_overlap(corpus.train.hashes, corpus.validation.hashes)
+        overlap = statistics.corpus_report(corpus).overlap_documents
         if overlap:
             message = f"{overlap:,} training documents are also held out: validation would measure memory"
             problems.append(Problem("R030", "error", message, "build the cache again"))
@@ -212,7 +212,7 @@ def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
     rows = np.concatenate([batch["inputs"] for batch in batches])
     if corpus is not None:
         tokens = statistics.sample_tokens(corpus.train, _SAMPLE_TOKENS)
-        duplicates = statistics.corpus_report(corpus, count=1000)
+        duplicates = statistics.corpus_report(corpus)
         _duplicate_problems(duplicates, problems)
         _epoch_problem(config, corpus.train.stats.tokens, problems)
     else:
