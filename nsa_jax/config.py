@@ -96,14 +96,15 @@ def default_config() -> ConfigDict:
     m.rope_scaling = ConfigDict(dataclasses.asdict(RopeScaling()))  # see RopeScaling
 
     c.data = d = ConfigDict()
-    d.source = "stdlib"  # stdlib | text | hf | synthetic
-    d.files = ()  # text: files or globs, UTF-8, plain, .gz or .zst
+    d.source = "stdlib"  # stdlib | text | tokens | hf | synthetic
+    d.files = ()  # text: files or globs, UTF-8, plain, .gz or .zst; tokens: .bin files of nanoGPT, llm.c or Megatron
     d.text_separator = ""  # text: string between the documents of a file; empty: a file is one document
     d.hf_path = ""  # hf: first argument of datasets.load_dataset, e.g. HuggingFaceFW/fineweb-edu, parquet, json
     d.hf_name = ""  # hf: configuration name, e.g. sample-10BT
     d.hf_data_files = ()  # hf: data_files of load_dataset, for parquet, json, text
     d.hf_split = "train"  # hf: split to read; validation documents are split off by hash
     d.hf_text_field = "text"  # hf: column that holds the document
+    d.hf_tokens_field = ""  # hf: column that holds the token ids of the document, instead of its text
     d.hf_streaming = False  # hf: iterate without downloading; the position goes into the checkpoint
     d.synthetic = "random"  # synthetic: random (uniform) | copy (a random string twice) | recall (values of keys)
     d.synthetic_vocab = 256  # synthetic: vocabulary size

@@ -39,7 +39,7 @@ CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "block", "attention_saved", "dots_saved", "full"),
-    "data.source": ("stdlib", "text", "hf", "synthetic"),
+    "data.source": ("stdlib", "text", "tokens", "hf", "synthetic"),
     "data.synthetic": ("random", "copy", "recall"),
     "data.tokenizer": ("byte", "bpe", "hf"),
     "optim.name": ("adamw",),
@@ -283,8 +283,15 @@ def _check_paths(config: ConfigDict, found: _Findings) -> None:
 
 def _check_data(config: ConfigDict, found: _Findings) -> None:
     d = config.data
-    if d.source == "text" and not d.files:
-        found.error("R007", "config.data.files=(): source text has nothing to read", "give files or globs")
+    if d.source in ("text", "tokens") and not d.files:
+        found.error("R007", f"config.data.files=(): source {d.source} has nothing to read", "give files or globs")
+    holds_tokens = d.source == "tokens" or (d.source == "hf" and d.hf_tokens_field)
+    if holds_tokens and d.tokenizer == "bpe":
+        message = f"config.data.tokenizer='bpe': source {d.source} holds tokens, and no text to train it on"
+        found.error("R007", message, "name the tokenizer that made the tokens: tokenizer='hf' and tokenizer_path")
+    if holds_tokens and d.source == "hf" and d.hf_streaming:
+        message = f"config.data.hf_streaming=True with hf_tokens_field={d.hf_tokens_field!r}: streams hold text"
+        found.error("R007", message, "set hf_streaming=False; tokens are read where they are")
     if d.source == "hf" and not d.hf_path:
         message = "config.data.hf_path='': source hf needs a dataset"
         found.error("R007", message, "give the first argument of datasets.load_dataset")

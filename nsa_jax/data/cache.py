@@ -4,7 +4,8 @@ A finished corpus is a directory <root>/<fingerprint>/ with, for each split, `<s
 document followed by EOS), `<split>.offsets` (int64, stream position of each document, and the stream's length) and
 `<split>.hashes` (uint64, content hash of each document), their checksums (see token_file.py), the tokenizer, and
 `meta.json`, which holds checksums of itself and of the files of checksums. `statistics.json` is added last; see
-statistics.py.
+statistics.py. If the source's documents are tokens already, `<split>.starts` (int64, where each document lies in the
+user's files) takes the place of `<split>.tokens`.
 
 A corpus is built under another name and renamed when it is complete. Large sources are first tokenised in shards, which
 later starts use; see shards.py. The builder holds a lock, which the system releases when the process dies. A process
@@ -15,6 +16,7 @@ once.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import hashlib
@@ -25,7 +27,7 @@ import shutil
 import socket
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +38,14 @@ from nsa_jax.data.corpus import SPLITS, Corpus, Split, SplitStats, meta_checksum
 from nsa_jax.data.encoding import Encoded, content_hash
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.shards import encoded_shards
-from nsa_jax.data.sources import Source
+from nsa_jax.data.sources import LimitedSource, Source
 from nsa_jax.data.statistics import corpus_report
 from nsa_jax.data.token_file import ChunkWriter, checksums_path
+from nsa_jax.data.token_sources import Indexed, TokenSource, index_documents
+from nsa_jax.data.token_view import Part
 from nsa_jax.data.tokenizers import Tokenizer
 
 _FORMAT = 1  # part of the fingerprint: raise it when the files' meaning changes
-_KINDS = ("tokens", "offsets", "hashes")
 __all__ = [
     "SPLITS",
     "Corpus",
@@ -84,18 +87,19 @@ def corpus_fingerprint(source: Source, tokenizer: Tokenizer, val_fraction: float
 
 
 class _SplitWriter:
-    def __init__(self, directory: Path, name: str, stack: contextlib.ExitStack):
-        self.files = {f"{name}.{kind}": ChunkWriter(directory / f"{name}.{kind}") for kind in _KINDS}
+    def __init__(self, directory: Path, name: str, payload: str, stack: contextlib.ExitStack):
+        kinds = (payload, "offsets", "hashes")
+        self.files = {f"{name}.{kind}": ChunkWriter(directory / f"{name}.{kind}") for kind in kinds}
         for file in self.files.values():
             stack.callback(file.close)
-        self._tokens, self._offsets, self._hashes = self.files.values()
+        self._payload, self._offsets, self._hashes = self.files.values()
         self._offsets.write(np.int64(0).tobytes())
         self.documents = self.tokens = self.bytes = 0
 
-    def append(self, encoded: Encoded, members: np.ndarray) -> None:
+    def append(self, encoded: Encoded | Indexed, members: np.ndarray) -> None:
         """Adds those documents for which `members`, bool [documents], is true."""
         lengths = encoded.lengths[members]
-        self._tokens.write(encoded.tokens[np.repeat(members, encoded.lengths)].tobytes())
+        self._payload.write(encoded.payload(members).tobytes())
         self._offsets.write((self.tokens + np.cumsum(lengths)).tobytes())
         self._hashes.write(encoded.hashes[members].tobytes())
         self.documents += len(lengths)
@@ -113,13 +117,14 @@ def _write(
     source: Source,
     tokenizer: Tokenizer,
     val_fraction: float,
-    shards: Iterable[Encoded],
+    groups: Iterable[Encoded | Indexed],
+    parts: Sequence[Part] = (),
 ) -> None:
-    """Writes a complete corpus into `directory`."""
+    """Writes a complete corpus into `directory`; of tokens in `parts`, only where its documents lie."""
     directory.mkdir()
     with contextlib.ExitStack() as stack:
-        writers = {name: _SplitWriter(directory, name, stack) for name in SPLITS}
-        for encoded in shards:
+        writers = {name: _SplitWriter(directory, name, "starts" if parts else "tokens", stack) for name in SPLITS}
+        for encoded in groups:
             held_out = is_validation(encoded.hashes, val_fraction)
             writers["train"].append(encoded, ~held_out)
             writers["validation"].append(encoded, held_out)
@@ -139,6 +144,9 @@ def _write(
         "files": {p.name: p.stat().st_size for p in sorted(directory.iterdir()) if p.is_file()},
         "checksums": {name: zlib.crc32(checksums_path(directory / name).read_bytes()) for name in names},
     }
+    if parts:
+        ids = {"eos_id": tokenizer.eos_id, "vocab_size": tokenizer.vocab_size}
+        meta |= {"parts": [dataclasses.asdict(part) for part in parts], **ids}
     meta["checksum"] = meta_checksum(meta)
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
@@ -194,15 +202,23 @@ def _build(final: Path, source: Source, tokenizer: Tokenizer, val_fraction: floa
             logger.warning("%s is damaged; building it again", final)
             shutil.rmtree(final) if final.is_dir() and not final.is_symlink() else final.unlink()
     directory = final.with_name(f"{final.name}.shards")
-    shards = encoded_shards(source, tokenizer, directory, workers=workers, finished=(final / "meta.json").exists)
-    if shards is not None:
+    groups: Iterator[Encoded | Indexed] | None
+    inner, limit = (source.source, source.limit) if isinstance(source, LimitedSource) else (source, 0)
+    parts: list[Part] = []
+    if isinstance(inner, TokenSource):
+        parts = inner.parts(tokenizer)
+        groups = index_documents(inner, parts, tokenizer, limit=limit)
+    else:
+        finished = (final / "meta.json").exists
+        groups = encoded_shards(source, tokenizer, directory, workers=workers, finished=finished)
+    if groups is not None:
         with alone():
             if not final.exists():
                 for leftover in final.parent.glob(f"{final.name}.tmp*"):  # of a killed process: we hold the lock
                     shutil.rmtree(leftover, ignore_errors=True)
                 unfinished = final.with_name(f"{final.name}.tmp{uuid.uuid4().hex[:8]}")
                 try:
-                    _write(unfinished, final.name, source, tokenizer, val_fraction, shards)
+                    _write(unfinished, final.name, source, tokenizer, val_fraction, groups, parts)
                     os.rename(unfinished, final)
                     if corpus := open_corpus(final):
                         corpus_report(corpus)  # stores what it measures, so that no start has to

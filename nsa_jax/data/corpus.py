@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from nsa_jax.data.errors import DataError
-from nsa_jax.data.token_file import CHUNK, TokenFile, checksums_path
+from nsa_jax.data.token_file import CHUNK, TokenFile, TokenStream, checksums_path
+from nsa_jax.data.token_view import Part, PartedTokens, TokenView
 
 _VERIFIED_CHUNKS = 4096  # of 16 KiB; larger files are only sampled when they are opened
 _SAMPLED_CHUNKS = 64  # few, because each may cost a disk seek
@@ -49,12 +50,20 @@ class Split:
       tokens: the token stream.
     """
 
-    def __init__(self, directory: Path, name: str, dtype: Any, stats: SplitStats, *, checked: bool):
+    def __init__(self, directory: Path, name: str, meta: dict[str, Any]):
+        checked = "checksum" in meta
         self.name = name
-        self.stats = stats
-        self.tokens = TokenFile(directory / f"{name}.tokens", dtype, checked=checked)
+        self.stats = SplitStats(**meta["splits"][name])
         self._offsets = TokenFile(directory / f"{name}.offsets", np.int64, checked=checked)
         self._hashes = TokenFile(directory / f"{name}.hashes", np.uint64, checked=checked)
+        self.tokens: TokenStream
+        if "parts" in meta:
+            self._payload = TokenFile(directory / f"{name}.starts", np.int64, checked=checked)
+            parts = PartedTokens([Part(**part) for part in meta["parts"]])
+            ids = {"eos_id": meta["eos_id"], "vocab_size": meta["vocab_size"]}
+            self.tokens = TokenView(parts, self._payload, self._offsets, **ids)
+        else:
+            self.tokens = self._payload = TokenFile(directory / f"{name}.tokens", meta["dtype"], checked=checked)
 
     @property
     def offsets(self) -> np.ndarray:
@@ -77,7 +86,7 @@ class Split:
         Raises:
           DataError: a file does not hold what was written.
         """
-        for file in (self.tokens, self._offsets, self._hashes):
+        for file in (self._payload, self._offsets, self._hashes):
             chunks = -(-len(file) * file.dtype.itemsize // CHUNK)
             whole = chunks <= _VERIFIED_CHUNKS
             file.verify(range(chunks) if whole else np.linspace(0, chunks - 1, _SAMPLED_CHUNKS).astype(int).tolist())
@@ -123,10 +132,10 @@ def open_corpus(directory: Path) -> Corpus | None:
         for name, expected in meta["checksums"].items() if checked else ():
             if zlib.crc32(checksums_path(directory / name).read_bytes()) != expected:
                 return None
-        splits = [
-            Split(directory, name, meta["dtype"], SplitStats(**meta["splits"][name]), checked=checked)
-            for name in SPLITS
-        ]
+        for part in meta.get("parts", []):
+            if Part(**part) != Part(**part).stamped():
+                return None
+        splits = [Split(directory, name, meta) for name in SPLITS]
         for split in splits:
             split.verify_sample()
     except DataError as error:

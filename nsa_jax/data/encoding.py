@@ -42,6 +42,10 @@ class Encoded:
     hashes: np.ndarray
     sizes: np.ndarray
 
+    def payload(self, members: np.ndarray) -> np.ndarray:
+        """What is kept of those documents for which `members`, bool [documents], is true."""
+        return self.tokens[np.repeat(members, self.lengths)]
+
     def save(self, path: Path) -> None:
         """Writes a file that appears under its name when it is complete and on the disk."""
         unfinished = path.with_name(f"{path.name}.tmp{uuid.uuid4().hex[:8]}")

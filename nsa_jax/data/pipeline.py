@@ -28,7 +28,7 @@ from nsa_jax.data import cache, sources, streaming, synthetic, tokenizers
 from nsa_jax.data.cache import SplitStats
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.packing import Batch, check_batch, pack_rows
-from nsa_jax.data.token_file import TokenFile
+from nsa_jax.data.token_file import TokenStream
 
 _ENDLESS = 1 << 48  # steps; grain requires a length
 _READ_THREADS = 2  # a batch is one memory copy, which more threads do not speed up
@@ -91,7 +91,7 @@ class ShuffledWindows:
       packing: whether rows keep documents apart.
     """
 
-    tokens: TokenFile
+    tokens: TokenStream
     seq_len: int
     seed: int
     eos_id: int
@@ -132,7 +132,7 @@ class SequentialWindows:
       packing: whether rows keep documents apart.
     """
 
-    tokens: TokenFile
+    tokens: TokenStream
     seq_len: int
     eos_id: int
     packing: bool

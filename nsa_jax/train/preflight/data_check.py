@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import Problem
 from nsa_jax.data import DataError, Pipeline, make_pipeline, sources, statistics
 from nsa_jax.data.packing import check_batch
-from nsa_jax.data.token_file import TokenFile
+from nsa_jax.data.token_file import TokenStream
 from nsa_jax.train.metrics import printable
 
 _BATCHES = 4
@@ -97,7 +97,7 @@ def shared_windows(haystack: Iterable[np.ndarray], validation_rows: np.ndarray, 
     return times
 
 
-def _stretches(stream: TokenFile, count: int, length: int) -> Iterator[np.ndarray]:
+def _stretches(stream: TokenStream, count: int, length: int) -> Iterator[np.ndarray]:
     """About `count` tokens of a stream in evenly spaced stretches; all of it, seams included, if it has no more."""
     size = min(count, _STRETCH)
     if len(stream) <= count:
