@@ -106,6 +106,8 @@ def default_config() -> ConfigDict:
     d.hf_text_field = "text"  # hf: column that holds the document
     d.hf_tokens_field = ""  # hf: column that holds the token ids of the document, instead of its text
     d.hf_streaming = False  # hf: iterate without downloading; the position goes into the checkpoint
+    d.shuffle_buffer = 0  # streams: documents that are shuffled together; 0: the data set's order
+    d.stream_lanes = 1  # streams: parts that are read apart; as many as processes, so that each reads only its own
     d.synthetic = "random"  # synthetic: random (uniform) | copy (a random string twice) | recall (values of keys)
     d.synthetic_vocab = 256  # synthetic: vocabulary size
     d.max_documents = 0  # stop after this many documents; 0: all

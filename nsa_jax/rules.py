@@ -57,12 +57,14 @@ _AT_LEAST = {
     3: "data.synthetic_vocab",
     1: (
         "model.dim model.num_layers model.num_heads model.num_kv_heads model.head_dim data.seq_len data.prefetch "
+        "data.stream_lanes "
         "train.steps train.batch_size train.grad_accum train.log_every train.keep_last mesh.fsdp mesh.tensor "
         "mesh.context preflight.devices"
     ),
     0: (
         "seed model.vocab_size model.value_head_dim model.mlp_dim model.rotary_dim model.rope_scaling.original_length "
-        "data.max_documents data.num_workers data.tokenizer_workers train.eval_every train.keep_every "
+        "data.max_documents data.num_workers data.tokenizer_workers data.shuffle_buffer "
+        "train.eval_every train.keep_every "
         "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip "
         "guards.floor_steps guards.skip_steps guards.max_gap guards.divergence guards.spike guards.plateau_steps "
         "guards.early_stop guards.early_stop_delta guards.min_gate_entropy guards.stall_seconds"
@@ -301,6 +303,9 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
     if d.tokenizer == "bpe" and d.bpe_vocab_size < 257:
         message = f"config.data.bpe_vocab_size={d.bpe_vocab_size}: smaller than the 256 bytes and EOS"
         found.error("R007", message, "use at least 257")
+    if config.train.batch_size % d.stream_lanes:
+        message = f"config.data.stream_lanes={d.stream_lanes}: cannot share batch_size={config.train.batch_size} evenly"
+        found.error("R007", message, "use a divisor of config.train.batch_size")
     smallest = {"byte": 257, "bpe": d.bpe_vocab_size}.get(d.tokenizer, 0)
     if d.source != "synthetic" and 0 < config.model.vocab_size < smallest:
         message = f"config.model.vocab_size={config.model.vocab_size}: smaller than the tokenizer's {smallest}"
