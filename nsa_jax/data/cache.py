@@ -176,10 +176,8 @@ def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, ro
         root.mkdir(parents=True, exist_ok=True)
         # The processes of a host that have the same cores take turns; those of other hosts take part.
         with _locked(root / f"{fingerprint}.{_cores_name()}.lock", f"another process is building {final}"):
-            corpus = open_corpus(final)
-            if corpus is not None:
-                return corpus
-            _build(final, source, tokenizer, val_fraction, workers)
+            if open_corpus(final) is None:
+                _build(final, source, tokenizer, val_fraction, workers)
     except OSError as error:
         raise _storage_error(root, error) from error
     corpus = open_corpus(final)

@@ -13,10 +13,10 @@ import concurrent.futures
 import contextlib
 import fcntl
 import itertools
-import logging
 import os
 import pickle
 import queue
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,8 +38,6 @@ from nsa_jax.data.tokenizers import Tokenizer
 _SHARD_BYTES = 4 << 20  # of text: some seconds of one core, which is what a kill loses
 _POLL_SECONDS = 0.5
 _LINE_SECONDS = 30.0  # between lines of progress where there is no terminal
-
-logger = logging.getLogger(__name__)
 
 
 def available_cores() -> int:
@@ -175,7 +173,7 @@ class _Pool:
 
 
 class _Progress:
-    """Bytes, documents and tokens done: a bar in terminals, else a line now and then."""
+    """Bytes, documents and tokens done: a bar in terminals, else a line now and then, from every host."""
 
     def __init__(self, source: Source):
         self._lock = threading.Lock()
@@ -229,7 +227,7 @@ class _Progress:
             left = (
                 f", {min(done / self._total, 1):.1%} of {self._total / 1e9:,.2f} GB, {seconds / 60:,.1f} min remaining"
             )
-        logger.info("tokenising %s: %s%s", self._name, self._rate(), left)
+        print(f"tokenising {self._name} on {socket.gethostname()}: {self._rate()}{left}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

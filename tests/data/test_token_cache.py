@@ -156,8 +156,7 @@ from pathlib import Path
 from nsa_jax.data import cache, shards
 from nsa_jax.data.tokenizers import ByteTokenizer
 
-root, log, pause_at, pause = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-host = sys.argv[5]
+root, log, pause_at, host = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 shards._SHARD_BYTES = 2000
 cache._cores_name = lambda: host
 submit = shards._Pool.submit
@@ -179,10 +178,11 @@ class Slow:
         for i in range(200):
             if i == pause_at:
                 note("paused")
-                time.sleep(pause)
+                while not (root / "go.lock").exists(): time.sleep(0.05)
             yield f"document {i} " * 20
 
 shards._Pool.submit = noted
+cache.logger.warning = lambda *words: note("waits")
 corpus = cache.load_corpus(Slow(), ByteTokenizer(), val_fraction=0.1, root=root, workers=2)
 print(corpus.directory, corpus.train.stats, int(corpus.train.tokens.array.astype("int64").sum()))
 """
@@ -236,7 +236,7 @@ def undisturbed(tmp_path_factory):
 
 def test_killed_half_way_is_continued_without_a_shard_lost_or_doubled(tmp_path, undisturbed):
     root, log = tmp_path / "root", tmp_path / "log"
-    killed = start_builder(root, log, 150, 300, "one")
+    killed = start_builder(root, log, 150, "one")
     wait_for(log, "paused", killed)
     (directory,) = root.glob("*.shards")
     while len(done := sorted(p.name for p in directory.glob("*.npz"))) < 10:
@@ -245,7 +245,7 @@ def test_killed_half_way_is_continued_without_a_shard_lost_or_doubled(tmp_path, 
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert not [p for p in root.iterdir() if (p / "meta.json").exists()]
-    output, errors = start_builder(root, log, -1, 0, "two").communicate(timeout=300)
+    output, errors = start_builder(root, log, -1, "two").communicate(timeout=300)
     assert "documents=" in output, errors
     again = made_by(log, "two")
     assert len(again) == len(set(again)) and not set(done) & set(again)
@@ -254,9 +254,11 @@ def test_killed_half_way_is_continued_without_a_shard_lost_or_doubled(tmp_path, 
 
 def test_two_processes_of_a_host_build_one_cache_once(tmp_path, undisturbed):
     root, log = tmp_path / "root", tmp_path / "log"
-    first = start_builder(root, log, 100, 2, "one")
+    first = start_builder(root, log, 100, "one")
     wait_for(log, "paused", first)
-    second = start_builder(root, log, 100, 2, "one")
+    second = start_builder(root, log, 100, "one")
+    wait_for(log, "waits", second)
+    (root / "go.lock").touch()
     outputs = [process.communicate(timeout=300) for process in (first, second)]
     assert outputs[0][0] == outputs[1][0] and "documents=" in outputs[0][0], outputs
     assert log.read_text().count("reading") == 1
@@ -265,12 +267,13 @@ def test_two_processes_of_a_host_build_one_cache_once(tmp_path, undisturbed):
 
 def test_hosts_share_the_shards_and_make_those_of_one_that_was_killed(tmp_path, undisturbed):
     root, log = tmp_path / "root", tmp_path / "log"
-    stuck = start_builder(root, log, -1, 0, "stuck")
+    stuck = start_builder(root, log, -1, "stuck")
     wait_for(log, "stuck makes", stuck)
-    first = start_builder(root, log, 100, 3, "one")
+    first = start_builder(root, log, 100, "one")
     wait_for(log, "one paused", first)
-    second = start_builder(root, log, 190, 3, "two")
+    second = start_builder(root, log, 190, "two")
     wait_for(log, "two paused", second)
+    (root / "go.lock").touch()
     assert made_by(log, "stuck")[0] not in made_by(log, "one") + made_by(log, "two")
     stuck.kill()
     stuck.communicate()
@@ -335,14 +338,14 @@ def test_a_damaged_shard_is_named_and_made_again(documents, tmp_path, monkeypatc
     assert corpus.train.stats.documents + corpus.validation.stats.documents == len(documents)
 
 
-def test_progress_is_told_in_plain_lines(documents, tmp_path, monkeypatch, caplog):
+def test_progress_is_told_in_plain_lines(documents, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shards, "_SHARD_BYTES", 10_000)
     monkeypatch.setattr(shards, "_LINE_SECONDS", 0.0)
     source = ListSource(documents)
     source.size_bytes = lambda: sum(len(text.encode()) for text in documents)
-    with caplog.at_level("INFO"):
-        load(source, tmp_path)
-    last = [r.getMessage() for r in caplog.records if r.getMessage().startswith("tokenising list")][-1]
+    load(source, tmp_path)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("tokenising list on ")
     tokens = source.size_bytes() + 300
     assert f"300 documents, {tokens:,} tokens, " in last and "tokens/s, 100.0% of 0.00 GB, 0.0 min remaining" in last
 
