@@ -37,7 +37,7 @@ import numpy as np
 from nsa_jax.data.corpus import SPLITS, Corpus, Split, SplitStats, meta_checksum, open_corpus
 from nsa_jax.data.encoding import Encoded, content_hash
 from nsa_jax.data.errors import DataError
-from nsa_jax.data.shards import encoded_shards
+from nsa_jax.data.shards import Progress, encoded_shards
 from nsa_jax.data.sources import LimitedSource, Source
 from nsa_jax.data.statistics import corpus_report
 from nsa_jax.data.token_file import ChunkWriter, checksums_path
@@ -205,7 +205,7 @@ def _build(final: Path, source: Source, tokenizer: Tokenizer, val_fraction: floa
     parts: list[Part] = []
     if isinstance(inner, TokenSource):
         parts = inner.parts(tokenizer)
-        groups = index_documents(inner, parts, tokenizer, limit=limit)
+        groups = _with_progress(source.name, parts, index_documents(inner, parts, tokenizer, limit=limit))
     else:
         finished = (final / "meta.json").exists
         groups = encoded_shards(source, tokenizer, directory, workers=workers, finished=finished)
@@ -223,6 +223,16 @@ def _build(final: Path, source: Source, tokenizer: Tokenizer, val_fraction: floa
                 finally:
                     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _with_progress(name: str, parts: Sequence[Part], groups: Iterator[Indexed]) -> Iterator[Indexed]:
+    total = sum(part.bytes for part in parts)
+    width = total / max(sum(part.tokens for part in parts), 1)
+    with contextlib.closing(Progress(f"looking up documents of {name}", total)) as progress:
+        for group in groups:
+            tokens = int(group.lengths.sum())
+            progress.made(int(tokens * width), len(group.lengths), tokens)
+            yield group
 
 
 @contextlib.contextmanager

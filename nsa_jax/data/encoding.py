@@ -18,7 +18,7 @@ import numpy as np
 
 from nsa_jax.data.tokenizers import Tokenizer
 
-_BATCH_BYTES = 4 << 20  # text that is tokenised at once; the tokenizer needs about 25 times as much memory
+_BATCH_BYTES = 1 << 20  # text that is tokenised at once; the tokenizer needs a hundred times as much memory
 
 
 def content_hash(raw: bytes) -> int:

@@ -172,12 +172,17 @@ class _Pool:
             worker.close()
 
 
-class _Progress:
-    """Bytes, documents and tokens done: a bar in terminals, else a line now and then, from every host."""
+class Progress:
+    """Bytes, documents and tokens done: a bar in terminals, else a line now and then, from every host.
 
-    def __init__(self, source: Source):
+    Args:
+      task: what is done, such as "tokenising text".
+      total: bytes to expect; None if unknown.
+    """
+
+    def __init__(self, task: str, total: int | None):
         self._lock = threading.Lock()
-        self._name, self._total = source.name, source.size_bytes()
+        self._name, self._total = task, total
         self._known = self._bytes = self._documents = self._tokens = 0
         self._began = self._told = time.monotonic()
         console = rich.console.Console(stderr=True)
@@ -191,17 +196,17 @@ class _Progress:
                 rich.progress.TimeRemainingColumn(),
                 console=console,
             )
-            self._task = self._bar.add_task(f"Tokenising {self._name}", total=self._total, rate="")
+            self._task = self._bar.add_task(self._name, total=self._total, rate="")
             self._bar.start()
 
     def known(self, num_bytes: int) -> None:
-        """Counts text whose tokens were there."""
+        """Counts what was there, or is done by other hosts."""
         with self._lock:
             self._known += num_bytes
             self._show()
 
     def made(self, num_bytes: int, documents: int, tokens: int) -> None:
-        """Counts text that was tokenised by this host."""
+        """Counts what this host has done."""
         with self._lock:
             self._bytes += num_bytes
             self._documents += documents
@@ -227,7 +232,7 @@ class _Progress:
             left = (
                 f", {min(done / self._total, 1):.1%} of {self._total / 1e9:,.2f} GB, {seconds / 60:,.1f} min remaining"
             )
-        print(f"tokenising {self._name} on {socket.gethostname()}: {self._rate()}{left}", file=sys.stderr, flush=True)
+        print(f"{self._name} on {socket.gethostname()}: {self._rate()}{left}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -262,7 +267,7 @@ def encoded_shards(
     with contextlib.ExitStack() as stack:
         saved = stack.enter_context(tempfile.TemporaryDirectory())
         tokenizer.save(saved)
-        claims, progress = _Claims(directory), _Progress(source)
+        claims, progress = _Claims(directory), Progress(f"tokenising {source.name}", source.size_bytes())
         pool = _Pool(workers or available_cores(), saved, progress.made)
         for part in (claims, progress, pool):
             stack.callback(part.close)
@@ -281,7 +286,7 @@ def _one_pass(
     directory: Path,
     claims: _Claims,
     pool: _Pool,
-    progress: _Progress,
+    progress: Progress,
     finished: Callable[[], bool],
 ) -> list[Path] | None:
     """Has every shard made that nobody else makes. Returns the files of all; None if the corpus is complete."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nsa_jax.config import ConfigError, check, default_config
-from nsa_jax.data import DataError, make_pipeline, token_sources
+from nsa_jax.data import DataError, make_pipeline, shards, token_sources
 
 EOS = 256
 
@@ -147,8 +147,9 @@ def test_an_index_is_used_again_until_a_file_changes(tokens, tmp_path, monkeypat
     assert make_pipeline(config).corpus.directory != first.directory
 
 
-def test_max_documents_limits_the_index(tokens, tmp_path, monkeypatch, write_rows):
+def test_max_documents_limits_the_index(tokens, tmp_path, monkeypatch, write_rows, capsys):
     monkeypatch.setattr(token_sources, "_CHUNK", 1000)
+    monkeypatch.setattr(shards, "_LINE_SECONDS", 0.0)
     config = make_config(write("llm.c", tmp_path / "in", tokens, write_rows))
     config.data.max_documents = 123
     corpus = make_pipeline(config).corpus
@@ -156,6 +157,8 @@ def test_max_documents_limits_the_index(tokens, tmp_path, monkeypatch, write_row
     config.data.max_documents = 0
     corpus = make_pipeline(config).corpus
     assert corpus.train.stats.documents + corpus.validation.stats.documents == 300
+    assert "looking up documents of tokens on " in (line := capsys.readouterr().err.splitlines()[-1])
+    assert "300 documents, " in line and "0.0 min remaining" in line
 
 
 def test_unusable_files_are_named(tokens, tmp_path, write_rows):
