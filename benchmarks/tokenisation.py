@@ -18,7 +18,6 @@ import json
 import os
 import pathlib
 import platform
-import resource
 import statistics
 import sys
 import tempfile
@@ -123,7 +122,6 @@ def main() -> None:
             "case": {"megabytes": megabytes, "vocab_size": tokenizer.vocab_size},
             "rows": rows,
             "tokens_per_second": medians,
-            "peak_mib_of_one_process": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024,
         }
         pathlib.Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 

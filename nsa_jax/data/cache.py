@@ -46,6 +46,7 @@ from nsa_jax.data.token_view import Part
 from nsa_jax.data.tokenizers import Tokenizer
 
 _FORMAT = 1  # part of the fingerprint: raise it when the files' meaning changes
+
 __all__ = [
     "SPLITS",
     "Corpus",
