@@ -170,15 +170,18 @@ def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, ro
     """
     fingerprint = corpus_fingerprint(source, tokenizer, val_fraction)
     final = root / fingerprint
+    shards = root / f"{fingerprint}.shards"
     corpus = open_corpus(final)
     if corpus is not None:
+        shutil.rmtree(shards, ignore_errors=True)  # of a process that was killed when all was done
         return corpus
     try:
         root.mkdir(parents=True, exist_ok=True)
         # The processes of a host that have the same cores take turns; those of other hosts take part.
         with _locked(root / f"{fingerprint}.{_cores_name()}.lock", f"another process is building {final}"):
             if open_corpus(final) is None:
-                _build(final, source, tokenizer, val_fraction, workers)
+                _build(final, shards, source, tokenizer, val_fraction, workers)
+                shutil.rmtree(shards, ignore_errors=True)
     except OSError as error:
         raise _storage_error(root, error) from error
     corpus = open_corpus(final)
@@ -193,14 +196,13 @@ def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, ro
     return corpus
 
 
-def _build(final: Path, source: Source, tokenizer: Tokenizer, val_fraction: float, workers: int) -> None:
+def _build(final: Path, shards: Path, source: Source, tokenizer: Tokenizer, val_fraction: float, workers: int) -> None:
     """Makes a corpus, together with other hosts; one of them writes it."""
     alone = functools.partial(_locked, final.with_name(f"{final.name}.lock"), f"another process is writing {final}")
     with alone():
         if os.path.lexists(final) and open_corpus(final) is None:
             logger.warning("%s is damaged; building it again", final)
             shutil.rmtree(final) if final.is_dir() and not final.is_symlink() else final.unlink()
-    directory = final.with_name(f"{final.name}.shards")
     groups: Iterator[Encoded | Indexed] | None
     inner, limit = (source.source, source.limit) if isinstance(source, LimitedSource) else (source, 0)
     parts: list[Part] = []
@@ -209,7 +211,7 @@ def _build(final: Path, source: Source, tokenizer: Tokenizer, val_fraction: floa
         groups = _with_progress(source.name, parts, index_documents(inner, parts, tokenizer, limit=limit))
     else:
         finished = (final / "meta.json").exists
-        groups = encoded_shards(source, tokenizer, directory, workers=workers, finished=finished)
+        groups = encoded_shards(source, tokenizer, shards, workers=workers, finished=finished)
     if groups is not None:
         with alone():
             if not final.exists():
@@ -218,12 +220,11 @@ def _build(final: Path, source: Source, tokenizer: Tokenizer, val_fraction: floa
                 unfinished = final.with_name(f"{final.name}.tmp{uuid.uuid4().hex[:8]}")
                 try:
                     _write(unfinished, final.name, source, tokenizer, val_fraction, groups, parts)
-                    os.rename(unfinished, final)
-                    if corpus := open_corpus(final):
+                    if corpus := open_corpus(unfinished, final.name):
                         corpus_report(corpus)  # stores what it measures, so that no start has to
+                    os.rename(unfinished, final)
                 finally:
                     shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _with_progress(name: str, parts: Sequence[Part], groups: Iterator[Indexed]) -> Iterator[Indexed]:

@@ -115,16 +115,22 @@ def meta_checksum(meta: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def open_corpus(directory: Path) -> Corpus | None:
+def open_corpus(directory: Path, fingerprint: str = "") -> Corpus | None:
     """Opens a finished corpus; None if there is none or if it is damaged.
 
     File sizes, meta.json and the files of checksums are compared, and a sample of the data (see `Split.verify_sample`).
     A corpus of an older version has no checksums; it is used with a warning.
+
+    Args:
+      directory: of the corpus.
+      fingerprint: of the corpus; empty: the directory's name.
     """
     try:
         meta = json.loads((directory / "meta.json").read_bytes())
         checked = set(meta) != _OLD_META
-        if meta["fingerprint"] != directory.name or (checked and meta["checksum"] != meta_checksum(meta)):
+        if meta["fingerprint"] != (fingerprint or directory.name) or (
+            checked and meta["checksum"] != meta_checksum(meta)
+        ):
             return None
         for name, size in meta["files"].items():
             if (directory / name).stat().st_size != size:

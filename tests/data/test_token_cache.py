@@ -252,6 +252,15 @@ def test_killed_half_way_is_continued_without_a_shard_lost_or_doubled(tmp_path, 
     assert built(root) == undisturbed
 
 
+def test_shards_that_a_killed_process_left_beside_a_finished_corpus_are_removed(documents, tmp_path):
+    directory = load(ListSource(documents), tmp_path).directory
+    assert (directory / "statistics.json").exists()
+    left = directory.with_name(f"{directory.name}.shards")
+    left.mkdir()
+    (left / "000000-00000000.npz").touch()
+    assert load(ListSource(documents), tmp_path).directory == directory and not left.exists()
+
+
 def test_two_processes_of_a_host_build_one_cache_once(tmp_path, undisturbed):
     root, log = tmp_path / "root", tmp_path / "log"
     first = start_builder(root, log, 100, "one")
