@@ -96,22 +96,26 @@ def default_config() -> ConfigDict:
     m.rope_scaling = ConfigDict(dataclasses.asdict(RopeScaling()))  # see RopeScaling
 
     c.data = d = ConfigDict()
-    d.source = "stdlib"  # stdlib | text | hf | synthetic
+    d.source = "stdlib"  # stdlib | text | tokens | hf | synthetic
     d.sources = ConfigDict()  # several sources: NAME: {weight: share of tokens, and fields as here}; docs/data.md
-    d.files = ()  # text: files or globs, UTF-8, plain, .gz or .zst
+    d.files = ()  # text: files or globs, UTF-8, plain, .gz or .zst; tokens: .bin files of nanoGPT, llm.c or Megatron
     d.text_separator = ""  # text: string between the documents of a file; empty: a file is one document
     d.hf_path = ""  # hf: first argument of datasets.load_dataset, e.g. HuggingFaceFW/fineweb-edu, parquet, json
     d.hf_name = ""  # hf: configuration name, e.g. sample-10BT
     d.hf_data_files = ()  # hf: data_files of load_dataset, for parquet, json, text
     d.hf_split = "train"  # hf: split to read; validation documents are split off by hash
     d.hf_text_field = "text"  # hf: column that holds the document
+    d.hf_tokens_field = ""  # hf: column that holds the token ids of the document, instead of its text
     d.hf_streaming = False  # hf: iterate without downloading; the position goes into the checkpoint
+    d.shuffle_buffer = 0  # streams: documents that are shuffled together; 0: the data set's order
+    d.stream_lanes = 1  # streams: parts that are read apart; as many as processes, so that each reads only its own
     d.synthetic = "random"  # synthetic: random (uniform) | copy (a random string twice) | recall (values of keys)
     d.synthetic_vocab = 256  # synthetic: vocabulary size
     d.max_documents = 0  # stop after this many documents; 0: all
     d.tokenizer = "byte"  # byte (256 + EOS) | bpe (trained on the corpus and saved) | hf (tokenizer.json or hub id)
     d.tokenizer_path = ""  # hf: path of a tokenizer.json or a hub id
     d.tokenizer_eos = ""  # hf: end-of-document token; empty: found in the tokenizer's own files
+    d.tokenizer_workers = 0  # processes that tokenise on each host; 0: one for each core
     d.bpe_vocab_size = 8192  # bpe: vocabulary size to train
     d.seq_len = 2048  # T, tokens in one row
     d.packing = True  # rows hold several documents, attention does not cross them (segment_start)

@@ -40,7 +40,7 @@ CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "block", "attention_saved", "dots_saved", "full"),
-    "data.source": ("stdlib", "text", "hf", "synthetic"),
+    "data.source": ("stdlib", "text", "tokens", "hf", "synthetic"),
     "data.synthetic": ("random", "copy", "recall"),
     "data.packing_method": ("concatenate", "best_fit"),
     "data.tokenizer": ("byte", "bpe", "hf"),
@@ -59,12 +59,14 @@ _AT_LEAST = {
     3: "data.synthetic_vocab",
     1: (
         "model.dim model.num_layers model.num_heads model.num_kv_heads model.head_dim data.seq_len data.prefetch "
+        "data.stream_lanes "
         "train.steps train.batch_size train.grad_accum train.log_every train.keep_last mesh.fsdp mesh.tensor "
         "mesh.context preflight.devices"
     ),
     0: (
         "seed model.vocab_size model.value_head_dim model.mlp_dim model.rotary_dim model.rope_scaling.original_length "
-        "data.max_documents data.num_workers train.eval_every train.keep_every "
+        "data.max_documents data.num_workers data.tokenizer_workers data.shuffle_buffer "
+        "train.eval_every train.keep_every "
         "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip "
         "guards.floor_steps guards.skip_steps guards.skip_spikes guards.spike_norm guards.roll_back "
         "guards.max_gap guards.divergence guards.spike guards.plateau_steps "
@@ -108,7 +110,7 @@ _AT_MOST = {
         "model.mlp_dim model.nsa.compress_block model.nsa.compress_stride model.nsa.select_block "
         "model.nsa.num_selected model.nsa.num_initial model.nsa.num_local model.nsa.window"
     ),
-    1 << 10: "data.num_workers data.prefetch",
+    1 << 10: "data.num_workers data.tokenizer_workers data.prefetch",
     30 * 86_400: "guards.stall_seconds guards.heartbeat_seconds",
 }
 
@@ -289,12 +291,22 @@ def _check_paths(config: ConfigDict, found: _Findings) -> None:
 def _check_data(config: ConfigDict, found: _Findings) -> None:
     d = config.data
     for name, alone in source_configs(config).items():
-        path = f"data.sources.{name}" if name else "data"
-        if alone.data.source == "text" and not alone.data.files:
-            found.error("R007", f"config.{path}.files=(): source text has nothing to read", "give files or globs")
-        if alone.data.source == "hf" and not alone.data.hf_path:
+        path, one = f"data.sources.{name}" if name else "data", alone.data
+        if one.source in ("text", "tokens") and not one.files:
+            message = f"config.{path}.files=(): source {one.source} has nothing to read"
+            found.error("R007", message, "give files or globs")
+        if one.source == "hf" and not one.hf_path:
             message = f"config.{path}.hf_path='': source hf needs a dataset"
             found.error("R007", message, "give the first argument of datasets.load_dataset")
+        holds_tokens = one.source == "tokens" or (one.source == "hf" and one.hf_tokens_field)
+        if holds_tokens and d.tokenizer == "bpe":
+            message = (
+                f"config.data.tokenizer='bpe': source {name or one.source} holds tokens, and no text to train it on"
+            )
+            found.error("R007", message, "name the tokenizer that made the tokens: tokenizer='hf' and tokenizer_path")
+        if holds_tokens and one.source == "hf" and one.hf_streaming:
+            message = f"config.{path}.hf_streaming=True with hf_tokens_field={one.hf_tokens_field!r}: streams hold text"
+            found.error("R007", message, "set hf_streaming=False; tokens are read where they are")
         if name:
             _check_mixed_source(path, alone, d.sources[name].get("weight", 1.0), found)
     if d.sources and d.source == "synthetic":
@@ -309,6 +321,9 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
     if d.tokenizer == "bpe" and d.bpe_vocab_size < 257:
         message = f"config.data.bpe_vocab_size={d.bpe_vocab_size}: smaller than the 256 bytes and EOS"
         found.error("R007", message, "use at least 257")
+    if config.train.batch_size % d.stream_lanes:
+        message = f"config.data.stream_lanes={d.stream_lanes}: cannot share batch_size={config.train.batch_size} evenly"
+        found.error("R007", message, "use a divisor of config.train.batch_size")
     smallest = {"byte": 257, "bpe": d.bpe_vocab_size}.get(d.tokenizer, 0)
     if d.source != "synthetic" and 0 < config.model.vocab_size < smallest:
         message = f"config.model.vocab_size={config.model.vocab_size}: smaller than the tokenizer's {smallest}"

@@ -116,3 +116,14 @@ def test_curves_name_the_last_point_that_every_run_has():
     assert [label.split(":")[1].split()[0] for label in labels] == ["2.0000", "2.2500"]
     with pytest.raises(SystemExit, match="same batches"):
         curves.last_common([runs[0], run("c", (0, 8.0), (7, 2.0))])
+
+
+@pytest.mark.slow
+def test_tokenisation_benchmark_compares_numbers_of_processes(tmp_path):
+    results = tmp_path / "out.json"
+    command = [sys.executable, "benchmarks/tokenisation.py", "--workers", "1", "2", "--repeats", "1"]
+    subprocess.run([*command, "--megabytes", "9", "--json", str(results)], check=True, timeout=300, capture_output=True)
+    data = json.loads(results.read_text())
+    assert [row["workers"] for row in data["rows"]] == [1, 2]
+    assert len({(row["digest"], row["tokens"]) for row in data["rows"]}) == 1
+    assert all(rate > 10_000 for rate in data["tokens_per_second"].values())

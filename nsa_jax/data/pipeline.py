@@ -102,8 +102,8 @@ class TrainIterator(grain.DatasetIterator):
     """Endless training batches of this process.
 
     The state is a few JSON values: the step, the position in the stream if there is one, and the fingerprint of the
-    data, which prevents continuing a checkpoint with other data. The state does not depend on process or worker counts.
-    Orbax calls `save` and `load`.
+    data, which prevents continuing a checkpoint with other data. What all processes save can be loaded by any number of
+    processes and workers. Orbax calls `save` and `load`.
 
     Args:
       open_at: opens the underlying grain iterator at a step.
@@ -169,13 +169,16 @@ class TrainIterator(grain.DatasetIterator):
             self._release()
 
     async def load(self, directory):
-        """Reads the state that `save` wrote. The states of all processes are the same, so any of them can be read."""
+        """Reads the states that all processes saved. They differ only in which lanes of a stream they have read."""
         files = sorted(Path(str(directory)).glob("process_*.json"))
         if not files:
             raise DataError(str(directory), "holds no data position", "use a complete checkpoint")
 
         async def read() -> None:
-            self.set_state(json.loads(await asyncio.to_thread(files[0].read_text)))
+            states = [json.loads(await asyncio.to_thread(file.read_text)) for file in files]
+            if self._stream:
+                states[0]["stream"] = streaming.merge_states([state["stream"] for state in states])
+            self.set_state(states[0])
 
         return read()
 
@@ -402,7 +405,9 @@ def _cached_pipeline(
     config: ConfigDict, share: Share, source: sources.Source, tokenizer: tokenizers.Tokenizer, root: Path
 ) -> Pipeline:
     data = config.data
-    corpus = cache.load_corpus(source, tokenizer, val_fraction=data.val_fraction, root=root)
+    corpus = cache.load_corpus(
+        source, tokenizer, val_fraction=data.val_fraction, root=root, workers=data.tokenizer_workers
+    )
     if corpus.train.stats.tokens < data.seq_len + 1:
         raise DataError(
             f"training split of {source.name}",
@@ -563,7 +568,11 @@ def _streaming_pipeline(
         batch_size=share.batch_size,
         first_row=share.process_index * share.size,
         num_rows=share.size,
+        lanes=data.stream_lanes,
+        shuffle_buffer=data.shuffle_buffer,
+        seed=config.seed,
     )
+    order = [data.stream_lanes, data.shuffle_buffer]
     return Pipeline(
         config,
         tokenizer,
@@ -571,7 +580,8 @@ def _streaming_pipeline(
         train_rows=None,
         validation_rows=rows or _no_rows,
         num_validation_rows=rows.num_rows if rows else 0,
-        data_fingerprint=f"stream {source.fingerprint()} {data.val_fraction}",
+        data_fingerprint=f"stream {source.fingerprint()} {data.val_fraction}"
+        + (f" {order}" if order != [1, 0] else ""),
         stats={"train": None, "validation": held_out.stats if held_out else None},
         stream=stream,
     )

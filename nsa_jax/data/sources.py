@@ -23,6 +23,7 @@ import zstandard
 from ml_collections import ConfigDict
 
 from nsa_jax.data.errors import DataError
+from nsa_jax.data.token_sources import HuggingFaceTokens, TokenFiles
 
 # Longer documents are cut at a line end. This bounds memory and allows one big file to be split into training and
 # validation.
@@ -69,13 +70,16 @@ def make_source(config: ConfigDict) -> Source:
             name=data.hf_name,
             data_files=data.hf_data_files,
             split=data.hf_split,
-            text_field=data.hf_text_field,
+            text_field=data.hf_tokens_field or data.hf_text_field,
             streaming=data.hf_streaming,
         )
+        if data.hf_tokens_field:
+            source = HuggingFaceTokens(source)
+    elif data.source == "tokens":
+        source = TokenFiles(TextSource(data.files))
     else:
-        raise DataError(
-            f"config.data.source={data.source!r}", "no such source of documents", "use stdlib, text, hf or synthetic"
-        )
+        what, fix = "no such source of documents", "use stdlib, text, tokens, hf or synthetic"
+        raise DataError(f"config.data.source={data.source!r}", what, fix)
     if data.max_documents:
         source = LimitedSource(source, data.max_documents)
     return source

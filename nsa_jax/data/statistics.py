@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import os
+import uuid
+import zlib
+from typing import Any
 
 import numpy as np
 
-from nsa_jax.data.cache import Corpus, Split
+from nsa_jax.data.corpus import Corpus, Split
 from nsa_jax.data.errors import DataError
 
 
@@ -98,16 +104,6 @@ def bigram_entropy(tokens: np.ndarray) -> float:
     return _entropy(pairs) - unigram_entropy(first)
 
 
-def duplicate_share(hashes: np.ndarray) -> float:
-    """Share of documents that repeat an earlier one, by content hash."""
-    return 1 - len(np.unique(hashes)) / len(hashes) if len(hashes) else 0.0
-
-
-def split_overlap(train_hashes: np.ndarray, validation_hashes: np.ndarray) -> int:
-    """Number of training documents whose content is also held out."""
-    return int(np.isin(train_hashes, validation_hashes).sum())
-
-
 def repeated_window_share(rows: np.ndarray) -> float:
     """Share of rows that repeat an earlier row exactly.
 
@@ -123,27 +119,50 @@ def repeated_window_share(rows: np.ndarray) -> float:
     return 1 - len({row.tobytes() for row in rows}) / len(rows)
 
 
-def corpus_report(corpus: Corpus, *, count: int = 1_000_000) -> CorpusReport:
-    """Measures a cached corpus. Apart from sorting document hashes, the time does not depend on the corpus's size.
+def corpus_report(corpus: Corpus) -> CorpusReport:
+    """What was measured when the corpus was built. It is measured and stored now if it was not.
 
     Args:
       corpus: of a pipeline.
-      count: training tokens to sample for the entropies.
 
     Returns:
       The report.
     """
-    tokens = sample_tokens(corpus.train, count)
-    hashes = corpus.train.hashes
-    lengths = np.diff(corpus.train.offsets)
-    _, first = np.unique(hashes, return_index=True)
-    total = int(lengths.sum())
+    path = corpus.directory / "statistics.json"
+    try:
+        stored = json.loads(path.read_bytes())
+        if stored["checksum"] == _checksum(stored["report"]):
+            return CorpusReport(**stored["report"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass  # a corpus of an older version, or a damaged file
+    report = _measure(corpus)
+    values = dataclasses.asdict(report)
+    unfinished = path.with_name(f"{path.name}.tmp{uuid.uuid4().hex[:8]}")
+    with contextlib.suppress(OSError):  # the cache may belong to somebody else
+        unfinished.write_text(json.dumps({"report": values, "checksum": _checksum(values)}, indent=2) + "\n")
+        os.replace(unfinished, path)
+    return report
+
+
+def _checksum(report: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(report, sort_keys=True).encode())
+
+
+def _measure(corpus: Corpus) -> CorpusReport:
+    tokens = sample_tokens(corpus.train)
+    hashes, lengths = corpus.train.hashes, np.diff(corpus.train.offsets)
+    order = np.argsort(hashes, kind="stable")  # of equal documents, the first remains first
+    ordered = hashes[order]
+    repeats = np.zeros(len(ordered), bool)
+    repeats[1:] = ordered[1:] == ordered[:-1]
+    held_out = np.unique(corpus.validation.hashes)
+    overlap = np.searchsorted(ordered, held_out, side="right") - np.searchsorted(ordered, held_out)
     return CorpusReport(
         sample_tokens=len(tokens),
         unigram_entropy=unigram_entropy(tokens),
         bigram_entropy=bigram_entropy(tokens),
         used_ids=len(np.unique(tokens)),
-        duplicate_documents=duplicate_share(hashes),
-        duplicate_tokens=1 - int(lengths[first].sum()) / total if total else 0.0,
-        overlap_documents=split_overlap(hashes, corpus.validation.hashes),
+        duplicate_documents=float(repeats.mean()) if len(repeats) else 0.0,
+        duplicate_tokens=float(lengths[order[repeats]].sum() / max(lengths.sum(), 1)),
+        overlap_documents=int(overlap.sum()),
     )

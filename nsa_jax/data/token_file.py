@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -59,6 +59,19 @@ class ChunkWriter:
     def close(self) -> None:
         """Closes the file, finished or not."""
         self._file.close()
+
+
+class TokenStream(Protocol):
+    """The tokens of a split, wherever they lie. It can be pickled."""
+
+    @property
+    def array(self) -> np.ndarray:
+        """All tokens."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """A copy of consecutive tokens."""
 
 
 class TokenFile:

@@ -11,7 +11,7 @@ import numpy as np
 
 from nsa_jax.data.cache import Split
 from nsa_jax.data.packing import Batch, best_fit, pack_rows
-from nsa_jax.data.token_file import TokenFile
+from nsa_jax.data.token_file import TokenStream
 
 # More rows in a group leave fewer documents cut, and take longer to place.
 _GROUP_TOKENS = 1 << 20
@@ -51,7 +51,7 @@ class ShuffledWindows:
       packing: whether rows keep documents apart.
     """
 
-    tokens: TokenFile
+    tokens: TokenStream
     seq_len: int
     seed: int
     eos_id: int
@@ -168,7 +168,7 @@ class SequentialWindows:
       packing: whether rows keep documents apart.
     """
 
-    tokens: TokenFile
+    tokens: TokenStream
     seq_len: int
     eos_id: int
     packing: bool

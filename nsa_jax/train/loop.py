@@ -86,7 +86,7 @@ class Run:
         self._window = profile
         self._callbacks = Callbacks(callbacks)
         self.ramp = BatchRamp.of(config.train)
-        self.pipeline = processes.first_alone(
+        self.pipeline = processes.together(
             lambda: make_pipeline(
                 self.ramp.data_config(config), process_index=jax.process_index(), process_count=jax.process_count()
             )

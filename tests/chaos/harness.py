@@ -31,6 +31,7 @@ ATTACKS: tuple[str, ...] = (
     "nan",
     "saves",
     "token_cache",
+    "tokenising",
     "twice",
 )
 

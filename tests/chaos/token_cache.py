@@ -12,7 +12,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from nsa_jax.config import default_config
-from nsa_jax.data import DataError, cache, make_pipeline
+from nsa_jax.data import DataError, corpus, make_pipeline
 
 from .harness import Outcome
 
@@ -24,10 +24,10 @@ _WHEN = ("before the start", "while training")
 def _config(folder: Path) -> ConfigDict:
     rng = np.random.default_rng(0)
     words = [bytes(rng.integers(97, 123, 5, np.uint8)).decode() for _ in range(400)]
-    corpus = folder / "corpus.txt"
-    corpus.write_text("\n%\n".join(" ".join(rng.choice(words, 80)) for _ in range(500)))
+    text = folder / "corpus.txt"
+    text.write_text("\n%\n".join(" ".join(rng.choice(words, 80)) for _ in range(500)))
     c = default_config()
-    c.data.source, c.data.files, c.data.text_separator = "text", (str(corpus),), "\n%\n"
+    c.data.source, c.data.files, c.data.text_separator = "text", (str(text),), "\n%\n"
     c.data.tokenizer, c.data.bpe_vocab_size = "bpe", 300
     c.data.seq_len, c.train.batch_size, c.data.val_fraction, c.data.prefetch = 96, 24, 0.1, 2
     c.train.eval_batches = 2
@@ -139,12 +139,12 @@ def attack(rng: np.random.Generator, folder: Path) -> Iterator[Outcome]:
     expected = _read(config)
     config.data.cache_dir = str(folder / "cache")
     # Half of the attempts read caches as large ones are read: next to nothing is compared when they are opened.
-    whole = cache._VERIFIED_CHUNKS
+    whole = corpus._VERIFIED_CHUNKS
     while True:
         for kind, damage in _KINDS.items():
             for when in _WHEN:
                 shutil.copytree(folder / "good", folder / "cache")
-                cache._VERIFIED_CHUNKS, cache._SAMPLED_CHUNKS = (whole, 64) if rng.random() < 0.5 else (0, 2)
+                corpus._VERIFIED_CHUNKS, corpus._SAMPLED_CHUNKS = (whole, 64) if rng.random() < 0.5 else (0, 2)
 
                 def now(damage=damage) -> None:
                     damage(rng, folder / "cache")
@@ -162,6 +162,6 @@ def attack(rng: np.random.Generator, folder: Path) -> Iterator[Outcome]:
                 except Exception as error:
                     failure = f"{type(error).__name__}: {error}"
                 finally:
-                    cache._VERIFIED_CHUNKS, cache._SAMPLED_CHUNKS = whole, 64
+                    corpus._VERIFIED_CHUNKS, corpus._SAMPLED_CHUNKS = whole, 64
                 shutil.rmtree(folder / "cache")
                 yield Outcome(f"{kind} {when}", failure)

@@ -1,7 +1,11 @@
+import json
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from nsa_jax.data import DataError, make_pipeline, statistics
+from nsa_jax.data.corpus import Corpus
 
 
 def test_entropies_of_uniform_tokens_are_the_logarithm_of_their_number():
@@ -36,11 +40,38 @@ def test_histogram_counts_every_id_and_refuses_others():
         statistics.token_histogram(np.array([4]), 4)
 
 
-def test_duplicates_overlap_and_repeated_rows():
-    assert statistics.duplicate_share(np.array([1, 2, 1, 1])) == 0.5
-    assert statistics.duplicate_share(np.array([], np.uint64)) == 0.0
-    assert statistics.split_overlap(np.array([1, 2, 2, 3]), np.array([2, 9])) == 2
+def split(hashes, lengths):
+    offsets = np.append(0, np.cumsum(np.array(lengths, np.int64)))
+    return SimpleNamespace(hashes=np.array(hashes, np.uint64), offsets=offsets, tokens=np.arange(offsets[-1]) % 7)
+
+
+def test_duplicates_and_overlap_are_counted_by_document_and_by_token(tmp_path):
+    train = split([5, 1, 2, 1, 1, 2], [4, 10, 3, 20, 30, 3])
+    report = statistics.corpus_report(Corpus(tmp_path, "x", train, split([2, 9, 2], [3, 1, 3])))
+    assert report.duplicate_documents == 0.5 and report.duplicate_tokens == pytest.approx(53 / 70)
+    assert report.overlap_documents == 2
+    empty = split([], [])
+    report = statistics.corpus_report(Corpus(tmp_path / "none", "x", empty, empty))
+    assert (report.duplicate_documents, report.duplicate_tokens, report.overlap_documents) == (0, 0, 0)
+
+
+def test_rows_that_repeat_are_counted():
     assert statistics.repeated_window_share(np.array([[1, 2], [2, 1], [1, 2], [1, 2]])) == 0.5
+
+
+def test_a_start_from_the_cache_measures_nothing(text_config, monkeypatch):
+    corpus = make_pipeline(text_config).corpus
+    report = statistics.corpus_report(corpus)
+    path = corpus.directory / "statistics.json"
+    with monkeypatch.context() as patch:
+        patch.delattr(statistics, "_measure")
+        again = make_pipeline(text_config).corpus
+        assert statistics.corpus_report(again) == report
+    for damaged in (path.read_text().replace("0.0", "0.5", 1), "[]", "{"):
+        path.write_text(damaged)
+        assert statistics.corpus_report(corpus) == report and json.loads(path.read_text())["checksum"]
+    path.unlink()  # a cache of an older version
+    assert statistics.corpus_report(make_pipeline(text_config).corpus) == report and path.exists()
 
 
 def test_report_of_a_corpus(text_config, documents, tmp_path):
@@ -57,8 +88,8 @@ def test_report_of_a_corpus(text_config, documents, tmp_path):
 
 
 def test_sample_is_spread_over_the_split(text_config):
-    split = make_pipeline(text_config).corpus.train
-    sample = statistics.sample_tokens(split, 2000, pieces=10)
+    train = make_pipeline(text_config).corpus.train
+    sample = statistics.sample_tokens(train, 2000, pieces=10)
     assert len(sample) == 2000
-    assert np.array_equal(sample[-200:], split.tokens.array[-200:])
-    assert len(statistics.sample_tokens(split, 10**9)) == split.stats.tokens
+    assert np.array_equal(sample[-200:], train.tokens.array[-200:])
+    assert len(statistics.sample_tokens(train, 10**9)) == train.stats.tokens

@@ -9,6 +9,7 @@ import zstandard
 from nsa_jax.config import default_config
 from nsa_jax.data import DataError, sources, streaming
 from nsa_jax.data.sources import HuggingFaceSource, LimitedSource, StdlibSource, TextSource
+from nsa_jax.data.tokenizers import ByteTokenizer
 
 
 def test_stdlib_is_large_real_text_without_packages():
@@ -131,7 +132,7 @@ def test_max_documents_limits_any_source(text_config, documents):
 def test_unknown_source_is_refused():
     config = default_config()
     config.data.source = "books"
-    with pytest.raises(DataError, match="config.data.source='books'.*stdlib, text, hf or synthetic"):
+    with pytest.raises(DataError, match="config.data.source='books'.*stdlib, text, tokens, hf or synthetic"):
         sources.make_source(config)
 
 
@@ -151,7 +152,9 @@ def test_long_documents_of_datasets_are_cut_at_line_ends(tmp_path, hf_home, monk
     source = sources.HuggingFaceSource(path="json", data_files=(str(tmp_path / "rows.jsonl"),), streaming=streamed)
     assert list(source.documents()) == lines
     if streamed:
-        assert streaming._DocumentStream(source, 0.0).next_group() == lines
+        shape = dict(seq_len=8, packing=True, batch_size=1, first_row=0, num_rows=1)
+        batches = streaming.StreamBatches(source, ByteTokenizer(), val_fraction=0.0, **shape)
+        assert streaming._DocumentStream(batches, 0).next_group() == lines
 
 
 @pytest.mark.parametrize("streamed", [False, True])

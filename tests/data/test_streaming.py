@@ -1,3 +1,4 @@
+import asyncio
 import json
 
 import chex
@@ -84,6 +85,111 @@ def test_processes_share_the_stream(stream_config):
         for step in range(3):
             joined = {k: np.concatenate([part[step][k] for part in parts]) for k in whole[step]}
             chex.assert_trees_all_equal(joined, whole[step])
+
+
+def lane_text(pipeline, lane, lanes, steps):
+    batches = take(pipeline.train(), steps)
+    size = 8 // lanes
+    own = slice(lane * size, (lane + 1) * size)
+    parts = [{"inputs": b["inputs"][own], "targets": b["targets"][own]} for b in batches]
+    return bytes(np.minimum(tokens_of(parts), 255).astype(np.uint8)).split(b"\xff")[:-1]
+
+
+@pytest.mark.parametrize("lanes", [2, 4])  # two files: one for each lane, or every fourth document
+@pytest.mark.parametrize("shuffle", [0, 50])
+def test_lanes_hold_every_document_once_per_epoch(stream_config, documents, lanes, shuffle):
+    stream_config.data.stream_lanes, stream_config.data.shuffle_buffer = lanes, shuffle
+    kept = [t.encode() for t in documents if not held_out(t)]
+    seen = []
+    for lane in range(lanes):
+        mine = documents[lane * 150 : (lane + 1) * 150] if lanes == 2 else documents[lane::4]
+        mine = [t.encode() for t in mine if not held_out(t)]
+        found = lane_text(make_pipeline(stream_config), lane, lanes, 110)
+        first, second = found[: len(mine)], found[len(mine) : 2 * len(mine)]
+        assert sorted(first) == sorted(mine)
+        seen += first
+        if not shuffle:
+            assert found[: 2 * len(mine)] == (2 * mine)[: len(found)]
+        else:
+            assert first != mine and set(first[:50]) == set(mine[:50])
+            assert second[:20] != first[:20]
+    assert sorted(seen) == sorted(kept)
+
+
+def test_the_shuffle_is_of_the_seed(stream_config):
+    stream_config.data.shuffle_buffer = 100
+    first, again = (next(make_pipeline(stream_config).train()) for _ in range(2))
+    chex.assert_trees_all_equal(first, again)
+    stream_config.seed = 1
+    assert (next(make_pipeline(stream_config).train())["inputs"] != first["inputs"]).any()
+
+
+def processes(config, count):
+    return [make_pipeline(config, process_index=i, process_count=count).train() for i in range(count)]
+
+
+def joined(parts):
+    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+
+
+@pytest.mark.parametrize("lanes", [2, 8])
+def test_a_run_continues_bit_for_bit_with_another_number_of_processes(stream_config, tmp_path, lanes):
+    stream_config.data.stream_lanes, stream_config.data.shuffle_buffer = lanes, 40
+    whole = take(make_pipeline(stream_config).train(), 200)
+    iterators = processes(stream_config, 2)
+    for step in range(190):
+        chex.assert_trees_all_equal(joined([next(iterator) for iterator in iterators]), whole[step])
+        if step % 19 and not 90 < step < 96:  # the first epoch ends here
+            continue
+        directory = tmp_path / str(step)
+        directory.mkdir()
+        for i, iterator in enumerate(iterators):
+            text = json.dumps(iterator.get_state())
+            assert len(text) < 1500 * lanes
+            (directory / f"process_{i}-of-2.json").write_text(text)
+        for count in (1, 4) if step % 38 == 0 else (2,):
+            others = processes(stream_config, count)
+            for other in others:
+                asyncio.run(load(other, directory))
+            for ahead in range(1, 5):
+                chex.assert_trees_all_equal(joined([next(other) for other in others]), whole[step + ahead])
+
+
+async def load(iterator, directory):
+    await (await iterator.load(directory))
+
+
+def test_a_process_tokenises_its_own_lanes_only(stream_config, monkeypatch):
+    stream_config.data.stream_lanes = 4
+    counts = {}
+    for index, count in ((0, 1), (1, 2), (3, 4)):
+        pipeline = make_pipeline(stream_config, process_index=index, process_count=count)
+        encode, texts = pipeline.tokenizer.encode_batch, []
+        monkeypatch.setattr(
+            pipeline.tokenizer, "encode_batch", lambda batch, e=encode, t=texts: t.extend(batch) or e(batch)
+        )
+        iterator = pipeline.train()
+        take(iterator, 40)
+        iterator.close()
+        counts[count] = len(texts)
+    assert counts[2] < 0.65 * counts[1] and counts[4] < 0.65 * counts[2]
+
+
+def test_lanes_that_cannot_share_a_batch_are_refused(stream_config):
+    stream_config.data.stream_lanes = 3
+    with pytest.raises(DataError, match="stream_lanes=3: cannot share a batch of 8 rows evenly"):
+        make_pipeline(stream_config)
+
+
+def test_a_position_of_a_version_without_lanes_is_read(stream_config):
+    iterator = make_pipeline(stream_config).train()
+    take(iterator, 20)
+    state = json.loads(json.dumps(iterator.get_state()))
+    (state["stream"],) = state["stream"]["lanes"].values()
+    del state["stream"]["position"]["taken"]
+    fresh = make_pipeline(stream_config).train()
+    fresh.set_state(state)
+    chex.assert_trees_all_equal(take(fresh, 3), take(iterator, 3))
 
 
 def test_start_step_reads_up_to_there(stream_config):

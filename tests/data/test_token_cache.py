@@ -13,7 +13,8 @@ import chex
 import numpy as np
 import pytest
 
-from nsa_jax.data import DataError, cache, make_pipeline
+from nsa_jax.data import DataError, cache, encoding, make_pipeline, shards
+from nsa_jax.data import corpus as corpus_files
 from nsa_jax.data.token_file import ChunkWriter, TokenFile
 from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 
@@ -40,9 +41,9 @@ def load(source, root, *, val_fraction=0.2, tokenizer=None):
     return cache.load_corpus(source, tokenizer or ByteTokenizer(), val_fraction=val_fraction, root=Path(root))
 
 
-@pytest.mark.parametrize("batch_chars", [50, 1 << 22])
-def test_corpus_holds_every_document_on_its_side(documents, tmp_path, monkeypatch, batch_chars):
-    monkeypatch.setattr(cache, "_BATCH_CHARS", batch_chars)
+@pytest.mark.parametrize("batch_bytes", [50, 1 << 22])
+def test_corpus_holds_every_document_on_its_side(documents, tmp_path, monkeypatch, batch_bytes):
+    monkeypatch.setattr(encoding, "_BATCH_BYTES", batch_bytes)
     tokenizer = ByteTokenizer()
     corpus = load(ListSource(documents), tmp_path, tokenizer=tokenizer)
     sides = {"train": [], "validation": []}
@@ -152,25 +153,37 @@ def test_root_comes_from_config_then_environment(monkeypatch, tmp_path):
 BUILDER = """
 import sys, time
 from pathlib import Path
-from nsa_jax.data import cache
+from nsa_jax.data import cache, shards
 from nsa_jax.data.tokenizers import ByteTokenizer
 
-root, log, pause_at, pause = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-cache._BATCH_CHARS = 200
+root, log, pause_at, host = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+shards._SHARD_BYTES = 2000
+cache._cores_name = lambda: host
+submit = shards._Pool.submit
+
+def note(*words):
+    with log.open("a") as f: print(host, *words, file=f)
+
+def noted(pool, path, documents):
+    note("makes", path.name)
+    if host == "stuck": time.sleep(300)
+    submit(pool, path, documents)
 
 class Slow:
     name = "slow"
     def fingerprint(self): return "slow"
     def size_bytes(self): return None
     def documents(self):
-        with log.open("a") as f: f.write("reading\\n")
+        note("reading")
         for i in range(200):
             if i == pause_at:
-                with log.open("a") as f: f.write("paused\\n")
-                time.sleep(pause)
+                note("paused")
+                while not (root / "go.lock").exists(): time.sleep(0.05)
             yield f"document {i} " * 20
 
-corpus = cache.load_corpus(Slow(), ByteTokenizer(), val_fraction=0.1, root=root)
+shards._Pool.submit = noted
+cache.logger.warning = lambda *words: note("waits")
+corpus = cache.load_corpus(Slow(), ByteTokenizer(), val_fraction=0.1, root=root, workers=2)
 print(corpus.directory, corpus.train.stats, int(corpus.train.tokens.array.astype("int64").sum()))
 """
 
@@ -188,29 +201,162 @@ def wait_for(log, word, process, timeout=300):
         time.sleep(0.02)
 
 
-def test_killed_half_way_leaves_a_cache_that_the_next_start_builds(tmp_path):
+def built(root):
+    """Contents of the one corpus below a root, where nothing but locks is left."""
+    (directory,) = (path for path in root.iterdir() if path.suffix != ".lock")
+    files = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+    assert set(files) >= {"train.tokens", "validation.hashes", "meta.json"}
+    return files
+
+
+def made_by(log, host):
+    return [line.split()[2] for line in log.read_text().splitlines() if line.startswith(f"{host} makes")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The files of BUILDER's corpus when one process makes all of it at once, without shards."""
+
+    class Whole:
+        name = "slow"
+
+        def fingerprint(self):
+            return "slow"
+
+        def size_bytes(self):
+            return None
+
+        def documents(self):
+            return (f"document {i} " * 20 for i in range(200))
+
+    root = tmp_path_factory.mktemp("whole")
+    load(Whole(), root, val_fraction=0.1)
+    return built(root)
+
+
+def test_killed_half_way_is_continued_without_a_shard_lost_or_doubled(tmp_path, undisturbed):
     root, log = tmp_path / "root", tmp_path / "log"
-    killed = start_builder(root, log, 150, 300)
+    killed = start_builder(root, log, 150, "one")
     wait_for(log, "paused", killed)
+    (directory,) = root.glob("*.shards")
+    while len(done := sorted(p.name for p in directory.glob("*.npz"))) < 10:
+        assert killed.poll() is None
+        time.sleep(0.02)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    assert [p for p in root.iterdir() if ".tmp" in p.name], "the kill came too late to test anything"
     assert not [p for p in root.iterdir() if (p / "meta.json").exists()]
-    output, errors = start_builder(root, log, -1, 0).communicate(timeout=300)
+    output, errors = start_builder(root, log, -1, "two").communicate(timeout=300)
     assert "documents=" in output, errors
-    assert log.read_text().count("reading") == 2
-    assert [p.suffix for p in sorted(root.iterdir())] == ["", ".lock"]
+    again = made_by(log, "two")
+    assert len(again) == len(set(again)) and not set(done) & set(again)
+    assert built(root) == undisturbed
 
 
-def test_two_processes_at_once_build_one_cache(tmp_path):
+def test_shards_that_a_killed_process_left_beside_a_finished_corpus_are_removed(documents, tmp_path):
+    directory = load(ListSource(documents), tmp_path).directory
+    assert (directory / "statistics.json").exists()
+    left = directory.with_name(f"{directory.name}.shards")
+    left.mkdir()
+    (left / "000000-00000000.npz").touch()
+    assert load(ListSource(documents), tmp_path).directory == directory and not left.exists()
+
+
+def test_two_processes_of_a_host_build_one_cache_once(tmp_path, undisturbed):
     root, log = tmp_path / "root", tmp_path / "log"
-    first = start_builder(root, log, 100, 2)
+    first = start_builder(root, log, 100, "one")
     wait_for(log, "paused", first)
-    second = start_builder(root, log, 100, 2)
+    second = start_builder(root, log, 100, "one")
+    wait_for(log, "waits", second)
+    (root / "go.lock").touch()
     outputs = [process.communicate(timeout=300) for process in (first, second)]
     assert outputs[0][0] == outputs[1][0] and "documents=" in outputs[0][0], outputs
     assert log.read_text().count("reading") == 1
-    assert [p.suffix for p in sorted(root.iterdir())] == ["", ".lock"]
+    assert built(root) == undisturbed
+
+
+def test_hosts_share_the_shards_and_make_those_of_one_that_was_killed(tmp_path, undisturbed):
+    root, log = tmp_path / "root", tmp_path / "log"
+    stuck = start_builder(root, log, -1, "stuck")
+    wait_for(log, "stuck makes", stuck)
+    first = start_builder(root, log, 100, "one")
+    wait_for(log, "one paused", first)
+    second = start_builder(root, log, 190, "two")
+    wait_for(log, "two paused", second)
+    (root / "go.lock").touch()
+    assert made_by(log, "stuck")[0] not in made_by(log, "one") + made_by(log, "two")
+    stuck.kill()
+    stuck.communicate()
+    outputs = [process.communicate(timeout=300) for process in (first, second)]
+    assert outputs[0][0] == outputs[1][0] and "documents=" in outputs[0][0], outputs
+    one, two = made_by(log, "one"), made_by(log, "two")
+    assert one and two and not set(one) & set(two)
+    assert made_by(log, "stuck")[0] in one + two and sorted(one + two)[-1].startswith("000023")
+    assert built(root) == undisturbed
+
+
+def test_tokenising_processes_load_neither_jax_nor_grain_and_end_with_their_parent(documents, tmp_path, monkeypatch):
+    for name in ("jax", "grain", "datasets"):
+        (tmp_path / "path" / name).mkdir(parents=True)
+        (tmp_path / "path" / name / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 10_000)
+    corpus = load(ListSource(documents), tmp_path / "cache", tokenizer=HuggingFaceTokenizer(train_bpe(documents, 300)))
+    assert corpus.train.stats.documents + corpus.validation.stats.documents == len(documents)
+    ByteTokenizer().save(tmp_path)
+    # Its parent is said to be another process, as if it had been adopted.
+    command = [sys.executable, "-P", shards.tokenize_worker.__file__, str(tmp_path), "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as orphan:
+        assert orphan.wait(timeout=60) == 1
+
+
+def test_a_tokenising_process_that_dies_is_named_and_its_shard_is_made_again(documents, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 10_000)
+    call, calls = shards._Worker.__call__, []
+
+    def dies(worker, path, group):
+        calls.append(path.name)
+        if len(calls) == 3:
+            worker._process.kill()
+        return call(worker, path, group)
+
+    monkeypatch.setattr(shards._Worker, "__call__", dies)
+    source = ListSource(documents)
+    with pytest.raises(DataError, match=r"ended with status -9 while it made 0000\d\d-.*data.tokenizer_workers"):
+        load(source, tmp_path)
+    lost = calls[2]
+    calls[:] = [None] * 3
+    corpus = load(source, tmp_path)
+    assert lost in calls and len(calls) - 3 < len(documents) * 190 / 10_000
+    assert corpus.train.stats.documents + corpus.validation.stats.documents == len(documents)
+
+
+def test_a_damaged_shard_is_named_and_made_again(documents, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 10_000)
+    source, load_shard = ListSource(documents), encoding.Encoded.load
+
+    def damaged(path):
+        if path.name.startswith("000001"):
+            overwrite(path, path.stat().st_size // 2, b"damage")
+        return load_shard(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding.Encoded, "load", damaged)
+        with pytest.raises(DataError, match="000001-.*is damaged.*start again"):
+            load(source, tmp_path)
+    corpus = load(source, tmp_path)
+    assert corpus.train.stats.documents + corpus.validation.stats.documents == len(documents)
+
+
+def test_progress_is_told_in_plain_lines(documents, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 10_000)
+    monkeypatch.setattr(shards, "_LINE_SECONDS", 0.0)
+    source = ListSource(documents)
+    source.size_bytes = lambda: sum(len(text.encode()) for text in documents)
+    load(source, tmp_path)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("tokenising list on ")
+    tokens = source.size_bytes() + 300
+    assert f"300 documents, {tokens:,} tokens, " in last and "tokens/s, 100.0% of 0.00 GB, 0.0 min remaining" in last
 
 
 def overwrite(path, start, data):
@@ -222,8 +368,8 @@ def overwrite(path, start, data):
 @pytest.fixture
 def large(tmp_path, monkeypatch):
     """A corpus of many chunks, of which nearly nothing is compared when it is opened."""
-    monkeypatch.setattr(cache, "_VERIFIED_CHUNKS", 0)
-    monkeypatch.setattr(cache, "_SAMPLED_CHUNKS", 2)
+    monkeypatch.setattr(corpus_files, "_VERIFIED_CHUNKS", 0)
+    monkeypatch.setattr(corpus_files, "_SAMPLED_CHUNKS", 2)
     rng = np.random.default_rng(0)
     texts = [bytes(rng.integers(97, 123, 5000, np.uint8)).decode() for _ in range(40)]
     return load(ListSource(texts), tmp_path, val_fraction=0.0), ListSource(texts)

@@ -191,7 +191,7 @@ def test_a_coordinator_that_hangs_is_named_and_not_the_others(three):
 
 def test_one_process_needs_no_others(tmp_path):
     assert processes.peers() is None and processes.hosts() == [socket.gethostname()]
-    assert processes.from_first(lambda: "made") == "made" and processes.first_alone(lambda: 3) == 3
+    assert processes.from_first(lambda: "made") == "made" and processes.together(lambda: 3) == 3
     processes.barrier()
     processes.check_shared(tmp_path)
     processes.check_same("data", {"seed": 1})

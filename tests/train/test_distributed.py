@@ -152,12 +152,14 @@ def test_two_processes_have_the_losses_of_one(first_lost, alone):
     assert env["processes"] == 2 and env["mesh"]["fsdp"] == 4 and len(env["hosts"]) == 2
 
 
-def test_process_0_writes_and_prepares_the_data_and_each_has_a_heartbeat(first_lost):
+def test_process_0_writes_and_the_data_is_prepared_once_and_each_has_a_heartbeat(first_lost, corpus):
     workdir, first, second, _, _ = first_lost
     for index in (0, 1):
         beats = [json.loads(line) for line in (workdir / f"heartbeat_{index}.jsonl").read_text().splitlines()]
         assert beats[0]["event"] == "alive" and len(beats) >= 2
-    assert "tokenised" in first and "tokenised" not in second
+    assert "tokenised" not in second
+    (prepared,) = (path for path in (corpus / "cache").iterdir() if path.suffix != ".lock")
+    assert (prepared / "meta.json").exists()
     assert first.count(": sample") >= 3 and len((workdir / "samples.jsonl").read_text().splitlines()) >= 3
     assert "step 5/" in first and "step 5/" not in second and "preflight passed" not in second
 

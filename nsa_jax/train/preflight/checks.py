@@ -23,7 +23,7 @@ from nsa_jax.train.state import Setup
 # Fields that may change between two starts of one run without making it another experiment.
 _MAY_CHANGE = (
     *("name", "compilation_cache_dir", "preflight", "guards", "train", "mesh"),
-    *("data.num_workers", "data.prefetch", "data.cache_dir"),
+    *("data.num_workers", "data.tokenizer_workers", "data.prefetch", "data.cache_dir"),
 )
 _MAY_CHANGE_ON_PURPOSE = ("optim.", "model.implementation", "model.remat", "model.scan_layers")
 

@@ -21,7 +21,7 @@ from nsa_jax.config import Problem, nsa_config
 from nsa_jax.data import DataError, Pipeline, make_pipeline, sources, statistics
 from nsa_jax.data.packing import check_batch
 from nsa_jax.data.pipeline import SAMPLE_TOKENS, Part
-from nsa_jax.data.token_file import TokenFile
+from nsa_jax.data.token_file import TokenStream
 from nsa_jax.fields import source_configs
 from nsa_jax.ops import blocks
 from nsa_jax.rules import attention_kinds
@@ -109,7 +109,7 @@ def shared_windows(haystack: Iterable[np.ndarray], validation_rows: np.ndarray, 
     return times
 
 
-def _stretches(stream: TokenFile, count: int, length: int) -> Iterator[np.ndarray]:
+def _stretches(stream: TokenStream, count: int, length: int) -> Iterator[np.ndarray]:
     """About `count` tokens of a stream in evenly spaced stretches; all of it, seams included, if it has no more."""
     size = min(count, _STRETCH)
     if len(stream) <= count:
@@ -177,7 +177,7 @@ def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tu
     length = min(_WINDOW, 1 << (seq_len.bit_length() - 1))
     rows = np.concatenate([b["inputs"][b["loss_mask"].any(1)] for b in itertools.islice(pipeline.validation(), 8)])
     if corpus is not None:
-        overlap = statistics.split_overlap(corpus.train.hashes, corpus.validation.hashes)
+        overlap = statistics.corpus_report(corpus).overlap_documents
         if overlap:
             message = f"{overlap:,} training documents are also held out: validation would measure memory"
             problems.append(Problem("R030", "error", message, "build the cache again"))
@@ -286,7 +286,7 @@ def _examine_source(
     facts: list[tuple[str, str]] = []
     corpus = part.pipeline.corpus
     if corpus is not None:
-        stats, found = corpus.train.stats, statistics.corpus_report(corpus, count=1000)
+        stats, found = corpus.train.stats, statistics.corpus_report(corpus)
         wanted = int(config.train.steps * config.train.batch_size * config.data.seq_len * part.share)
         problems += _duplicate_problems(found) + _epoch_problems(wanted, stats.tokens, bool(name))
         facts += [

@@ -7,8 +7,8 @@ from nsa_jax.train.processes.agreement import (
     check_same,
     check_same_run,
     check_shared,
-    first_alone,
     from_first,
+    together,
 )
 from nsa_jax.train.processes.cluster import Cluster, DistributedError, detect, from_flags
 from nsa_jax.train.processes.session import hosts, join, leave, peers
@@ -23,11 +23,11 @@ __all__ = [
     "check_same_run",
     "check_shared",
     "detect",
-    "first_alone",
     "from_first",
     "from_flags",
     "hosts",
     "join",
     "leave",
     "peers",
+    "together",
 ]

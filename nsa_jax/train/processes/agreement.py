@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.train.processes.session import client, peers
 
-_DATA_SECONDS = 48 * 3600  # for process 0 to prepare the data
+_DATA_SECONDS = 48 * 3600  # for the slowest process to prepare the data, beyond the fastest
 _calls = iter(range(1 << 62))  # the processes make the same calls in the same order, so that numbers name them
 
 
@@ -43,14 +43,10 @@ def from_first(make: Callable[[], str], seconds: float = 600.0) -> str:
     return client().blocking_key_value_get(key, int(seconds * 1000))
 
 
-def first_alone(make: Callable[[], Any]) -> Any:
-    """Calls `make` on process 0, and then on all others, for whom process 0 has done the work."""
-    others = peers()
-    if others is not None and others.process != 0:
-        barrier(_DATA_SECONDS)
+def together(make: Callable[[], Any]) -> Any:
+    """Calls `make`, which may take hours, and returns when all processes have done so."""
     value = make()
-    if others is not None and others.process == 0:
-        barrier(_DATA_SECONDS)
+    barrier(_DATA_SECONDS)
     return value
 
 
