@@ -42,21 +42,28 @@ if not flags.FLAGS.is_parsed():
 
 # Folders whose modules are compiled quickly as a whole, and those of them that read programs for GPUs or take times.
 QUICK_FOLDERS = ("chaos", "hf", "nn", "tools", "train")
-AS_USUAL = ("test_cache", "test_deterministic", "test_mesh_traffic", "test_preflight", "test_scaling")
+AS_USUAL = ("test_deterministic", "test_mesh_traffic", "test_preflight", "test_scaling")
 
 
 @contextlib.contextmanager
-def _few_optimizations():
-    usual = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", usual or not HAS_GPU)
+def _few_optimizations(few=not HAS_GPU):
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", few)
     yield
-    jax.config.update("jax_disable_most_optimizations", usual)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
 def quick_compilation():
     """XLA leaves most optimizations out: an interpreted kernel is compiled for much longer than it runs."""
     with _few_optimizations():
+        yield
+
+
+@pytest.fixture
+def usual_compilation():
+    """In a folder that is compiled quickly: a test that reads a program for GPUs."""
+    with _few_optimizations(False):
         yield
 
 

@@ -284,6 +284,7 @@ def test_mistakes_are_named():
         nn.cache.init_cache(decoder.config, 1, 100)
 
 
+@pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize(("attention", "shared_kv"), [("nsa", False), ("nsa", True), ("dense", False)])
 def test_decode_and_prefill_compile_ahead_of_time(attention, shared_kv):
     """Six query heads per group and head dim 64, as in the production config, with the kernels chosen for an A100."""
