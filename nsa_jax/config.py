@@ -140,6 +140,7 @@ def default_config() -> ConfigDict:
     t.ema_decay = 0.0  # decay of an average of the weights, such as 0.9995, which is validated and exported; 0: none
     t.z_loss = 0.0  # training adds this times the square of each token's logsumexp of logits, such as 1e-4; 0: none
     t.deterministic = True  # on GPUs, sums in one order and untuned matrix products: runs are bit-equal
+    t.xla_options = ()  # for the compiler, such as ("xla_gpu_enable_latency_hiding_scheduler=True",); docs/parallel.md
     t.reset_optimizer = False  # if a checkpoint's optimizer state does not fit config.optim, start it anew
     t.sample_tokens = 128  # length of the text sample written at each validation; 0: none
     t.sample_prompt = ""  # the sample continues this

@@ -151,7 +151,7 @@ _RANGES = {
 _PATHS = "name compilation_cache_dir data.cache_dir data.tokenizer_path data.hf_path data.hf_name"
 
 # Errors that cannot be accepted by config.preflight.ignore: no run could follow.
-FATAL = frozenset(f"R{i:03}" for i in (0, 1, 2, 3, 4, 5, 7, 8, 10, 20, 21, 22, 55, 56, 57, 58))
+FATAL = frozenset(f"R{i:03}" for i in (0, 1, 2, 3, 4, 5, 7, 8, 10, 20, 21, 22, 55, 56, 57, 58, 59))
 
 _LONG_RUN = 5_000  # steps; beyond, a mistake costs days
 _TOY_PARAMETERS = 5_000_000  # outside the embedding; fewer are for trying things out
@@ -366,6 +366,9 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
                 f"config.mesh.data={mesh.data}: {micro} rows per micro-batch cannot be split over {devices} devices"
             )
             found.error("R010", message, f"use a batch_size that is a multiple of {devices * t.grad_accum}")
+    if wrong := [text for text in t.xla_options if not re.fullmatch(r"xla_\w+=.+", text)]:
+        message = f"config.train.xla_options={t.xla_options}: {wrong[0]!r} is not NAME=VALUE"
+        found.error("R059", message, 'write, for example, ("xla_gpu_enable_latency_hiding_scheduler=True",)')
     if unknown := [name for name in t.trackers if name not in TRACKERS]:
         message = f"config.train.trackers={t.trackers}: {unknown[0]!r} is no tracker"
         found.error("R001", message, f'use some of {", ".join(TRACKERS)}, such as ("wandb",)')

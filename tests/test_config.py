@@ -68,6 +68,7 @@ BAD = [
     ("train.steps", 0, "R002"),
     ("train.batch_size", 0, "R002"),
     ("train.log_every", 0, "R002"),
+    ("train.xla_options", ("latency_hiding",), "R059"),
     ("train.save_every", -1, "R002"),
     ("model.num_kv_heads", 0, "R002"),
     ("mesh.fsdp", 0, "R002"),

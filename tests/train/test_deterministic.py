@@ -7,12 +7,14 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nsa_jax import aot
+from nsa_jax.config import ConfigError
 from nsa_jax.train.preflight import memory
 from nsa_jax.train.preflight.hlo import nondeterministic
+from nsa_jax.train.state import setup
 from nsa_jax.train.step import make_train_step
 from tests.kernels.hollow import hollow_kernels
 
-from .tiny import tiny_config
+from .tiny import one_device, tiny_config
 
 VOCAB = 320
 
@@ -73,3 +75,13 @@ def test_a_scatter_that_adds_with_atomics_is_found(excluded):
     with aot.tracing_for("h100", mesh):
         compiled = add.trace(*arrays).lower(lowering_platforms=("cuda",)).compile()
     assert bool(nondeterministic(compiled.as_text())) != excluded
+
+
+def test_options_of_the_config_reach_the_compiler():
+    name = "xla_gpu_all_reduce_combine_threshold_bytes"
+    given = tiny_config(train__xla_options=(f"{name}=1234", "xla_gpu_enable_latency_hiding_scheduler=True"))
+    made = setup(given, VOCAB, one_device())
+    assert made.compiler_options == {name: "1234", "xla_gpu_enable_latency_hiding_scheduler": True}
+    for option in (f"{name}=many", "xla_no_such_option=True"):
+        with pytest.raises(ConfigError, match="R059.*config.train.xla_options"):
+            setup(tiny_config(train__xla_options=(option,)), VOCAB, one_device())
