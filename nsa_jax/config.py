@@ -130,6 +130,7 @@ def default_config() -> ConfigDict:
     t.keep_last = 3  # checkpoints kept besides the best
     t.keep_every = 0  # also keep the checkpoints of steps that are multiples of this; 0: none
     t.keep_best = True  # also save at validations lower than all before, and keep the checkpoint of the lowest
+    t.local_dir = ""  # where a run with an s3:// or gs:// workdir keeps its files; empty: runs/SCHEME/BUCKET/PATH
     t.z_loss = 0.0  # training adds this times the square of each token's logsumexp of logits, such as 1e-4; 0: none
     t.deterministic = True  # on GPUs, sums in one order and untuned matrix products: runs are bit-equal
     t.reset_optimizer = False  # if a checkpoint's optimizer state does not fit config.optim, start it anew
@@ -184,6 +185,7 @@ def default_config() -> ConfigDict:
     g.stall_seconds = 600.0  # without a finished step: all stacks are written; 0: off
     g.stall_exit = False  # end the process then (status 75), for a supervisor to start it again
     g.heartbeat_seconds = 30.0  # between lines of heartbeat_P.jsonl
+    g.upload_seconds = 3600.0  # stop if nothing could be uploaded to an s3:// or gs:// workdir for so long; 0: never
     g.peer_seconds = 30.0  # of silence, after which a process counts as gone and the others stop (status 75)
 
     c.lock()

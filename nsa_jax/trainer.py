@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from nsa_jax.command_line import OVERRIDE, collect_overrides, load_config, override, workdir_problems
 from nsa_jax.config import ConfigError, Problem, check, default_config
 from nsa_jax.fields import check_fields, nearest, walk
+from nsa_jax.object_store import scheme_of
 
 EXIT_CONFIG = 2
 EXIT_STOPPED = 1
@@ -23,7 +24,9 @@ EXIT_INTERRUPTED = 130
 
 _CONFIG = flags.DEFINE_string("config", None, "The run's config, a file in configs/.")
 _OVERRIDES = flags.DEFINE_multi_string(OVERRIDE, [], "Any field of the config, such as --config.train.steps=100.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is written; default: runs/<config.name>.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where the run is written, a directory or s3://... or gs://...; default: runs/<config.name>."
+)
 _RESUME = flags.DEFINE_string(
     "resume", None, "Start from another run's checkpoint, DIR or DIR@STEP, or from an exported model."
 )
@@ -70,9 +73,11 @@ def preflight(config, workdir: str, target: str, devices: int) -> int:
 
     from nsa_jax.train import preflight as preflight_lib
     from nsa_jax.train import stopping
+    from nsa_jax.train.mirror import local_directory
 
+    directory = local_directory(workdir, check_fields(config, default_config())[0].train.local_dir)
     with stopping.listening(end_at_once):
-        report = preflight_lib.examine(config, Path(workdir), target=target, devices=devices)
+        report = preflight_lib.examine(config, directory, target=target, devices=devices)
     preflight_lib.show(report, Console(width=None if sys.stdout.isatty() else 120))
     return report.exit_code
 
@@ -109,7 +114,7 @@ def _tell_others_apart(process: int, count: int) -> None:
         logging.getLogger("nsa_jax").setLevel(logging.WARNING)
 
 
-def train(config, workdir: Path) -> tuple[int, str]:
+def train(config, workdir: str) -> tuple[int, str]:
     """Trains; returns the exit status and, unless it is 0, what went wrong."""
     from nsa_jax.data import DataError
     from nsa_jax.hub.export_files import LoadError
@@ -187,7 +192,7 @@ def main(argv: list[str]) -> int:
 
     try:
         with stopping.listening(_Interrupts().heard):
-            status, why = train(config, Path(workdir).absolute())
+            status, why = train(config, workdir if scheme_of(workdir) else str(Path(workdir).absolute()))
     except KeyboardInterrupt:
         processes.leave(EXIT_INTERRUPTED, "interrupted")
         logging.shutdown()

@@ -76,7 +76,7 @@ def check_same(what: str, value: Mapping[str, Any]) -> None:
         raise ConfigError([Problem("R050", "error", message, "start every process with the same command and versions")])
 
 
-def check_same_run(config: ConfigDict, workdir: Path) -> None:
+def check_same_run(config: ConfigDict, workdir: str | Path) -> None:
     """Every process must have been started for the same run, with the same versions.
 
     Raises:
@@ -119,7 +119,13 @@ def check_shared(directory: Path) -> None:
     if not seen:
         message = f"workdir {directory}: on host {others.me.host} it is another directory than on process 0's host"
         raise ConfigError(
-            [Problem("R051", "error", message, "use a --workdir on a file system that all hosts share, the same path")]
+            [
+                Problem(
+                    *("R051", "error", message),
+                    "use a --workdir (with one of s3:// or gs://: a config.train.local_dir) on a file system that all "
+                    "hosts share, the same path",
+                )
+            ]
         )
     barrier()
     if others.process == 0:
