@@ -5,20 +5,35 @@ and resumed, and one trains with two processes.
 """
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
+import nsa_jax
+from nsa_jax.command_line import workdir_problems
 from nsa_jax.config import ConfigError
 from nsa_jax.hub import digests, remote_run
 from nsa_jax.hub.checkpoint_files import find_steps
+from nsa_jax.hub.export_files import LoadError
 from nsa_jax.object_store import Folder, StoreError
-from nsa_jax.train import CheckpointError, TrainingError, WorkdirInUse, lock, mirror
+from nsa_jax.train import CheckpointError, TrainingError, WorkdirInUse, lock, mirror, run
+from nsa_jax.train.checkpoint import parse_resume
 from nsa_jax.train.mirror import local_directory, mirroring
 from tests.s3 import bucket, s3  # noqa: F401
 
-from .tiny import tiny_config
+from . import remote_run as killed
+from .test_distributed import QUICK, ROOT, Processes
+from .tiny import losses, one_device, tiny_config
+
+s3fs = pytest.importorskip("s3fs")
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +46,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(mirror, "_RETRY_SECONDS", 0.1)
     monkeypatch.setattr(mirror, "_LAST_SECONDS", 0.0)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    import s3fs
-
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
     s3fs.S3FileSystem.clear_instance_cache()
 
@@ -132,8 +145,6 @@ def test_a_changed_object_is_found_and_the_step_before_is_used(place, s3, bucket
 
 
 def test_a_denied_write_is_named_and_nothing_is_lost(place, s3, bucket, tmp_path, caplog):  # noqa: F811
-    from nsa_jax.command_line import workdir_problems
-
     write_step(tmp_path, 1)
     with mirroring(place, tmp_path, tiny_config()):
         pass
@@ -274,8 +285,6 @@ def test_an_object_halts_the_run(place, s3, bucket, tmp_path):  # noqa: F811
 
 
 def test_a_slow_upload_outlives_the_deletion_of_its_step(place, tmp_path, monkeypatch):
-    import shutil
-
     real, begun, go_on = Folder.upload, threading.Event(), threading.Event()
 
     def slow(self, local, path):
@@ -299,3 +308,69 @@ def test_the_local_directory_follows_from_the_address(tmp_path, monkeypatch):
     assert local_directory("s3://bucket/a/b/") == tmp_path / "runs/s3/bucket/a/b"
     assert local_directory("gs://bucket/a", f"{tmp_path}/fast") == tmp_path / "fast"
     assert local_directory("runs/a") == tmp_path / "runs/a"
+
+
+def test_a_killed_run_is_resumed_elsewhere_with_the_same_bits(place, s3, bucket, tmp_path, monkeypatch):  # noqa: F811
+    env = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "tests.train.remote_run", place, str(tmp_path / "first")]
+    with (tmp_path / "output.txt").open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        until(lambda: 4 in whole(place) or process.poll() is not None, 120.0)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -9, (tmp_path / "output.txt").read_text()
+    reached = max(whole(place))
+    assert "run/lock.json" in s3.names(bucket) and 4 <= reached < 10
+
+    uninterrupted = run(killed.config(""), tmp_path / "uninterrupted", devices=one_device())
+    resumed = run(killed.config(tmp_path / "second"), place, devices=one_device())
+    assert resumed["start_step"] == reached and resumed["finished"] and uninterrupted["start_step"] == 0
+    assert losses(tmp_path / "second") == losses(tmp_path / "uninterrupted") and len(losses(tmp_path / "second")) == 12
+    assert "run/lock.json" not in s3.names(bucket)
+    assert json.loads(s3.get(bucket, "run/summary.json"))["finished"]
+    assert s3.get(bucket, "run/metrics.jsonl") == (tmp_path / "second" / "metrics.jsonl").read_bytes()
+
+    # Reading: what was fetched once is used again.
+    monkeypatch.setenv("NSA_JAX_CACHE", str(tmp_path / "cache"))
+    model, _, _ = nsa_jax.load(f"{place}@12")
+    same, _, _ = nsa_jax.load(tmp_path / "uninterrupted")
+    for one, other in zip(*(jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (model, same)), strict=True):
+        assert np.array_equal(one, other)
+    fetched = tmp_path / "cache" / "runs" / "s3" / bucket / "run" / "checkpoints"
+    assert [path.name for path in fetched.iterdir()] == ["12"]
+    monkeypatch.setattr(remote_run, "fetch_step", None)
+    assert parse_resume(place) == (fetched, 12)
+    monkeypatch.undo()
+    with pytest.raises(LoadError, match=r"run@7: no such finished step. Fix: name another, of \[8, 10, 12\]"):
+        nsa_jax.load(f"{place}@7")
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_resume_one_run(place, s3, bucket, tmp_path):  # noqa: F811
+    rng = np.random.default_rng(0)
+    for index in range(40):
+        s3.put(bucket, f"text/{index}.txt", "".join(rng.choice(list("abcdefgh "), 300)).encode())
+    flags = [
+        f"--workdir={place}",
+        f"--config.data.files=('s3://{bucket}/text/*.txt',)",
+        "--config.train.steps=8",
+        *QUICK,
+    ]
+    flags.append(f"--config.data.cache_dir={tmp_path / 'cache'}")
+    results = []
+    for name in ("first", "second"):
+        with Processes(tmp_path / name, f"--config.train.local_dir={tmp_path / name}", *flags) as both:
+            assert (both.wait(0), both.wait(1)) == (0, 0), both.text(0) + both.text(1)
+        assert sorted(whole(place)) == [4, 8] and "run/lock.json" not in s3.names(bucket)
+        results.append((json.loads((tmp_path / name / "summary.json").read_text()), losses(tmp_path / name)))
+        if name == "first":  # as if the machine had been lost before it uploaded the last checkpoint
+            s3.delete(bucket, "run/checkpoints/8/SHA256SUMS")
+    assert [summary["start_step"] for summary, _ in results] == [0, 4]
+    assert results[0][1] == results[1][1] and list(results[1][1]) == list(range(1, 9))
