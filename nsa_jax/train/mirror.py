@@ -137,7 +137,7 @@ class Mirror:
             self._fetch()
         except StoreError as error:
             if error.denied:
-                raise ConfigError([Problem("R023", "error", error.what, error.fix)]) from error
+                raise ConfigError([Problem("R023", "error", f"--workdir={error.what}", error.fix)]) from error
             raise TrainingError(f"{error}; nothing was trained", guard="upload") from error
         except Damage as error:
             raise CheckpointError(str(error)) from error

@@ -152,7 +152,7 @@ def test_a_denied_write_is_named_and_nothing_is_lost(place, s3, bucket, tmp_path
         (problem,) = workdir_problems(place)
         assert problem.rule == "R023" and "access is denied" in problem.message and "credentials" in problem.fix
         with (
-            pytest.raises(ConfigError, match="R023 error: s3://.*access is denied"),
+            pytest.raises(ConfigError, match="R023 error: --workdir=s3://.*access is denied"),
             mirroring(place, tmp_path, tiny_config()),
         ):
             raise AssertionError
@@ -329,11 +329,13 @@ def test_a_killed_run_is_resumed_elsewhere_with_the_same_bits(place, s3, bucket,
     reached = max(whole(place))
     assert "run/lock.json" in s3.names(bucket) and 4 <= reached < 10
 
+    checked = []
+    monkeypatch.setattr(mirror.Mirror, "check", lambda self, step: checked.append(step))
     uninterrupted = run(killed.config(""), tmp_path / "uninterrupted", devices=one_device())
     resumed = run(killed.config(tmp_path / "second"), place, devices=one_device())
     assert resumed["start_step"] == reached and resumed["finished"] and uninterrupted["start_step"] == 0
     assert losses(tmp_path / "second") == losses(tmp_path / "uninterrupted") and len(losses(tmp_path / "second")) == 12
-    assert "run/lock.json" not in s3.names(bucket)
+    assert checked == list(range(reached + 2, 13, 2)) and "run/lock.json" not in s3.names(bucket)
     assert json.loads(s3.get(bucket, "run/summary.json"))["finished"]
     assert s3.get(bucket, "run/metrics.jsonl") == (tmp_path / "second" / "metrics.jsonl").read_bytes()
 

@@ -117,16 +117,11 @@ def check_shared(directory: Path) -> None:
         if seen := path.exists():
             break
     if not seen:
-        message = f"workdir {directory}: on host {others.me.host} it is another directory than on process 0's host"
-        raise ConfigError(
-            [
-                Problem(
-                    *("R051", "error", message),
-                    "use a --workdir (with one of s3:// or gs://: a config.train.local_dir) on a file system that all "
-                    "hosts share, the same path",
-                )
-            ]
+        fix = (
+            "use a --workdir (if it is s3:// or gs://, a config.train.local_dir) on a file system that all hosts share"
         )
+        message = f"workdir {directory}: on host {others.me.host} it is another directory than on process 0's host"
+        raise ConfigError([Problem("R051", "error", message, f"{fix}, the same path on each")])
     barrier()
     if others.process == 0:
         path.unlink(missing_ok=True)
