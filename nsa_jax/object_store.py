@@ -150,14 +150,18 @@ class Folder:
         return f"{self.address}/{path}"
 
     def sizes(self, below: str = "") -> dict[str, int]:
-        """Size in bytes of every object by its path; empty if there are none."""
+        """Size in bytes of every object whose path begins with `below`, by its path; empty if there are none."""
         base = self.address.partition("://")[2] + "/"
         with accessing(self.address):
             try:
                 found = self._fs.find(self._at(below).rstrip("/"), detail=True)
             except FileNotFoundError as error:  # an empty prefix is no error, but a bucket that is not there is
                 raise explain(self.address, error) from error
-        return {name.removeprefix(base): int(entry["size"]) for name, entry in found.items() if name != base}
+        return {
+            name.removeprefix(base): int(entry["size"])
+            for name, entry in found.items()
+            if name.startswith(base + below) and not name.endswith("/")  # a console makes folders such objects
+        }
 
     def read(self, path: str) -> bytes:
         with accessing(self._at(path)):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("s3fs")
+s3fs = pytest.importorskip("s3fs")
 server = pytest.importorskip("moto.server")
 boto3 = pytest.importorskip("boto3")
 
@@ -75,6 +75,7 @@ def s3() -> Iterator[Store]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in store.env.items():
             patch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()  # those of another module's server
         yield store
     store.stop()
 

@@ -39,7 +39,7 @@ def belongs(path: str) -> bool:
 
 def whole_steps(store: Folder) -> dict[int, float | None]:
     """The finished steps of a run, ascending, with their validation losses as far as they are known."""
-    sizes = store.sizes(CHECKPOINTS)
+    sizes = store.sizes(f"{CHECKPOINTS}/")
     steps = sorted(int(path.split("/")[1]) for path in sizes if path.split("/")[2:] == [SUMS] and _is_step(path))
     losses: dict[int, float | None] = {}
     for step in steps:
@@ -56,7 +56,7 @@ def _is_step(path: str) -> bool:
 
 def unfinished(store: Folder) -> set[int]:
     """Steps without SHA256SUMS: what an upload or a deletion left that was cut short."""
-    parts = [path.split("/") for path in store.sizes(CHECKPOINTS) if _is_step(path)]
+    parts = [path.split("/") for path in store.sizes(f"{CHECKPOINTS}/") if _is_step(path)]
     return {int(part[1]) for part in parts} - {int(part[1]) for part in parts if part[2:] == [SUMS]}
 
 

@@ -45,7 +45,7 @@ _POLL_SECONDS = 2.0  # between looks for a new checkpoint
 _FILES_SECONDS = 60.0  # between uploads of the small files, besides those with a checkpoint
 _RETRY_SECONDS = 30.0  # after an upload failed; the packages below have tried a few times by then
 _LAST_SECONDS = 300.0  # for the last upload to succeed
-_FETCH_SECONDS = 12 * 3600.0  # for process 0 to fetch a checkpoint
+_FETCH_SECONDS = 12 * 3600.0  # for process 0 to fetch a checkpoint, or to upload the last ones
 
 
 _given_back: set[str] = set()  # locks of this process; the store may not have answered when they were deleted
@@ -97,6 +97,7 @@ def mirroring(address: str, workdir: Path, config: ConfigDict) -> Iterator[Mirro
             mirror.finish(seconds=0, quiet=True)
             raise
         mirror.finish()
+        processes.barrier(_FETCH_SECONDS)  # the others must not give up on process 0
     finally:
         mirror.close()
 

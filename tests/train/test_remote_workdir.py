@@ -27,13 +27,11 @@ from nsa_jax.object_store import Folder, StoreError
 from nsa_jax.train import CheckpointError, TrainingError, WorkdirInUse, lock, mirror, run
 from nsa_jax.train.checkpoint import parse_resume
 from nsa_jax.train.mirror import local_directory, mirroring
-from tests.s3 import bucket, s3  # noqa: F401
+from tests.s3 import bucket, s3, s3fs  # noqa: F401
 
 from . import remote_run as killed
 from .test_distributed import QUICK, ROOT, Processes
 from .tiny import losses, one_device, tiny_config
-
-s3fs = pytest.importorskip("s3fs")
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +79,7 @@ def test_steps_and_small_files_are_copied_and_fetched(place, s3, bucket, tmp_pat
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     with mirroring(place, first, config):
-        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, None)):
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (40, None), (50, None)):
             write_step(first, step, loss)
             until(lambda step=step: step in whole(place))
         (first / "metrics.jsonl").write_text("rows\n")
@@ -90,19 +88,19 @@ def test_steps_and_small_files_are_copied_and_fetched(place, s3, bucket, tmp_pat
     names = s3.names(bucket)
     assert {name for name in names if "checkpoints" not in name} == {"run/metrics.jsonl", "run/tensorboard/events"}
     # The two last and the best, as in a workdir; all of their files and no others.
-    assert whole(place) == {2: 1.0, 4: None, 5: None} and len([n for n in names if "checkpoints" in n]) == 3 * 3
+    assert whole(place) == {2: 1.0, 40: None, 50: None} and len([n for n in names if "checkpoints" in n]) == 3 * 3
     second.mkdir()
     with mirroring(place, second, config):
-        assert find_steps(second / "checkpoints") == ({2: 1.0, 5: None}, {})
+        assert find_steps(second / "checkpoints") == ({2: 1.0, 50: None}, {})
         assert (second / "metrics.jsonl").read_text() == "rows\n"
-        assert (second / "checkpoints/5/state/array").read_text() == "weights 5"
-        write_step(second, 6, 0.5)
-    assert whole(place) == {5: None, 6: 0.5}
+        assert (second / "checkpoints/50/state/array").read_text() == "weights 50"
+        write_step(second, 60, 0.5)
+    assert whole(place) == {50: None, 60: 0.5}
     # A machine that has older steps gets the newest; one that has newer ones uploads them.
     with mirroring(place, first, config):
-        assert sorted(find_steps(first / "checkpoints")[0]) == [1, 2, 3, 4, 5, 6]
-        write_step(first, 7)
-    assert sorted(whole(place)) == [6, 7]
+        assert sorted(find_steps(first / "checkpoints")[0]) == [1, 2, 3, 40, 50, 60]
+        write_step(first, 70)
+    assert sorted(whole(place)) == [60, 70]
 
 
 def test_an_upload_that_was_cut_short_is_no_checkpoint(place, s3, bucket, tmp_path):  # noqa: F811
@@ -257,7 +255,9 @@ def test_one_run_per_address(place, s3, bucket, tmp_path):  # noqa: F811
     thread.join()
 
 
-def test_a_run_that_was_taken_over_uploads_nothing_more(place, s3, bucket, tmp_path):  # noqa: F811
+def test_a_run_that_was_taken_over_uploads_nothing_more(place, s3, bucket, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(mirror, "_LAST_SECONDS", 60.0)  # of no use here
+    began = time.monotonic()
     other = json.dumps({**lock.me(), "id": "theirs"}).encode()
     with pytest.raises(TrainingError, match="has been taken over by process"):
         with mirroring(place, tmp_path, tiny_config()) as running:
@@ -267,6 +267,7 @@ def test_a_run_that_was_taken_over_uploads_nothing_more(place, s3, bucket, tmp_p
             with pytest.raises(TrainingError, match="step 1: .*taken over.*Fix: let that one go on"):
                 running.check(1)
     assert s3.names(bucket) == ["run/lock.json"] and s3.get(bucket, "run/lock.json") == other
+    assert time.monotonic() - began < 50.0
 
 
 def test_a_directory_belongs_to_one_address(place, tmp_path):
@@ -376,3 +377,27 @@ def test_two_processes_save_and_resume_one_run(place, s3, bucket, tmp_path):  # 
             s3.delete(bucket, "run/checkpoints/8/SHA256SUMS")
     assert [summary["start_step"] for summary, _ in results] == [0, 4]
     assert results[0][1] == results[1][1] and list(results[1][1]) == list(range(1, 9))
+
+
+def test_the_digests_are_written_last_and_deleted_first(place, tmp_path, monkeypatch):
+    done = []
+    for name, index in (("upload", 1), ("delete", 0)):
+        real = getattr(Folder, name)
+        record = lambda self, *args, real=real, name=name, index=index: (  # noqa: E731
+            real(self, *args),
+            done.append((name, args[index])),
+        )
+        monkeypatch.setattr(Folder, name, record)
+    write_step(tmp_path, 1)
+    (tmp_path / "metrics.jsonl").write_text("rows\n")
+    with mirroring(place, tmp_path, tiny_config(train__keep_last=1)):
+        until(lambda: 1 in whole(place))
+        write_step(tmp_path, 2)
+    base = "checkpoints/1"
+    of_step = [entry for entry in done if entry[1].startswith(base)]
+    assert done.index(("upload", "metrics.jsonl")) < done.index(of_step[1])
+    # Before and after: what an earlier attempt may have left, and the deletion of the step.
+    assert of_step[0] == ("delete", f"{base}/SHA256SUMS") == of_step[4]
+    assert {*of_step[1:3]} == {("upload", f"{base}/info.json"), ("upload", f"{base}/state/array")}
+    assert of_step[3] == ("upload", f"{base}/SHA256SUMS") and len(of_step) == 7
+    assert done[done.index(("upload", "checkpoints/2/SHA256SUMS")) + 1 :][:3] == of_step[4:]
