@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import re
 import uuid
 from collections.abc import Iterator
@@ -85,6 +86,8 @@ def accessing(address: str) -> Iterator[None]:
 
 def explain(address: str, error: Exception) -> StoreError:
     """The `StoreError` for an error of fsspec."""
+    if isinstance(error, StoreError):
+        return error
     reason = " ".join(str(error).split())[:300] or type(error).__name__
     names = {cls.__name__ for cls in type(error).__mro__}
     if isinstance(error, PermissionError) or names & _REFUSED or getattr(error, "code", None) in (401, 403):
@@ -181,8 +184,13 @@ class Folder:
 
     def upload(self, local: str, path: str) -> None:
         """Writes an object from a local file; a reader sees all of it or nothing."""
-        with open(local, "rb"), accessing(self._at(path)):
-            self._fs.put_file(local, self._at(path))
+        with accessing(self._at(path)):
+            try:
+                self._fs.put_file(local, self._at(path))
+            except FileNotFoundError as error:
+                if not os.path.exists(local):
+                    raise
+                raise explain(self.address, error) from error
 
     def download(self, path: str, local: str) -> None:
         with accessing(self._at(path)):

@@ -140,7 +140,7 @@ _RANGES = {
     **dict.fromkeys(_FACTORS, (0.0, True, float("inf"), False)),
 }
 
-# Fields that name files: none can hold a null character, and of these only data.files and workdirs may be in buckets.
+# Fields that name files: none can hold a null character. Buckets are for workdirs and data.files alone.
 _PATHS = "name compilation_cache_dir train.local_dir data.cache_dir data.tokenizer_path data.hf_path data.hf_name"
 
 # Errors that cannot be accepted by config.preflight.ignore: no run could follow.

@@ -213,7 +213,7 @@ class Mirror:
 
     def _beat(self) -> None:
         while not self._released.wait(_BEAT_SECONDS):
-            with contextlib.suppress(StoreError):  # the uploads tell of it
+            with contextlib.suppress(OSError):  # the uploads tell of it
                 try:
                     self._check_mine()
                     self._write_lock()
@@ -239,8 +239,9 @@ class Mirror:
     def _upload_in_background(self) -> None:
         due, pause = 0.0, _POLL_SECONDS
         while not self._last.wait(pause):
-            if time.monotonic() < due and not self._pending():
-                continue
+            with contextlib.suppress(OSError):  # which the upload meets, too
+                if time.monotonic() < due and not self._pending():
+                    continue
             failed = not self._try_upload()
             due, pause = time.monotonic() + _FILES_SECONDS, _RETRY_SECONDS if failed else _POLL_SECONDS
 
