@@ -26,6 +26,7 @@ from nsa_jax.config import default_config
 from nsa_jax.devices import choose_platform
 from nsa_jax.extras import MissingExtra
 from nsa_jax.fields import ConfigError, Problem, default_of, expected, no_such_field, remote, walk, wrong_value
+from nsa_jax.object_store import SCHEMES, Folder, StoreError, scheme_of
 
 EXIT_USAGE = 2
 LARGEST = 2**31 - 1
@@ -199,16 +200,21 @@ def _what_happened(name: str, error: BaseException) -> tuple[str, str]:
 
 
 def workdir_problems(workdir: str | Path) -> list[Problem]:
-    """R023: a workdir is a directory of a local (or mounted) file system, and can be written.
+    """R023: a workdir is a directory or an address of an object store, and can be written.
 
-    Nothing is left behind: a temporary file is written into the directory, or into the first above it that exists.
+    Nothing is left behind: a temporary file is written into the directory, or into the first above it that exists; an
+    object below the address is written and deleted.
     """
     text = str(workdir)
+    if scheme_of(text):
+        try:
+            Folder(text).check_writable()
+        except StoreError as error:
+            return [Problem("R023", "error", f"--workdir={error.what}", error.fix)]
+        return []
     if scheme := remote(text):
-        message = f"--workdir={text}: {scheme} is not supported, checkpoints and logs are local files"
-        return [
-            Problem("R023", "error", message, "use a directory; mount the bucket, or copy the run there afterwards")
-        ]
+        message = f"--workdir={text}: {scheme} is not supported"
+        return [Problem("R023", "error", message, f"use a directory, or an address of {' or '.join(SCHEMES)}")]
     try:
         directory = Path(workdir).absolute()
         for inside in (directory, directory / "checkpoints"):

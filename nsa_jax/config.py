@@ -138,6 +138,7 @@ def default_config() -> ConfigDict:
     t.keep_every = 0  # also keep the checkpoints of steps that are multiples of this; 0: none
     t.keep_best = True  # also save at validations lower than all before, and keep the checkpoint of the lowest
     t.ema_decay = 0.0  # decay of an average of the weights, such as 0.9995, which is validated and exported; 0: none
+    t.local_dir = ""  # where a run with an s3:// or gs:// workdir keeps its files; empty: runs/SCHEME/BUCKET/PATH
     t.z_loss = 0.0  # training adds this times the square of each token's logsumexp of logits, such as 1e-4; 0: none
     t.deterministic = True  # on GPUs, sums in one order and untuned matrix products: runs are bit-equal
     t.xla_options = ()  # for the compiler, such as ("xla_gpu_enable_latency_hiding_scheduler=True",); docs/parallel.md
@@ -198,6 +199,7 @@ def default_config() -> ConfigDict:
     g.stall_seconds = 600.0  # without a finished step: all stacks are written; 0: off
     g.stall_exit = False  # end the process then (status 75), for a supervisor to start it again
     g.heartbeat_seconds = 30.0  # between lines of heartbeat_P.jsonl
+    g.upload_seconds = 3600.0  # stop if nothing could be uploaded to an s3:// or gs:// workdir for so long; 0: never
     g.peer_seconds = 30.0  # of silence, after which a process counts as gone and the others stop (status 75)
 
     c.lock()

@@ -70,7 +70,7 @@ _AT_LEAST = {
         "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip "
         "guards.floor_steps guards.skip_steps guards.skip_spikes guards.spike_norm guards.roll_back "
         "guards.max_gap guards.divergence guards.spike guards.plateau_steps "
-        "guards.early_stop guards.early_stop_delta guards.min_gate_entropy guards.stall_seconds"
+        "guards.early_stop guards.early_stop_delta guards.min_gate_entropy guards.stall_seconds guards.upload_seconds"
     ),
 }
 
@@ -111,7 +111,7 @@ _AT_MOST = {
         "model.nsa.num_selected model.nsa.num_initial model.nsa.num_local model.nsa.window"
     ),
     1 << 10: "data.num_workers data.tokenizer_workers data.prefetch",
-    30 * 86_400: "guards.stall_seconds guards.heartbeat_seconds",
+    30 * 86_400: "guards.stall_seconds guards.heartbeat_seconds guards.upload_seconds",
 }
 
 # field: (lowest, is it allowed itself, highest, is it allowed itself)
@@ -147,8 +147,8 @@ _RANGES = {
     **dict.fromkeys(_FACTORS, (0.0, True, float("inf"), False)),
 }
 
-# Fields that name files: none can hold this character, and nothing here reads or writes buckets.
-_PATHS = "name compilation_cache_dir data.cache_dir data.tokenizer_path data.hf_path data.hf_name"
+# Fields that name files: none can hold a null character. Buckets are for workdirs and data.files alone.
+_PATHS = "name compilation_cache_dir train.local_dir data.cache_dir data.tokenizer_path data.hf_path data.hf_name"
 
 # Errors that cannot be accepted by config.preflight.ignore: no run could follow.
 FATAL = frozenset(f"R{i:03}" for i in (0, 1, 2, 3, 4, 5, 7, 8, 10, 20, 21, 22, 55, 56, 57, 58, 59))
@@ -282,10 +282,10 @@ def _check_paths(config: ConfigDict, found: _Findings) -> None:
     for name in _PATHS.split():
         if "\0" in _field(config, name):
             found.error("R001", f"config.{name}={_field(config, name)!r}: holds a null character", "remove it")
-    for name in ("compilation_cache_dir", "data.cache_dir"):
+    for name in ("compilation_cache_dir", "data.cache_dir", "train.local_dir"):
         if scheme := remote(_field(config, name)):
             message = f"config.{name}={_field(config, name)!r}: {scheme} is not supported"
-            found.error("R001", message, "use a local directory")
+            found.error("R001", message, "use a local or shared directory: its files are locked and read in place")
 
 
 def _check_data(config: ConfigDict, found: _Findings) -> None:

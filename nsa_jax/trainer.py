@@ -24,10 +24,13 @@ from nsa_jax.exit_status import (
     EXIT_TERMINATED,
 )
 from nsa_jax.fields import check_fields, nearest, walk
+from nsa_jax.object_store import scheme_of
 
 _CONFIG = flags.DEFINE_string("config", None, "The run's config, a file in configs/.")
 _OVERRIDES = flags.DEFINE_multi_string(OVERRIDE, [], "Any field of the config, such as --config.train.steps=100.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run is written; default: runs/<config.name>.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where the run is written, a directory or s3://... or gs://...; default: runs/<config.name>."
+)
 _RESUME = flags.DEFINE_string(
     "resume", None, "Start from another run's checkpoint, DIR or DIR@STEP, or from an exported model."
 )
@@ -74,9 +77,11 @@ def preflight(config, workdir: str, target: str, devices: int) -> int:
 
     from nsa_jax.train import preflight as preflight_lib
     from nsa_jax.train import stopping
+    from nsa_jax.train.mirror import local_directory
 
+    directory = local_directory(workdir, check_fields(config, default_config())[0].train.local_dir)
     with stopping.listening(end_at_once):
-        report = preflight_lib.examine(config, Path(workdir), target=target, devices=devices)
+        report = preflight_lib.examine(config, directory, target=target, devices=devices)
     preflight_lib.show(report, Console(width=None if sys.stdout.isatty() else 120))
     return report.exit_code
 
@@ -113,7 +118,7 @@ def _tell_others_apart(process: int, count: int) -> None:
         logging.getLogger("nsa_jax").setLevel(logging.WARNING)
 
 
-def train(config, workdir: Path) -> tuple[int, str]:
+def train(config, workdir: str) -> tuple[int, str]:
     """Trains; returns the exit status and, if something went wrong, what."""
     from nsa_jax.data import DataError
     from nsa_jax.hub.export_files import LoadError
@@ -193,7 +198,7 @@ def main(argv: list[str]) -> int:
 
     try:
         with stopping.listening(_Interrupts().heard):
-            status, why = train(config, Path(workdir).absolute())
+            status, why = train(config, workdir if scheme_of(workdir) else str(Path(workdir).absolute()))
     except KeyboardInterrupt:
         processes.leave(EXIT_INTERRUPTED, "interrupted")
         logging.shutdown()

@@ -229,10 +229,18 @@ def test_every_field_refuses_values_of_another_type_and_numbers_that_are_none(nu
     assert named == {f"config.{name}" for name, _ in walk(default_config())} and len(problems) == len(named)
 
 
-@pytest.mark.parametrize("address", ["gs://bucket/run", "s3://bucket/run", "file:///tmp/run", "gs:/bucket/run"])
-def test_workdirs_in_buckets_are_refused(address):
+@pytest.mark.parametrize("address", ["az://bucket/run", "file:///tmp/run", "hdfs:/host/run"])
+def test_workdirs_of_other_schemes_are_refused(address):
     (problem,) = workdir_problems(address)
-    assert "is not supported" in problem.message and "mount the bucket" in problem.fix
+    assert "is not supported" in problem.message and "s3:// or gs://" in problem.fix
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/run", "s3:/bucket/run"])
+def test_workdirs_in_buckets_need_the_extra(address, monkeypatch):
+    for package in ("s3fs", "gcsfs"):
+        monkeypatch.setitem(sys.modules, package, None)
+    (problem,) = workdir_problems(address)
+    assert problem.rule == "R023" and 'pip install "nsa_jax[remote]"' in problem.message
 
 
 def test_workdirs_must_be_directories_that_can_be_written(tmp_path, monkeypatch):
@@ -268,7 +276,7 @@ def test_rules_without_which_no_run_could_follow_cannot_be_ignored():
         (["--steps=3"], "--config.train.steps?"),
         (["--config=missing.py"], "missing.py: No such file or directory"),
         (["--config.guards.min_gate_entropy=nan"], "config.guards.min_gate_entropy=nan: out of range"),
-        (["--workdir=gs://bucket/run"], "gs:// is not supported"),
+        (["--workdir=az://bucket/run"], "az:// is not supported"),
         (["--workdir=train.py"], "train.py is a file"),
         (["--workdir=~/run"], "/proc/run: cannot be written"),
         (["--target=h100"], "add --preflight"),

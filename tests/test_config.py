@@ -91,6 +91,8 @@ BAD = [
     ("train.batch_size", 2**21, "R010"),
     ("name", "", "R001"),
     ("data.cache_dir", "gs://bucket/cache", "R001"),
+    ("train.local_dir", "s3://bucket/run", "R001"),
+    ("guards.upload_seconds", -1.0, "R002"),
     ("compilation_cache_dir", "a\0b", "R001"),
     ("model.num_kv_heads", 5, "R004"),
     ("model.head_dim", 63, "R004"),

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Protocol
 import zstandard
 from ml_collections import ConfigDict
 
+from nsa_jax import object_store
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.token_sources import HuggingFaceTokens, TokenFiles
 
@@ -197,12 +198,13 @@ class _ZstdReader(io.RawIOBase):
 
 
 def _open_text(path: str) -> io.TextIOWrapper:
+    remote = object_store.open_object(path) if object_store.scheme_of(path) else None
     if path.endswith(".gz"):
-        binary: Any = gzip.open(path, "rb")
+        binary: Any = gzip.open(remote or path, "rb")
     elif path.endswith(".zst"):
-        binary = io.BufferedReader(_ZstdReader(open(path, "rb")), _READ_BYTES)
+        binary = io.BufferedReader(_ZstdReader(remote or open(path, "rb")), _READ_BYTES)
     else:
-        binary = open(path, "rb")
+        binary = remote or open(path, "rb")
     return io.TextIOWrapper(binary, encoding="utf-8", newline="")
 
 
@@ -225,7 +227,8 @@ class TextSource:
     """UTF-8 text files, plain, .gz or .zst; one document per file, or per piece between separators.
 
     Args:
-      files: paths and globs (`**` allowed); a comma-separated string is accepted, as flags give it.
+      files: paths, addresses of objects (s3://, gs://), and globs of both (`**` allowed); a comma-separated string is
+        accepted, as flags give it.
       separator: string between the documents of a file. If it is empty, a file is one document, which is cut at line
         ends into pieces of at most `MAX_DOCUMENT_CHARS`.
 
@@ -240,8 +243,11 @@ class TextSource:
         if not patterns:
             raise DataError("config.data.files=()", "the text source has no files", "list files or globs")
         self.separator = separator
-        found: dict[str, None] = {}  # in order, each file once
+        found: dict[str, object_store.Object | None] = {}  # in order, each file once
         for pattern in patterns:
+            if object_store.scheme_of(pattern):
+                found |= {entry.address: entry for entry in _objects(pattern)}
+                continue
             expanded = os.path.expanduser(pattern)
             # A path may itself contain glob characters.
             if os.path.exists(expanded):
@@ -257,10 +263,10 @@ class TextSource:
                 raise DataError(f"config.data.files entry {pattern!r}", what, fix)
             found |= dict.fromkeys(matches)
         self.files = list(found)
+        self._objects = {name: entry for name, entry in found.items() if entry is not None}
 
     def fingerprint(self) -> str:
-        stats = [(os.path.abspath(f), (found := os.stat(f)).st_size, found.st_mtime_ns) for f in self.files]
-        return digest(self.name, stats, self.separator)
+        return digest(self.name, [self._objects.get(f) or _file_version(f) for f in self.files], self.separator)
 
     def documents(self) -> Iterator[str]:
         for path in self.files:
@@ -272,7 +278,12 @@ class TextSource:
                 raise DataError(
                     path, f"not UTF-8 text ({error.reason}: bytes {bad!r})", "convert it to UTF-8 or leave it out"
                 ) from error
-            except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+            except Exception as error:
+                if path in self._objects and not isinstance(error, _DAMAGED):
+                    told = object_store.explain(path, error)
+                    raise DataError(path, told.what.removeprefix(f"{path}: "), told.fix) from error
+                if not isinstance(error, (OSError, *_DAMAGED)):
+                    raise
                 raise DataError(path, f"cannot be read ({error})", "replace the file or leave it out") from error
 
     def _pieces(self, stream: io.TextIOWrapper) -> Iterator[str]:
@@ -292,7 +303,26 @@ class TextSource:
     def size_bytes(self) -> int | None:
         if any(f.endswith((".gz", ".zst")) for f in self.files):
             return None
-        return sum(os.path.getsize(f) for f in self.files)
+        return sum(self._objects[f].size if f in self._objects else os.path.getsize(f) for f in self.files)
+
+
+_DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error, zstandard.ZstdError)
+
+
+def _file_version(path: str) -> tuple[str, int, int]:
+    found = os.stat(path)
+    return os.path.abspath(path), found.st_size, found.st_mtime_ns
+
+
+def _objects(pattern: str) -> list[object_store.Object]:
+    where = f"config.data.files entry {pattern!r}"
+    try:
+        found = object_store.matching(pattern)
+    except object_store.StoreError as error:
+        raise DataError(where, error.what, error.fix) from error
+    if not found:
+        raise DataError(where, "matches no object", f"correct the address; a folder is {pattern.rstrip('/')}/**")
+    return found
 
 
 def fineweb_edu(name: str = "sample-10BT", *, streaming: bool = True) -> dict[str, Any]:

@@ -50,6 +50,7 @@ from nsa_jax.evaluate.scoring import (
 from nsa_jax.evaluate.validation import repeat_validation
 from nsa_jax.extras import extra
 from nsa_jax.hub.load import load, recorded_metrics
+from nsa_jax.object_store import scheme_of
 
 TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall")
 _SAME_LOSS = 1e-3  # relative; kernels and precision of another machine may differ by less
@@ -61,6 +62,8 @@ class Evaluation:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
+        if scheme_of(args.path) and not args.output:
+            raise ValueError(f"{args.path}: name a directory for the results with --output")
         self.model, self.tokenizer, self.config = load(args.path)
         self.context = args.context or self.config.data.seq_len
         self.output = Path(args.output or Path(args.path.rpartition("@")[0] or args.path) / "evaluation")

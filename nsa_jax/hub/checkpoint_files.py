@@ -99,6 +99,19 @@ def best_of(losses: dict[int, float | None]) -> int | None:
     return min(known)[1] if known else None
 
 
+def surplus(losses: dict[int, float | None], keep_last: int, keep_best: bool, keep_every: int) -> list[int]:
+    """The steps to delete: all but the last `keep_last`, the best, and the multiples of `keep_every`.
+
+    Args:
+      losses: validation loss of each step there is.
+      keep_best: whether the one of the lowest loss is kept.
+      keep_every: 0: no multiples are kept.
+    """
+    steps = sorted(losses)
+    keep = {*steps[-keep_last:], best_of(losses) if keep_best else None}
+    return [step for step in steps if step not in keep and not (keep_every and step % keep_every == 0)]
+
+
 def verify(directory: Path, index: int = 0, count: int = 1) -> None:
     """Compares a step with its digests; a step of a version without them is let pass with a warning.
 

@@ -13,22 +13,31 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from nsa_jax.data import DataError, Tokenizer
+from nsa_jax.data.cache import cache_root
 from nsa_jax.hub.checkpoint_files import best_of, find_steps, finite, load_part, read_info, verify
 from nsa_jax.hub.digests import Damage
 from nsa_jax.hub.export import MODEL_TYPE, load_exported
 from nsa_jax.hub.export_files import LoadError, read_json
+from nsa_jax.hub.remote_run import local_copy
 from nsa_jax.hub.saved_config import abstract_model, config_from_dict
 from nsa_jax.nn import ModelConfig, Transformer
+from nsa_jax.object_store import scheme_of
 
 logger = logging.getLogger("nsa_jax")
 
 
 def _split_step(path: str) -> tuple[Path, str]:
-    """PATH[@STEP]: STEP is a number, "best" or "" for the newest."""
+    """PATH[@STEP]: STEP is a number, "best" or "" for the newest. A run in an object store is fetched."""
     name, at, step = path.rpartition("@")
-    if at and not Path(path).exists() and (step == "best" or step.isdecimal()):
-        return Path(name), step
-    return Path(path), ""
+    if not (at and not Path(path).exists() and (step == "best" or step.isdecimal())):
+        name, step = path, ""
+    if scheme_of(name):
+        try:
+            workdir, found = local_copy(name, step, cache_root())
+        except Damage as error:
+            raise LoadError(str(error)) from error
+        return workdir, str(found)
+    return Path(name), step
 
 
 def _choose_step(workdir: Path, step: str) -> int:
@@ -106,8 +115,8 @@ def load(path: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
     """Loads a trained model.
 
     Args:
-      path: a run's workdir (its newest undamaged checkpoint; WORKDIR@STEP or WORKDIR@best for another), or a directory
-        that `python -m nsa_jax.export` wrote.
+      path: a run's workdir (its newest undamaged checkpoint; WORKDIR@STEP or WORKDIR@best for another), also one of
+        s3:// or gs://, or a directory that `python -m nsa_jax.export` wrote.
 
     Returns:
       The `nsa_jax.nn.Transformer`, its tokenizer, and the training config.
@@ -115,6 +124,7 @@ def load(path: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
     Raises:
       LoadError: there is nothing to load there, or something about it is damaged. An export may hold anything: no file
         outside of its directory is read, and nothing is allocated for arrays that it does not hold.
+      StoreError: an object store refuses or does not answer.
     """
     directory, step = _split_step(os.fspath(path))
     if not directory.is_dir():

@@ -28,6 +28,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from nsa_jax.config import accept
+from nsa_jax.data.cache import cache_root
 from nsa_jax.data.errors import DataError
 from nsa_jax.hub import digests
 from nsa_jax.hub.checkpoint_files import (
@@ -41,8 +42,11 @@ from nsa_jax.hub.checkpoint_files import (
     read_info,
     verify,
 )
+from nsa_jax.hub.checkpoint_files import surplus as surplus_steps
 from nsa_jax.hub.digests import Damage
+from nsa_jax.hub.remote_run import local_copy
 from nsa_jax.nn import function_differences
+from nsa_jax.object_store import StoreError, scheme_of
 from nsa_jax.train import processes
 from nsa_jax.train.state import State
 
@@ -110,12 +114,20 @@ def _listed(lines: list[str], limit: int = 20) -> str:
 def parse_resume(text: str) -> tuple[Path, int | None]:
     """Splits "DIR[@STEP]" of --resume; DIR is a workdir or its checkpoints directory.
 
+    A workdir in an object store is fetched.
+
     Raises:
-      CheckpointError: there is no such directory, or STEP is no number.
+      CheckpointError: there is no such directory, STEP is no number, or an object store cannot be read.
     """
     name, at, step = text.rpartition("@")
     if not at or not step.isdecimal():
         name, step = text, ""
+    if scheme_of(name):
+        try:
+            workdir, found = processes.first_alone(lambda: local_copy(name, step, cache_root()))
+        except (Damage, StoreError) as error:
+            raise CheckpointError(f"--resume={text}: {error}") from error
+        return workdir / "checkpoints", found
     directory = Path(name)
     if (directory / "checkpoints").is_dir():
         directory = directory / "checkpoints"
@@ -200,17 +212,11 @@ class Checkpoints:
         response = ocp.save_checkpointables_async(temporary, {"state": state, "data": data}, overwrite=True)
         self._losses_before = dict(self._losses)
         self._losses[step] = finite(val_loss)
-        surplus = self._surplus()
+        surplus = surplus_steps(self._losses, self._keep_last, self._keep_best, self._keep_every)
         for old in surplus:
             del self._losses[old]
         info = {**self._info, "val_loss": self._losses[step], "guards": guards or {}}
         self._writing = self._background.submit(self._finish, step, temporary, response, info, surplus)
-
-    def _surplus(self) -> list[int]:
-        """Steps to delete: all but the last, the best and the milestones."""
-        keep = {*self.steps()[-self._keep_last :], best_of(self._losses) if self._keep_best else None}
-        milestones = {step for step in self.steps() if self._keep_every and step % self._keep_every == 0}
-        return [step for step in self.steps() if step not in keep | milestones]
 
     def guards(self, step: int) -> dict[str, Any]:
         """What was saved of the guards with a step; empty if nothing was."""

@@ -79,9 +79,9 @@ class _Lock:
             refusal = self._judge(old)
             if refusal:
                 return refusal
-            logger.warning("taking over %s from %s, which is gone", self._path.parent, _named(old))
+            logger.warning("taking over %s from %s, which is gone", self._path.parent, named(old))
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(_me()).encode() + b"\n", 0)
+        os.pwrite(self._descriptor, json.dumps(me()).encode() + b"\n", 0)
         self._held.set()
         self._thread.start()
         return ""
@@ -105,11 +105,11 @@ class _Lock:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 old = self._read()
-                if (not old or _is_dead(old)) and time.monotonic() < end:
+                if (not old or is_dead(old)) and time.monotonic() < end:
                     os.close(self._descriptor)
                     time.sleep(0.2)
                     continue
-                return _named(old)
+                return named(old)
             except OSError as error:  # a file system without locks: signs of life must do
                 logger.warning("%s cannot be locked here (%s)", self._path, error.strerror)
                 return ""
@@ -121,18 +121,18 @@ class _Lock:
 
     def _judge(self, old: dict[str, Any]) -> str:
         """Who still works here although the lock was free; empty if nobody does."""
-        dead = _is_dead(old)
+        dead = is_dead(old)
         end = time.monotonic() + _ENDING_SECONDS
         while dead is False and time.monotonic() < end:
             time.sleep(0.1)
-            dead = _is_dead(old)
+            dead = is_dead(old)
         if dead is None:  # another host
             logger.warning(
                 "%s names %s: waiting %.0f s for a sign of life (if it is gone for sure, delete that file instead)",
-                *(self._path, _named(old), _SILENT_SECONDS),
+                *(self._path, named(old), _SILENT_SECONDS),
             )
             dead = self._is_silent()
-        return "" if dead else _named(old)
+        return "" if dead else named(old)
 
     def _is_silent(self) -> bool:
         """Whether nobody touches the file. Clocks of different hosts are not compared."""
@@ -160,13 +160,15 @@ class _Lock:
                 os.utime(self._descriptor)
 
 
-def _named(holder: dict[str, Any]) -> str:
+def named(holder: dict[str, Any]) -> str:
+    """What a lock's content says about its holder, for a message."""
     if not holder:
         return "another process"
     return f"process {holder.get('pid')} on host {holder.get('host')}, which started at {holder.get('started')}"
 
 
-def _me() -> dict[str, Any]:
+def me() -> dict[str, Any]:
+    """What a lock of this process holds."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -205,7 +207,7 @@ def _process_start(pid: int) -> str | None:
     return ""
 
 
-def _is_dead(holder: dict[str, Any]) -> bool | None:
+def is_dead(holder: dict[str, Any]) -> bool | None:
     """Whether the process that a lock file names is gone; None if this machine cannot tell."""
     if holder.get("machine") != _machine() or not isinstance(holder.get("pid"), int):
         return None

@@ -22,6 +22,7 @@ from nsa_jax.command_line import workdir_problems
 from nsa_jax.data import make_pipeline
 from nsa_jax.data.cache import cache_root
 from nsa_jax.devices import keep_compiled_programs
+from nsa_jax.object_store import scheme_of
 from nsa_jax.ops.implementations import forget_implementations_served, implementations_served
 from nsa_jax.train import disk, env, flops, lock, metrics, preflight, processes, trackers
 from nsa_jax.train.batches import Batches
@@ -29,6 +30,7 @@ from nsa_jax.train.callbacks import Callback, Callbacks
 from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
 from nsa_jax.train.errors import TrainingError, check_room, describe_stop, writing_checkpoint
 from nsa_jax.train.goodput import Goodput
+from nsa_jax.train.mirror import Mirror, local_directory, mirroring
 from nsa_jax.train.preflight.data_check import loss_floor
 from nsa_jax.train.profiling import Profile, Window, check_window
 from nsa_jax.train.rollback import Rollbacks
@@ -61,6 +63,7 @@ class Run:
       callbacks: called at the start, after each step and at the end.
       stage: begin another stage of the run that `resume` names; see `nsa_jax.train.start.first_state`.
       began: when the start began, on the clock of `time.perf_counter`, for goodput; None: now.
+      mirror: what copies the workdir to an object store, if something does.
     """
 
     def __init__(
@@ -73,10 +76,12 @@ class Run:
         callbacks: Sequence[Callback] = (),
         stage: bool = False,
         began: float | None = None,
+        mirror: Mirror | None = None,
     ):
         began = time.perf_counter() if began is None else began
         forget_implementations_served()
         self.config = config
+        self._mirror = mirror
         self.workdir = Path(workdir).absolute()
         self.workdir.mkdir(parents=True, exist_ok=True)
         processes.check_shared(self.workdir)
@@ -467,6 +472,8 @@ class Run:
         check_room(self.workdir, self.setup.checkpoint_bytes(), step)
         with writing_checkpoint(step), self.goodput.spent_on("saving"):
             checkpoints.save(step, state, data, val_loss, self.guards.state())
+        if self._mirror is not None:
+            self._mirror.check(step)
 
     def _announce(self, writer: metrics.MetricsWriter, said: str | None) -> None:
         config, device = self.config, jax.devices()[0]
@@ -538,7 +545,8 @@ def run(
 
     Args:
       config: as a get_config() of configs/ returns it.
-      workdir: everything is written there; a run that was interrupted is continued.
+      workdir: everything is written there; a run that was interrupted is continued. Of one in an object store, such as
+        s3://bucket/run, the files are in `local_directory(workdir)` too.
       resume: "DIR[@STEP]" of another run to start from.
       stage: begin another stage of it: its weights and optimizer averages, and this config's data, steps and schedule.
       devices: to run on; None means all.
@@ -549,18 +557,20 @@ def run(
     Raises:
       ConfigError: with everything that is wrong, before any device is touched.
       WorkdirInUse: another run is at work in the workdir.
-      TrainingError: a guard or a callback stopped the run, or a disk is full.
+      TrainingError: a guard or a callback stopped the run, a disk is full, or an object store does not answer.
     """
     began = time.perf_counter() if began is None else began
-    config_lib.check(config, workdir_problems(workdir))
+    address = str(workdir) if scheme_of(str(workdir)) else ""
+    problems = workdir_problems(address) if address else []
+    workdir = local_directory(workdir, config.train.local_dir)
+    config_lib.check(config, problems + workdir_problems(workdir))
     if missing := trackers.problems(config.train.trackers):
         raise config_lib.ConfigError(missing)
     keep_compiled_programs(config.compilation_cache_dir)
-    workdir = Path(workdir).absolute()
     made = None
     try:
-        with lock.holding(workdir):
-            made = Run(config, workdir, resume, devices, profile, callbacks, stage, began)
+        with lock.holding(workdir), mirroring(address, workdir, config) as mirror:
+            made = Run(config, workdir, resume, devices, profile, callbacks, stage, began, mirror)
             made.examine()
             return made.run()
     except Exception as error:

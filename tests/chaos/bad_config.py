@@ -248,7 +248,7 @@ class _Attempts:
 
     def bad_flag(self) -> list[str]:
         options = (
-            ["--workdir=gs://bucket/run"], ["--workdir=s3://bucket/run"], ["--workdir=file:///tmp/x"],
+            ["--workdir=az://bucket/run"], ["--workdir=ftp://host/run"], ["--workdir=file:///tmp/x"],
             ["--workdir=hdfs://host:9000/x"], [f"--workdir={self.folder / 'file'}"], ["--workdir=/proc/none"],
             [f"--workdir={self.folder / 'file' / 'below'}"], ["--workdir=/sys/kernel/run"], ["--workdir=" + "x" * 300],
             ["--workdir=/dev/null"], ["--workdir"], ["--preflight=perhaps"], ["--devices=0"], ["--devices=many"],
@@ -262,7 +262,7 @@ class _Attempts:
     def flag_for_the_start(self) -> list[str]:
         options = (
             "--profile=x", "--profile=5", "--profile=5:2", "--profile=1:3", "--profile=2:900", "--profile=-1:3",
-            f"--resume={self.folder / 'export'}", "--resume=nothing", "--resume=gs://bucket/run",
+            f"--resume={self.folder / 'export'}", "--resume=nothing", "--resume=az://bucket/run",
             f"--resume={self.folder / 'file'}", "--resume=@",
             "--resume=@3",
             f"--resume={self.folder}@99999999999999999999", "--coordinator=here", "--num_processes=2", "--process_id=0",

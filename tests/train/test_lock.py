@@ -55,7 +55,7 @@ def test_the_lock_holds_within_a_process_too(tmp_path):
 
 def leave(workdir, **changes):
     """A lock file that no system lock protects: its process was killed, or works on a host that shares none."""
-    (workdir / "lock.json").write_text(json.dumps({**lock._me(), **changes}))
+    (workdir / "lock.json").write_text(json.dumps({**lock.me(), **changes}))
 
 
 @pytest.mark.parametrize("changes", [{"pid": 2**22 + 1}, {"process_start": "1"}], ids=["dead", "another of its id"])

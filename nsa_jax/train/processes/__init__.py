@@ -7,6 +7,7 @@ from nsa_jax.train.processes.agreement import (
     check_same,
     check_same_run,
     check_shared,
+    first_alone,
     from_first,
     together,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "check_same_run",
     "check_shared",
     "detect",
+    "first_alone",
     "from_first",
     "from_flags",
     "hosts",

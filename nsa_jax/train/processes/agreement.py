@@ -43,6 +43,17 @@ def from_first(make: Callable[[], str], seconds: float = 600.0) -> str:
     return client().blocking_key_value_get(key, int(seconds * 1000))
 
 
+def first_alone(make: Callable[[], Any]) -> Any:
+    """Calls `make` on process 0, and then on all others, for whom process 0 has done the work."""
+    others = peers()
+    if others is not None and others.process != 0:
+        barrier(_DATA_SECONDS)
+    value = make()
+    if others is not None and others.process == 0:
+        barrier(_DATA_SECONDS)
+    return value
+
+
 def together(make: Callable[[], Any]) -> Any:
     """Calls `make`, which may take hours, and returns when all processes have done so."""
     value = make()
@@ -72,7 +83,7 @@ def check_same(what: str, value: Mapping[str, Any]) -> None:
         raise ConfigError([Problem("R050", "error", message, "start every process with the same command and versions")])
 
 
-def check_same_run(config: ConfigDict, workdir: Path) -> None:
+def check_same_run(config: ConfigDict, workdir: str | Path) -> None:
     """Every process must have been started for the same run, with the same versions.
 
     Raises:
@@ -113,10 +124,11 @@ def check_shared(directory: Path) -> None:
         if seen := path.exists():
             break
     if not seen:
-        message = f"workdir {directory}: on host {others.me.host} it is another directory than on process 0's host"
-        raise ConfigError(
-            [Problem("R051", "error", message, "use a --workdir on a file system that all hosts share, the same path")]
+        fix = (
+            "use a --workdir (if it is s3:// or gs://, a config.train.local_dir) on a file system that all hosts share"
         )
+        message = f"workdir {directory}: on host {others.me.host} it is another directory than on process 0's host"
+        raise ConfigError([Problem("R051", "error", message, f"{fix}, the same path on each")])
     barrier()
     if others.process == 0:
         path.unlink(missing_ok=True)
