@@ -151,10 +151,10 @@ def _check_input(x: jax.Array, segment_start: jax.Array | None, config: ModelCon
         chex.assert_type(segment_start, int)
 
 
-def projection_widths(config: ModelConfig) -> tuple[int, ...]:
+def projection_widths(config: ModelConfig, attention: str) -> tuple[int, ...]:
     """Columns of the matrices that a layer's `w_in` consists of: queries, keys and values by turns, and NSA's gates."""
     n, k, h, v = config.num_heads, config.num_kv_heads, config.head_dim, config.value_head_dim
-    if config.attention != "nsa":
+    if attention != "nsa":
         return (n * h, k * h, k * v)
     branches = len(config.branches)
     return (n * h, *(k * h, k * v) * (1 if config.shared_kv else branches), branches * n)
@@ -204,7 +204,7 @@ class NSAttention(nnx.Module):
         n, h, v = config.num_heads, config.head_dim, config.value_head_dim
         self.config = config
         branches = len(config.branches)
-        self.widths = projection_widths(config)
+        self.widths = projection_widths(config, "nsa")
         self.w_in = init_normal(rngs, (config.dim, sum(self.widths)), config.init_std, config)
         self.b_in = init_bias(sum(self.widths[:-1]), config) if config.qkv_bias else None
         self.q_norm = RMSNorm(config, h) if config.qk_norm else None
@@ -513,7 +513,7 @@ class DenseAttention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         n, h, v = config.num_heads, config.head_dim, config.value_head_dim
         self.config = config
-        self.widths = projection_widths(config)
+        self.widths = projection_widths(config, "dense")
         self.w_in = init_normal(rngs, (config.dim, sum(self.widths)), config.init_std, config)
         self.b_in = init_bias(sum(self.widths), config) if config.qkv_bias else None
         self.q_norm = RMSNorm(config, h) if config.qk_norm else None

@@ -48,7 +48,7 @@ def matrix_widths(path: Path, shape: tuple[int, ...], model: ModelConfig) -> tup
     if path[-1] != "w_in":
         return (shape[-1],), 0
     layer = model.of_layer(int(path[1].removeprefix("layer_")) if model.layer_pattern else 0)
-    widths = projection_widths(layer)
+    widths = projection_widths(layer, layer.attention)
     return (widths[:-1], widths[-1]) if layer.attention == "nsa" else (widths, 0)
 
 
