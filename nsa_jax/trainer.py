@@ -141,7 +141,7 @@ def train(config, workdir: str) -> tuple[int, str]:
     except TrainingError as error:
         print(f"stopped: {error}", file=sys.stderr)
         find_cause(error)
-        return EXIT_GUARD, str(error)
+        return (EXIT_AGAIN if error.guard == "upload" else EXIT_GUARD), str(error)
     if summary.get("terminated"):
         return (EXIT_AGAIN if summary["saved"] else EXIT_TERMINATED), ""
     return 0, ""

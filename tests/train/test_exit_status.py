@@ -11,7 +11,11 @@ from pathlib import Path
 import jax
 import pytest
 
+from nsa_jax import trainer
 from nsa_jax.exit_status import EXIT_AGAIN, EXIT_GUARD, EXIT_TERMINATED
+from nsa_jax.train import TrainingError
+
+from .tiny import tiny_config
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["data.source=synthetic", "model.attention=dense", "train.eval_every=0", "train.eval_batches=0"]
@@ -68,3 +72,12 @@ def test_statuses(tmp_path, flags, ask, expected):
     run = start(tmp_path, "train.steps=4000", "train.keep_best=False", *flags)
     assert status(run, tmp_path, ask) == expected, (tmp_path / "out.txt").read_text()
     assert (tmp_path / "stopped.json").exists() == (expected == EXIT_GUARD)
+
+
+@pytest.mark.parametrize(("guard", "expected"), [("upload", EXIT_AGAIN), ("divergence", EXIT_GUARD)])
+def test_an_object_store_that_does_not_answer_asks_for_another_start(monkeypatch, tmp_path, guard, expected):
+    def stopped(*args, **keywords):
+        raise TrainingError("the store does not answer", guard=guard)
+
+    monkeypatch.setattr("nsa_jax.train.run", stopped)
+    assert trainer.train(tiny_config(), str(tmp_path)) == (expected, "the store does not answer")
