@@ -37,10 +37,11 @@ def test_averaged_weights_are_validated_loaded_and_resumed_bit_by_bit(tmp_path, 
     whole = make_run(tmp_path / "whole", **settings)
     summary = whole.run()
     step, state, _ = whole._live
-    batches = whole.pipeline.validation()
     sharding = loop.batch_sharding(whole.setup.mesh)
     with jax.set_mesh(whole.setup.mesh):
-        averaged, last = (loop.evaluate(whole.eval_step, state[name], batches, sharding) for name in ("ema", "params"))
+        averaged, last = (
+            loop.evaluate(whole.eval_step, state[name], whole.pipeline, sharding)[0] for name in ("ema", "params")
+        )
     assert summary["validation"]["val/loss"] == averaged["val/loss"] != last["val/loss"]
     model, _, _ = nsa_jax.load(str(tmp_path / "whole"))
     chex.assert_trees_all_equal(model.embedding[...], state["ema"]["embedding"])
