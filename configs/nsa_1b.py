@@ -1,10 +1,10 @@
-"""A model of 1.1 billion parameters at 8,192 tokens, which one H100 or H200 trains.
+"""A model of 1.1 billion parameters at 8,192 tokens, sized for one H100 or H200.
 
 What:    dim 2,048, 16 layers, 32 query heads in 8 key/value groups of head dim 64, the paper's block geometry. What
          attention returns is kept for the backward pass; all else of a layer is computed again.
 Data:    FineWeb-Edu, sample-100BT, packed, with a byte-pair vocabulary of 32,768. 40,000 steps of 64 x 8,192 tokens are
          21 billion tokens.
-Takes:   not measured.
+Takes:   not measured. Memory: python train.py --config=configs/nsa_1b.py --preflight
 Reaches: not measured.
 Command: python train.py --config=configs/nsa_1b.py
 Other:   --config.data.seq_len=32768 --config.train.batch_size=16 for longer rows. Several GPUs:
@@ -37,7 +37,7 @@ def get_config() -> ConfigDict:
 
     c.train.steps = 40_000
     c.train.batch_size = 64
-    c.train.grad_accum = 8
+    c.train.grad_accum = 16
 
     c.optim.learning_rate = 4e-4
     c.optim.weight_decay = 0.1

@@ -3,9 +3,9 @@
 What:    dim 4,096, 32 layers, 32 query heads in 8 key/value groups of head dim 128, MLPs of 14,336, the paper's block
          geometry. Parameters and optimizer state are sharded over all GPUs (fsdp). A layer's input is kept for the
          backward pass. Layers are scanned, so that the step compiles in minutes.
-Data:    FineWeb-Edu, whole, packed, with a byte-pair vocabulary of 128,256 (the tied table stays out of the way of the
-         layers' memory). Rows of short documents choose few blocks: use longer ones for what NSA is for. 100,000 steps
-         of 64 x 32,768 tokens are 210 billion tokens.
+Data:    FineWeb-Edu, whole, packed, with a byte-pair vocabulary of 128,256. In rows of short documents few queries have
+         blocks to choose from, which preflight reports (R038). 100,000 steps of 64 x 32,768 tokens are 210 billion
+         tokens.
 Takes:   not measured. Memory and collectives: python train.py --config=configs/nsa_8b.py --preflight
 Reaches: not measured.
 Command: python train.py --config=configs/nsa_8b.py (one process per host; launch/ has the scripts)

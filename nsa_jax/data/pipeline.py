@@ -323,9 +323,9 @@ class Pipeline:
         count = min(max(SAMPLE_TOKENS // self._seq_len, 4), 1024)
         return self._train_rows(np.arange(count))["segment_start"]  # in the first epoch's shuffled order
 
-    def epochs(self, step: int) -> dict[str, float]:
-        """How often each source was passed after `step` steps, by its name; of cached sources alone."""
-        rows, found = step * self._share.batch_size, {}
+    def epochs(self, batches: int) -> dict[str, float]:
+        """How often each source was passed after so many batches, by its name; of cached sources alone."""
+        rows, found = batches * self._share.batch_size, {}
         if isinstance(self._train_rows, MixedRows):
             counts = self._train_rows.schedule.counts(rows)
             parts = zip(self.parts.items(), counts, strict=True)

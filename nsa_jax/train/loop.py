@@ -338,7 +338,7 @@ class Run:
         peak = flops.peak_flops(jax.devices()[0].device_kind)
         if peak is not None:
             row["perf/mfu"] = self._flops_per_token * tokens / seconds / (peak * self.setup.mesh.size)
-        row.update(metrics.epochs_row(self.pipeline.epochs(step)))
+        row.update(metrics.epochs_row(self.pipeline.epochs(sum(self._pieces(step)))))
         row.update(metrics.memory_row())
         row.update(
             self.guards.on_report(

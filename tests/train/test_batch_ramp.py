@@ -44,10 +44,12 @@ def test_a_wrong_ramp_is_refused(ramp, said):
 
 def test_a_ramp_trains_on_the_same_rows_in_order_and_is_resumed_bit_by_bit(tmp_path, monkeypatch):
     made = make_run(tmp_path / "whole", **RAMP)
+    monkeypatch.setattr(made.pipeline, "epochs", lambda batches: {"": float(batches)})
     made.run()
     found = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     # A line's steps have batches of one size.
     assert [(row["step"], row["train/tokens"]) for row in found] == [(2, 4 * 48), (3, 10 * 48), (6, 34 * 48)]
+    assert [row["data/epochs"] for row in found] == [2, 5, 17]  # pieces of 2 rows
     got = losses(tmp_path / "whole")
 
     small = {**RAMP, "train__batch_size": 2, "train__grad_accum": 1, "train__batch_ramp": ()}
