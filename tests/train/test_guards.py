@@ -124,6 +124,12 @@ def test_a_hiccup_of_the_machine_is_no_collapse(guards):
     assert guards.alarms == []
 
 
+def test_a_toys_waits_of_less_than_a_second_are_not_slow_data(guards):
+    for step in range(10, 60, 10):
+        report(guards, step, seconds=0.2, waits=[0.006] * 10)
+    assert guards.alarms == []
+
+
 def test_waiting_for_data_is_noticed(guards):
     rows = [report(guards, step, waits=[0.1, 0.15]) for step in (10, 20, 30)]
     assert rows[0]["perf/data_wait_share"] == pytest.approx(0.25)

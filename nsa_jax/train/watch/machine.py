@@ -28,7 +28,7 @@ class MachineGuards:
         self._steps, self._alarm = steps, alarm
         self._speeds: collections.deque[float] = collections.deque(maxlen=101)
         self._slow = self._waiting = 0
-        self._slow_seconds = 0.0
+        self._slow_seconds = self._waiting_seconds = 0.0
         self._memory: dict[str, collections.deque] = collections.defaultdict(lambda: collections.deque(maxlen=200))
         self._programs: int | None = None
 
@@ -68,8 +68,10 @@ class MachineGuards:
         """Raises the alarm `data_wait`; returns the share of an interval's time that was spent waiting for data."""
         share = sum(waits) / max(seconds, 1e-9)
         waits_long = sum(waits) > _SHORT_WAIT * max(len(waits), 1)
-        self._waiting = self._waiting + 1 if share > 0.2 and waits_long else 0
-        if self._waiting >= _IN_A_ROW:
+        waiting = share > 0.2 and waits_long
+        self._waiting = self._waiting + 1 if waiting else 0
+        self._waiting_seconds = self._waiting_seconds + seconds if waiting else 0.0
+        if self._waiting >= _IN_A_ROW and self._waiting_seconds >= _SLOW_FOR:
             message = f"{share:.0%} of the time is spent waiting for data; more config.data.num_workers, a faster disk"
             self._alarm("data_wait", step, message)
         return share
