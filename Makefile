@@ -1,4 +1,4 @@
-# make install | quickstart | test | test-quick | test-hf | chaos | notebooks | lint | docs-check     (PYTHON=python3.12 chooses the interpreter, EXTRAS=cuda13 the CUDA version)
+# make install | quickstart | test | test-slow | test-quick | test-hf | chaos | notebooks | lint | docs-check     (PYTHON=python3.12 chooses the interpreter, EXTRAS=cuda13 the CUDA version)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,14 +16,20 @@ PY := $(VENV)/bin/python
 stamp = $(VENV)/.installed-$(1)
 comma := ,
 
-.PHONY: install quickstart test test-quick test-hf lint pytest docs docs-check notebooks chaos format clean
+.PHONY: install quickstart test test-slow test-quick test-hf lint pytest docs docs-check notebooks chaos format clean
 
 install: $(call stamp,run)
 
 quickstart: $(call stamp,run)
 	$(PY) train.py --config=configs/quickstart.py
 
-test: lint pytest
+# What one waits for: lint, types and every test that is not marked slow or notebook.
+test: lint
+	$(MAKE) --no-print-directory pytest PYTEST_ARGS='-m "not slow and not notebook" $(PYTEST_ARGS)'
+
+# The rest: notebooks, kills and damage, two processes, every shape and layout compiled for GPUs. CI runs both.
+test-slow: $(call stamp,test)
+	$(MAKE) --no-print-directory pytest PYTEST_ARGS='-m "slow or notebook" $(PYTEST_ARGS)'
 
 # For those who change something: a little of every package, every operator against the reference with its gradients.
 QUICK := tests/test_config.py tests/test_command_line.py tests/ops/test_block_lists.py tests/ops/test_arguments.py \
