@@ -8,7 +8,6 @@ describe the program. The executable cannot be run.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,110 +16,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from nsa_jax.ops.target import Target, compile_for
-
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """The properties of a GPU that the compiler and the memory check need.
-
-    Attributes:
-      name: the name used on the command line.
-      device_kind: as the driver reports it.
-      compute_capability: (major, minor).
-      cores: streaming multiprocessors.
-      memory_bytes: device memory the driver reports.
-      bandwidth: bytes per second of device memory.
-      shared_memory: bytes of shared memory one block may use.
-      l2_bytes: size of the L2 cache.
-      clock_ghz: boost clock.
-    """
-
-    name: str
-    device_kind: str
-    compute_capability: tuple[int, int]
-    cores: int
-    memory_bytes: int
-    bandwidth: int
-    shared_memory: int
-    l2_bytes: int
-    clock_ghz: float
-
-    @property
-    def target(self) -> Target:
-        return Target("gpu", self.compute_capability, ahead_of_time=True)
-
-    def target_config(self) -> str:
-        """XLA's GpuTargetConfigProto in text form."""
-        major, minor = self.compute_capability
-        feature = " feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
-        minor_text = f" minor: {minor}" if minor else ""
-        return f"""gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {self.shared_memory + 1024}
-  threads_per_core_limit: 2048
-  core_count: {self.cores}
-  fpus_per_core: {64 if major == 8 else 128}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {self.bandwidth}
-  l2_cache_size: {self.l2_bytes}
-  clock_rate_ghz: {self.clock_ghz}
-  device_memory_size: {self.memory_bytes}
-  shared_memory_per_block_optin: {self.shared_memory}
-  cuda_compute_capability {{ major: {major}{minor_text}{feature} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  compile_time_toolkit_version: "12.9.0"
-  runtime_version: "12.9.0"
-  driver_version: "12.9.0"
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{self.device_kind}"
-"""
-
-
-_A100_40GB = Gpu(
-    name="a100-40gb",
-    device_kind="NVIDIA A100-SXM4-40GB",
-    compute_capability=(8, 0),
-    cores=108,
-    memory_bytes=42_297_786_368,
-    bandwidth=1_555_200_000_000,
-    shared_memory=166_912,
-    l2_bytes=41_943_040,
-    clock_ghz=1.41,
-)
-_A100_80GB = dataclasses.replace(
-    _A100_40GB,
-    name="a100-80gb",
-    device_kind="NVIDIA A100-SXM4-80GB",
-    memory_bytes=85_100_068_864,
-    bandwidth=2_039_040_000_000,
-)
-_H100 = Gpu(
-    name="h100",
-    device_kind="NVIDIA H100 80GB HBM3",
-    compute_capability=(9, 0),
-    cores=132,
-    memory_bytes=85_100_068_864,
-    bandwidth=3_352_320_000_000,
-    shared_memory=232_448,
-    l2_bytes=52_428_800,
-    clock_ghz=1.98,
-)
-_H200 = dataclasses.replace(
-    _H100, name="h200", device_kind="NVIDIA H200", memory_bytes=150_754_820_096, bandwidth=4_917_248_000_000
-)
-
-GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (_A100_40GB, _A100_80GB, _H100, _H200)}
+from nsa_jax.ops.gpus import GPUS
+from nsa_jax.ops.target import compile_for
 
 
 class AheadOfTimeUnavailable(RuntimeError):

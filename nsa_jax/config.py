@@ -172,7 +172,7 @@ def default_config() -> ConfigDict:
 
     c.preflight = p = ConfigDict()
     p.ignore = ()  # ids of rules whose errors are accepted, such as ("R013",); recorded in env.json
-    p.target = ""  # GPU to compile for where there is none: a100-40gb | a100-80gb | h100 | h200; empty: this machine
+    p.target = ""  # GPU to compile for where there is none, such as h100; empty: this machine
     p.devices = 1  # how many of them
     p.utilisation = 0.3  # share of the peak FLOP/s that the estimate of hours assumes; measured MFU if you have it
     p.selftest = True  # the causality self-test at the start of every run

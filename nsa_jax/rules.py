@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.fields import Problem, remote, source_configs
 from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.gpus import GPUS
 from nsa_jax.ops.rope import KINDS, RopeScaling
 
 
@@ -46,7 +47,7 @@ CHOICES = {
     "data.tokenizer": ("byte", "bpe", "hf"),
     "optim.name": ("adamw", "muon"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
-    "preflight.target": ("", "a100-40gb", "a100-80gb", "h100", "h200"),
+    "preflight.target": ("", *GPUS),
 }
 
 _FACTORS = [

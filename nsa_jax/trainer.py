@@ -25,6 +25,7 @@ from nsa_jax.exit_status import (
 )
 from nsa_jax.fields import check_fields, nearest, walk
 from nsa_jax.object_store import scheme_of
+from nsa_jax.ops.gpus import GPUS
 
 _CONFIG = flags.DEFINE_string("config", None, "The run's config, a file in configs/.")
 _OVERRIDES = flags.DEFINE_multi_string(OVERRIDE, [], "Any field of the config, such as --config.train.steps=100.")
@@ -42,7 +43,7 @@ _PREFLIGHT = flags.DEFINE_bool("preflight", False, "Examine the run instead of s
 _TARGET = flags.DEFINE_enum(
     "target",
     None,
-    ["a100-40gb", "a100-80gb", "h100", "h200"],
+    list(GPUS),
     "Preflight: compile for this GPU, which need not be here; default: config.preflight.target.",
 )
 _DEVICES = flags.DEFINE_integer(

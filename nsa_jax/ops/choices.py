@@ -76,10 +76,14 @@ class RangePlan:
 
 @dataclasses.dataclass(frozen=True)
 class SelectionPlan:
-    """Which blocks each query reads. `scores` is None without compressed keys: then nothing is scored."""
+    """Which blocks each query reads.
+
+    `scores` is None without compressed keys: then nothing is scored. `tiles` bound the buffer of scores either way.
+    """
 
     scores: Choice | None
     top_n: Choice
+    tiles: Any
 
 
 @dataclasses.dataclass(frozen=True)

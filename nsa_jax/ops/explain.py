@@ -7,9 +7,10 @@ import dataclasses
 from nsa_jax.ops import blocks, pallas, plan
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.choices import Choice, NSAPlan, Shape
+from nsa_jax.ops.gpus import GPUS
 from nsa_jax.ops.target import Target, current_target
 
-_GPUS = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0)}
+_TARGETS = {"a100": GPUS["a100-80gb"].target} | {name: gpu.target for name, gpu in GPUS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,15 +95,16 @@ def explain(
       dtype: of queries, keys and values.
       packed: rows hold several documents (`segment_start` is given).
       config: block geometry; None means the paper's.
-      target: "a100", "h100", "h200" or a `Target`; None means the current device.
+      target: a name such as "a100", "h100", "b200" or "l40s" (`nsa_jax.ops.gpus.GPUS`), or a `Target`; None means the
+        current device.
 
     Raises:
       ValueError: the sizes contradict each other, or the target is unknown.
     """
     if isinstance(target, str):
-        if target not in _GPUS:
-            raise ValueError(f"target={target!r}: must be one of {sorted(_GPUS)}, a Target or None")
-        target = Target("gpu", _GPUS[target], ahead_of_time=True)
+        if target not in _TARGETS:
+            raise ValueError(f"target={target!r}: must be one of {sorted(_TARGETS)}, a Target or None")
+        target = _TARGETS[target]
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
     shape = Shape(batch, length, length, num_heads, num_kv_heads, head_dim, value_dim or head_dim, dtype)

@@ -107,7 +107,7 @@ def plan_range(shape: Shape, target: Target, *, span: int | None = None, cudnn: 
         )
     forward = Choice(
         "range_attention.triton_forward",
-        tiles.ranged_forward_config(shape.head_dim, shape.value_dim, shape.dtype),
+        tiles.ranged_forward_config(shape.head_dim, shape.value_dim, shape.dtype, target),
         obstacle,
     )
     if cudnn and cudnn_serves_window(shape, target):
@@ -140,14 +140,14 @@ def plan_selection(shape: Shape, config: NSAConfig, target: Target) -> Selection
     members = 1 << (config.select_block // config.compress_stride - 1).bit_length()  # of a block, to a power of two
     obstacle = _sm90_scores_obstacle(shape, members, target)
     hopper = shape.num_keys > 0 and obstacle is None
-    record = tiles.select_config(shape.num_queries, members, shape.dtype, hopper)
+    record = tiles.select_config(shape.num_queries, members, shape.dtype, target, hopper)
     if hopper:
         reason = "sm90, bfloat16, enough compressed keys for its warpgroups"
         scores = Choice("selection.scores_sm90", record, reason, "selection.scores_triton")
     else:
         scores = Choice("selection.scores_triton", record, obstacle or "")
     top_n = Choice("selection.top_n", None, "bisection on the scores' bits; widths follow the number of blocks")
-    return SelectionPlan(scores if shape.num_keys else None, top_n)
+    return SelectionPlan(scores if shape.num_keys else None, top_n, record)
 
 
 def _sm90_scores_obstacle(shape: Shape, members: int, target: Target) -> str | None:
@@ -213,7 +213,7 @@ def plan_selected_forward(
         record = selected_tiles.selected_masked_config(*dims)
         whole = Choice("selected.whole_row_sm90", record, reason, "selected.neighbours_triton")
         return SelectedForwardPlan(None, whole, None)
-    lists = lists or selected_tiles.selected_config(shape.group, *dims, select_block, shape.dtype)
+    lists = lists or selected_tiles.selected_config(shape.group, *dims, select_block, shape.dtype, target)
     if lists.tile == 1 or shape.num_queries == 1:
         reason = f"{shape.dtype}: tiles of neighbours do not fit" if lists.tile == 1 else "one query"
         return SelectedForwardPlan(None, Choice("selected.by_token_triton", lists, reason), lists)
@@ -284,7 +284,7 @@ def plan_selected_backward(
         return SelectedBackwardPlan(Choice(kernel, by_block_tiles, reason), Choice(kernel, query_tiles, reason), None)
     if lists is None:
         count = shape.batch * shape.kv_heads * blocks.num_selection_blocks(shape.num_keys, select_block)
-        lists = selected_tiles.selected_backward_config(shape.group, *dims, shape.dtype, select_block, count)
+        lists = selected_tiles.selected_backward_config(shape.group, *dims, shape.dtype, select_block, count, target)
     triton = "selected.grad_by_block_triton"
     if lists.keep_scores:
         narrow = all(dim in (64, 128) for dim in dims)

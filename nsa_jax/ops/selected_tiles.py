@@ -6,6 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from nsa_jax.ops.target import Target
 from nsa_jax.ops.tiles import RangedHopperConfig
 
 # Rows of at most this many blocks per list entry are served by causal kernels under a mask of blocks: at 2 a mask hides
@@ -52,7 +53,7 @@ class SelectedConfig:
     buffer_bytes: int = 512 * 2**20
 
 
-def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype) -> SelectedConfig:
+def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype, target: Target) -> SelectedConfig:
     """Picks the tiles of the selected branch's forward pass.
 
     A program of the plain loop is one warp where its state fits. A tile of neighbours has 128 rows, or 64 where the
@@ -66,11 +67,12 @@ def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype
     tile = max(1, min(32, tile))
     keys = max(16, min(1 << (select_block - 1).bit_length(), 64))
     single = narrow and group <= 16
+    exact, wide = jnp.dtype(dtype).itemsize > 2, max(h_dim, v_dim) > 128
     return SelectedConfig(
         keys=keys,
         plain_keys=min(keys, 32) if single else keys,
         plain_warps=1 if single else 4,
-        plain_stages=3 if single else 2,
+        plain_stages=3 if single else 1 if exact and wide and target.is_small else 2,
         tile=tile,
         share=max(min(2, tile), tile // 2),
         tile_warps=4 if narrow else 8,
@@ -161,7 +163,7 @@ class SelectedBackwardConfig:
 
 
 def selected_backward_config(
-    group: int, h_dim: int, v_dim: int, dtype, select_block: int, blocks: int
+    group: int, h_dim: int, v_dim: int, dtype, select_block: int, blocks: int, target: Target
 ) -> SelectedBackwardConfig:
     """Picks the tiles of the selected branch's backward pass.
 
@@ -178,19 +180,26 @@ def selected_backward_config(
       dtype: of queries, keys and values.
       select_block: l'.
       blocks: key blocks of the batch and of all key/value heads, B * K * J.
+      target: the device.
     """
     wide, exact = max(h_dim, v_dim), jnp.dtype(dtype).itemsize > 2
     chunk = 1 << max(blocks // 2, 1).bit_length() - 1
-    # float32 tiles must fit the shared memory of an A100, 163 KiB; a share of dq is needed from whole blocks.
-    divided = exact and wide > 64 or select_block > 64
+    # float32 tiles must fit the shared memory, 163 KiB on an A100; a share of dq is needed from whole blocks.
+    large = exact and (wide > 64 or target.is_small)
+    divided = large or select_block > 64
     tile = 1 if exact or select_block > 64 else 1 << (min(128 // group, 8).bit_length() - 1)
+    rows = 128 if wide <= 64 and group < 8 and not exact else 64
+    keys = 64
+    if large:
+        tiny = target.is_small and wide > 128
+        rows, keys = 16 if tiny else 32, 16 if tiny and min(h_dim, v_dim) > 128 else 32
     return SelectedBackwardConfig(
-        rows=32 if exact and wide > 64 else 128 if wide <= 64 and group < 8 and not exact else 64,
+        rows=rows,
         chunk=min(max(chunk, 64), max(16384 >> group.bit_length(), 64), 2048),
         num_warps=8 if exact else 4,
         num_stages=1 if exact or wide > 128 else 2,
         keep_scores=divided or (group >= 8 and h_dim >= select_block),
-        keys=32 if exact and wide > 64 else 64,
+        keys=keys,
         buffer_bytes=(2048 if group < 8 else 1024) * 2**20,
         tile=tile,
         share=max(tile // 2, min(2, tile)),

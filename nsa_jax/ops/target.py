@@ -41,6 +41,19 @@ class Target:
         """True on sm90, where wgmma and TMA exist (H100, H200)."""
         return self.compute_capability is not None and self.compute_capability[0] == 9
 
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that a block may use; off the GPU those of an A100."""
+        capability = self.compute_capability or (8, 0)
+        if capability == (8, 0):
+            return 166_912
+        return 232_448 if capability[0] in (9, 10) else 101_376
+
+    @property
+    def is_small(self) -> bool:
+        """True where a block has 99 KiB of shared memory, which takes smaller float32 tiles (RTX GPUs, L40S)."""
+        return self.shared_memory < 128 * 1024
+
 
 # A user context rather than a context variable: JAX retraces where its value differs.
 _OVERRIDE = jax.make_user_context(default_value=None)

@@ -41,7 +41,7 @@ class SelectConfig:
     chunk_bytes: int
 
 
-def select_config(num_queries: int, group: int, dtype, hopper: bool = False) -> SelectConfig:
+def select_config(num_queries: int, group: int, dtype, target: Target, hopper: bool = False) -> SelectConfig:
     """Picks the scores tile.
 
     The running sum over heads and one head's scores are both [keys, queries] in registers, and programs hide each
@@ -51,10 +51,11 @@ def select_config(num_queries: int, group: int, dtype, hopper: bool = False) -> 
       num_queries: T.
       group: compressed blocks per selection block, rounded up to a power of two.
       dtype: of queries and keys.
+      target: the device.
       hopper: Hopper's kernel computes the scores, of which this bounds the buffer alone.
     """
     wide = jnp.dtype(dtype).itemsize > 2
-    keys = max(64 if wide else 128, group)
+    keys = max((32 if target.is_small else 64) if wide else 128, group)
     queries = min(32, max(16, 1 << (num_queries - 1).bit_length()))
     large = wide or keys * queries > 128 * 64
     return SelectConfig(
@@ -118,10 +119,12 @@ class RangedConfig:
     splits: int = 0
 
 
-def ranged_forward_config(h_dim: int, v_dim: int, dtype) -> RangedConfig:
+def ranged_forward_config(h_dim: int, v_dim: int, dtype, target: Target) -> RangedConfig:
     """Picks the Triton forward's tiles: 128 rows keep K and V's traffic low; float32 needs smaller ones."""
     wide = max(h_dim, v_dim) > 128
     if jnp.dtype(dtype).itemsize > 2:
+        if target.is_small:
+            return RangedConfig(32 if wide else 64, 32, 4, 2 if max(h_dim, v_dim) <= 64 else 1)
         return RangedConfig(64, 32, 4, 1 if wide else 2)
     if wide:
         return RangedConfig(128, 64, 8, 2)
@@ -136,6 +139,8 @@ def ranged_dq_config(h_dim: int, v_dim: int, dtype, target: Target, span: int | 
     """
     wide = max(h_dim, v_dim) > 128
     if jnp.dtype(dtype).itemsize > 2:
+        if target.is_small and max(h_dim, v_dim) > 64:
+            return RangedConfig(16 if min(h_dim, v_dim) > 128 else 32, 16 if wide else 32, 4, 1)
         return RangedConfig(32 if wide else 64, 32, 4, 1)
     if wide:
         return RangedConfig(64, 32, 4, 2)
@@ -155,6 +160,8 @@ def ranged_dkv_config(h_dim: int, v_dim: int, dtype, target: Target, span: int |
     """
     wide = max(h_dim, v_dim) > 128
     if jnp.dtype(dtype).itemsize > 2:
+        if wide and target.is_small:
+            return RangedConfig(16, 16 if min(h_dim, v_dim) > 128 else 32, 4, 1)
         return RangedConfig(32, 32, 4, 1)
     if wide:
         return RangedConfig(32, 64, 8, 1)

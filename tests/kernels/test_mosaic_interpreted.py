@@ -284,7 +284,9 @@ def test_selected_attention_by_key_blocks_matches_the_reference(name, called, mo
     query, key, value, lists, d_out, start = selected_cases._inputs(3, **case)
     limits = selected_tiles.SelectedGatherConfig(chunk=chunk, row_tokens=row_tokens, warpgroups=2, ahead=ahead)
     monkeypatch.setattr(selected_tiles, "selected_gather_config", lambda: limits)
-    config = dataclasses.replace(selected_tiles.selected_config(6, 64, 64, 64, jnp.bfloat16), tile=4, share=4)
+    config = dataclasses.replace(
+        selected_tiles.selected_config(6, 64, 64, 64, jnp.bfloat16, current_target()), tile=4, share=4
+    )
     offset = case["offset"]
     want, want_lse, _ = selected_cases._reference(query, key, value, lists, d_out, start, 64, offset)
     sizes = dict(select_block=64, num_selected=lists.shape[-1], lists=config)

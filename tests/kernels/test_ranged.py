@@ -299,7 +299,7 @@ def test_gpu_hopper_kernels_equal_the_triton_ones(group):
     low, high = jnp.maximum(keywords["segment_start"], t - 300), t + 1
     empty = low >= high
     low, high = jnp.where(empty, length, low), jnp.where(empty, 0, high)
-    forward_tiles = tuning.ranged_forward_config(query.shape[-1], value.shape[-1], query.dtype)
+    forward_tiles = tuning.ranged_forward_config(query.shape[-1], value.shape[-1], query.dtype, current_target())
     forward = jax.jit(functools.partial(triton_forward.ranged_forward, config=forward_tiles))
     out, lse = forward(query, key, value, low, high)
     delta = jnp.sum(out.astype(jnp.float32) * grad_out.astype(jnp.float32), -1)

@@ -103,7 +103,7 @@ def forward(path, arrays, keywords):
     query, key, value, lists = arrays
     group = query.shape[2] // key.shape[2]
     config = selected_tiles.selected_config(
-        group, query.shape[3], value.shape[3], keywords["select_block"], query.dtype
+        group, query.shape[3], value.shape[3], keywords["select_block"], query.dtype, current_target()
     )
     start = keywords["segment_start"]
     packed = start is not None

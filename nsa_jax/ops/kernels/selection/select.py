@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import blocks
-from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.choices import SelectionPlan
 from nsa_jax.ops.kernels.selection import scores_sm90, scores_triton
@@ -28,7 +27,7 @@ def select_blocks(
     num_blocks = blocks.num_selection_blocks(num_keys, config.select_block)
     fold = Fold.of(config)
     hopper = plan.scores is not None and plan.scores.kernel == "selection.scores_sm90"
-    tile = tuning.select_config(length, fold.padded, query.dtype) if plan.scores is None else plan.scores.tiles
+    tile = plan.tiles
     per_tile = scores_sm90.blocks_per_tile(fold, head_dim) if hopper else tile.keys // fold.padded
     tile_queries = scores_sm90.QUERIES if hopper else tile.queries
     # The top-n kernel reads one block past a row's width from the second plane; TMA writes tiles of 32 columns.
