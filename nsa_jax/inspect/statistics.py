@@ -182,7 +182,10 @@ def _map_queries(function: Any, query, keys, lists, config: NSAConfig, segment_s
 
     def chunk(args):
         query, lists, t, start = (jnp.moveaxis(x, 0, 1) for x in args)  # [B, P, ...]
-        probs = branch_probabilities(query, *keys, lists, config=config, segment_start=start, positions=t)
+        key_cmp, key_slc, key_win = keys
+        probs = branch_probabilities(
+            query, key_cmp, key_slc, key_win, lists, config=config, segment_start=start, positions=t
+        )
         return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), function(probs, t))
 
     size = max(min(_CHUNK_ELEMENTS // (batch * num_heads * keys[1].shape[1]), length), 1)
