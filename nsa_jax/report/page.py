@@ -8,12 +8,12 @@ import gzip
 import html
 import importlib.metadata
 import importlib.util
-import json
 import re
 import time
 from pathlib import Path
 from typing import Any
 
+from nsa_jax.offline_page import embed, fill_template
 from nsa_jax.report.reading import COLUMNS, POINTS, ReportError, flatten
 
 _HERE = Path(__file__).parent
@@ -78,12 +78,6 @@ def _version() -> str:
         return ""
 
 
-def embed(value: Any) -> str:
-    """JSON for a script element. No text in it can end the element or open a comment."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
 def build(runs: list[dict[str, Any]]) -> str:
     """The page of some runs.
 
@@ -116,6 +110,4 @@ def build(runs: list[dict[str, Any]]) -> str:
         "data": embed(data),
         "script": "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     }
-    template = (_HERE / "page.html").read_text(encoding="utf-8")
-    # One pass, so that text which was filled in is not replaced again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)
+    return fill_template((_HERE / "page.html").read_text(encoding="utf-8"), parts)
