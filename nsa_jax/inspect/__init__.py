@@ -46,6 +46,7 @@ with extra("train"):
     from nsa_jax.inspect.statistics import (
         attention_statistics,
         block_distances,
+        block_kinds,
         block_weights,
         branch_probabilities,
         choosing_queries,
@@ -66,6 +67,7 @@ __all__ = [
     "Reading",
     "attention_statistics",
     "block_distances",
+    "block_kinds",
     "block_weights",
     "branch_probabilities",
     "capture",

@@ -22,7 +22,7 @@ from flax import nnx
 from nsa_jax.config import NSAConfig
 from nsa_jax.data import Tokenizer
 from nsa_jax.inspect.capture import token_strings
-from nsa_jax.inspect.statistics import block_weights, chosen_by_score
+from nsa_jax.inspect.statistics import CANDIDATE, block_kinds, block_weights
 from nsa_jax.nn import Transformer
 from nsa_jax.nn.observe import BRANCHES, NSAArrays, walk_layers
 from nsa_jax.offline_page import embed, fill_template
@@ -30,8 +30,6 @@ from nsa_jax.ops import blocks
 
 MAX_TOKENS = 8192  # of a page: beyond, browsers take long to open it
 _HERE = Path(__file__).parent
-# What a block is to a query, as the page's script knows it.
-FUTURE, CANDIDATE, FORCED, FREE = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +41,7 @@ class View:
       step: of the checkpoint; None if it is not known.
       config: the operator's.
       layers: indices of the L NSA layers in the model.
-      kinds: uint8 [T, J]: FUTURE (cannot be read), CANDIDATE, FORCED (always listed), FREE (no choice: every candidate
-        is listed).
+      kinds: uint8 [T, J], `block_kinds`.
       chosen: bool [L, K, T, J], candidates that were listed by their score.
       weights: uint8 [L, K, 3, T, J], which share of each branch's attention, times its gate and averaged over the
         group's heads, lies in each block, as 255 * sqrt(share); branches in the order compressed, selected, window.
@@ -120,22 +117,16 @@ def observe(model: Transformer, tokens: np.ndarray, run: str = "model", step: in
         name: np.asarray(value)
         for name, value in _observe(*nnx.split(model), jnp.asarray(tokens, jnp.int32)[None]).items()
     }
-    t = np.arange(len(tokens))[:, None]
     num_blocks = blocks.num_selection_blocks(len(tokens), config.select_block)
-    first, last = blocks.candidate_range(t, 0 * t, config.select_block)
-    j = np.arange(num_blocks)
-    kinds = np.where(j > last, FUTURE, np.where(blocks.forced_blocks(j, first, last, config), FORCED, CANDIDATE))
-    everything = last - first + 1 <= config.num_selected
-    kinds = np.where(everything & (kinds != FUTURE), FREE, kinds)
-    lists = found["lists"]  # [L, T, K, n]
-    scored = np.where(chosen_by_score(lists, config) & ~everything[..., None], lists, num_blocks)
+    kinds = block_kinds(config, num_blocks, np.arange(len(tokens)))
+    listed = blocks.listed_blocks(found["lists"], num_blocks)  # [L, T, K, J]
     return View(
         run=run,
         step=step,
         config=config,
         layers=tuple(model.config.layers_of("nsa")),
-        kinds=kinds.astype(np.uint8),
-        chosen=np.moveaxis(blocks.listed_blocks(scored, num_blocks), 1, 2),
+        kinds=kinds,
+        chosen=np.moveaxis(listed & (kinds == CANDIDATE)[:, None], 1, 2),
         weights=found["weights"],
         gates=found["gates"],
     )

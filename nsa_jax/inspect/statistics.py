@@ -16,6 +16,10 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
 
 _HIGHEST = jax.lax.Precision.HIGHEST
+# Of a selection block to a query: of the future or another document, a candidate, always listed, or listed because the
+# list has room for every candidate.
+KINDS = ("unreadable", "candidate", "forced", "free")
+UNREADABLE, CANDIDATE, FORCED, FREE = range(len(KINDS))
 # Elements of the largest array of probabilities, float32.
 _CHUNK_ELEMENTS = 2**24
 
@@ -217,6 +221,26 @@ def chosen_by_score(lists, config: NSAConfig, segment_start=None, positions=None
     first, last = blocks.candidate_range(t, start, config.select_block)
     candidate = (lists >= first) & (lists <= last)
     return candidate & ~blocks.forced_blocks(lists, first, last, config)
+
+
+def block_kinds(config: NSAConfig, num_blocks: int, positions, segment_start=0) -> np.ndarray:
+    """What each selection block is to a query, whatever the model: an index into `KINDS`.
+
+    Args:
+      config: the operator's.
+      num_blocks: J.
+      positions: int [...] of the queries.
+      segment_start: int [...] or 0, of the queries' documents.
+
+    Returns:
+      uint8 [..., J]. Of the candidates, a model's scores choose those that it lists.
+    """
+    t = np.asarray(positions)[..., None]
+    first, last = blocks.candidate_range(t, 0 * t + np.asarray(segment_start)[..., None], config.select_block)
+    j = np.arange(num_blocks)
+    forced = np.where(blocks.forced_blocks(j, first, last, config), FORCED, CANDIDATE)
+    readable = np.where(last - first + 1 <= config.num_selected, FREE, forced)
+    return np.where((j >= first) & (j <= last), readable, UNREADABLE).astype(np.uint8)
 
 
 def block_distances(lists, config: NSAConfig, positions=None):

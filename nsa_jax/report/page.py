@@ -8,8 +8,10 @@ import gzip
 import html
 import importlib.metadata
 import importlib.util
+import os
 import re
 import time
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +80,20 @@ def _version() -> str:
         return ""
 
 
-def build(runs: list[dict[str, Any]]) -> str:
+def _exploration(workdir: Path, folder: Path | None) -> str | None:
+    """The address of a run's exploration page from a folder; None if there is no page."""
+    page = workdir / "explore.html"
+    if folder is None or not page.is_file():
+        return None
+    return urllib.parse.quote(Path(os.path.relpath(page, folder.resolve())).as_posix())
+
+
+def build(runs: list[dict[str, Any]], folder: Path | None = None) -> str:
     """The page of some runs.
 
     Args:
       runs: as `read_run` returns them; at least one.
+      folder: in which the page will lie; it links to the runs' exploration pages from there. None links to none.
 
     Returns:
       HTML that requests nothing from the network; its Content-Security-Policy forbids it.
@@ -90,7 +101,10 @@ def build(runs: list[dict[str, Any]]) -> str:
     Raises:
       ReportError: the charting library is not installed.
     """
-    named = [{**run, "label": label} for run, label in zip(runs, labels(runs), strict=True)]
+    named = [
+        {**run, "label": label, "explore": _exploration(Path(run["path"]), folder)}
+        for run, label in zip(runs, labels(runs), strict=True)
+    ]
     library, library_name = _plotly()
     data = {
         "generated": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),

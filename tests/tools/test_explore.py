@@ -12,7 +12,8 @@ import nsa_jax
 from nsa_jax import inspect
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.inspect.__main__ import main
-from nsa_jax.inspect.exploration import CANDIDATE, FORCED, FREE, FUTURE, observe
+from nsa_jax.inspect.exploration import observe
+from nsa_jax.inspect.statistics import CANDIDATE, FORCED, FREE, UNREADABLE
 
 from .runs import small_config, write_run
 from .test_report_in_browser import BROWSER, Tab
@@ -49,7 +50,7 @@ def test_a_view_holds_what_the_model_reads_and_why(runs):
     block = np.arange(len(tokens)) // geometry.select_block
     for p, t in enumerate((10, 100, 151)):
         own = t // geometry.select_block
-        assert (view.kinds[t, own + 1 :] == FUTURE).all()
+        assert (view.kinds[t, own + 1 :] == UNREADABLE).all()
         if own < geometry.num_selected:
             assert (view.kinds[t, : own + 1] == FREE).all() and not view.chosen[:, :, t].any()
         else:
