@@ -18,7 +18,7 @@ from nsa_jax.nn.sharding import DATA, split_dimension, token_spec
 from nsa_jax.train import spikes
 from nsa_jax.train.loss import token_losses, weighted_loss
 from nsa_jax.train.optimizer import learning_rate, schedule_at
-from nsa_jax.train.state import Setup, State, batch_sharding
+from nsa_jax.train.state import Setup, State, batch_sharding, replicated
 from nsa_jax.train.watch.layers import layer_figures
 
 Batch = dict[str, jax.Array]
@@ -181,7 +181,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         step,
         donate_argnums=0,
         in_shardings=(setup.sharding, batch_sharding(setup.mesh)),
-        out_shardings=(setup.sharding, None),
+        out_shardings=(setup.sharding, replicated(setup.mesh)),
         compiler_options=setup.compiler_options,
     )
 
@@ -227,6 +227,7 @@ def make_eval_step(setup: Setup, token_bytes) -> Callable[[State, Batch], dict[s
     return jax.jit(
         step,
         in_shardings=(setup.sharding["params"], batch_sharding(setup.mesh)),
+        out_shardings=replicated(setup.mesh),
         compiler_options=setup.compiler_options,
     )
 

@@ -35,7 +35,7 @@ from nsa_jax.data import Tokenizer
 from nsa_jax.nn.observe import BRANCHES, NSAArrays, walk_layers
 from nsa_jax.ops import blocks
 from nsa_jax.train.errors import TrainingError
-from nsa_jax.train.state import Setup, batch_sharding
+from nsa_jax.train.state import Setup, batch_sharding, replicated
 from nsa_jax.train.watch.guards import Guards
 
 _COLLAPSED = 0.95
@@ -135,6 +135,7 @@ def make_health(setup: Setup) -> Callable:
     return jax.jit(
         health,
         in_shardings=(setup.sharding["params"], batch_sharding(setup.mesh)),
+        out_shardings=replicated(setup.mesh),
         compiler_options=setup.compiler_options,
     )
 
