@@ -6,6 +6,7 @@
     nsa-jax evaluate runs/quickstart
     nsa-jax convert Qwen/Qwen3-0.6B converted/qwen
     nsa-jax export runs/quickstart exported/quickstart
+    nsa-jax inspect runs/quickstart --text notes.txt
     nsa-jax report runs/quickstart
 
 `train` and `preflight` take a config first: a file, or the name of one that comes with the package. `nsa-jax COMMAND
@@ -23,8 +24,8 @@ from nsa_jax.extras import MissingExtra, extra, installed_version
 
 EXIT_USAGE = 2
 TRAINING = ("train", "preflight")
-TOOLS = ("generate", "evaluate", "convert", "export", "report")
-_MODULES = {"report": "nsa_jax.report.__main__"}
+TOOLS = ("generate", "evaluate", "convert", "export", "inspect", "report")
+_MODULES = {name: f"nsa_jax.{name}.__main__" for name in ("inspect", "report")}
 
 
 def _train(command: str, arguments: Sequence[str]) -> None:

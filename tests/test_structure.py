@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 # The floors, ground first, as in CONTRIBUTING.md. A module belongs to the longest name that it begins with; names that
 # no module has yet are those of modules being made. A module imports from its own floor and from lower ones.
 FLOORS = {
-    "ground": "ops.target ops.gpus ops.blocks fields extras object_store",
+    "ground": "ops.target ops.gpus ops.blocks fields extras object_store offline_page",
     "tiles": "ops.tiles ops.selected_tiles ops.choices",
     "machines": "ops.kernels.triton ops.kernels.sm90 ops.kernels.sm90_gather ops.kernels.readers ops.kernels.softmax",
     "kernels": "ops.kernels",
@@ -31,7 +31,7 @@ FLOORS = {
     "inspection": "inspect",
     "hub": "hub loading export_files",
     "training": "train",
-    "programs": "generate evaluate retrieval convert export report trainer cli",
+    "programs": "generate evaluate retrieval convert export inspect.__main__ report trainer cli",
 }
 APART = [("nsa_jax.nn", "nsa_jax.data")]  # on one floor, and neither imports the other
 

@@ -84,6 +84,28 @@ def _load_workdir(workdir: Path, step: str) -> tuple[Transformer, Tokenizer, Con
     return nnx.merge(graphdef, load_part(directory, {part: target})[part]), tokenizer, config
 
 
+def checkpoints_of(path: str | os.PathLike) -> list[tuple[int | None, str]]:
+    """The kept checkpoints of a run, earliest first, as step and the path that `load` takes.
+
+    Damaged ones are left out with a warning. A path that names a step, and an exported model, have one entry.
+
+    Raises:
+      LoadError: there is nothing to load there.
+    """
+    directory, step = _split_step(os.fspath(path))
+    if not (directory / "checkpoints").is_dir():
+        return [(None, str(directory))]
+    if step:
+        chosen = _choose_step(directory, step)
+        return [(chosen, f"{directory}@{chosen}")]
+    losses, damaged = find_steps(directory / "checkpoints")
+    for at, problem in sorted(damaged.items()):
+        logger.warning("skipping checkpoint %s of %s, it is damaged: %s", at, directory, problem)
+    if not losses:
+        _choose_step(directory, step)  # raises, and says what is there
+    return [(at, f"{directory}@{at}") for at in losses]
+
+
 def recorded_metrics(path: str | os.PathLike) -> dict[str, float]:
     """What a workdir says about the checkpoint that `load` reads of it.
 

@@ -4,10 +4,12 @@
     from nsa_jax import inspect
 
     model, tokenizer, config = nsa_jax.load("runs/quickstart")
-    tokens = tokenizer.encode("def add(a, b):\n    return a + b\n")[None]
+    text = "def add(a, b):\n    return a + b\n"
+    tokens = tokenizer.encode(text)[None]
     found = inspect.capture(model, tokens)
     print(found.lists.shape, found.gates.mean((1, 2, 3)))  # [L, B, T, K, n]; mean gate of each layer and branch
     inspect.draw_lists(found).savefig("lists.png")
+    inspect.explore(model, tokenizer, text).save("explore.html")  # a page to click tokens in; a notebook shows it
 
 `capture` and `read_weights` take a whole `nsa_jax.nn.Transformer`. `capture_layer` takes one `NSAttention` of your own
 model. `capture_arrays` and `read_weights_arrays` take the arguments of `nsa_jax.nsa_attention`. The functions of
@@ -29,6 +31,7 @@ with extra("train"):
         token_kinds,
         token_strings,
     )
+    from nsa_jax.inspect.exploration import Exploration, explore
     from nsa_jax.inspect.figures import (
         COLOURS,
         draw_gates,
@@ -43,6 +46,8 @@ with extra("train"):
     from nsa_jax.inspect.statistics import (
         attention_statistics,
         block_distances,
+        block_kinds,
+        block_weights,
         branch_probabilities,
         choosing_queries,
         chosen_by_score,
@@ -57,10 +62,13 @@ __all__ = [
     "BRANCHES",
     "COLOURS",
     "Capture",
+    "Exploration",
     "NSAArrays",
     "Reading",
     "attention_statistics",
     "block_distances",
+    "block_kinds",
+    "block_weights",
     "branch_probabilities",
     "capture",
     "capture_arrays",
@@ -74,6 +82,7 @@ __all__ = [
     "draw_overlap",
     "draw_reading",
     "draw_statistics",
+    "explore",
     "layer_overlap",
     "mean_by_kind",
     "neighbour_overlap",

@@ -6,6 +6,8 @@ n blocks per list. "..." stands for any leading axes, such as layers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,10 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
 
 _HIGHEST = jax.lax.Precision.HIGHEST
+# Of a selection block to a query: of the future or another document, a candidate, always listed, or listed because the
+# list has room for every candidate.
+KINDS = ("unreadable", "candidate", "forced", "free")
+UNREADABLE, CANDIDATE, FORCED, FREE = range(len(KINDS))
 # Elements of the largest array of probabilities, float32.
 _CHUNK_ELEMENTS = 2**24
 
@@ -95,7 +101,7 @@ def attention_statistics(
     config: NSAConfig,
     segment_start: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """How each branch spreads its attention. Queries are processed in chunks, so memory is linear in T.
+    """How each branch spreads its attention.
 
     Args:
       query: [B, T, N, H]; the other arguments are `branch_probabilities`'.
@@ -107,16 +113,10 @@ def attention_statistics(
       distance: mean distance in tokens from the query to what it reads, for a compressed block to its middle.
       beyond_window: share that is read from keys which the window does not reach.
     """
-    batch, length, num_heads, _ = query.shape
-    num_keys = key_slc.shape[1]
-    t, start = blocks.query_positions(query, segment_start, 0)
-    token = jnp.arange(num_keys, dtype=jnp.float32)
+    token = jnp.arange(key_slc.shape[1], dtype=jnp.float32)
     middle = jnp.arange(key_cmp.shape[1]) * config.compress_stride + (config.compress_block - 1) / 2
 
-    def chunk(args):
-        query, lists, t, start = (jnp.moveaxis(x, 0, 1) for x in args)  # [B, P, ...]
-        keys = (key_cmp, key_slc, key_win)
-        probs = branch_probabilities(query, *keys, lists, config=config, segment_start=start, positions=t)
+    def summarise(probs, t):
         found: dict[str, list[jax.Array]] = {"entropy": [], "largest": [], "distance": [], "beyond_window": []}
         for p, where in zip(probs, (middle, token, token), strict=True):
             away = t[:, :, None, None] - where
@@ -124,17 +124,83 @@ def attention_statistics(
             found["largest"].append(p.max(-1, initial=0.0))
             found["distance"].append((p * away).sum(-1))
             found["beyond_window"].append((p * (away >= config.window)).sum(-1))
-        return {name: jnp.moveaxis(jnp.stack(parts, -1), 1, 0) for name, parts in found.items()}
+        return {name: jnp.stack(parts, -1) for name, parts in found.items()}
 
-    size = max(min(_CHUNK_ELEMENTS // (batch * num_heads * num_keys), length), 1)
+    keys = (key_cmp, key_slc, key_win)
+    return _map_queries(summarise, query, keys, lists, config, segment_start)
+
+
+def block_weights(
+    query: jax.Array,
+    key_cmp: jax.Array,
+    key_slc: jax.Array,
+    key_win: jax.Array,
+    lists: jax.Array,
+    *,
+    config: NSAConfig,
+    segment_start: jax.Array | None = None,
+) -> jax.Array:
+    """Attention probabilities of each branch, summed over the tokens of every selection block.
+
+    Args:
+      query: [B, T, N, H]; the other arguments are `branch_probabilities`'.
+
+    Returns:
+      float32 [B, T, N, 3, J], in the order compressed, selected, window. What the compressed branch reads is spread
+      evenly over the tokens of each compressed block.
+    """
+    num_keys = key_slc.shape[1]
+    num_blocks = blocks.num_selection_blocks(num_keys, config.select_block)
+    of_token = (np.arange(num_keys)[:, None] // config.select_block == np.arange(num_blocks)).astype(
+        np.float32
+    )  # [S, J]
+    of_compressed = (
+        spread_over_tokens(np.eye(key_cmp.shape[1], dtype=np.float32), num_keys, config) @ of_token
+    )  # [C, J]
+
+    def gather(probs, _):
+        sums = (of_compressed, of_token, of_token)
+        parts = [jnp.einsum("bpns,sj->bpnj", p, x, precision=_HIGHEST) for p, x in zip(probs, sums, strict=True)]
+        return jnp.stack(parts, -2)
+
+    keys = (key_cmp, key_slc, key_win)
+    return _map_queries(gather, query, keys, lists, config, segment_start)
+
+
+def _map_queries(function: Any, query, keys, lists, config: NSAConfig, segment_start: jax.Array | None) -> Any:
+    """`function(probabilities, t)` over chunks of queries, so that memory is linear in T.
+
+    Args:
+      function: takes what `branch_probabilities` returns and positions [B, P]; returns arrays [B, P, ...].
+      query: [B, T, N, H].
+      keys: key_cmp, key_slc, key_win.
+      lists: int32 [B, T, K, n].
+      config: the operator's.
+      segment_start: int [B, T] or None.
+
+    Returns:
+      The arrays of all queries, [B, T, ...].
+    """
+    batch, length, num_heads, _ = query.shape
+    t, start = blocks.query_positions(query, segment_start, 0)
+
+    def chunk(args):
+        query, lists, t, start = (jnp.moveaxis(x, 0, 1) for x in args)  # [B, P, ...]
+        key_cmp, key_slc, key_win = keys
+        probs = branch_probabilities(
+            query, key_cmp, key_slc, key_win, lists, config=config, segment_start=start, positions=t
+        )
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), function(probs, t))
+
+    size = max(min(_CHUNK_ELEMENTS // (batch * num_heads * keys[1].shape[1]), length), 1)
     while length % size:
         size -= 1
 
     def cut(x):
         return jnp.moveaxis(x, 1, 0).reshape(length // size, size, *x.shape[:1], *x.shape[2:])
 
-    found = jax.lax.map(chunk, (cut(query), cut(lists), cut(t), cut(start)))  # [chunks, P, B, N, 3]
-    return {name: jnp.moveaxis(x.reshape(length, batch, num_heads, 3), 0, 1) for name, x in found.items()}
+    found = jax.lax.map(chunk, (cut(query), cut(lists), cut(t), cut(start)))  # [chunks, P, B, ...]
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(length, *x.shape[2:]), 0, 1), found)
 
 
 def chosen_by_score(lists, config: NSAConfig, segment_start=None, positions=None):
@@ -155,6 +221,26 @@ def chosen_by_score(lists, config: NSAConfig, segment_start=None, positions=None
     first, last = blocks.candidate_range(t, start, config.select_block)
     candidate = (lists >= first) & (lists <= last)
     return candidate & ~blocks.forced_blocks(lists, first, last, config)
+
+
+def block_kinds(config: NSAConfig, num_blocks: int, positions, segment_start=0) -> np.ndarray:
+    """What each selection block is to a query, whatever the model: an index into `KINDS`.
+
+    Args:
+      config: the operator's.
+      num_blocks: J.
+      positions: int [...] of the queries.
+      segment_start: int [...] or 0, of the queries' documents.
+
+    Returns:
+      uint8 [..., J]. Of the candidates, a model's scores choose those that it lists.
+    """
+    t = np.asarray(positions)[..., None]
+    first, last = blocks.candidate_range(t, 0 * t + np.asarray(segment_start)[..., None], config.select_block)
+    j = np.arange(num_blocks)
+    forced = np.where(blocks.forced_blocks(j, first, last, config), FORCED, CANDIDATE)
+    readable = np.where(last - first + 1 <= config.num_selected, FREE, forced)
+    return np.where((j >= first) & (j <= last), readable, UNREADABLE).astype(np.uint8)
 
 
 def block_distances(lists, config: NSAConfig, positions=None):

@@ -7,7 +7,8 @@ The file contains everything, including the charting library (2 MB), and opens f
 was interrupted, or is still training, is shown as far as it got. Several runs are drawn into the same charts, with the
 differences of their configurations. Health, samples and configuration are shown for one run at a time.
 
-`python -m nsa_jax.evaluate RUN` beforehand adds loss by position in the context, and needles.
+`python -m nsa_jax.evaluate RUN` beforehand adds loss by position of whole documents, and needles. After
+`python -m nsa_jax.inspect RUN --text FILE` the report links to the page that this writes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out or args.runs[0] / "report.html"
     try:
         once = {path.resolve(): path for path in args.runs}  # a run that is named twice appears once
-        text = build([read_run(path) for path in once.values()])
+        text = build([read_run(path) for path in once.values()], out.parent)
         if out.is_dir():
             raise ReportError(f"--out {out}: a directory; name a file")
         write(out, text)

@@ -48,6 +48,7 @@ const token = (name) => getComputedStyle(document.documentElement).getPropertyVa
 const colour = (index) => COLOURS[theme()][index % COLOURS.light.length];
 // Plotly interprets some HTML tags in texts. Text from a run is escaped, so that it is shown literally.
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+const phone = () => matchMedia("(max-width: 600px)").matches;
 const coarse = () => matchMedia("(pointer: coarse)").matches;
 
 // The horizontal axis: steps, tokens, or time since the first log line (interpolated between log lines).
@@ -143,12 +144,12 @@ function layoutOf(options) {
     automargin: true,
   };
   return {
-    height: options.height ?? 260,
+    height: phone() ? Math.min(options.height ?? 260, 270) : (options.height ?? 260),
     autosize: true,
     paper_bgcolor: panel,
     plot_bgcolor: panel,
     font,
-    margin: { l: 48, r: 14, t: 12, b: 46 },
+    margin: { l: 48, r: 14, t: coarse() ? 12 : 36, b: 46 }, // the buttons of the chart lie above the data
     showlegend: false,
     hovermode: options.hovermode ?? "x unified",
     hoverlabel: { bgcolor: panel, bordercolor: line, font: { ...font, color: ink }, namelength: 40 },

@@ -28,6 +28,7 @@ const item = (text, { dash = "solid", tone = token("--muted"), dot = false } = {
   }
   return el("span", {}, mark, text);
 };
+const faded = (hex) => `${hex}66`;
 function curves(parts, options = {}) {
   const traces = lineTraces(parts);
   const there = parts.filter((part) => DATA.runs.some((run, index) => state.shown[index] && run.series[part.name]));
@@ -101,13 +102,12 @@ function positionChart() {
   const exp = state.unit === "perplexity",
     traces = [],
     shapes = [];
-  DATA.runs.forEach((run, index) => {
-    const bins = run.evaluation.position ?? [];
-    if (!state.shown[index] || !bins.length) return;
+  const add = (run, index, bins, name, { dash = "solid", opacity = 1 } = {}) =>
     traces.push({
       type: "scatter",
-      mode: "lines+markers",
-      name: plain(run.label),
+      mode: opacity < 1 ? "lines" : "lines+markers",
+      name: plain(many ? `${run.label}, ${name}` : name),
+      opacity,
       x: bins.map((b) => Math.sqrt((b.from + 1) * b.to)),
       y: bins.map((b) => (exp ? Math.exp(b.loss) : b.loss)),
       text: bins.map(
@@ -115,11 +115,26 @@ function positionChart() {
           (b.to - b.from > 1 ? `positions ${grouped(b.from + 1)} to ${grouped(b.to)}` : `position ${b.to}`) +
           `, ${grouped(b.tokens)} tokens`,
       ),
-      line: { color: colour(index), width: 2 },
+      line: { color: colour(index), width: opacity < 1 ? 1.2 : 2, dash },
       marker: { size: 6, color: colour(index) },
       hovertemplate: "%{y:.4~g}<br>%{text}",
     });
+  const evaluated = DATA.runs.some((run, index) => state.shown[index] && run.evaluation.position?.length);
+  let earlier = 0;
+  DATA.runs.forEach((run, index) => {
+    if (!state.shown[index]) return;
+    if (run.evaluation.position?.length) add(run, index, run.evaluation.position, "evaluation", { dash: "dash" });
+    const found = run.validation.positions;
+    found.forEach(({ step, bins }, order) => {
+      const last = order === found.length - 1;
+      if (many && !last) return; // of several runs the last validation alone, so that curves can be told apart
+      earlier += !last;
+      add(run, index, bins, `step ${grouped(step)}`, { opacity: last ? 1 : 0.2 + (0.4 * order) / found.length });
+    });
   });
+  const marks = [];
+  if (!many && earlier) marks.push(item("earlier", { tone: faded(colour(0)) }), item("last validation", { tone: colour(0) }));
+  if (evaluated) marks.push(item("nsa_jax.evaluate", { dash: "dash", tone: many ? token("--muted") : colour(0) }));
   const window = chosen().config["model.nsa.window"];
   if (typeof window === "number" && traces.length)
     shapes.push({
@@ -133,7 +148,7 @@ function positionChart() {
     });
   return {
     traces,
-    legend: shapes.length ? [item(`window, ${grouped(window)} tokens`, { dash: "dot" })] : [],
+    legend: [...marks, ...(shapes.length ? [item(`window, ${grouped(window)} tokens`, { dash: "dot" })] : [])],
     options: {
       height: 330,
       hovermode: "closest",
@@ -238,8 +253,9 @@ function loss() {
     make: positionChart,
     linked: false,
     follows: "unit",
-    about: "Held-out documents. Where the curve still falls beyond the window, the model uses what lies outside it.",
-    missing: () => `Not measured. This adds it: python -m nsa_jax.evaluate ${chosen().path} --tasks position`,
+    about:
+      "Position in the document. Where the curve still falls beyond the window, the model uses what lies outside it.",
+    missing: "No validation has been recorded. config.train.eval_batches asks for it; nsa_jax.evaluate measures it later.",
   });
   return [
     heading("loss", "Loss"),
@@ -315,6 +331,18 @@ function speed() {
           height: 230,
           yaxis: zero,
         }),
+    }),
+    chart("chart-goodput", {
+      title: "Goodput",
+      unit: "% of the wall time that trained",
+      make: () =>
+        curves(
+          [
+            { name: "perf/goodput", label: "this start", scale: 100, suffix: " %" },
+            { name: "perf/goodput_run", label: "all starts", scale: 100, suffix: " %" },
+          ],
+          { height: 230, yaxis: { ...zero, range: [0, 100], autorange: false } },
+        ),
     }),
     chart("chart-memory", {
       title: "Memory",

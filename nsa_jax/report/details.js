@@ -29,40 +29,74 @@ const MAPS = [
     maps: [
       ["blocks_beyond", "Blocks chosen by score", "share of listed blocks, beyond the forced ones", "share"],
       ["block_distance", "Distance of the blocks", "tokens before the query, mean", "free"],
-      ["block_overlap", "Blocks shared with the neighbour", "share that the query before also reads", "free"],
+      ["block_overlap", "Blocks shared with the neighbour", "share that the query before also reads", "share"],
       ["blocks_distinct", "Distinct blocks", "per query", "free"],
       ["keys_counted", "Keys read", "per query, counted from the lists", "free"],
     ],
   },
 ];
-function mapRange(kind, values) {
-  const numbers = values.flat().filter((value) => value !== null);
+// Parameters, gradients and updates: one group of maps each.
+const PARTS = [
+  ["weights", "Weights", "After each step."],
+  ["gradients", "Gradients", "Of the whole batch, before clipping."],
+  ["updates", "Updates", "What a step adds to the weights: with Adam about the learning rate in size, everywhere."],
+].map(([name, title, about]) => ({
+  title,
+  about,
+  maps: [
+    [`${name}_norm`, `${title}: norm`, "log", "log"],
+    [`${name}_largest`, `${title}: largest entry`, "absolute value, log", "log"],
+    [`${name}_zeros`, `${title}: zeros`, "share of entries", "zero"],
+  ],
+}));
+// The values that a colour scale spans: of all runs, so that runs can be compared, and of maps that share it.
+const SHARES = BRANCHES.flatMap((branch) => [`gate_share_${branch}`, `output_share_${branch}`]);
+function spanned(name, source) {
+  const names = SHARES.includes(name) ? SHARES : [name];
+  return DATA.runs
+    .flatMap((run) => names.flatMap((one) => run[source]?.z[one] ?? []))
+    .flat()
+    .filter((value) => value !== null);
+}
+function mapRange(kind, numbers) {
   const low = numbers.reduce((a, b) => Math.min(a, b), Infinity),
     high = numbers.reduce((a, b) => Math.max(a, b), -Infinity);
+  if (kind === "third") {
+    const reach = Math.max(0.2, high - 1 / 3, 1 / 3 - low);
+    return [1 / 3 - reach, 1 / 3 + reach];
+  }
   if (kind === "entropy") return [Math.min(0.5, low), Math.log(3)];
   if (kind === "zero") return [0, Math.max(0.1, high)];
   if (kind === "share") return [0, 1];
+  if (kind === "log") {
+    const positive = numbers.filter((value) => value > 0),
+      least = positive.reduce((a, b) => Math.min(a, b), Infinity);
+    return positive.length ? [Math.log10(least), Math.max(Math.log10(high), Math.log10(least) + 0.05)] : [0, 1];
+  }
   const span = Math.max(high - low, Math.abs(high) * 0.05, 1e-6); // noise must not look like a pattern
   return [(low + high - span) / 2, (low + high + span) / 2];
 }
-function heatMap(name, title, kind) {
+// The one value of a figure in all layers, steps and runs; null if it varies.
+function constant(name, source) {
+  const numbers = spanned(name, source);
+  return numbers.length && !SHARES.includes(name) && numbers.every((value) => value === numbers[0]) ? numbers[0] : null;
+}
+function logColours(low, high) {
+  const values = [];
+  for (let power = Math.floor(low); power <= Math.ceil(high); power++)
+    for (const factor of high - low > 1.2 ? [1] : [1, 2, 5]) values.push(factor * 10 ** power);
+  const shown = values.filter((value) => Math.log10(value) >= low && Math.log10(value) <= high);
+  const ticks = shown.length > 1 ? shown : [10 ** low, 10 ** high];
+  return { tickvals: ticks.map(Math.log10), ticktext: ticks.map((value) => digits(value, 2)) };
+}
+function heatMap(name, title, kind, source = "health") {
   const run = chosen(),
-    health = run.health,
+    health = run[source],
     z = health?.z[name];
   if (!z || !z.flat().some((value) => value !== null)) return null;
   const third = kind === "third",
-    siblings = BRANCHES.map((branch) => health.z[name.replace(/[^_]+$/, branch)]).filter(Boolean);
-  let [low, high] = mapRange(kind, z);
-  if (third) {
-    const reach = Math.max(
-      0.2,
-      ...siblings
-        .flat(2)
-        .filter((value) => value !== null)
-        .map((value) => Math.abs(value - 1 / 3)),
-    );
-    [low, high] = [1 / 3 - reach, 1 / 3 + reach];
-  }
+    log = kind === "log",
+    [low, high] = mapRange(kind, spanned(name, source));
   const layers = Array.from({ length: health.layers }, (_, layer) => layer);
   const x = health.x.map((step) => along(run, step));
   return {
@@ -71,14 +105,15 @@ function heatMap(name, title, kind) {
         type: "heatmap",
         x,
         y: layers,
-        z,
+        z: log ? z.map((line) => line.map((value) => (value > 0 ? Math.log10(value) : null))) : z,
+        customdata: z,
         zmin: low,
         zmax: high,
         xgap: 0,
         ygap: health.layers <= 16 ? 1 : 0,
         colorscale: third ? AROUND[theme()] : "Cividis",
         hoverongaps: false,
-        hovertemplate: `layer %{y}<br>${state.axis} %{x:,.6~g}<br>%{z:.4~g}<extra></extra>`,
+        hovertemplate: `layer %{y}<br>${state.axis} %{x:,.6~g}<br>%{customdata:.4~g}<extra></extra>`,
         colorbar: {
           thickness: 10,
           outlinewidth: 0,
@@ -86,6 +121,7 @@ function heatMap(name, title, kind) {
           nticks: 5,
           // The colour scale is symmetric around a third; shares are not.
           ...(third && { tickvals: [0, 0.2, 0.4, 0.6, 0.8, 1].filter((share) => share >= low && share <= high) }),
+          ...(log && logColours(low, high)),
           x: 1.01,
           xpad: 4,
         },
@@ -118,19 +154,155 @@ function health() {
     ];
   }
   content.push(el("p", { class: "muted keys", id: "keys" }, keysRead()));
-  for (const { title, about, maps } of MAPS) {
-    content.push(
-      el("div", { class: "group" }, el("h3", {}, title), el("p", {}, about)),
+  return [...content, ...groups(MAPS, "health")];
+}
+// Headings and maps. Figures that never change are told in a line, since a map of them shows nothing.
+function groups(list, source) {
+  return list.flatMap(({ title, about, maps }) => {
+    const still = maps.map(([name, head, unit]) => [head, constant(name, source), unit]).filter((one) => one[1] !== null);
+    const drawn = maps.filter(([name]) => constant(name, source) === null);
+    const same = still.map(([head, value, unit]) => `${head} (${unit}): ${digits(value)}`).join("; ");
+    return [
+      el(
+        "div",
+        { class: "group" },
+        el("h3", {}, title),
+        el("p", {}, about),
+        same ? el("p", { class: "still" }, `The same in every layer and at every step: ${same}.`) : null,
+      ),
       el(
         "div",
         { class: "grid maps" },
-        maps.map(([name, head, unit, kind]) =>
-          chart(`map-${name}`, { title: head, unit, make: () => heatMap(name, head, kind), follows: "run" }),
+        drawn.map(([name, head, unit, kind]) =>
+          chart(`map-${name}`, { title: head, unit, make: () => heatMap(name, head, kind, source), follows: "run" }),
         ),
       ),
+    ];
+  });
+}
+function layers() {
+  const content = [heading("layers", "Weights, gradients and updates, layer by layer", true)];
+  if (!DATA.runs.some((run) => run.layers))
+    return [
+      ...content,
+      el("p", { class: "panel empty" }, "No run recorded them: config.guards.health is off, or an older version trained it."),
+    ];
+  return [...content, ...groups(PARTS, "layers")];
+}
+
+// What a few held-out queries chose at each validation.
+const CHOICES = ["not read", "no choice: everything fits", "forced", "chosen by score"];
+const CHOICE_COLOURS = {
+  light: ["#e3e7ec", "#8577b8", "#2f8fd0", "#d9590a"],
+  dark: ["#313b47", "#9f90d6", "#4fa8e3", "#f2803a"],
+};
+const sampled = { query: -1, layer: 0, group: 0 };
+function selectionChart() {
+  const found = chosen().validation.selection,
+    [layer, query, group] = [sampled.layer, sampled.query, sampled.group],
+    kinds = found.kinds[query],
+    own = kinds.findLastIndex((kind) => kind > 0);
+  const rank = [null, 0, 2, 1]; // of a kind among CHOICES
+  const z = found.steps.map((_, index) => {
+    const line = kinds.slice(0, own + 1).map((kind) => rank[kind]);
+    for (const block of found.chosen[index][layer][query][group]) line[block] = 3;
+    return line;
+  });
+  const tones = CHOICE_COLOURS[theme()],
+    size = found.select_block;
+  return {
+    traces: [
+      {
+        type: "heatmap",
+        x: kinds.slice(0, own + 1).map((_, block) => block),
+        y: found.steps.map(grouped),
+        z,
+        text: z.map((line) => line.map((kind) => CHOICES[kind] ?? "of another document")),
+        zmin: -0.5,
+        zmax: 3.5,
+        xgap: own < 64 ? 1 : 0,
+        ygap: found.steps.length < 40 ? 1 : 0,
+        colorscale: tones.flatMap((tone, index) => [
+          [index / 4, tone],
+          [(index + 1) / 4, tone],
+        ]),
+        showscale: false,
+        hoverongaps: false,
+        hovertemplate: "step %{y}<br>block %{x}<br>%{text}<extra></extra>",
+      },
+    ],
+    legend: CHOICES.map((name, index) =>
+      el("span", {}, el("span", { class: "swatch", style: { "--swatch": tones[index] } }), name),
+    ),
+    label: `Blocks that query ${found.queries[query].position} reads in layer ${found.layers[layer]}, group ${group}, at each validation`,
+    options: {
+      height: Math.min(120 + 14 * found.steps.length, 460),
+      hovermode: "closest",
+      xtitle: `block of ${grouped(size)} tokens`,
+      xaxis: { showgrid: false, tickformat: "d" },
+      yaxis: { title: { text: "step", standoff: 6 }, type: "category", autorange: "reversed", showgrid: false, nticks: 12 },
+    },
+  };
+}
+function selection() {
+  const found = chosen().validation.selection,
+    content = [heading("selection", "What held-out queries select", true)];
+  if (!found || !found.queries.length || !found.layers.length)
+    return [
+      ...content,
+      el(
+        "p",
+        { class: "panel empty" },
+        "No validation recorded block lists: config.guards.health or config.train.eval_batches is off, the model has no NSA layers, or an older version trained it.",
+      ),
+    ];
+  sampled.query = Math.min(sampled.query < 0 ? Infinity : sampled.query, found.queries.length - 1);
+  sampled.layer = Math.min(sampled.layer, found.layers.length - 1);
+  sampled.group = Math.min(sampled.group, found.groups - 1);
+  const text = el("pre", { class: "sample context", "aria-label": "text before the query" });
+  const tell = () => (text.textContent = `… ${found.queries[sampled.query].text}`);
+  const pick = (name, label, options) =>
+    el(
+      "label",
+      {},
+      label,
+      select(`selection-${name}`, options, sampled[name], (value) => {
+        sampled[name] = Number(value);
+        tell();
+        redraw((entry) => entry.id === "chart-selection");
+      }),
     );
-  }
-  return content;
+  tell();
+  return [
+    ...content,
+    el(
+      "div",
+      { class: "tools" },
+      pick(
+        "query",
+        "Query",
+        found.queries.map((one, index) => [index, `token ${grouped(one.position - found.start)} of its document`]),
+      ),
+      pick(
+        "layer",
+        "Layer",
+        found.layers.map((layer, index) => [index, layer]),
+      ),
+      pick(
+        "group",
+        "Group",
+        Array.from({ length: found.groups }, (_, group) => [group, group]),
+      ),
+    ),
+    chart("chart-selection", {
+      title: "Blocks it reads, by training step",
+      make: selectionChart,
+      linked: false,
+      follows: "run",
+      about: "The same query of the same held-out row at each validation. The text ends with it.",
+    }),
+    text,
+  ];
 }
 function keysRead() {
   const health = chosen().health;
@@ -354,7 +526,7 @@ function needles() {
 function configuration() {
   const run = chosen(),
     names = Object.keys(run.config),
-    changed = new Set(run.changed),
+    changed = new Map(Object.entries(run.changed)),
     content = [heading("config", "Configuration", true)];
   if (!names.length)
     return [
@@ -383,12 +555,12 @@ function configuration() {
           { class: changed.has(name) ? "changed" : null },
           el("th", { scope: "row", class: "mono" }, broken(name)),
           el("td", { class: "mono value" }, shown(run.config[name])),
-          el("td", { class: "muted" }, changed.has(name) ? "changed" : "default"),
+          el("td", { class: "mono muted" }, changed.has(name) ? shown(changed.get(name)) : "the same"),
         ),
       );
     body.replaceChildren(
       rows.length
-        ? table([["Field"], ["Value"], ["Compared with the default"]], rows, "Configuration")
+        ? table([["Field"], ["Value"], ["Default"]], rows, "Configuration")
         : el("p", { class: "empty" }, "No field."),
     );
   }
@@ -434,20 +606,11 @@ function environment() {
       ),
     );
   const findings = [...(run.preflight.warnings ?? []), ...(run.preflight.ignored ?? [])];
-  const command = Array.isArray(env.command) ? env.command.join(" ") : null;
   return [
     ...content,
     el(
       "div",
       { class: "panel" },
-      command
-        ? el(
-            "div",
-            { style: { "margin-bottom": "16px" } },
-            el("h3", {}, "Command"),
-            el("pre", { class: "command" }, command),
-          )
-        : null,
       el(
         "div",
         { style: { "margin-bottom": "16px" } },

@@ -2,14 +2,18 @@
 
 const SECTIONS = [
   ["outcome", "Outcome", outcome, true],
+  ["figures", null, figures, true],
   ["runs", "Runs", comparison, true, many],
   ["loss", "Loss", loss, false],
   ["needles", null, needles, true],
   ["optimisation", "Optimisation", optimisation, false],
   ["speed", "Speed", speed, false],
   ["health", "Health", health, false],
+  ["selection", "Selection", selection, true],
+  ["layers", "Layers", layers, false],
   ["events", "Alarms", events, true],
   ["samples", "Samples", samples, true],
+  ["commands", "Commands", commands, true],
   ["config", "Config", configuration, true],
   ["environment", "Environment", environment, true],
 ].filter(([, , , , wanted]) => wanted !== false);
@@ -38,8 +42,10 @@ function choose(index) {
   const picker = document.getElementById("run");
   if (picker) picker.value = index;
   for (const [id, , make, ofRun] of SECTIONS) if (ofRun) fill(id, make);
-  const title = document.getElementById("health-title");
-  title.parentElement.replaceWith(heading("health", title.textContent, true));
+  for (const id of ["health", "layers"]) {
+    const title = document.getElementById(`${id}-title`);
+    title.parentElement.replaceWith(heading(id, title.textContent, true));
+  }
   const keys = document.getElementById("keys");
   if (keys) keys.textContent = keysRead();
   redraw((entry) => entry.follows !== "all");

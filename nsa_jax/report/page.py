@@ -8,12 +8,14 @@ import gzip
 import html
 import importlib.metadata
 import importlib.util
-import json
+import os
 import re
 import time
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
+from nsa_jax.offline_page import embed, fill_template
 from nsa_jax.report.reading import COLUMNS, POINTS, ReportError, flatten
 
 _HERE = Path(__file__).parent
@@ -78,17 +80,20 @@ def _version() -> str:
         return ""
 
 
-def embed(value: Any) -> str:
-    """JSON for a script element. No text in it can end the element or open a comment."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+def _exploration(workdir: Path, folder: Path | None) -> str | None:
+    """The address of a run's exploration page from a folder; None if there is no page."""
+    page = workdir / "explore.html"
+    if folder is None or not page.is_file():
+        return None
+    return urllib.parse.quote(Path(os.path.relpath(page, folder.resolve())).as_posix())
 
 
-def build(runs: list[dict[str, Any]]) -> str:
+def build(runs: list[dict[str, Any]], folder: Path | None = None) -> str:
     """The page of some runs.
 
     Args:
       runs: as `read_run` returns them; at least one.
+      folder: in which the page will lie; it links to the runs' exploration pages from there. None links to none.
 
     Returns:
       HTML that requests nothing from the network; its Content-Security-Policy forbids it.
@@ -96,7 +101,10 @@ def build(runs: list[dict[str, Any]]) -> str:
     Raises:
       ReportError: the charting library is not installed.
     """
-    named = [{**run, "label": label} for run, label in zip(runs, labels(runs), strict=True)]
+    named = [
+        {**run, "label": label, "explore": _exploration(Path(run["path"]), folder)}
+        for run, label in zip(runs, labels(runs), strict=True)
+    ]
     library, library_name = _plotly()
     data = {
         "generated": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -116,6 +124,4 @@ def build(runs: list[dict[str, Any]]) -> str:
         "data": embed(data),
         "script": "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     }
-    template = (_HERE / "page.html").read_text(encoding="utf-8")
-    # One pass, so that text which was filled in is not replaced again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)
+    return fill_template((_HERE / "page.html").read_text(encoding="utf-8"), parts)

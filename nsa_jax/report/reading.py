@@ -8,9 +8,11 @@ at all. If a file is damaged, the report is made of the rest and contains a note
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
+import shlex
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from nsa_jax.config import default_config
+from nsa_jax.config import NSAConfig, default_config
+from nsa_jax.inspect.statistics import CANDIDATE, block_kinds
+from nsa_jax.ops import blocks
 from nsa_jax.train.goodput import CAUSES
 from nsa_jax.train.metrics import printable
 
@@ -26,12 +30,17 @@ POINTS = 1500  # of a curve
 COLUMNS = 240  # of a heat map
 SAMPLES = 60  # texts of a run: first, last and evenly spread ones
 SAMPLE_CHARACTERS = 8000
+_TABLES = ("metrics", "health", "layers", "validation", "alarms", "samples")
 _LARGEST_STEP = 2**53  # JavaScript counts exactly up to here
 _DEEPEST = 50  # levels of JSON; the trainer writes no deeper ones
 _MOST_LAYERS = 2048
 _ALIVE_SECONDS = 180.0  # a heartbeat comes every 30 s unless the config says otherwise
 # How the values of several steps in one column are combined: by the worst value, for figures that have one.
 _WORST = {"gate_entropy": np.fmin, "gate_collapsed": np.fmax, "gate_share_max": np.fmax, "key_mismatches": np.fmax}
+_WORST |= {f"{name}_largest": np.fmax for name in ("weights", "gradients", "updates")}
+_POSITION_STEPS = 8  # validations whose loss by position is drawn
+_SELECTION_STEPS = 60  # validations whose block lists are drawn; fewer, if they are long:
+_SELECTION_LISTS = 20_000
 
 
 class ReportError(Exception):
@@ -268,7 +277,7 @@ def _samples(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = [
         {"step": step, "name": name, "text": text[:SAMPLE_CHARACTERS]} for (step, name), text in sorted(by_step.items())
     ]
-    return [found[i] for i in np.unique(np.linspace(0, len(found) - 1, min(len(found), SAMPLES)).astype(int))]
+    return _spread(found, SAMPLES)
 
 
 def outcome(
@@ -356,6 +365,95 @@ def _evaluation(workdir: Path, notes: list[str]) -> dict[str, Any]:
     }
 
 
+def _spread(items: list[Any], most: int) -> list[Any]:
+    """The first and last of some items, and evenly spread ones between them."""
+    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, min(len(items), most)).astype(int))]
+
+
+def _validation(rows: list[dict[str, Any]], flat: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Loss by position at some validations, and what a few held-out queries chose at them.
+
+    Returns:
+      positions: [{"step", "bins": [{"from", "to", "loss", "tokens"}]}]; selection: None, or steps, queries (position
+      and text of each), layers (their numbers), groups, kinds [queries][J] (`nsa_jax.inspect.statistics.KINDS`), and
+      chosen [steps][layers][queries][groups], the candidates that were listed.
+    """
+    by_step = [row for _, row in sorted({row["step"]: row for row in rows}.items())]
+    positions = []
+    for row in by_step:
+        bins = row.get("position")
+        numbers = [
+            {name: _finite(bin.get(name)) for name in ("from", "to", "loss", "tokens")}
+            for bin in (bins if isinstance(bins, list) else [])
+            if isinstance(bin, dict)
+        ]
+        if whole := [bin for bin in numbers if None not in bin.values()]:
+            positions.append({"step": row["step"], "bins": whole})
+    selection = None
+    recorded = [row for row in by_step if "selection" in row]
+    needed = {"data.seq_len", *(f"model.nsa.{field.name}" for field in dataclasses.fields(NSAConfig))}
+    if recorded and needed <= flat.keys():
+        try:
+            selection = _selection(recorded, flat)
+        except (ValueError, TypeError, KeyError, IndexError, OverflowError):
+            notes.append("the block lists of validation.jsonl could not be read and are left out")
+    return {"positions": _spread(positions, _POSITION_STEPS), "selection": selection}
+
+
+def _selection(rows: list[dict[str, Any]], flat: dict[str, Any]) -> dict[str, Any]:
+    """See `_validation`; what does not fit together raises one of the errors that are caught there."""
+    names = [field.name for field in dataclasses.fields(NSAConfig)]
+    config = NSAConfig(**{name: flat[f"model.nsa.{name}"] for name in names})
+    num_blocks = blocks.num_selection_blocks(flat["data.seq_len"], config.select_block)
+    last = rows[-1]["selection"]
+    queries, start = np.asarray(last["queries"], np.int64), int(last["start"])
+    shape = np.asarray(last["lists"]).shape  # [layers, queries, groups, n]
+    layers = [int(layer) for layer in last["layers"]]
+    if len(shape) != 4 or shape[:2] != (len(layers), len(queries)) or not 0 <= start <= queries.min(initial=start):
+        raise ValueError("lists of other queries or layers")
+    if queries.max(initial=0) >= flat["data.seq_len"] or len(queries) > 64 or num_blocks > 2**16:
+        raise ValueError("queries beyond the row, or more than a page can show")
+    kinds = block_kinds(config, num_blocks, queries, start)
+    kept = [row for row in rows if np.shape(row["selection"]["lists"]) == shape]
+    kept = _spread(kept, max(min(_SELECTION_STEPS, _SELECTION_LISTS // max(math.prod(shape[:3]), 1)), 2))
+    chosen = []
+    for row in kept:
+        listed = blocks.listed_blocks(np.asarray(row["selection"]["lists"], np.int64), num_blocks)
+        of_step = listed & (kinds == CANDIDATE)[:, None]
+        chosen.append([[[np.flatnonzero(x).tolist() for x in q] for q in layer] for layer in of_step])
+    return {
+        "steps": [row["step"] for row in kept],
+        "queries": [
+            {"position": int(position), "text": str(text)[-60:]}
+            for position, text in zip(queries, last["text"], strict=True)
+        ],
+        "start": start,
+        "layers": layers,
+        "groups": shape[2],
+        "select_block": config.select_block,
+        "num_selected": config.num_selected,
+        "kinds": kinds.tolist(),
+        "chosen": chosen,
+    }
+
+
+def _commands(workdir: Path, env: dict[str, Any]) -> list[dict[str, str]]:
+    """Commands to copy: how the run was started, and what can be done with it."""
+    path = shlex.quote(str(workdir))
+    command = env.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    python = ["python"] if words and words[0].endswith(".py") else []
+    started = [("train", shlex.join(python + words))] if words else []
+    tools = {
+        "explore what it reads": f"inspect {path} --text FILE",
+        "generate": f'generate {path} --prompt "def "',
+        "evaluate": f"evaluate {path}",
+        "this report": f"report {path}",
+    }
+    rest = [(what, f"python -m nsa_jax.{command}") for what, command in tools.items()]
+    return [{"what": what, "command": command} for what, command in started + rest]
+
+
 def _checkpoints(workdir: Path, notes: list[str]) -> list[dict[str, Any]]:
     directory = workdir / "checkpoints"
     try:
@@ -413,7 +511,7 @@ def read_run(workdir: Path, now: float | None = None) -> dict[str, Any]:
     if not any((workdir / name).is_file() for name in ("metrics.jsonl", "env.json", "stopped.json")):
         raise ReportError(f"{workdir}: not a run: it has neither metrics.jsonl nor env.json, which train.py writes")
     notes: list[str] = []
-    tables = {name: read_rows(workdir / f"{name}.jsonl", notes) for name in ("metrics", "health", "alarms", "samples")}
+    tables = {name: read_rows(workdir / f"{name}.jsonl", notes) for name in _TABLES}
     summary, stopped, env = (_read_object(workdir / f"{n}.json", notes) for n in ("summary", "stopped", "env"))
     if summary and _whole(summary.get("step")) is None:
         notes.append("summary.json has no step and is left out")
@@ -454,13 +552,16 @@ def read_run(workdir: Path, now: float | None = None) -> dict[str, Any]:
         "clock": _clock(rows),
         "tokens_per_step": batch * length if batch and length else None,
         "health": health_maps(tables["health"]),
+        "layers": health_maps(tables["layers"]),
+        "validation": _validation(tables["validation"], flat, notes),
         "events": sorted(events, key=lambda event: event["step"]),
         "samples": _samples(tables["samples"]),
         "evaluation": _evaluation(workdir, notes),
         "environment": {k: v for k, v in env.items() if k not in ("config", "preflight")},
         "preflight": _preflight(preflight),
         "config": flat,
-        "changed": sorted(name for name, value in flat.items() if name not in defaults or defaults[name] != value),
+        "changed": {name: defaults.get(name) for name, value in sorted(flat.items()) if defaults.get(name) != value},
+        "commands": _commands(workdir, env),
         "best": _best(_object(summary, "best_checkpoint", "summary.json", notes)),
         "goodput": _goodput(_object(_read_object(workdir / "goodput.json", notes), "run", "goodput.json", notes)),
         "notes": notes,

@@ -75,12 +75,47 @@ function table(columns, rows, caption) {
 const scroll = (label, content, tall = false) =>
   el("div", { class: `scroll${tall ? " tall" : ""}`, tabindex: "0", role: "region", "aria-label": label }, content);
 
+// A command with a button that copies it.
+function command(text) {
+  const button = el("button", { type: "button", class: "copy", "aria-label": `copy: ${text}`, on: { click: copy } }, "Copy");
+  async function copy() {
+    let done = true;
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch (error) {
+      getSelection().selectAllChildren(button.parentElement.querySelector("code")); // from disk, some browsers refuse
+      done = document.execCommand("copy");
+    }
+    button.textContent = done ? "Copied" : "Selected";
+    setTimeout(() => (button.textContent = "Copy"), 2000);
+  }
+  return el("pre", { class: "command" }, el("code", {}, text), button);
+}
+function commands() {
+  const run = chosen(),
+    page = run.explore
+      ? el(
+          "p",
+          { style: { "margin-bottom": "10px" } },
+          el("a", { href: run.explore }, "Explore what this run reads"),
+          ": click the tokens of a text and see the blocks of every layer.",
+        )
+      : null;
+  const rows = run.commands.map(({ what, command: text }) => [el("dt", {}, what), el("dd", {}, command(text))]);
+  return [
+    heading("commands", "Commands", true),
+    el("div", { class: "panel" }, page, el("dl", { class: "commands" }, rows.flat())),
+  ];
+}
+
 // Outcome.
 function outcome() {
   const run = chosen(),
     { state: how, title, message, step, steps } = run.outcome;
   const of = steps ? ` of ${grouped(steps)}` : "";
-  const reached = how === "finished" ? message : `step ${grouped(step)}${of}`;
+  const reached = how === "finished" ? message : `step ${grouped(step)}${of}`,
+    [split, loss] = last(run, "val/loss") === null ? ["training", last(run, "train/loss")] : ["validation", last(run, "val/loss")],
+    value = loss === null ? "" : ` · ${split} loss ${digits(loss)}`;
   const banner = el(
     "div",
     { class: `panel outcome tone-${TONES[how]}`, role: "status" },
@@ -88,10 +123,19 @@ function outcome() {
     el(
       "div",
       {},
-      el("p", {}, el("strong", {}, title), ` · ${reached}`),
+      el("p", {}, el("strong", {}, title), ` · ${reached}${value}`),
       how === "finished" ? null : el("p", {}, message),
     ),
   );
+  const notes = run.notes.length
+    ? el("p", { class: "small muted", style: { "margin-top": "10px" } }, `Left out: ${run.notes.join("; ")}.`)
+    : null;
+  return [heading("outcome", "Outcome", true), banner, notes];
+}
+// Figures: on a phone they follow the loss.
+function figures() {
+  const run = chosen(),
+    { step } = run.outcome;
   const env = run.environment,
     best = run.best;
   const tokens = run.tokens_per_step ? run.tokens_per_step * step : null;
@@ -112,11 +156,6 @@ function outcome() {
       digits(last(run, "val/bits_per_byte") ?? last(run, "train/bits_per_byte")),
       last(run, "val/bits_per_byte") === null ? "training" : "validation",
     ],
-    [
-      "Perplexity",
-      digits(last(run, "val/perplexity") ?? last(run, "train/perplexity")),
-      last(run, "val/perplexity") === null ? "training" : "validation",
-    ],
     ["Training loss", digits(last(run, "train/loss")), "last logged, nats per token"],
     ["Speed", short(speed), mfu === null ? "tokens/s, median" : `tokens/s, median; ${(mfu * 100).toFixed(1)} % MFU`],
     [
@@ -127,25 +166,25 @@ function outcome() {
     ["Parameters", short(parameters), parameters === null ? "" : grouped(parameters)],
     ["Tokens seen", short(tokens), `logged over ${duration(run.clock.s.at(-1))}`],
     [
+      "Goodput",
+      run.goodput ? `${((100 * (run.goodput.training ?? 0)) / run.goodput.wall).toFixed(1)} %` : "–",
+      "of the wall time trained, all starts",
+    ],
+    [
       "Alarms",
       grouped(count),
       count ? [...new Set(alarms(run).map((event) => event.name))].join(", ") : "none was raised",
     ],
     ["Device", device ?? "–", env.versions?.jax ? `JAX ${env.versions.jax}, Python ${env.versions.python}` : ""],
   ];
-  const list = el(
+  return el(
     "dl",
     { class: "cards" },
     cards.map(([name, value, note]) =>
       el("div", { class: "card" }, el("dt", {}, name), el("dd", {}, value), el("dd", {}, note)),
     ),
   );
-  const notes = run.notes.length
-    ? el("p", { class: "small muted", style: { "margin-top": "10px" } }, `Left out: ${run.notes.join("; ")}.`)
-    : null;
-  return [heading("outcome", "Outcome", true), banner, list, notes];
 }
-
 function comparison() {
   const rows = DATA.runs.map((run, index) => {
     const box = el("input", {

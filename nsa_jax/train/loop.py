@@ -40,9 +40,10 @@ from nsa_jax.train.step import make_eval_step, make_train_step
 from nsa_jax.train.stopping import HALT, StopRequest
 from nsa_jax.train.timing import Clock, Interval
 from nsa_jax.train.trackers import Trackers
-from nsa_jax.train.validation import Sampler, evaluate
+from nsa_jax.train.validation import Sampler, evaluate, record_validation
 from nsa_jax.train.watch import guards, health
 from nsa_jax.train.watch.guards import Guards
+from nsa_jax.train.watch.layers import write_layers
 from nsa_jax.train.watch.watchdog import Watchdog
 
 logger = logging.getLogger("nsa_jax")
@@ -351,6 +352,7 @@ class Run:
         )
         if self.health is not None and interval.health is not None:
             row.update(self.health.read(step, interval.health, self.guards))
+        write_layers(self.workdir, step, interval.layers)
         self._last_row = row
         writer.write(step, row)
         writer.progress(step, row)
@@ -443,7 +445,9 @@ class Run:
     def _validate(self, step: int, state: State, writer: metrics.MetricsWriter) -> None:
         self.watchdog.beat(step, "validating", finished=False)
         weights = state.get("ema", state["params"])
-        row, _ = evaluate(self.eval_step, weights, self.pipeline, batch_sharding(self.setup.mesh))
+        sharding = batch_sharding(self.setup.mesh)
+        row, sums = evaluate(self.eval_step, weights, self.pipeline, sharding)
+        record_validation(self.workdir, step, sums, self.health, weights, self.pipeline, sharding)
         self._last_validation = (step, row)
         self.watchdog.beat(step, "training", finished=False)
         self._early = self.guards.on_validation(step, row["val/loss"], self._last_row.get("train/loss"))

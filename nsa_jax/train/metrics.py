@@ -219,7 +219,8 @@ class MetricsWriter:
             return
         path = workdir / "metrics.jsonl"
         self._samples = workdir / "samples.jsonl"
-        for kept in (path, self._samples, workdir / "health.jsonl"):
+        others = (workdir / f"{name}.jsonl" for name in ("health", "layers", "validation"))
+        for kept in (path, self._samples, *others):
             if kept.exists():
                 # A run that begins again validates at step 0 again.
                 _drop_rows_after(kept, start_step or -1)

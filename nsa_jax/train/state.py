@@ -140,6 +140,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH_AXES, CONTEXT))
 
 
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Of small results that every process reads: each device has the whole."""
+    return NamedSharding(mesh, P())
+
+
 def to_device(batch: dict[str, np.ndarray], sharding: jax.sharding.NamedSharding) -> dict[str, jax.Array]:
     """This process's rows as part of a global array."""
     return {name: jax.make_array_from_process_local_data(sharding, value) for name, value in batch.items()}

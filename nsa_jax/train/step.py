@@ -18,7 +18,8 @@ from nsa_jax.nn.sharding import DATA, split_dimension, token_spec
 from nsa_jax.train import spikes
 from nsa_jax.train.loss import token_losses, weighted_loss
 from nsa_jax.train.optimizer import learning_rate, schedule_at
-from nsa_jax.train.state import Setup, State, batch_sharding
+from nsa_jax.train.state import Setup, State, batch_sharding, replicated
+from nsa_jax.train.watch.layers import layer_figures
 
 Batch = dict[str, jax.Array]
 
@@ -90,7 +91,8 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
     micro-batches and devices. A step whose loss or gradient norm is not finite (with `config.guards.skip_steps`) or a
     spike (with `config.guards.skip_spikes`) leaves parameters and all averages as they were.
 
-    Metrics are float32 scalars on the device; nothing is sent to the host.
+    Metrics are float32 scalars on the device, and with `config.guards.health` those of `layer_figures` under "layers";
+    nothing is sent to the host.
 
     Args:
       setup: the run's.
@@ -170,19 +172,35 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         if config.train.z_loss:
             metrics["z_loss"] = objective - loss
         chex.assert_rank(list(metrics.values()), 0)
+        if config.guards.health:
+            trees = {"weights": new["params"], "gradients": grads, "updates": updates}
+            metrics["layers"] = layer_figures(setup.model_config, **trees)
         return {**new, "step": state["step"] + 1}, metrics
 
     return jax.jit(
         step,
         donate_argnums=0,
         in_shardings=(setup.sharding, batch_sharding(setup.mesh)),
-        out_shardings=(setup.sharding, None),
+        out_shardings=(setup.sharding, replicated(setup.mesh)),
         compiler_options=setup.compiler_options,
     )
 
 
+def _by_position(values: jax.Array, segment_start: jax.Array) -> jax.Array:
+    """Sums of values [B, T] over ranges of positions in the document, float32 [bins]: 0, 1, 2 to 3, 4 to 7, ..."""
+    length = values.shape[1]
+    position = jnp.arange(length, dtype=jnp.int32) - segment_start
+    number = 32 - jax.lax.clz(position)  # of binary digits
+    bins = jnp.arange((length - 1).bit_length() + 1)
+    return jnp.where(number[..., None] == bins, values[..., None], 0.0).sum((0, 1))
+
+
 def make_eval_step(setup: Setup, token_bytes) -> Callable[[State, Batch], dict[str, jax.Array]]:
-    """The jitted evaluation (params, batch) -> sums over the global batch: nats, tokens and bytes of text."""
+    """The jitted evaluation (params, batch) -> sums over the global batch: nats, tokens and bytes of text.
+
+    `nats_at` and `tokens_at`, float32 [bins], are the sums over ranges of positions in the document that double:
+    [0, 1), [1, 2), [2, 4), ...
+    """
     config = setup.config
     lengths = jnp.asarray(token_bytes, jnp.float32)
 
@@ -197,16 +215,19 @@ def make_eval_step(setup: Setup, token_bytes) -> Callable[[State, Batch], dict[s
                 "nats": jnp.sum(losses * micro["loss_mask"]),
                 "tokens": micro["loss_mask"].sum(),
                 "bytes": jnp.sum(lengths[micro["targets"]] * micro["loss_mask"]),
+                "nats_at": _by_position(losses * micro["loss_mask"], micro["segment_start"]),
+                "tokens_at": _by_position(micro["loss_mask"], micro["segment_start"]),
             }
 
         if count == 1:
             return sums(batch)
         parts = jax.lax.map(sums, _split_micro_batches(batch, count))
-        return jax.tree.map(jnp.sum, parts)
+        return jax.tree.map(lambda x: x.sum(0), parts)
 
     return jax.jit(
         step,
         in_shardings=(setup.sharding["params"], batch_sharding(setup.mesh)),
+        out_shardings=replicated(setup.mesh),
         compiler_options=setup.compiler_options,
     )
 

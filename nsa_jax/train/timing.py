@@ -28,13 +28,15 @@ class Interval:
         self.waits: list[float] = []
         self.idle = 0.0  # seconds of the waits for which the device had nothing to do
         self.health: dict[str, jax.Array] | None = None  # of NSA after the last step
+        self.layers: dict[str, jax.Array] | None = None  # `layer_figures` of the last step
         self.untimed = 0  # steps before the clock's last restart
         self._end: Future[float] | None = None
 
-    def add(self, values: dict[str, jax.Array]) -> Future[float]:
+    def add(self, values: dict[str, Any]) -> Future[float]:
         """Called when a step has been dispatched; returns when the device finishes it, by `time.perf_counter`."""
-        self.values.append(values)
-        self._end = _watcher.submit(_end_of, values)
+        self.layers = values.get("layers")
+        self.values.append({name: value for name, value in values.items() if name != "layers"})
+        self._end = _watcher.submit(_end_of, self.values[-1])
         return self._end
 
     def close(self, waits: list[float], idle: float) -> None:

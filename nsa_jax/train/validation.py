@@ -1,8 +1,11 @@
-"""Validation: the loss over the held-out batches, and a text sample."""
+"""Validation: the loss over the held-out batches, what a few held-out queries select, and a text sample."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,23 +14,64 @@ from nsa_jax.data import Pipeline
 from nsa_jax.train import metrics
 from nsa_jax.train.state import Setup, to_device
 from nsa_jax.train.step import make_sampler
+from nsa_jax.train.watch.health import Health
 
 
-def evaluate(eval_step, params, pipeline: Pipeline, sharding) -> tuple[dict[str, float], dict[str, float]]:
+def evaluate(eval_step, params, pipeline: Pipeline, sharding) -> tuple[dict[str, float], dict[str, Any]]:
     """The fixed validation batches of every source.
 
     Returns:
-      The metrics, and nats, tokens and bytes of text of all batches together.
+      The metrics, and nats, tokens and bytes of text of all batches together; `nats_at` and `tokens_at` by position.
     """
     sums: dict[str, tuple[float, float, float]] = {}
+    by_position = np.zeros((2, 1))
     for name, part in pipeline.parts.items():
         found = jax.device_get([eval_step(params, to_device(b, sharding)) for b in part.pipeline.validation()])
         nats, tokens, size = (math.fsum(float(batch[key]) for batch in found) for key in ("nats", "tokens", "bytes"))
         sums[name] = nats, tokens, size
-    total = dict(zip(("nats", "tokens", "bytes"), map(math.fsum, zip(*sums.values(), strict=True)), strict=True))
+        by_position = by_position + sum(np.array([b["nats_at"], b["tokens_at"]], np.float64) for b in found)
+    total: dict[str, Any] = dict(
+        zip(("nats", "tokens", "bytes"), map(math.fsum, zip(*sums.values(), strict=True)), strict=True)
+    )
+    total |= {"nats_at": by_position[0], "tokens_at": by_position[1]}
     if set(sums) == {""}:
         return metrics.validation_row(*sums[""]), total
     return metrics.mixed_validation_row(sums, {name: part.share for name, part in pipeline.parts.items()}), total
+
+
+def record_validation(
+    workdir: Path,
+    step: int,
+    sums: dict[str, Any],
+    health: Health | None,
+    params: Any,
+    pipeline: Pipeline,
+    sharding,
+) -> None:
+    """Appends loss by position, and the block lists of a few held-out queries, to validation.jsonl.
+
+    Args:
+      workdir: of the run.
+      step: of the validation.
+      sums: as `evaluate` returns them.
+      health: computes the lists; None leaves them out.
+      params: that were validated.
+      pipeline: whose first validation batch holds the queries.
+      sharding: of batches.
+    """
+    row: dict[str, Any] = {"step": step, "position": []}
+    batch = next(iter(next(iter(pipeline.parts.values())).pipeline.validation()))
+    length = batch["inputs"].shape[1]
+    for number, (nats, tokens) in enumerate(zip(sums["nats_at"], sums["tokens_at"], strict=True)):
+        if tokens > 0:
+            first = 2 ** (number - 1) if number else 0
+            end, loss = min(max(2 * first, 1), length), float(f"{nats / tokens:.6g}")
+            row["position"].append({"from": first, "to": end, "loss": loss, "tokens": int(tokens)})
+    if health is not None:
+        row["selection"] = health.sampled_lists(params, to_device(batch, sharding), pipeline.tokenizer)
+    if jax.process_index() == 0:
+        with (workdir / "validation.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 class Sampler:

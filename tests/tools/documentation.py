@@ -227,6 +227,7 @@ _TOOLS = {
     "nsa_jax.evaluate": ["--max-tokens=200", "--samples=1", "--batch-size=2", "--num-keys=2"],
     "nsa_jax.convert": [],
     "nsa_jax.export": [],
+    "nsa_jax.inspect": ["--tokens=64"],
     "nsa_jax.report": [],
 }
 

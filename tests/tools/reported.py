@@ -45,11 +45,30 @@ def health_row(step: int) -> dict[str, Any]:
     return row
 
 
+def layers_row(step: int) -> dict[str, Any]:
+    """A row of layers.jsonl in which layer 1 has large gradients, and no entry is 0."""
+    parts = ("weights", "gradients", "updates")
+    row = {f"{part}_{figure}": [0.1 / step, 5.0, 0.2, 0.3] for part in parts for figure in ("norm", "largest")}
+    return {"step": step, **row, **{f"{part}_zeros": [0.0] * LAYERS for part in parts}}
+
+
+def validation_row(step: int, chosen: int) -> dict[str, Any]:
+    """A row of validation.jsonl, of a row of 256 tokens: in layer 2 the last query chose block `chosen` by its score.
+
+    Blocks have 16 tokens and lists 4 entries; the first query's list has room for everything.
+    """
+    bins = [{"from": n // 2, "to": n, "loss": 3 - step / 1e4, "tokens": 100} for n in (1, 2, 4, 8, 64, 256)]
+    lists = [[[[0, 1, 2, 16]], [[0, 1 if layer != 2 else chosen, 14, 15]]] for layer in range(LAYERS)]
+    text = [AWKWARD, f"{AWKWARD}\n\x1b[31m"]
+    selection = {"queries": [40, 255], "start": 0, "text": text, "layers": list(range(LAYERS)), "lists": lists}
+    return {"step": step, "position": bins, "selection": selection}
+
+
 def environment(name: str, **changes: Any) -> dict[str, Any]:
     """env.json, with fields of the default config changed as `model__dim=128`."""
     config = json.loads(default_config().to_json())
     config["name"] = name
-    config["model"]["nsa"]["window"] = 64
+    config["model"]["nsa"].update(window=64, select_block=16, compress_block=16, compress_stride=8, num_selected=4)
     for field, value in changes.items():
         part, _, leaf = field.partition("__")
         config[part][leaf] = value
@@ -80,7 +99,10 @@ def write_full(path: Path, points: int = 5000) -> Path:
     lines(path / "alarms.jsonl", [alarm, alarm, {**alarm, "step": SPIKE[0], "alarm": "spike"}])
     samples = [{"step": 500 * i, "name": "sample", "text": f"sample {i}"} for i in range(4)]
     lines(path / "samples.jsonl", [*samples, {"step": 2000, "name": "sample", "text": SAMPLE}])
+    lines(path / "layers.jsonl", [layers_row(step) for step in range(10, points + 1, 10)])
+    lines(path / "validation.jsonl", [validation_row(step, 3 + step // 500) for step in range(0, points + 1, 500)])
     (path / "env.json").write_text(json.dumps(environment(AWKWARD, train__batch_size=4, data__seq_len=256)))
+    (path / "explore.html").write_text("a page")
     spent = {"wall": 520, "training": 400, "data": 20, "startup": 60, "validation": 30, "saving": 6, "other": 4}
     (path / "goodput.json").write_text(json.dumps({"run": {f"{cause}_seconds": s for cause, s in spent.items()}}))
     (path / "checkpoints" / "4500").mkdir(parents=True)

@@ -10,14 +10,14 @@ import pytest
 from nsa_jax.report import build, read_run
 from nsa_jax.report.__main__ import main
 
-from .reported import environment, health_row, lines, train_row
+from .reported import environment, health_row, layers_row, lines, train_row, validation_row
 
 VALUES = [
     *(None, True, -1, 0, 10**30, -(10**400), 2**63, 1e308, math.nan, math.inf, -math.inf, "", "x", "inf", "\ud800\x00"),
     *([], {}, [None], [[1]], {"a": None}, [math.nan] * 3, [1] * 5000, {"step": math.inf}, {"": {"": math.inf}}),
 ]
 FILES = ["env.json", "summary.json", "stopped.json", "evaluation/evaluation.json"]
-TABLES = ["metrics.jsonl", "health.jsonl", "alarms.jsonl", "samples.jsonl", "heartbeat_0.jsonl"]
+TABLES = "metrics.jsonl health.jsonl layers.jsonl validation.jsonl alarms.jsonl samples.jsonl heartbeat_0.jsonl".split()
 
 
 @pytest.fixture
@@ -28,12 +28,14 @@ def run(tmp_path):
     (path / "checkpoints" / "20").mkdir(parents=True)
     lines(path / "metrics.jsonl", [train_row(step, 2.0 / step) for step in (10, 20, 30)])
     lines(path / "health.jsonl", [health_row(step) for step in (10, 20, 30)])
+    lines(path / "layers.jsonl", [layers_row(step) for step in (10, 20, 30)])
+    lines(path / "validation.jsonl", [validation_row(step, 3) for step in (10, 20)])
     lines(path / "alarms.jsonl", [{"step": 20, "alarm": "spike", "message": "high", "time": 1e9}])
     lines(path / "samples.jsonl", [{"step": 20, "name": "sample", "text": "a text", "time": 1e9}])
     lines(path / "heartbeat_0.jsonl", [{"event": "stopped", "time": 1e9, "doing": "training"}])
     best = {"step": 20, "val/loss": 1.5}
     (path / "summary.json").write_text(json.dumps({"step": 30, "finished": True, "best_checkpoint": best}))
-    (path / "env.json").write_text(json.dumps(environment("run")))
+    (path / "env.json").write_text(json.dumps(environment("run", data__seq_len=256)))
     stop = {"guard": "spike", "step": 10, "time": 1.0, "message": "high", "last_checkpoint": 5}
     (path / "stopped.json").write_text(json.dumps(stop))
     cell, point = {"length": 64, "depth": 0.5, "exact_match": 1.0}, {"from": 0, "to": 1, "loss": 2.0, "tokens": 9}
@@ -54,6 +56,7 @@ def test_the_run_of_these_tests_has_nothing_to_note(run):
     found = page(run)
     assert found["notes"] == [] and found["outcome"]["state"] == "finished" and found["best"]["step"] == 20
     assert found["evaluation"]["needles"] and found["samples"] and found["tokens_per_step"]
+    assert found["layers"] and found["validation"]["positions"] and found["validation"]["selection"]
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,41 @@
 import io
 import json
 import math
+import os
 import re
+import shlex
 import subprocess
 import sys
+import urllib.parse
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from nsa_jax import NSAConfig
+from nsa_jax.config import default_config
+from nsa_jax.nn import ModelConfig
+from nsa_jax.offline_page import embed
 from nsa_jax.report import ReportError, build, read_run
 from nsa_jax.report.__main__ import main
-from nsa_jax.report.page import _HERE, _SCRIPTS, differences, embed, labels
+from nsa_jax.report.page import _HERE, _SCRIPTS, differences, labels
 from nsa_jax.report.reading import COLUMNS, POINTS, curves, health_maps, outcome, thin
 from nsa_jax.train import metrics
 from nsa_jax.train.watch import health
+from nsa_jax.train.watch.layers import layer_figures
 
-from .reported import AWKWARD, LAYERS, SAMPLE, SPIKE, health_row, lines, train_row, write_full, write_stopped
+from .reported import (
+    AWKWARD,
+    LAYERS,
+    SAMPLE,
+    SPIKE,
+    health_row,
+    layers_row,
+    lines,
+    train_row,
+    write_full,
+    write_stopped,
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +95,37 @@ def test_a_killed_run_is_read_up_to_its_last_whole_line(full):
     assert [sample["step"] for sample in run["samples"]] == [0, 500, 1000, 1500, 2000]
     assert [cell["exact_match"] for cell in run["evaluation"]["needles"]["needle"]] == [0, 1, 0, 1]
     assert run["evaluation"]["position"][-1]["to"] == 256
-    assert run["changed"] == ["data.seq_len", "model.nsa.window", "name", "train.batch_size"]
+    assert {name: run["changed"][name] for name in ("model.nsa.window", "train.batch_size")} == {
+        "model.nsa.window": default_config().model.nsa.window,
+        "train.batch_size": default_config().train.batch_size,
+    }
+    assert len(run["changed"]) == 8 and run["config"]["model.nsa.window"] == 64
+    started = shlex.join(["python", "train.py", f"--config.name={AWKWARD}"])
+    assert run["commands"][0] == {"what": "train", "command": started}
+    assert f"python -m nsa_jax.report {shlex.quote(str(full))}" in [row["command"] for row in run["commands"]]
+
+
+def test_block_lists_over_training_keep_what_was_chosen(full):
+    found = read_run(full)["validation"]
+    assert [row["step"] for row in found["positions"]][::7] == [0, 5000] and len(found["positions"]) == 8
+    assert found["positions"][-1]["bins"][-1] == {"from": 128, "to": 256, "loss": 2.5, "tokens": 100}
+    selection = found["selection"]
+    assert selection["steps"] == list(range(0, 5001, 500)) and selection["groups"] == 1
+    assert selection["kinds"] == [[3, 3, 3] + [0] * 13, [2] + [1] * 13 + [2, 2]]  # everything fits; forced at the ends
+    for index, step in enumerate(selection["chosen"]):
+        assert step == [[[[]], [[3 + index if layer == 2 else 1]]] for layer in range(LAYERS)]
+
+
+def test_the_page_links_to_the_exploration_of_a_run(full, tmp_path):
+    run = read_run(full)
+
+    def links(folder):
+        data = re.search(r'id="data">(.*?)</script>', build([run], folder), re.S).group(1)
+        return json.loads(data)["runs"][0]["explore"]
+
+    name = urllib.parse.quote(full.name)
+    assert links(full) == "explore.html" and links(full.parent) == f"{name}/explore.html" and links(None) is None
+    assert links(tmp_path / "none") == f"{os.path.relpath(full.parent, tmp_path / 'none')}/{name}/explore.html"
 
 
 def test_texts_lose_what_cannot_be_shown_and_nothing_else(full):
@@ -181,7 +229,7 @@ def test_the_page_asks_for_names_that_the_trainer_writes():
         *metrics.wait_row([]),
     }
     written |= set(metrics.memory_row()) | {"memory/device_peak_gib", "memory/device_in_use_gib"}
-    written |= {"perf/tokens_per_second", "perf/mfu", "perf/data_wait_share"}
+    written |= {"perf/tokens_per_second", "perf/mfu", "perf/data_wait_share", "perf/goodput", "perf/goodput_run"}
     asked = set(re.findall(r'"((?:train|val|norm|perf|memory)/\w+)"', scripts)) | {"learning_rate"}
     assert len(asked) >= 15 and asked <= written
     gates, config = (
@@ -192,6 +240,9 @@ def test_the_page_asks_for_names_that_the_trainer_writes():
     figures = {**health._gate_health(gates, [jnp.ones((1, 64, 2, 4))] * 3)}
     figures |= health.selection_health(lists, jnp.zeros((1, 64), jnp.int32), config)
     assert set(health_row(1)) - {"step"} <= set(figures)
+    model = ModelConfig(dim=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, vocab_size=8)
+    layers = layer_figures(model, weights={"blocks": {"w": jnp.ones((1, 2))}})
+    assert set(layers_row(1)) >= set(layers) and all(f"_{name.split('_')[1]}`" in scripts for name in layers)
     maps = set(re.findall(r'\[\s*"((?:gate|block|blocks|keys)_\w+)"', scripts))
     assert len(maps) == 7 and maps <= set(figures)
 

@@ -27,7 +27,7 @@ LINES = (
 )
 MAPS = (
     "gate_share_compressed gate_share_selected gate_share_window gate_entropy gate_collapsed output_share_compressed "
-    "output_share_selected output_share_window blocks_beyond block_distance block_overlap blocks_distinct keys_counted"
+    "output_share_selected output_share_window block_distance weights_norm gradients_norm updates_largest"
 ).split()
 
 
@@ -136,8 +136,18 @@ def test_health_is_drawn_as_a_heat_map_of_every_figure(desk):
         assert chart["traces"][0]["type"] == "heatmap", name
         assert (len(chart["traces"][0]["z"]), len(chart["traces"][0]["z"][0])) == (LAYERS, 240), name
         assert chart["drawn"] and min(chart["drawn"][0]) > 40, name
+    # What never changes is told once.
+    still = " ".join(desk.page.locator(".still").all_inner_texts())
+    assert all(text in still for text in ("beyond the forced ones): 0.4", "4.125", "116.5", "Gradients: zeros"))
+    assert "Distance" not in still and desk.page.locator("#map-keys_counted, #map-updates_zeros").count() == 0
+    # All shares have one scale; large and small values of layers are told apart by their logarithm.
+    scales = {desk(f"document.getElementById('map-{name}').data[0].zmax") for name in MAPS if "_share_" in name}
+    assert len(scales) == 1 and scales.pop() == pytest.approx(1 / 3 + 0.6)
+    assert desk("document.getElementById('map-gradients_norm').data[0].z[1][0]") == pytest.approx(math.log10(5))
     assert "500 checks of 4 layers, every query read exactly" in desk.page.inner_text("#keys")
-    assert desk.show("chart-position")["traces"][0]["y"][-1] == pytest.approx(2.0)
+    position = desk.show("chart-position")["traces"]
+    assert position[0]["y"][-1] == pytest.approx(2.0)  # of the evaluation; then of the last validation
+    assert len(position) == 2 and position[1]["y"] == [2.5] * 6 and "step 5,000" in position[1]["name"]
     assert desk.show("needles-needle")["traces"][0]["z"] == [[0, 0], [1, 1]]
 
 
@@ -145,6 +155,38 @@ def test_goodput_is_a_table_of_seconds_and_shares(desk):
     rows = [row.split("\t") for row in desk.page.locator("#speed tbody tr").all_inner_texts()]
     assert rows[0] == ["all", "8 min 40 s (100.0 %)", "–"] and rows[1] == ["training", "6 min 40 s (76.9 %)", "–"]
     assert [row[0] for row in rows[2:]] == ["data", "startup", "validation", "saving", "other"]
+
+
+def test_what_a_held_out_query_selects_is_drawn_over_training(desk):
+    (drawn,) = desk.show("chart-selection")["traces"]
+    assert drawn["y"] == [f"{step:,}" for step in range(0, 5001, 500)]
+    assert drawn["z"][0] == [2, 3, *[0] * 12, 2, 2]  # layer 0: forced, chosen, not read
+    desk.page.select_option("#selection-layer", "2")
+    shown = desk.show("chart-selection")["traces"][0]["z"]
+    assert [row.index(3) for row in shown] == list(range(3, 14))
+    assert desk.page.inner_text("#selection .context").startswith(f"… {AWKWARD}")
+    desk.page.select_option("#selection-query", "0")
+    assert desk.show("chart-selection")["traces"][0]["z"][0] == [1, 1, 1]  # everything fits
+    desk.page.select_option("#selection-query", "1")
+    desk.page.select_option("#selection-layer", "0")
+
+
+def test_the_buttons_of_a_chart_lie_above_its_data(desk):
+    for name in ("chart-loss", "chart-grad", "map-gate_entropy"):
+        desk.show(name)
+        bar = desk(f"document.querySelector('#{name} .modebar').getBoundingClientRect().bottom")
+        data = desk(f"document.querySelector('#{name} .nsewdrag').getBoundingClientRect().top")
+        assert 0 < bar <= data, name
+
+
+def test_commands_are_copied_and_the_exploration_is_linked(desk):
+    commands = desk.page.locator("#commands code").all_inner_texts()
+    assert commands[0].startswith("python train.py ") and "-m nsa_jax.inspect" in commands[1]
+    desk("navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }")
+    desk.page.locator("#commands .copy").nth(1).click()
+    desk.until("window.copied")
+    assert desk("window.copied") == commands[1]
+    assert desk.page.get_attribute("#commands a", "href").endswith("explore.html")
 
 
 def test_hovering_tells_the_values(desk):
@@ -255,11 +297,11 @@ def test_another_run_is_chosen(desk):
 
 def test_the_configuration_shows_what_was_changed_and_all_of_it(desk):
     rows = desk.page.locator("#config tbody tr")
-    assert rows.count() == 4 and "4 of " in desk.page.inner_text("#config")
+    assert rows.count() == 8 and "8 of " in desk.page.inner_text("#config")
     desk.page.check("#config input[type=checkbox]")
     assert rows.count() > 80
     desk.page.fill("#config input[type=search]", "NSA.window")
-    assert rows.all_inner_texts() == ["model.nsa.window\t64\tchanged"]
+    assert rows.all_inner_texts() == ["model.nsa.window\t64\t512"]
     assert AWKWARD in desk.page.inner_text("#environment ul") and "937,568" in desk.page.inner_text("#environment")
 
 
@@ -309,8 +351,13 @@ def test_it_fits_and_is_silent_on_phone_and_desk_in_both_themes(browser, url, wi
     boxes = "[...document.querySelectorAll('svg.main-svg, .panel')].map((e) => e.getBoundingClientRect().right)"
     assert tab(f"Math.max(...{boxes})") <= width
     assert tab(CONTRAST) == []
-    assert tab("[...document.querySelectorAll('main h2')].length") == 10
+    assert tab("[...document.querySelectorAll('main h2')].length") == 13
     if width == 390:
+        # The first screen shows the outcome and the loss.
+        tab("scrollTo(0, 0)")
+        assert "Interrupted" in tab.page.inner_text("#outcome")
+        bottom = "document.getElementById('chart-loss').getBoundingClientRect().bottom"
+        assert tab("document.getElementById('outcome').getBoundingClientRect().top") > 0 and tab(bottom) <= 844
         tab.page.tap("[aria-label='zoom in']")
         for name in ("chart-loss", "map-gate_entropy"):  # a finger scrolls the page, and tells values by tapping
             tab.show(name)

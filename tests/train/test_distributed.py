@@ -148,6 +148,18 @@ def test_two_processes_have_the_losses_of_one(first_lost, alone):
         ]
         assert len(pairs) >= 3
         np.testing.assert_allclose(*zip(*pairs, strict=True), rtol=1e-5)
+    for name, field in (("layers", "gradients_norm"), ("validation", "position")):
+        found, wanted = (
+            {row["step"]: row for row in map(json.loads, (path / f"{name}.jsonl").read_text().splitlines())}
+            for path in (workdir, workdir.parent / "alone")
+        )
+        assert len(found.keys() & wanted.keys()) >= 3
+        for step in found.keys() & wanted.keys():
+            got, want_here = found[step][field], wanted[step][field]
+            if name == "validation":
+                assert found[step]["selection"]["text"] == wanted[step]["selection"]["text"]
+                got, want_here = ([part["loss"] for part in parts] for parts in (got, want_here))
+            np.testing.assert_allclose(got, want_here, rtol=1e-3)
     env = json.loads((workdir / "env.json").read_text())
     assert env["processes"] == 2 and env["mesh"]["fsdp"] == 4 and len(env["hosts"]) == 2
 

@@ -26,7 +26,7 @@ def runs(tmp_path_factory):
     """Workdirs of a run of 4 steps, and of one that was stopped after 2 and resumed."""
     root = tmp_path_factory.mktemp("runs")
     common = MIXED | {"guards__health": True, "train__save_every": 2, "train__steps": 4}
-    make_run(root / "whole", **common).run()
+    make_run(root / "whole", **common, train__eval_batches=1).run()
     make_run(root / "resumed", resume=f"{root / 'whole'}@2", **common).run()
     return root
 
@@ -43,6 +43,31 @@ def test_health_is_written_under_the_real_numbers_of_layers(runs):
             assert [value is None for value in row[name]] == [True, False, True, False], name
     shown = health_maps(rows)["z"]["gate_entropy"]
     assert {value for layer in shown[::2] for value in layer} == {None} and all(v > 0 for v in shown[1] + shown[3])
+
+
+def test_layers_and_held_out_queries_are_recorded(runs):
+    def read(name):
+        return [json.loads(line) for line in (runs / "whole" / f"{name}.jsonl").read_text().splitlines()]
+
+    rows = {row["step"]: row for row in read("metrics") if "norm/grad" in row}
+    layers = read("layers")
+    assert [row["step"] for row in layers] == [1, 2, 3, 4]
+    for row in layers:
+        assert all(len(values) == 4 for name, values in row.items() if name != "step") and len(row) == 10
+        # Embedding and head are part of the whole model's norm alone.
+        assert 0 < np.linalg.norm(row["gradients_norm"]) < rows[row["step"]]["norm/grad"]
+        assert 0 < np.linalg.norm(row["weights_norm"]) < rows[row["step"]]["norm/param"]
+    first, last = read("validation")
+    assert (first["step"], last["step"]) == (0, 4)
+    loss = np.average([b["loss"] for b in last["position"]], weights=[b["tokens"] for b in last["position"]])
+    (val,) = (row["val/loss"] for row in read("metrics") if row["step"] == 4 and "val/loss" in row)
+    assert loss == pytest.approx(val, rel=1e-5) and last["position"][-1]["to"] == 48
+    found = last["selection"]
+    assert found["layers"] == [1, 3] and found["queries"] == first["selection"]["queries"]
+    assert np.shape(found["lists"]) == (2, 4, 2, 4)
+    for query, text, lists in zip(found["queries"], found["text"], np.moveaxis(found["lists"], 1, 0), strict=True):
+        own = query // 8
+        assert text and lists[lists < 6].max() == own and (lists == own).any(-1).all()  # never the future
 
 
 def test_a_wrong_list_names_its_layer_in_the_model():

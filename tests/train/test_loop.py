@@ -229,7 +229,7 @@ def test_mfu_peaks_are_known_for_the_gpus_in_the_table_only():
 
 def test_rows_of_steps_that_are_run_again_are_dropped_everywhere(tmp_path):
     """A crash after step 15, resumed from step 10."""
-    files = [tmp_path / name for name in ("metrics.jsonl", "samples.jsonl", "health.jsonl")]
+    files = [tmp_path / f"{name}.jsonl" for name in ("metrics", "samples", "health", "layers", "validation")]
     for file in files:
         file.write_text("".join(json.dumps({"step": step}) + "\n" for step in (5, 10, 15)))
     metrics.MetricsWriter(tmp_path, start_step=10, total_steps=20, stream=io.StringIO()).close()

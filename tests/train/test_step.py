@@ -22,6 +22,7 @@ from nsa_jax.train.step import (
     make_sampler,
     make_train_step,
 )
+from nsa_jax.train.watch.layers import layer_figures
 
 from .tiny import VOCAB, one_device, random_batch, steps, tiny_config
 
@@ -266,6 +267,26 @@ def test_eval_step_sums_over_the_batch():
     assert float(sums["nats"]) == pytest.approx(nats, rel=1e-5)
     assert float(sums["tokens"]) == batch["loss_mask"].sum()
     assert float(sums["bytes"]) == (token_bytes[batch["targets"]] * batch["loss_mask"]).sum()
+    assert float(sums["nats_at"].sum()) == pytest.approx(nats, rel=1e-5)
+    at = np.split(np.asarray(batch["loss_mask"]).sum(0), [1, 2, 4, 8, 16, 32])
+    np.testing.assert_array_equal(sums["tokens_at"], [part.sum() for part in at])
+
+
+@pytest.mark.parametrize("pattern", [(), ("nsa", "dense")])
+def test_figures_of_layers_are_those_of_each_layers_arrays(pattern):
+    config = ModelConfig(
+        dim=8, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=4, vocab_size=8, layer_pattern=pattern
+    )
+    rng, count = np.random.default_rng(0), 2 if pattern else 4
+    stack = {"w": rng.normal(size=(count, 3, 5)), "b": rng.normal(size=(count, 2)) * [[0.0, 1.0]]}
+    blocks = {"layer_0": stack, "layer_1": jax.tree.map(lambda x: x * 2, stack)} if pattern else stack
+    found = layer_figures(config, updates={"blocks": blocks, "head": rng.normal(size=9)})
+    for layer in range(4):
+        own, row = (blocks[f"layer_{layer % 2}"], layer // 2) if pattern else (blocks, layer)
+        values = np.concatenate([own[name][row].ravel() for name in ("w", "b")])
+        assert found["updates_norm"][layer] == pytest.approx(np.linalg.norm(values), rel=1e-5)
+        assert found["updates_largest"][layer] == pytest.approx(np.abs(values).max(), rel=1e-6)
+        assert found["updates_zeros"][layer] == pytest.approx((values == 0).mean(), rel=1e-6)
 
 
 def test_sampler_continues_the_prompt_from_the_models_distribution():

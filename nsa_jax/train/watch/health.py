@@ -31,14 +31,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from nsa_jax.config import NSAConfig
+from nsa_jax.data import Tokenizer
 from nsa_jax.nn.observe import BRANCHES, NSAArrays, walk_layers
 from nsa_jax.ops import blocks
 from nsa_jax.train.errors import TrainingError
-from nsa_jax.train.state import Setup, batch_sharding
+from nsa_jax.train.state import Setup, batch_sharding, replicated
 from nsa_jax.train.watch.guards import Guards
 
 _COLLAPSED = 0.95
 _EPSILON = 1e-9
+_QUERIES = 4  # whose block lists are kept at each validation
 
 
 def _gate_health(gates: jax.Array, outputs: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -85,38 +87,55 @@ def selection_health(block_indices: jax.Array, start: jax.Array, config: NSAConf
     }
 
 
-def forward_with_health(model: Any, tokens: jax.Array, segment_start: jax.Array | None):
+def sampled_queries(segment_start: jax.Array) -> jax.Array:
+    """Positions of a few queries, spread evenly over the longest document of a row: int32 [queries] for int32 [T]."""
+    length = jnp.arange(segment_start.shape[0], dtype=jnp.int32) - segment_start + 1
+    last = jnp.argmax(length).astype(jnp.int32)
+    count = jnp.arange(1, _QUERIES + 1, dtype=jnp.int32)
+    return segment_start[last] + jnp.maximum(count * length[last] // _QUERIES, 1) - 1
+
+
+def forward_with_health(
+    model: Any, tokens: jax.Array, segment_start: jax.Array | None, queries: jax.Array | None = None
+):
     """The model's forward pass with the figures of every layer.
 
     Args:
       model: a Transformer with NSA layers.
       tokens: int32 [B, T].
       segment_start: int32 [B, T] or None.
+      queries: int32 [P], positions in the first row.
 
     Returns:
-      What `model.hidden` returns, and {name: float32 [NSA layers]}.
+      What `model.hidden` returns, and {name: float32 [NSA layers]}. With `queries`, "lists" are their block lists:
+      int32 [NSA layers, P, K, n].
     """
     start = jnp.zeros_like(tokens) if segment_start is None else segment_start
     geometry = model.config.nsa
 
     def look(arrays: NSAArrays) -> dict[str, jax.Array]:
         found = {**_gate_health(arrays.gates, arrays.outputs), **selection_health(arrays.lists, start, geometry)}
-        return {name: value.astype(jnp.float32) for name, value in found.items()}
+        values = {name: value.astype(jnp.float32) for name, value in found.items()}
+        return values if queries is None else {**values, "lists": arrays.lists[0, queries]}
 
     return walk_layers(model, tokens, segment_start, look)
 
 
 def make_health(setup: Setup) -> Callable:
-    """The jitted function (params, batch) -> {name: float32 [NSA layers]} over the first row of the batch."""
+    """The jitted function (params, batch) -> figures and `sampled_lists`, over the first row of the batch."""
     packed = setup.config.data.packing
 
     def health(params, batch):
-        start = batch["segment_start"][:1] if packed else None
-        return forward_with_health(setup.model(params), batch["inputs"][:1], start)[1]
+        tokens, start = batch["inputs"][:1], batch["segment_start"][:1]
+        positions = sampled_queries(start[0])
+        found = forward_with_health(setup.model(params), tokens, start if packed else None, positions)[1]
+        lists = found.pop("lists")
+        return found, {"lists": lists, "queries": positions, "start": start[0, positions[0]], "tokens": tokens[0]}
 
     return jax.jit(
         health,
         in_shardings=(setup.sharding["params"], batch_sharding(setup.mesh)),
+        out_shardings=replicated(setup.mesh),
         compiler_options=setup.compiler_options,
     )
 
@@ -153,7 +172,24 @@ class Health:
 
     def start(self, params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Figures of all layers, still being computed."""
-        return self._compute(params, batch)
+        return self._compute(params, batch)[0]
+
+    def sampled_lists(self, params: Any, batch: dict[str, jax.Array], tokenizer: Tokenizer) -> dict[str, Any]:
+        """What a few queries of the batch's first row select, as JSON values.
+
+        Returns:
+          queries: positions in the row; start: of their document; text: up to 60 characters that end with each query's
+          token; layers: indices of the L NSA layers; lists: [L][P][K][n], as the operator returns them.
+        """
+        found = {name: np.asarray(value) for name, value in jax.device_get(self._compute(params, batch)[1]).items()}
+        start, queries = int(found["start"]), found["queries"].tolist()
+        return {
+            "queries": queries,
+            "start": start,
+            "text": [tokenizer.decode(found["tokens"][max(start, q - 59) : q + 1])[-60:] for q in queries],
+            "layers": list(self._layers),
+            "lists": found["lists"].tolist(),
+        }
 
     def read(self, step: int, figures: dict[str, jax.Array], guards: Guards) -> dict[str, float]:
         """Writes, checks and summarises the figures of a step; what is raised is `check`'s."""

@@ -1,0 +1,82 @@
+"""Makes one HTML file in which a reader explores what runs read in a text: click a token, see the blocks.
+
+    python -m nsa_jax.inspect runs/quickstart --text notes.txt
+    python -m nsa_jax.inspect runs/quickstart runs/wider --text notes.txt --html comparison.html
+
+The file contains everything and opens from disk without a network. A run is shown at each of its kept checkpoints
+(config.train.keep_last and keep_every say which are kept), RUN@STEP and RUN@best at one. Runs that are compared have
+the same tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nsa_jax.command_line import number, run_program
+from nsa_jax.hub.export_files import LoadError
+from nsa_jax.hub.load import checkpoints_of, load
+from nsa_jax.inspect.exploration import MAX_TOKENS, Exploration
+
+
+def explore_runs(paths: Sequence[str], text: str, max_tokens: int) -> Exploration:
+    """The exploration of a text by every kept checkpoint of some runs.
+
+    Args:
+      paths: as `nsa_jax.load` takes them.
+      text: one document.
+      max_tokens: tokens of it to keep.
+
+    Raises:
+      LoadError: something cannot be loaded, or the runs have different tokenizers.
+      ValueError: the text is empty, or a model has no NSA layers.
+    """
+    found = None
+    for path in dict.fromkeys(paths):
+        name = Path(path).name if len({Path(p).name for p in paths}) == len(set(paths)) else path
+        for step, place in checkpoints_of(path):
+            model, tokenizer, _ = load(place)
+            if found is None:
+                found, first = Exploration(tokenizer, text, max_tokens), tokenizer
+            elif tokenizer.fingerprint != first.fingerprint:
+                raise LoadError(
+                    f"{path}: its tokenizer is {tokenizer.fingerprint}, and that of {paths[0]} is {first.fingerprint}. "
+                    "Fix: compare runs of the same tokenizer"
+                )
+            found.add(model, name, step)
+    assert found is not None
+    return found
+
+
+def _write(args: argparse.Namespace) -> None:
+    text = sys.stdin.read() if args.text == "-" else Path(args.text).read_text(encoding="utf-8")
+    out = args.html or Path(args.runs[0].partition("@")[0]) / "explore.html"
+    found = explore_runs(args.runs, text, args.tokens)
+    if found.left_out:
+        print(f"the first {len(found.tokens):,} tokens are shown, {found.left_out:,} are left out (--tokens)")
+    size = found.save(out).stat().st_size
+    print(f"{out} ({size / 1e6:.1f} MB, {len(found.tokens):,} tokens, {len(found.views)} checkpoints)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line tool; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nsa_jax.inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a workdir (RUN@STEP, RUN@best) or an exported model")
+    parser.add_argument("--text", required=True, metavar="FILE", help="what is read, UTF-8; - is standard input")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="to write; default: explore.html of the first run")
+    parser.add_argument(
+        "--tokens",
+        type=number(int, 1, MAX_TOKENS),
+        default=2048,
+        help="how many tokens of the text to keep (default 2048)",
+    )
+    args = parser.parse_args(argv)
+    return run_program(lambda: _write(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
