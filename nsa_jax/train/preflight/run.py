@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -28,7 +29,13 @@ _SEARCH_UNTIL = 150.0  # seconds since the start, after which no further micro-b
 
 
 def examine(
-    config: ConfigDict, workdir: Path, *, target: str = "", devices: int = 0, program_only: bool = False
+    config: ConfigDict,
+    workdir: Path,
+    *,
+    target: str = "",
+    devices: int = 0,
+    program_only: bool = False,
+    doing: Callable[[str], None] = lambda part: None,
 ) -> Report:
     """Everything that can be known without training; nothing is downloaded or written, save the cache of small text.
 
@@ -38,6 +45,7 @@ def examine(
       target: a name in `aot.GPUS`; empty: `config.preflight.target`, and if that is empty too, this machine.
       devices: how many; 0: `config.preflight.devices`. Only read with a target.
       program_only: leave out the data and the self-test.
+      doing: told the name of each part as it begins.
 
     Returns:
       The report.
@@ -52,7 +60,7 @@ def examine(
         vocab = memory_lib.vocabulary(config)
         before: dict[str, list[tuple[str, str]]] = {}
         if not program_only:
-            _data_and_selftest(config, report, None)
+            _data_and_selftest(config, report, None, doing)
             assert report.data is not None
             vocab, before, report.facts = report.data.vocab_size or vocab, report.facts, {}
         _examine_program(config, workdir, gpu, count, vocab, start, report)
@@ -62,7 +70,13 @@ def examine(
     return report
 
 
-def before_run(config: ConfigDict, workdir: Path, made: Setup, pipeline: Pipeline) -> Report:
+def before_run(
+    config: ConfigDict,
+    workdir: Path,
+    made: Setup,
+    pipeline: Pipeline,
+    doing: Callable[[str], None] = lambda part: None,
+) -> Report:
     """What every run checks before its first step, on the devices it has.
 
     Args:
@@ -70,6 +84,7 @@ def before_run(config: ConfigDict, workdir: Path, made: Setup, pipeline: Pipelin
       workdir: of the run.
       made: its setup.
       pipeline: its data.
+      doing: told the name of each part as it begins.
 
     Returns:
       The report, without errors.
@@ -78,7 +93,7 @@ def before_run(config: ConfigDict, workdir: Path, made: Setup, pipeline: Pipelin
       ConfigError: something is wrong; nothing has been trained.
     """
     report = Report(problems=check_workdir(config, workdir))
-    _data_and_selftest(config, report, pipeline)
+    _data_and_selftest(config, report, pipeline, doing)
     start = time.perf_counter()
     kind = made.mesh.devices.flat[0].device_kind
     report.cost = _cost(config, made, made.mesh.size, kind, report)
@@ -99,13 +114,17 @@ def _runnable(config: ConfigDict) -> bool:
     return not any(p.severity == "error" and p.rule in config_lib.FATAL for p in config_lib.validate(config))
 
 
-def _data_and_selftest(config: ConfigDict, report: Report, pipeline: Pipeline | None) -> None:
+def _data_and_selftest(
+    config: ConfigDict, report: Report, pipeline: Pipeline | None, doing: Callable[[str], None]
+) -> None:
     start = time.perf_counter()
+    doing("data")
     report.data = data_check.examine(config, pipeline) if pipeline else data_check.examine_local(config)
     report.problems += report.data.problems
     report.facts["data"] = report.data.facts
     report.seconds["data"] = time.perf_counter() - start
     if config.preflight.selftest:
+        doing("self-test")
         with jax.default_device(jax.local_devices()[0]):
             tested = selftest_lib.selftest(config)
         report.problems += tested.problems
