@@ -79,16 +79,30 @@ def preflight(config, workdir: str, target: str, devices: int) -> int:
     """Examines the run and prints the report; returns the exit status."""
     # A preflight downloads nothing.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # The compiler's warnings are about its own speed and its database of measurements; its errors are raised.
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     logging.getLogger("nsa_jax").setLevel(logging.WARNING)
     from rich.console import Console
 
     from nsa_jax.train import preflight as preflight_lib
     from nsa_jax.train import stopping
     from nsa_jax.train.mirror import local_directory
+    from nsa_jax.train.terminal import Terminal
 
     directory = local_directory(workdir, check_fields(config, default_config())[0].train.local_dir)
-    with stopping.listening(end_at_once):
-        report = preflight_lib.examine(config, directory, target=target, devices=devices)
+    terminal = Terminal(sys.stderr)
+
+    def doing(part: str) -> None:
+        if terminal.live:
+            terminal.doing(f"preflight: {part}")
+        else:
+            terminal.say(f"preflight: {part}")
+
+    try:
+        with stopping.listening(end_at_once):
+            report = preflight_lib.examine(config, directory, target=target, devices=devices, doing=doing)
+    finally:
+        terminal.close()
     preflight_lib.show(report, Console(width=None if sys.stdout.isatty() else 120))
     return report.exit_code
 
