@@ -7,9 +7,11 @@
     nsa-jax convert Qwen/Qwen3-0.6B converted/qwen
     nsa-jax export runs/quickstart exported/quickstart
     nsa-jax report runs/quickstart
+    nsa-jax doctor
 
 `train` and `preflight` take a config first: a file, or the name of one that comes with the package. `nsa-jax COMMAND
---help` lists the options. The same programs are train.py (with --preflight) and python -m nsa_jax.COMMAND.
+--help` lists the options. `doctor` shows on one screen what the machine has. The same programs are train.py
+(with --preflight) and python -m nsa_jax.COMMAND.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from nsa_jax.extras import MissingExtra, extra, installed_version
 
 EXIT_USAGE = 2
 TRAINING = ("train", "preflight")
-TOOLS = ("generate", "evaluate", "convert", "export", "report")
+TOOLS = ("generate", "evaluate", "convert", "export", "report", "doctor")
 _MODULES = {"report": "nsa_jax.report.__main__"}
 
 
