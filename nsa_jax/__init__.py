@@ -15,6 +15,7 @@ from nsa_jax.ops.nsa import (
     selected_attention,
     window_attention,
 )
+from nsa_jax.ops.self_attention import nsa_self_attention
 
 if TYPE_CHECKING:
     from nsa_jax.hub.load import load
@@ -29,6 +30,7 @@ __all__ = [
     "load",
     "mean_compress",
     "nsa_attention",
+    "nsa_self_attention",
     "select_blocks",
     "selected_attention",
     "window_attention",

@@ -8,9 +8,11 @@
     nsa-jax export runs/quickstart exported/quickstart
     nsa-jax inspect runs/quickstart --text notes.txt
     nsa-jax report runs/quickstart
+    nsa-jax doctor
 
 `train` and `preflight` take a config first: a file, or the name of one that comes with the package. `nsa-jax COMMAND
---help` lists the options. The same programs are train.py (with --preflight) and python -m nsa_jax.COMMAND.
+--help` lists the options. `doctor` shows on one screen what the machine has. The same programs are train.py
+(with --preflight) and python -m nsa_jax.COMMAND.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from nsa_jax.extras import MissingExtra, extra, installed_version
 
 EXIT_USAGE = 2
 TRAINING = ("train", "preflight")
-TOOLS = ("generate", "evaluate", "convert", "export", "inspect", "report")
+TOOLS = ("generate", "evaluate", "convert", "export", "inspect", "report", "doctor")
 _MODULES = {name: f"nsa_jax.{name}.__main__" for name in ("inspect", "report")}
 
 

@@ -23,6 +23,11 @@ _ACCELERATORS = (
 )
 
 
+def has_accelerator() -> bool:
+    """Whether the system shows a driver or device of a GPU or TPU; JAX is not asked."""
+    return any(Path(device).exists() for device in _ACCELERATORS)
+
+
 def choose_platform(*, cpu: bool = False) -> None:
     """Tells JAX to use the CPU where there is nothing else.
 
@@ -34,7 +39,7 @@ def choose_platform(*, cpu: bool = False) -> None:
     """
     if os.environ.get("JAX_PLATFORMS"):
         return
-    if cpu or not any(Path(device).exists() for device in _ACCELERATORS):
+    if cpu or not has_accelerator():
         jax.config.update("jax_platforms", "cpu")
 
 

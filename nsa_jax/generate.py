@@ -336,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue; empty or absent: a new document, begun by a line break")
     source.add_argument("--prompt-file", type=Path, help="continue the contents of this file; - is standard input")
-    source.add_argument("--interactive", action="store_true", help="read prompts line by line; /reset, /quit")
+    source.add_argument("--interactive", action="store_true", help="read prompts line by line; /help lists commands")
     parser.add_argument(
         "--max-tokens", type=number(int, 1), default=128, help="new tokens per sample (default %(default)s)"
     )
@@ -393,8 +393,20 @@ def _run_once(generator: Generator, prompt: str | bytes, args: argparse.Namespac
     return completions[0].text
 
 
+_HELP = """Each line is added to the text so far, and the model continues it: it was trained on text, not to answer.
+/reset forgets the text so far, /quit or Ctrl-D ends, Ctrl-C stops the text, /help shows this."""
+
+
+def _is_command(line: str) -> bool:
+    """Whether a line is "/word"; a prompt such as "/usr/bin" is none."""
+    return line.startswith("/") and line[1:].isalpha()
+
+
 def _interact(generator: Generator, args: argparse.Namespace, sampling: Sampling) -> None:
     """Reads lines and continues the text so far after each, until /reset."""
+    if not args.quiet and sys.stdin.isatty():
+        limit = f"{generator.context:,} tokens" if generator.context else "no limit"
+        print(f"{args.path}: context {limit}, up to {args.max_tokens:,} new tokens a line\n{_HELP}", file=sys.stderr)
     history = ""
     while True:
         try:
@@ -406,12 +418,20 @@ def _interact(generator: Generator, args: argparse.Namespace, sampling: Sampling
         if line == "/reset":
             history = ""
             continue
+        if line == "/help":
+            print(_HELP, file=sys.stderr)
+            continue
+        if _is_command(line):
+            print(f"{line} is no command; /help lists them. A space before it makes it a prompt", file=sys.stderr)
+            continue
         try:
             history += line
             history += _run_once(generator, history, args, sampling)
         except PromptError as error:
             print(f"{error}; the text so far is forgotten", file=sys.stderr)
             history = ""
+        except KeyboardInterrupt:
+            _write("\n")
 
 
 def _prompt(args: argparse.Namespace) -> str | bytes:

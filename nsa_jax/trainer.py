@@ -61,11 +61,18 @@ _COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0,
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the run; with --coordinator.", lower_bound=1)
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process; with --coordinator.", lower_bound=0)
 
+_CLEAR = "\r\x1b[2K"  # the line that the cursor is on
+
+
+def _answer(line: str) -> None:
+    """Writes a line to stderr, from any thread; on a terminal in place of the status line."""
+    os.write(2, f"{_CLEAR if sys.stderr.isatty() else ''}{line}\n".encode())
+
 
 def end_at_once(number: int, _frame: object = None) -> None:
     """Answers Ctrl-C while there is nothing to save or to undo, such as while modules are imported."""
     if number == signal.SIGINT:
-        os.write(2, b"interrupted before training began; nothing was changed. Start again with the same command\n")
+        _answer("interrupted before training began; nothing was changed. Start again with the same command")
         os._exit(EXIT_INTERRUPTED)
 
 
@@ -73,16 +80,30 @@ def preflight(config, workdir: str, target: str, devices: int) -> int:
     """Examines the run and prints the report; returns the exit status."""
     # A preflight downloads nothing.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # The compiler's warnings are about its own speed and its database of measurements; its errors are raised.
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     logging.getLogger("nsa_jax").setLevel(logging.WARNING)
     from rich.console import Console
 
     from nsa_jax.train import preflight as preflight_lib
     from nsa_jax.train import stopping
     from nsa_jax.train.mirror import local_directory
+    from nsa_jax.train.terminal import Terminal
 
     directory = local_directory(workdir, check_fields(config, default_config())[0].train.local_dir)
-    with stopping.listening(end_at_once):
-        report = preflight_lib.examine(config, directory, target=target, devices=devices)
+    terminal = Terminal(sys.stderr)
+
+    def doing(part: str) -> None:
+        if terminal.live:
+            terminal.doing(f"preflight: {part}")
+        else:
+            terminal.say(f"preflight: {part}")
+
+    try:
+        with stopping.listening(end_at_once):
+            report = preflight_lib.examine(config, directory, target=target, devices=devices, doing=doing)
+    finally:
+        terminal.close()
     preflight_lib.show(report, Console(width=None if sys.stdout.isatty() else 120))
     return report.exit_code
 
@@ -104,17 +125,45 @@ class _Interrupts:
         self._count += 1
         if self._count > 1:
             os._exit(EXIT_INTERRUPTED)
-        os.write(2, b"interrupted before training began: ending; once more ends at once\n")
+        _answer("interrupted before training began: ending; once more ends at once")
 
     def _unwind(self, number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
         raise KeyboardInterrupt
 
 
+class _Log(logging.Handler):
+    """Writes to what is sys.stderr at the time: a terminal's status line stays below."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+class _TerminalFormatter(logging.Formatter):
+    """Messages as they are; what is more than information is called by its level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno <= logging.INFO else f"{record.levelname.lower()}: {text}"
+
+
+def log_plainly() -> None:
+    """Logs the library's messages and all warnings: a terminal gets the messages, a file date and level too."""
+    handler = _Log()
+    dated = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+    handler.setFormatter(_TerminalFormatter() if sys.stderr.isatty() else dated)
+    logging.getLogger().handlers[:] = [handler]  # absl's, which puts file and line before each
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("nsa_jax").setLevel(logging.INFO)
+
+
 def _tell_others_apart(process: int, count: int) -> None:
     """Log lines name their process; all but the first keep to warnings."""
     for handler in logging.getLogger().handlers:
-        handler.setFormatter(logging.Formatter(f"[{process}/{count}] %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(logging.Formatter(f"[{process}/{count}] %(asctime)s %(levelname)s %(name)s: %(message)s"))
     if process:
         logging.getLogger("nsa_jax").setLevel(logging.WARNING)
 
@@ -169,8 +218,7 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
         return EXIT_CONFIG
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("nsa_jax").setLevel(logging.INFO)
+    log_plainly()
     logging.getLogger("absl").setLevel(logging.ERROR)
     # Each of Orbax's threads logs, with all its frames, the error that the trainer is given and explains.
     logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)

@@ -17,9 +17,13 @@ import numpy as np
 INFINITY_BITS = 0x7F800000  # of a float32
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class NSAConfig:
     """Block geometry of Native Sparse Attention (arXiv 2502.11089, section 3.3; the defaults are the paper's).
+
+    It is a static pytree: jitted functions take it as an argument without `static_argnames`, and are traced anew for
+    another one.
 
     Attributes:
       compress_block: l, tokens in one compressed block.

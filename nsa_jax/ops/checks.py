@@ -68,9 +68,12 @@ def key_value(names: tuple[str, str], key, value, query, sizes: dict[str, int], 
 def length(name: str, have: int, query_offset, num_queries: int, need: int) -> None:
     """Keys must be exactly the queries' tokens, or, with a query_offset, reach at least the last query."""
     if query_offset is None:
-        require(
-            have == need, f"{name} has length {have}: must be {need} for {num_queries} query tokens (no query_offset)"
-        )
+        message = f"{name} has length {have}: must be {need} for {num_queries} query tokens (no query_offset)"
+        if name == "key_cmp" and have == num_queries:
+            message += (
+                "; these seem to be uncompressed: pass nsa_jax.mean_compress(key, config=config), and so for value_cmp"
+            )
+        require(have == need, message)
     else:
         require(have >= need, f"{name} has length {have}: must be at least {need} to reach the last query")
 

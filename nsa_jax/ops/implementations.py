@@ -41,7 +41,7 @@ def kernels_wanted(implementation: str | None) -> bool:
 def choose(
     op: str, implementation: str | None, shape: plan.Shape, *, select_block: int | None = None
 ) -> types.ModuleType:
-    """Picks the module that serves `op`, records it and logs it once.
+    """Picks the module that serves `op`, records it, and logs it for the first op and for each that differs.
 
     Args:
       op: the public op's name.
@@ -75,7 +75,10 @@ def choose(
     elif implementation is None:
         implementation, why = "xla", f"no GPU (platform {target.platform})"
     chosen = implementation or "xla"
-    if _SERVED.get(op) != chosen:
+    usual = next(iter(_SERVED.values()), None)
+    if usual is None:
+        logger.info("the ops are served by %r (%s)", chosen, why)
+    elif _SERVED.get(op, usual) != chosen:
         logger.info("%s is served by %r (%s)", op, chosen, why)
     _SERVED[op] = chosen
     return module(chosen)

@@ -2,16 +2,6 @@
 
 Shapes use B batch, T query tokens, S key tokens, N query heads, K key/value heads, G = N / K, H and V head dims of
 keys and values, C compressed blocks, J = ceil(S / select_block) selection blocks, n = num_selected.
-
-Every op takes:
-  segment_start: int32 [B, T], the row position of the first token of each query's document; None means 0 everywhere.
-    A key position p may be used by the query at position t iff segment_start[t] <= p <= t: a start below 0 is 0, and
-    one behind t leaves the query nothing.
-  query_offset: position of the first query in the keys' row, an int or an int32 scalar. None means that queries and
-    keys are the same tokens (S = T). Chunked prefill and context parallelism use it. A traced one, whose value is not
-    known, is clipped to what the keys allow, [0, S - T].
-  implementation: "reference", "xla", "pallas", or None for the best that supports the inputs on this device
-    (`implementations_served` tells which one it was).
 """
 
 from __future__ import annotations
@@ -50,9 +40,11 @@ def compressed_attention(
       key_cmp: [B, C, K, H] compressed keys, C = 0 if S < l else (S - l) // d + 1.
       value_cmp: [B, C, K, V] compressed values.
       config: block geometry.
-      segment_start: int [B, T] or None; see the module's docstring.
-      query_offset: position of the first query, or None; see the module's docstring.
-      implementation: see the module's docstring.
+      segment_start: int [B, T], row position of the first token of each query's document; None means 0 everywhere. The
+        query at position t may use a key at p iff segment_start[t] <= p <= t.
+      query_offset: position of the first query in the keys' row, an int or int32 scalar; None: queries and keys are the
+        same tokens (S = T). A traced one is clipped to [0, S - T].
+      implementation: "reference", "xla", "pallas", or None for the best that supports the inputs on this device.
 
     Returns:
       The output [B, T, N, V] in query's dtype, and the natural-log log-sum-exp of the scaled scores, float32
@@ -105,14 +97,16 @@ def select_blocks(
     towards n; the rest are the highest scores, ties to the lower index. No gradient flows.
 
     Args:
-      query: [B, T, N, H].
-      key_cmp: [B, C, K, H].
+      query: [B, T, N, H], float32 or bfloat16.
+      key_cmp: [B, C, K, H], C = 0 if S < l, else (S - l) // d + 1.
       lse: float32 [B, T, N], as `compressed_attention` returns it.
       config: block geometry.
-      segment_start: int [B, T] or None; see the module's docstring.
-      query_offset: position of the first query, or None; see the module's docstring.
+      segment_start: int [B, T], row position of the first token of each query's document; None means 0 everywhere. The
+        query at position t may use a key at p iff segment_start[t] <= p <= t.
+      query_offset: position of the first query in the keys' row, an int or int32 scalar; None: queries and keys are the
+        same tokens (S = T). A traced one is clipped to [0, S - T].
       num_keys: S, how many key tokens the lists index; None means T (it is required with a query_offset).
-      implementation: see the module's docstring.
+      implementation: "reference", "xla", "pallas", or None for the best that supports the inputs on this device.
 
     Returns:
       int32 [B, T, K, n], ascending block indices, padded at the end with J = ceil(S / select_block).
@@ -184,9 +178,11 @@ def selected_attention(
       block_indices: int32 [B, T, K, n], the set of blocks each query reads: entries outside [0, J) are padding, such as
         J or -1, and order and repeats change nothing. J = ceil(S / select_block).
       select_block: l', tokens in one block.
-      segment_start: int [B, T] or None; see the module's docstring.
-      query_offset: position of the first query, or None; see the module's docstring.
-      implementation: see the module's docstring.
+      segment_start: int [B, T], row position of the first token of each query's document; None means 0 everywhere. The
+        query at position t may use a key at p iff segment_start[t] <= p <= t.
+      query_offset: position of the first query in the keys' row, an int or int32 scalar; None: queries and keys are the
+        same tokens (S = T). A traced one is clipped to [0, S - T].
+      implementation: "reference", "xla", "pallas", or None for the best that supports the inputs on this device.
 
     Returns:
       [B, T, N, V] in query's dtype; exactly 0 where a query's list holds nothing it may use.
@@ -233,9 +229,11 @@ def window_attention(
       key: [B, S, K, H].
       value: [B, S, K, V].
       window: w, tokens each query reads, its own included.
-      segment_start: int [B, T] or None; see the module's docstring.
-      query_offset: position of the first query, or None; see the module's docstring.
-      implementation: see the module's docstring.
+      segment_start: int [B, T], row position of the first token of each query's document; None means 0 everywhere. The
+        query at position t may use a key at p iff segment_start[t] <= p <= t.
+      query_offset: position of the first query in the keys' row, an int or int32 scalar; None: queries and keys are the
+        same tokens (S = T). A traced one is clipped to [0, S - T].
+      implementation: "reference", "xla", "pallas", or None for the best that supports the inputs on this device.
 
     Returns:
       [B, T, N, V] in query's dtype.
@@ -324,7 +322,8 @@ def nsa_attention(
 
     Args:
       query: [B, T, N, H], float32 or bfloat16. Scores are scaled by 1/sqrt(H).
-      key_cmp: [B, C, K, H] compressed keys; see `mean_compress` and `nsa_jax.nn.NSAttention`.
+      key_cmp: [B, C, K, H] compressed keys, such as `mean_compress(key, config=config)`; C = 0 if S < l, else
+        (S - l) // d + 1. With RoPE compress unrotated keys, then rotate block i at its last position, i*d + l - 1.
       value_cmp: [B, C, K, V] compressed values.
       key_slc: [B, S, K, H] keys of the selected branch.
       value_slc: [B, S, K, V] values of the selected branch.
@@ -332,14 +331,16 @@ def nsa_attention(
       value_win: [B, S, K, V] values of the window branch.
       gates: [B, T, N, 3] weights of the branches in the order compressed, selected, window.
       config: block geometry.
-      segment_start: int [B, T] or None; see the module's docstring.
-      query_offset: position of the first query, or None; see the module's docstring.
+      segment_start: int [B, T], row position of the first token of each query's document; None means 0 everywhere. The
+        query at position t may use a key at p iff segment_start[t] <= p <= t.
+      query_offset: position of the first query in the keys' row, an int or int32 scalar; None: queries and keys are the
+        same tokens (S = T). A traced one is clipped to [0, S - T].
       window_start: row position of the first token of key_win and value_win, an int or a traced int32 scalar, which may
         then have a length of their own; tokens before position 0 are never read. None means that they cover the row
         as key_slc does. Needs a query_offset.
       block_indices: int32 [B, T, K, n], lists to read instead of selecting, as `selected_attention` takes them; any n.
         The ops' own kernels then serve one after the other, not the fused ones.
-      implementation: see the module's docstring; it applies to all four ops.
+      implementation: "reference", "xla", "pallas", or None for the best that supports the inputs on this device.
       return_block_indices: also return the block lists that the selected branch read, ascending and padded with J.
       nonnegative_gates: a promise that no gate is negative, as after a sigmoid. The kernels' backward pass is then
         faster and takes less memory; a row with a negative gate gets NaN for its gradients.

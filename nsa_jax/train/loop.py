@@ -38,6 +38,7 @@ from nsa_jax.train.start import Start, finished_before, first_state, optimizer_t
 from nsa_jax.train.state import State, batch_sharding, setup
 from nsa_jax.train.step import make_eval_step, make_train_step
 from nsa_jax.train.stopping import HALT, StopRequest
+from nsa_jax.train.terminal import TRAINING, Terminal, ending, program_and_place
 from nsa_jax.train.timing import Clock, Interval
 from nsa_jax.train.trackers import Trackers
 from nsa_jax.train.validation import Sampler, evaluate, record_validation
@@ -92,6 +93,7 @@ class Run:
         self._window = profile
         self._callbacks = Callbacks(callbacks)
         self.ramp = BatchRamp.of(config.train)
+        self.terminal = Terminal(active=jax.process_index() == 0)
         self.pipeline = processes.together(
             lambda: make_pipeline(
                 self.ramp.data_config(config), process_index=jax.process_index(), process_count=jax.process_count()
@@ -131,7 +133,17 @@ class Run:
         Raises:
           ConfigError: with everything that is wrong; nothing has been trained.
         """
-        self.preflight = found = preflight.before_run(self.config, self.workdir, self.setup, self.pipeline)
+        try:
+            found = preflight.before_run(
+                self.config,
+                self.workdir,
+                self.setup,
+                self.pipeline,
+                lambda part: self.terminal.doing(f"preflight: {part}"),
+            )
+        finally:
+            self.terminal.close()
+        self.preflight = found
         for problem in found.problems:
             logger.warning("%s", problem)
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in found.seconds.items())
@@ -188,6 +200,8 @@ class Run:
         with jax.set_mesh(self.setup.mesh), contextlib.ExitStack() as stack:
             stack.callback(checkpoints.close)
             stack.callback(data.close)
+            stack.callback(self.terminal.close)
+            self.terminal.doing("preparing the state")
             begin = self._restore(checkpoints, info, data)
             start = begin.step
             if start >= train.steps and (finished := finished_before(self.workdir, start)) is not None:
@@ -206,6 +220,7 @@ class Run:
                 total_steps=train.steps,
                 active=jax.process_index() == 0,
                 trackers=self.trackers,
+                terminal=self.terminal,
             )
             stack.callback(writer.close)
             self._announce(writer, begin.said)
@@ -213,9 +228,8 @@ class Run:
                 self.guards.tell(writer.say)
             self.profile = Profile(self._window, self.workdir, writer.say)
             stack.callback(self.profile.close)
-            stop = stack.enter_context(
-                StopRequest(self.workdir, self.setup.mesh, writer.say, lambda: self.watchdog.doing())
-            )
+            self._begun = start
+            stop = stack.enter_context(StopRequest(self.workdir, self.setup.mesh, self.terminal, self._stopping))
             self.watchdog = stack.enter_context(
                 Watchdog(
                     self.workdir,
@@ -263,19 +277,24 @@ class Run:
         while step < train.steps:
             reason = stop.reason() or self._early
             if reason:
+                self.terminal.stopping(f"stopping after step {step}")
                 break
+            self._begun = step + 1
             batch = next(batches)
             rows = self.ramp.rows(step + 1)
             compiles = rows not in sizes
             if compiles:  # otherwise nothing would be heard for as long as that takes
                 sizes.add(rows)
-                self.watchdog.beat(step, "compiling the train step", finished=False)
-                writer.say(f"compiling the train step{f' for {rows} rows' if self.ramp.stages else ''}")
+                what = f"compiling the train step{f' for {rows} rows' if self.ramp.stages else ''}"
+                self._doing(step, what)
+                if not self.terminal.live:
+                    writer.say(what)
             self.profile.before(step + 1, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
                 state, values = self.train_step(state, batch)
             batches.last_step = interval.add(values)
             step += 1
+            batches.last_step.add_done_callback(functools.partial(self._finished, step))
             profiled = self.profile.after(step, state)
             self._live = (step, state, data)
             if step == start + 1:
@@ -283,8 +302,10 @@ class Run:
                 self._write_env(begin)
             if compiles:
                 if self.health is not None:
+                    self.terminal.doing("compiling the health metrics")
                     self.health.warm_up(state["params"], batch)
                 clock.restart()  # compilation is over
+                self.terminal.doing(TRAINING)
                 interval.untimed, self._sizes = 1, len(sizes)
             if step == start + 1:
                 self.goodput.first_lap(clock.mark)
@@ -309,6 +330,7 @@ class Run:
                         self._validate(step, state, writer)
                 if saves or (evaluates and self._is_best(checkpoints)):
                     self._save(checkpoints, step, state, data)
+                self.terminal.doing(TRAINING)
                 clock.restart()
         interval.close(*batches.take_waits())
         for rest in (*pending, interval):
@@ -327,24 +349,25 @@ class Run:
         for number, values in enumerate(rows, interval.first_step):
             self._callbacks.on_step(number, metrics.train_row(values))
         config = self.config
-        steps = max(len(rows) - interval.untimed, 1)
-        tokens = steps * self.ramp.rows(step) * config.data.seq_len
+        timed = len(rows) - interval.untimed
+        tokens = timed * self.ramp.rows(step) * config.data.seq_len
         row = metrics.train_row(rows[-1])
         row["train/loss_mean"] = metrics.finite_mean([values["loss"] for values in rows])
         row["train/tokens"] = self.ramp.rows_before(step) * config.data.seq_len
-        row["perf/tokens_per_second"] = tokens / seconds
-        row["perf/step_seconds"] = seconds / steps
+        if timed:  # otherwise the step was over before the clock ran
+            row["perf/tokens_per_second"] = tokens / seconds
+            row["perf/step_seconds"] = seconds / timed
         row.update(metrics.wait_row(interval.waits))
         row.update(self.goodput.lap(step, seconds, interval.idle, clock.mark))
         peak = flops.peak_flops(jax.devices()[0].device_kind)
-        if peak is not None:
+        if peak is not None and timed:
             row["perf/mfu"] = self._flops_per_token * tokens / seconds / (peak * self.setup.mesh.size)
         row.update(metrics.epochs_row(self.pipeline.epochs(sum(self._pieces(step)))))
         row.update(metrics.memory_row())
         row.update(
             self.guards.on_report(
                 step,
-                tokens_per_second=row["perf/tokens_per_second"],
+                tokens_per_second=row.get("perf/tokens_per_second"),
                 seconds=seconds,
                 waits=interval.waits[interval.untimed :],
                 programs=guards.programs(self.train_step, self._sizes),
@@ -443,13 +466,13 @@ class Run:
         self._write_stopped(TrainingError(message, guard="peer", step=step), self._newest_checkpoint())
 
     def _validate(self, step: int, state: State, writer: metrics.MetricsWriter) -> None:
-        self.watchdog.beat(step, "validating", finished=False)
+        self._doing(step, "validating")
         weights = state.get("ema", state["params"])
         sharding = batch_sharding(self.setup.mesh)
         row, sums = evaluate(self.eval_step, weights, self.pipeline, sharding)
         record_validation(self.workdir, step, sums, self.health, weights, self.pipeline, sharding)
         self._last_validation = (step, row)
-        self.watchdog.beat(step, "training", finished=False)
+        self.watchdog.beat(step, TRAINING, finished=False)
         self._early = self.guards.on_validation(step, row["val/loss"], self._last_row.get("train/loss"))
         writer.write(step, row)
         each = ", ".join(f"{n} {row[f'val/loss/{n}']:.4f}" for n in self.pipeline.parts if n)
@@ -458,7 +481,28 @@ class Run:
             f"{row['val/bits_per_byte']:.3f} bits/byte"
         )
         if self.sampler is not None:
+            self.terminal.doing("writing a sample")
             writer.text(step, "sample", self.sampler(weights, step))
+
+    def _doing(self, step: int, what: str) -> None:
+        """What begins now, after a step, for the watchdog and the terminal."""
+        self.watchdog.beat(step, what, finished=False)
+        self.terminal.doing(what)
+
+    def _finished(self, step: int, future: Any) -> None:
+        """The device is done with a step, or has failed; called in another thread."""
+        if future.exception() is None:
+            self.terminal.advance(step)
+
+    def _stopping(self) -> str:
+        """What follows when a stop is asked for now: the answer to Ctrl-C."""
+        now = self.watchdog.doing()
+        now = "" if now.startswith(TRAINING) else f" (now {now})"
+        saved = "then saving" if self.config.train.save_every else "saving nothing (config.train.save_every is 0)"
+        about = "about " if jax.process_count() > 1 else ""  # all processes agree on a step soon
+        stopping = f"stopping after {about}step {self._begun}"
+        self.terminal.stopping(stopping)
+        return f"{stopping}{now}, {saved}"
 
     def _is_best(self, checkpoints: Checkpoints) -> bool:
         """Whether the newest validation is a reason to save: no kept checkpoint has a loss as low."""
@@ -472,7 +516,7 @@ class Run:
         val_loss = None
         if self._last_validation is not None and self._last_validation[0] == step:
             val_loss = self._last_validation[1]["val/loss"]
-        self.watchdog.beat(step, "saving", finished=False)
+        self._doing(step, "saving")
         check_room(self.workdir, self.setup.checkpoint_bytes(), step)
         with writing_checkpoint(step), self.goodput.spent_on("saving"):
             checkpoints.save(step, state, data, val_loss, self.guards.state())
@@ -481,11 +525,12 @@ class Run:
 
     def _announce(self, writer: metrics.MetricsWriter, said: str | None) -> None:
         config, device = self.config, jax.devices()[0]
-        writer.say(
+        run = (
             f"{config.name}: {self.setup.num_parameters():,} parameters ({', '.join(self.setup.model_config.kinds)}), "
             f"{config.train.batch_size} x {config.data.seq_len} tokens per step, {config.train.steps:,} steps, "
-            f"{self.setup.mesh.size} x {device.device_kind}, {self.workdir}"
+            f"{self.setup.mesh.size} x {device.device_kind}"
         )
+        writer.say(f"{run}\n{self.workdir}" if self.terminal.live else f"{run}, {self.workdir}")
         if said is not None:
             writer.say(said)
 
@@ -531,7 +576,12 @@ class Run:
             env.write_json(self.workdir / "summary.json", summary)
         stopped = f"stopped by {reason}" if reason else "done"
         self.trackers.finish(summary)
-        writer.say(f"{stopped} at step {step}; the run is in {self.workdir}")
+        self.terminal.close()
+        if self.terminal.live:
+            for line in ending(summary, *program_and_place(self.workdir)):
+                self.terminal.say(line, wrap=False)
+        else:
+            writer.say(f"{stopped} at step {step}; the run is in {self.workdir}")
         return summary
 
 

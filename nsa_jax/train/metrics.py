@@ -8,7 +8,8 @@ Names (every row also has `step`, the number of finished optimizer steps):
   val/loss/NAME, val/bits_per_byte/NAME: of each of config.data.sources; those above weigh them as training does.
   data/epochs, or data/epochs/NAME of each of config.data.sources: passes over the training documents so far.
   norm/grad (before clipping), norm/param, norm/update, learning_rate.
-  perf/tokens_per_second, perf/step_seconds, perf/data_wait_p50_seconds, perf/data_wait_p95_seconds.
+  perf/tokens_per_second, perf/step_seconds: absent where no step was timed, as in a row of the first step alone.
+  perf/data_wait_p50_seconds, perf/data_wait_p95_seconds.
   perf/mfu: share of the peak that useful operations reach, counted in the documents of rows that preflight sampled.
   perf/goodput, perf/goodput_run: share of the wall time that trained, of this start and of all starts of the run.
   time/wall_seconds, and time/{training,data,startup,validation,saving,other}_seconds, which add up to it: this start.
@@ -23,7 +24,6 @@ import json
 import math
 import os
 import resource
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,12 +31,11 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar, text
 
+from nsa_jax.train.terminal import Terminal, train_line
 from nsa_jax.train.trackers import Trackers
 
 _FLUSH_SECONDS = 60.0  # between writes of TensorBoard's events to the disk
@@ -195,10 +194,11 @@ class MetricsWriter:
     Args:
       workdir: the run's directory.
       start_step: rows of later steps that an interrupted run wrote are dropped.
-      total_steps: for the progress bar.
+      total_steps: of the run.
       active: False on all processes but the first: everything does nothing.
-      stream: where lines go; a progress bar is drawn if it is a terminal.
+      stream: where lines go, if there is no `terminal` yet.
       trackers: get the numbers of every row, and the texts.
+      terminal: where lines go.
     """
 
     def __init__(
@@ -210,10 +210,12 @@ class MetricsWriter:
         active: bool = True,
         stream: TextIO | None = None,
         trackers: Trackers | None = None,
+        terminal: Terminal | None = None,
     ):
         self._active = active
         self._trackers = trackers or Trackers()
-        self._progress: Progress | None = None
+        self._terminal = terminal or Terminal(stream, active=active)
+        self._terminal.steps(start_step, total_steps)
         self._total = total_steps
         if not active:
             return
@@ -228,12 +230,6 @@ class MetricsWriter:
         # Events of steps that are run again are purged, as the rows are.
         purge = start_step + 1 if start_step else None
         self._board = _Board(workdir / "tensorboard", purge)
-        self._stream = stream or sys.stdout
-        if self._stream.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=Console(file=self._stream))
-            self._task = self._progress.add_task("training", total=total_steps, completed=start_step)
-            self._progress.start()
 
     def write(self, step: int, row: dict[str, Any]) -> None:
         """Appends one row; numbers also go to TensorBoard and the trackers."""
@@ -259,26 +255,12 @@ class MetricsWriter:
 
     def say(self, line: str) -> None:
         """One line for the terminal."""
-        if not self._active:
-            return
-        if self._progress is not None:
-            self._progress.console.print(line, markup=False, highlight=False)
-        else:
-            print(line, file=self._stream, flush=True)
+        if self._active:
+            self._terminal.say(line)
 
     def progress(self, step: int, row: dict[str, float]) -> None:
-        """Shows a training row: in the progress bar's text, or as a line."""
-        if not self._active:
-            return
-        line = (
-            f"loss {row.get('train/loss_mean', row['train/loss']):.4f}  "
-            f"bits/byte {row['train/bits_per_byte']:.3f}  grad {row['norm/grad']:.3f}  "
-            f"lr {row['learning_rate']:.2e}  {row.get('perf/tokens_per_second', 0):,.0f} tokens/s"
-        )
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=line)
-        else:
-            self.say(f"step {step}/{self._total}  {line}")
+        """A line with a training row for the terminal."""
+        self.say(train_line(step, self._total, row, self._terminal.width))
 
     def close(self) -> None:
         """Flushes and closes everything."""
@@ -288,5 +270,4 @@ class MetricsWriter:
         with contextlib.ExitStack() as stack:  # each is closed, whatever the others meet
             stack.callback(self._file.close)
             stack.callback(self._board.close)
-            if self._progress is not None:
-                stack.callback(self._progress.stop)
+            stack.callback(self._terminal.close)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
@@ -101,7 +101,9 @@ def make_mesh(config: ConfigDict, devices: list | None = None) -> Mesh:
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def partition_spec(path: tuple, shape: tuple[int, ...], mesh: Mesh, over: tuple[str, ...] = (FSDP,)) -> P:
+def partition_spec(
+    path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, over: tuple[str, ...] = (FSDP,)
+) -> P:
     """How one array of the state is laid out: first by `_TENSOR_DIMENSIONS`, then its largest dimension over fsdp.
 
     Arrays under "blocks" have the layers as first axis, which is never split: a scan reads one layer at a time.
@@ -125,7 +127,7 @@ def optimizer_axes(config: ConfigDict) -> tuple[str, ...]:
     return (FSDP, DATA) if config.mesh.shard_optimizer else (FSDP,)
 
 
-def state_sharding(state: State, mesh: Mesh, config: ConfigDict) -> State:
+def state_sharding(state: State, mesh: Mesh | AbstractMesh, config: ConfigDict) -> State:
     """NamedSharding of every array of a state (abstract or real)."""
 
     def sharding(path, leaf):

@@ -20,6 +20,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from nsa_jax.train.terminal import Terminal
+
 HALT = "HALT"
 
 
@@ -110,23 +112,23 @@ class StopRequest:
     Args:
       workdir: of the run.
       mesh: of all devices: the processes stop at the same step.
-      say: where a signal is answered, as soon as it comes.
-      doing: what the run is doing, for the answer.
+      terminal: where a signal is answered, as soon as it comes.
+      stopping: what follows, for the answer.
     """
 
     def __init__(
         self,
         workdir: Path,
         mesh: jax.sharding.Mesh,
-        say: Callable[[str], None] = print,
-        doing: Callable[[], str] = lambda: "training",
+        terminal: Terminal | None = None,
+        stopping: Callable[[], str] = lambda: "stopping after this step",
     ):
         self.terminated = False
         self._halt = workdir / HALT
         self._vote = Vote(mesh) if jax.process_count() > 1 else None
         self._signal: str | None = None
         self._previous: dict[int, Any] = {}
-        self._say, self._doing = say, doing
+        self._terminal, self._stopping = terminal or Terminal(), stopping
         self._heard: set[int] = set()
         self._listening = listening(self._on_byte)
 
@@ -151,17 +153,15 @@ class StopRequest:
 
     def _on_byte(self, number: int) -> None:
         """Answers a signal, in another thread."""
-        name = signal.Signals(number).name
         if number not in self._previous:
             return
+        name = "Ctrl-C" if number == signal.SIGINT and self._terminal.live else signal.Signals(number).name
         if number not in self._heard:
             self._heard.add(number)
-            self._say(
-                f"{name}: stopping after this step ({self._doing()}), then the run is saved. Once more ends it at "
-                "once, unsaved"
-            )
+            self._terminal.say(f"{name}: {self._stopping()}; {name} again kills, unsaved")
         elif not hasattr(sys, "ps1"):  # a notebook's kernel outlives the run
-            self._say(f"{name} again: ended, not saved; start again to resume from the newest checkpoint")
+            self._terminal.close()
+            self._terminal.say(f"{name} again: killed, unsaved; start again to resume from the newest checkpoint")
             os._exit(128 + number)
 
     def reason(self) -> str | None:

@@ -52,6 +52,8 @@ MISTAKES = {
     "no_offset": (_window, dict(query=ARRAYS["query"][:, :8]), r"key has length 40: must be 8.*no query_offset"),
     "compressed_length": (_nsa, dict(key_cmp=jnp.zeros((1, 5, 2, 16)), value_cmp=jnp.zeros((1, 5, 2, 16))),
                           r"key_cmp has length 5: must be 9"),
+    "uncompressed": (_nsa, dict(key_cmp=jnp.zeros((1, 40, 2, 16)), value_cmp=jnp.zeros((1, 40, 2, 16))),
+                     r"key_cmp has length 40: must be 9.*nsa_jax.mean_compress\(key, config=config\)"),
     "compressed_heads": (_nsa, dict(key_cmp=jnp.zeros((1, 9, 1, 16)), value_cmp=jnp.zeros((1, 9, 1, 16))),
                          r"key_cmp and value_cmp have shapes.*K=2"),
     "value_dtype": (_nsa, dict(value_win=jnp.zeros((1, 40, 2, 16), jnp.bfloat16)), r"value_win has dtype bfloat16"),

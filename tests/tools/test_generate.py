@@ -236,11 +236,17 @@ def test_command_line(workdir, capsys, tmp_path):
 
 
 def test_interactive_continues_until_reset(workdir, capsys, monkeypatch):
-    lines = iter(["ab", "cd", "/reset", "ab", "/quit"])
+    lines = iter(["ab", "cd", "/reset", "/help", "/what", "ab", "/quit"])
     seen = []
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     original = Generator.prompt_ids
     monkeypatch.setattr(Generator, "prompt_ids", lambda self, p: seen.append(p) or original(self, p))
     assert generate.main([str(workdir[0]), "--interactive", "--max-tokens", "4", "--greedy"]) == 0
-    capsys.readouterr()
+    said = capsys.readouterr().err
+    assert "/reset forgets the text so far" in said and "/what is no command; /help lists them" in said
+    assert len(seen) == 3  # neither /help nor /what reached the model
     assert seen[0] == seen[2] == "ab" and seen[1].startswith("ab") and seen[1].endswith("cd") and len(seen[1]) > 4
+
+
+def test_a_path_is_a_prompt_and_no_command():
+    assert [generate._is_command(line) for line in ("/help", "/usr/bin", "/", " /help", "a/b")] == [True] + [False] * 4

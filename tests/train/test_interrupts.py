@@ -1,9 +1,14 @@
 """Ctrl-C at any moment of train.py: one line at once, and a status that says what happened."""
 
+import fcntl
 import os
+import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -38,11 +43,9 @@ from pathlib import Path
 import jax
 from nsa_jax.train.stopping import StopRequest
 mesh = jax.make_mesh((1,), ("data",))
-def say(line):
-    print(line, flush=True)
 
-with StopRequest(Path(sys.argv[1]), mesh, say, lambda: "compiling after step 0") as stop:
-    say("busy")
+with StopRequest(Path(sys.argv[1]), mesh, stopping=lambda: "stopping after step 1, then saving") as stop:
+    print("busy", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", int(sys.argv[2]))  # no handler of Python's runs until it returns
     print(stop.reason(), flush=True)
 """
@@ -57,9 +60,9 @@ def test_signals_are_answered_while_the_main_thread_compiles(number, tmp_path):
         time.sleep(0.5)  # until it is
         process.send_signal(number)
         said = process.stdout.readline()
-        assert said.startswith(f"{number.name}: stopping after this step (compiling after step 0)")
+        assert said == f"{number.name}: stopping after step 1, then saving; {number.name} again kills, unsaved\n"
         process.send_signal(number)
-        assert process.stdout.readline().startswith(f"{number.name} again: ended, not saved")
+        assert process.stdout.readline().startswith(f"{number.name} again: killed, unsaved")
         assert process.wait(120) == 128 + number
 
 
@@ -90,3 +93,48 @@ def _raise_and_wait(heard, count):
     end = time.monotonic() + 60
     while len(heard) < count and time.monotonic() < end:
         time.sleep(0.01)
+
+
+ENDLESS = """
+from tests.train.tiny import tiny_config
+
+def get_config():
+    return tiny_config(
+        train__steps=4_999, train__log_every=20, train__save_every=4_000, model__attention="dense",
+        preflight__selftest=False,
+    )
+"""
+
+
+def test_ctrl_c_on_a_terminal_is_answered_with_the_last_step_and_the_end_says_what_is_next(tmp_path):
+    """train.py on a terminal of 80 columns: no line is longer, and the step that was promised is the last."""
+    main, other = pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    (tmp_path / "config.py").write_text(ENDLESS)
+    command = [sys.executable, "train.py", f"--config={tmp_path / 'config.py'}", f"--workdir={tmp_path / 'run'}"]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "TERM": "xterm", "LANG": "C.UTF-8"}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdin=other, stdout=other, stderr=other) as process:
+        os.close(other)
+        text = _read_until(main, "step   40/4999")
+        process.send_signal(signal.SIGINT)
+        text += _read_until(main, None)
+        assert process.wait(60) == 0
+    screen = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text))
+    whole = "\n".join(screen)
+    assert max(len(line) for line in screen if "0/4999" in line) <= 80
+    promised = re.search(r"Ctrl-C: stopping after step (\d+), then saving; Ctrl-C again kills, unsaved", whole)
+    assert f"stopped by Ctrl-C after step {int(promised[1]):,} of 4,999" in whole
+    assert (tmp_path / "run" / "checkpoints" / promised[1]).is_dir()
+    assert any("generate" in line and "--interactive" in line for line in screen[-6:])
+
+
+def _read_until(terminal, text):
+    """What a terminal shows up to a text, or to its end."""
+    found = ""
+    while text is None or text not in found:
+        try:
+            found += os.read(terminal, 65536).decode(errors="replace")
+        except OSError:  # the other side is closed
+            assert text is None, found
+            return found
+    return found

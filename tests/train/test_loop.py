@@ -161,23 +161,10 @@ def test_metrics_of_the_last_interval_are_fetched_late(tmp_path, monkeypatch):
     assert seen == [(2, 4), (4, 6), (6, 8), (8, 8)]
 
 
-def test_terminal_gets_a_progress_bar_and_a_pipe_gets_lines(tmp_path):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    row = {"train/loss": 1.0, "train/bits_per_byte": 2.0, "norm/grad": 0.5, "learning_rate": 1e-3}
-    outputs = []
-    for stream in (io.StringIO(), Terminal()):
-        writer = metrics.MetricsWriter(tmp_path, start_step=0, total_steps=5, stream=stream)
-        writer.progress(3, row)
-        writer.say("hello [bold]x[/bold]")
-        writer.close()
-        outputs.append(stream.getvalue())
-    assert outputs[0] == (
-        "step 3/5  loss 1.0000  bits/byte 2.000  grad 0.500  lr 1.00e-03  0 tokens/s\nhello [bold]x[/bold]\n"
-    )
-    assert "3/5" in outputs[1] and "hello [bold]x[/bold]" in outputs[1] and "\x1b[" in outputs[1]
+def test_a_step_that_was_over_before_the_clock_ran_has_no_speed(tmp_path):
+    make_run(tmp_path, train__steps=3, model__attention="dense").run()
+    names = ("perf/tokens_per_second", "perf/step_seconds")
+    assert [[name in row for name in names] for row in rows(tmp_path).values()] == [[False] * 2, [True] * 2, [True] * 2]
 
 
 def test_samples_cannot_garble_a_terminal():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from rich.console import Console
 
 from nsa_jax import aot
 from nsa_jax.config import ConfigError, NSAConfig, check, default_config, validate
@@ -108,6 +109,7 @@ def test_data_that_is_not_here_is_a_warning_and_nothing_is_downloaded(tmp_path, 
     config.data.cache_dir = str(tmp_path)
     report = data_check.examine_local(config)
     assert rules(report.problems, "warning") == {"R028"} and rules(report.problems) == set()
+    assert [name for name, _ in report.facts] == ["not checked"]
 
 
 # Causality.
@@ -364,6 +366,27 @@ def test_the_estimate_without_compiling_counts_parameters_exactly():
     found = memory.estimate(made, "h100")
     assert not found.compiled and found.parameters == made.num_parameters() * 4
     assert found.limit == int(0.75 * aot.GPUS["h100"].memory_bytes) and found.fits
+
+
+def test_without_the_compiler_the_facts_are_those_of_the_target(tmp_path, monkeypatch, capsys):
+    def unavailable(*_):
+        raise aot.AheadOfTimeUnavailable("no compiler")
+
+    monkeypatch.setattr(aot, "devices", unavailable)
+    config = tiny_config(train__batch_size=32, train__grad_accum=2, model__implementation="auto")
+    config.mesh.fsdp, config.preflight.selftest = 4, False
+    told = []
+    report = preflight.examine(config, tmp_path, target="a100-80gb", devices=8, doing=told.append)
+    facts = dict(report.facts["run"])
+    assert facts["mesh"] == "data 2, fsdp 4, context 1, tensor 1"
+    assert facts["batch"] == "32 x 48 tokens, 2 rows of 48 tokens per device and micro-batch"
+    whole = memory._fixed(setup(config, VOCAB, jax.devices()[:8]))
+    assert (report.memory.parameters, report.memory.optimizer) == (whole["parameters"], whole["optimizer"])
+    assert report.memory.parameters < 0.6 * setup(config, VOCAB, jax.devices()[:8]).num_parameters() * 4  # fsdp splits
+    assert "not checked" in dict(report.facts["compiled program"]) and "not checked" in dict(report.facts["self-test"])
+    assert told == ["data", "setting up the target"]
+    preflight.show(report, Console(width=120))
+    assert "not checked: compiled program, self-test" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_config_that_cannot_run_exits_with_2():

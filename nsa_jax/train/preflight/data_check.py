@@ -27,6 +27,7 @@ from nsa_jax.ops import blocks
 from nsa_jax.rules import attention_kinds
 from nsa_jax.train.metrics import printable
 
+NOT_CHECKED = "not checked"  # the name of a fact: why it is the only one of its section
 _BATCHES = 4
 _LITTLE_CHOICE = 0.2  # share of queries below which sparse attention has little to do
 _SAMPLE_TOKENS = 2_000_000
@@ -347,6 +348,5 @@ def examine_local(config: ConfigDict) -> DataReport:
             problem = Problem("R037", "error", f"{error.where}: {error.what}", error.fix)
             return DataReport(problems=[problem])
         fix = "run --preflight again on the training machine when the cache is built; the run itself always checks"
-        return DataReport(
-            problems=[Problem("R028", "warning", f"the data was not looked at: {error.where} {error.what}", fix)]
-        )
+        message = f"the data was not looked at: {error.where} {error.what}"
+        return DataReport(problems=[Problem("R028", "warning", message, fix)], facts=[(NOT_CHECKED, error.what)])

@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 from ml_collections import ConfigDict
 
 from nsa_jax import aot
+from nsa_jax.config import ConfigError
+from nsa_jax.nn.sharding import MESH_AXES
 from nsa_jax.train.loss import weighted_loss
 from nsa_jax.train.preflight import hlo
-from nsa_jax.train.state import Setup, batch_sharding, setup
+from nsa_jax.train.state import Setup, batch_sharding, mesh_problems, setup, state_sharding
 from nsa_jax.train.step import host_transfers, make_eval_step, make_sampler, make_train_step
 from nsa_jax.train.watch import health
 
@@ -117,6 +123,24 @@ def for_target(config: ConfigDict, gpu: str, count: int, vocab_size: int) -> Set
     return setup(config, vocab_size, aot.devices(gpu, count) if gpu else None)
 
 
+def without_compiler(config: ConfigDict, count: int, vocab_size: int) -> tuple[Setup, AbstractMesh]:
+    """The setup of one device's share of the batch on this machine's first device, and the mesh that it is a share of.
+
+    Raises:
+      ConfigError: mesh or batch do not fit the devices.
+    """
+    if problems := mesh_problems(config, count):
+        raise ConfigError(problems)
+    sizes = dict.fromkeys(MESH_AXES, 1) | {axis: config.mesh[axis] for axis in MESH_AXES[1:]}
+    sizes["data"] = count // math.prod(sizes.values())
+    share = config.copy_and_resolve_references()
+    with share.unlocked():
+        share.train.batch_size = config.train.batch_size // (sizes["data"] * sizes["fsdp"])
+        share.data.seq_len = config.data.seq_len // sizes["context"]
+        share.mesh.data = share.mesh.fsdp = share.mesh.tensor = share.mesh.context = 1
+    return setup(share, vocab_size, jax.devices()[:1]), AbstractMesh(tuple(sizes.values()), MESH_AXES)
+
+
 @contextlib.contextmanager
 def _tracing(made: Setup, gpu: str):
     with aot.tracing_for(gpu, made.mesh) if gpu else jax.set_mesh(made.mesh):
@@ -158,9 +182,10 @@ def kept_activations(made: Setup) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) // made.token_shards
 
 
-def _fixed(made: Setup) -> dict[str, int]:
-    """Bytes of everything whose size is plain from its shape."""
-    state, sharding = made.abstract_state, made.sharding
+def _fixed(made: Setup, mesh: AbstractMesh | None = None) -> dict[str, int]:
+    """Bytes of everything whose size is plain from its shape; the state is that of one device of a mesh."""
+    state = made.abstract_state
+    sharding = made.sharding if mesh is None else state_sharding(state, mesh, made.config)
     parameters = _on_one_device(state["params"], sharding["params"])
     batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_batch(made))) // made.token_shards
     return {
@@ -171,8 +196,10 @@ def _fixed(made: Setup) -> dict[str, int]:
     }
 
 
-def estimate(made: Setup, gpu: str) -> Memory:
+def estimate(made: Setup, gpu: str, mesh: AbstractMesh | None = None) -> Memory:
     """Memory without compiling for the target: activations are traced, temporaries guessed from the shapes.
+
+    With a mesh, `made` is one device's share of the batch and the mesh splits the state; see `without_compiler`.
 
     The guess: one layer's activations twice over (what is recomputed, and its gradient), the chunk of logits and its
     gradient, and a copy of the largest parameter in the compute dtype and one in float32.
@@ -187,7 +214,7 @@ def estimate(made: Setup, gpu: str) -> Memory:
     largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.abstract_state["params"]))
     logits = 2 * min(128 * 2**20, rows * length * m.vocab_size * 4)
     return Memory(
-        **_fixed(made),
+        **_fixed(made, mesh),
         activations=activations,
         temporaries=layer + logits + largest * (m.dtype.itemsize + 4),
         limit=device_bytes(gpu),
@@ -195,19 +222,31 @@ def estimate(made: Setup, gpu: str) -> Memory:
     )
 
 
-def _compile(made: Setup, gpu: str, step: Any, *args: Any) -> Any:
+def _lower(made: Setup, gpu: str, step: Any, *args: Any) -> Any:
     with _tracing(made, gpu):
         traced = step.trace(*args)
-        lowered = traced.lower(lowering_platforms=("cuda",)) if gpu else traced.lower()
-    return lowered.compile()
+        return traced.lower(lowering_platforms=("cuda",)) if gpu else traced.lower()
+
+
+def _compile(made: Setup, gpu: str, step: Any, *args: Any) -> Any:
+    return _lower(made, gpu, step, *args).compile()
+
+
+def _timed_compile(lowered: Any) -> tuple[Any, float]:
+    start = time.perf_counter()
+    return lowered.compile(), time.perf_counter() - start
 
 
 def _token_bytes(made: Setup) -> np.ndarray:
     return np.ones(made.model_config.vocab_size, np.int32)
 
 
-def _train_memory(made: Setup, gpu: str) -> tuple[Memory, Any]:
-    program = _compile(made, gpu, make_train_step(made, _token_bytes(made)), made.target(), _batch(made))
+def _lower_train_step(made: Setup, gpu: str) -> Any:
+    return _lower(made, gpu, make_train_step(made, _token_bytes(made)), made.target(), _batch(made))
+
+
+def _train_memory(made: Setup, gpu: str, program: Any) -> Memory:
+    """Of the compiled train step."""
     with _tracing(made, gpu):
         activations = kept_activations(made)
     planned, fixed = program.memory_analysis(), _fixed(made)
@@ -218,10 +257,9 @@ def _train_memory(made: Setup, gpu: str) -> tuple[Memory, Any]:
     if rest == 0:
         fixed["gradients"] = max(total - sum(fixed.values()) + fixed["gradients"], 0)
     activations = min(activations, rest)
-    memory = Memory(
+    return Memory(
         **fixed, activations=activations, temporaries=rest - activations, limit=device_bytes(gpu), compiled=True
     )
-    return memory, program
 
 
 def _other_programs(made: Setup) -> dict[str, tuple[Any, tuple]]:
@@ -238,29 +276,45 @@ def _other_programs(made: Setup) -> dict[str, tuple[Any, tuple]]:
     return found
 
 
-def compile_run(made: Setup, gpu: str) -> Compiled:
+def compile_run(made: Setup, gpu: str, doing: Callable[[str], None] = lambda part: None) -> Compiled:
     """Compiles the train step of a run for its devices, and the programs for evaluation, health and sampling.
 
     Args:
       made: from `for_target`.
       gpu: a name in `aot.GPUS`, or empty for this machine.
+      doing: told the name of each part as it begins.
     """
-    start = time.perf_counter()
-    memory, program = _train_memory(made, gpu)
-    text = program.as_text()
-    seconds, others, host = {"train step": time.perf_counter() - start}, {}, host_transfers(text)
+    doing("tracing")
+    lowered = {"train step": _lower_train_step(made, gpu)}
     for name, (function, arguments) in _other_programs(made).items():
-        start = time.perf_counter()
-        other = _compile(made, gpu, function, made.target()["params"], *arguments)
-        planned = other.memory_analysis()
-        used = planned.argument_size_in_bytes + planned.temp_size_in_bytes + planned.output_size_in_bytes
-        others[name] = memory.optimizer + used
-        host += host_transfers(other.as_text())
-        seconds[name] = time.perf_counter() - start
+        lowered[name] = _lower(made, gpu, function, made.target()["params"], *arguments)
+    left = set(lowered)
+
+    def done(name: str, _: Any = None) -> None:
+        left.discard(name)
+        if left:
+            doing(f"compiling {', '.join(name for name in lowered if name in left)}")
+
+    done("")
+    # The compiler has long parts that use one core.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        running = {name: pool.submit(_timed_compile, program) for name, program in lowered.items()}
+        for name, future in running.items():
+            future.add_done_callback(functools.partial(done, name))
+        compiled = {name: future.result() for name, future in running.items()}
+    program = compiled["train step"][0]
+    memory, text = _train_memory(made, gpu, program), program.as_text()
+    others, host = {}, host_transfers(text)
+    for name, (other, _) in compiled.items():
+        if other is not program:
+            planned = other.memory_analysis()
+            used = planned.argument_size_in_bytes + planned.temp_size_in_bytes + planned.output_size_in_bytes
+            others[name] = memory.optimizer + used
+            host += host_transfers(other.as_text())
     return Compiled(
         memory=memory,
         others=others,
-        seconds=seconds,
+        seconds={name: seconds for name, (_, seconds) in compiled.items()},
         collectives=hlo.collectives(text),
         host=host,
         nondeterministic=hlo.nondeterministic(text) if gpu else [],
@@ -292,7 +346,9 @@ class MicroBatch:
     verified: bool
 
 
-def largest_micro_batch(config: ConfigDict, gpu: str, count: int, known: Memory, vocab: int, seconds: float):
+def largest_micro_batch(
+    config: ConfigDict, gpu: str, count: int, known: Memory, vocab: int, seconds: float, one: float = 0.0
+) -> MicroBatch | None:
     """Searches the largest micro-batch that fits, by compiling few sizes.
 
     Memory grows by the same amount with every row, so a second size gives the line, and a third checks its end.
@@ -303,7 +359,8 @@ def largest_micro_batch(config: ConfigDict, gpu: str, count: int, known: Memory,
       count: devices.
       known: of the config as it is, compiled.
       vocab: tokenizer's size.
-      seconds: after which no further size is compiled.
+      seconds: that the search may take.
+      one: seconds that a size is expected to take.
 
     Returns:
       A `MicroBatch`, or None if not even one row fits or time was up before a second size.
@@ -315,7 +372,7 @@ def largest_micro_batch(config: ConfigDict, gpu: str, count: int, known: Memory,
 
     def measure(candidate: int) -> int:
         made = for_target(_with_rows(config, candidate, shards), gpu, count, vocab)
-        memory = _train_memory(made, gpu)[0]
+        memory = _train_memory(made, gpu, _lower_train_step(made, gpu).compile())
         sizes[candidate] = memory.total - memory.batch
         return sizes[candidate]
 
@@ -329,7 +386,7 @@ def largest_micro_batch(config: ConfigDict, gpu: str, count: int, known: Memory,
         return time.perf_counter() - start + spent > seconds
 
     before = time.perf_counter()
-    if last(0) or (rows == 1 and not known.fits):
+    if last(one) or (rows == 1 and not known.fits):
         return None
     measure(rows * 2 if known.fits else max(rows // 2, 1))
     one = time.perf_counter() - before

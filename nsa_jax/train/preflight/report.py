@@ -16,6 +16,7 @@ from nsa_jax.ops.explain import Explanation
 from nsa_jax.train.preflight import cost as cost_lib
 from nsa_jax.train.preflight import data_check
 from nsa_jax.train.preflight import memory as memory_lib
+from nsa_jax.train.preflight.data_check import NOT_CHECKED
 
 
 @dataclasses.dataclass
@@ -126,6 +127,8 @@ def memory_facts(report: Report, gpu: str) -> list[tuple[str, str]]:
     if best:
         how = "compiled" if best.verified else "extrapolated"
         lines.append(("largest micro-batch that fits", f"{best.rows} rows per device ({gib(best.bytes)}, {how})"))
+    elif gpu:
+        lines.append(("largest micro-batch that fits", "not searched: that takes the compiler, and time"))
     return lines
 
 
@@ -172,5 +175,9 @@ def show(report: Report, console: Console) -> None:
         console.print(problems)
     errors = sum(problem.severity == "error" for problem in report.problems)
     seconds = sum(report.seconds.values())
-    verdict = f"{errors} errors: this run must not start" if errors else "no errors: ready to train"
-    console.print(Text(f"preflight: {verdict} ({seconds:.0f} s)", style="bold red" if errors else "bold green"))
+    verdict, style = "no errors: ready to train", "bold green"
+    if errors:
+        verdict, style = f"{errors} errors: this run must not start", "bold red"
+    elif unchecked := [name for name, lines in report.facts.items() if NOT_CHECKED in dict(lines)]:
+        verdict, style = f"no errors in what was checked; not checked: {', '.join(unchecked)}", "bold yellow"
+    console.print(Text(f"preflight: {verdict} ({seconds:.0f} s)", style=style))

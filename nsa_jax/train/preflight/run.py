@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 from ml_collections import ConfigDict
 
 from nsa_jax import aot
@@ -20,15 +22,22 @@ from nsa_jax.train.preflight import data_check
 from nsa_jax.train.preflight import memory as memory_lib
 from nsa_jax.train.preflight import selftest as selftest_lib
 from nsa_jax.train.preflight.checks import check_disk, check_kernels, check_memory, check_save_interval, check_workdir
+from nsa_jax.train.preflight.data_check import NOT_CHECKED
 from nsa_jax.train.preflight.report import Report, cost_facts, gib, kernel_facts, memory_facts, program_facts
 from nsa_jax.train.state import Setup
 from nsa_jax.train.trackers import problems as tracker_problems
 
-_SEARCH_UNTIL = 150.0  # seconds since the start, after which no further micro-batch is compiled
+_SEARCH_UNTIL = 90.0  # seconds since the start, at which the search for the largest micro-batch should be over
 
 
 def examine(
-    config: ConfigDict, workdir: Path, *, target: str = "", devices: int = 0, program_only: bool = False
+    config: ConfigDict,
+    workdir: Path,
+    *,
+    target: str = "",
+    devices: int = 0,
+    program_only: bool = False,
+    doing: Callable[[str], None] = lambda part: None,
 ) -> Report:
     """Everything that can be known without training; nothing is downloaded or written, save the cache of small text.
 
@@ -38,6 +47,7 @@ def examine(
       target: a name in `aot.GPUS`; empty: `config.preflight.target`, and if that is empty too, this machine.
       devices: how many; 0: `config.preflight.devices`. Only read with a target.
       program_only: leave out the data and the self-test.
+      doing: told the name of each part as it begins.
 
     Returns:
       The report.
@@ -52,17 +62,23 @@ def examine(
         vocab = memory_lib.vocabulary(config)
         before: dict[str, list[tuple[str, str]]] = {}
         if not program_only:
-            _data_and_selftest(config, report, None)
+            _data_and_selftest(config, report, None, doing)
             assert report.data is not None
             vocab, before, report.facts = report.data.vocab_size or vocab, report.facts, {}
-        _examine_program(config, workdir, gpu, count, vocab, start, report)
+        _examine_program(config, workdir, gpu, count, vocab, start, report, doing)
         report.facts.update(before)
     report.settle(config)
     report.seconds["program"] = time.perf_counter() - start - sum(report.seconds.values())
     return report
 
 
-def before_run(config: ConfigDict, workdir: Path, made: Setup, pipeline: Pipeline) -> Report:
+def before_run(
+    config: ConfigDict,
+    workdir: Path,
+    made: Setup,
+    pipeline: Pipeline,
+    doing: Callable[[str], None] = lambda part: None,
+) -> Report:
     """What every run checks before its first step, on the devices it has.
 
     Args:
@@ -70,6 +86,7 @@ def before_run(config: ConfigDict, workdir: Path, made: Setup, pipeline: Pipelin
       workdir: of the run.
       made: its setup.
       pipeline: its data.
+      doing: told the name of each part as it begins.
 
     Returns:
       The report, without errors.
@@ -78,7 +95,7 @@ def before_run(config: ConfigDict, workdir: Path, made: Setup, pipeline: Pipelin
       ConfigError: something is wrong; nothing has been trained.
     """
     report = Report(problems=check_workdir(config, workdir))
-    _data_and_selftest(config, report, pipeline)
+    _data_and_selftest(config, report, pipeline, doing)
     start = time.perf_counter()
     kind = made.mesh.devices.flat[0].device_kind
     report.cost = _cost(config, made, made.mesh.size, kind, report)
@@ -99,18 +116,24 @@ def _runnable(config: ConfigDict) -> bool:
     return not any(p.severity == "error" and p.rule in config_lib.FATAL for p in config_lib.validate(config))
 
 
-def _data_and_selftest(config: ConfigDict, report: Report, pipeline: Pipeline | None) -> None:
+def _data_and_selftest(
+    config: ConfigDict, report: Report, pipeline: Pipeline | None, doing: Callable[[str], None]
+) -> None:
     start = time.perf_counter()
+    doing("data")
     report.data = data_check.examine(config, pipeline) if pipeline else data_check.examine_local(config)
     report.problems += report.data.problems
     report.facts["data"] = report.data.facts
     report.seconds["data"] = time.perf_counter() - start
     if config.preflight.selftest:
+        doing("self-test")
         with jax.default_device(jax.local_devices()[0]):
             tested = selftest_lib.selftest(config)
         report.problems += tested.problems
         report.facts["self-test"] = tested.facts
         report.seconds["self-test"] = tested.seconds
+    else:
+        report.facts["self-test"] = [(NOT_CHECKED, "config.preflight.selftest is False: causality is taken on trust")]
 
 
 def _cost(config: ConfigDict, made: Setup, devices: int, kind: str, report: Report) -> cost_lib.Cost:
@@ -127,31 +150,43 @@ def _cost(config: ConfigDict, made: Setup, devices: int, kind: str, report: Repo
 
 
 def _examine_program(
-    config: ConfigDict, workdir: Path, gpu: str, count: int, vocab: int, start: float, report: Report
+    config: ConfigDict,
+    workdir: Path,
+    gpu: str,
+    count: int,
+    vocab: int,
+    start: float,
+    report: Report,
+    doing: Callable[[str], None],
 ) -> None:
     """Sets the run up for its target and looks at cost, disk and the compiled program."""
-    estimated = False
+    doing("setting up the target")
+    estimated = None
     try:
-        made = memory_lib.for_target(config, gpu, count, vocab)
-    except aot.AheadOfTimeUnavailable as error:
-        report.problems.append(Problem("R027", "warning", str(error), "install it for exact figures"))
-        made, estimated = _without_compiler(config, count, vocab), True
+        try:
+            made = memory_lib.for_target(config, gpu, count, vocab)
+            mesh: Mesh | AbstractMesh = made.mesh
+        except aot.AheadOfTimeUnavailable as error:
+            report.problems.append(Problem("R027", "warning", str(error), "install it for exact figures"))
+            made, mesh = memory_lib.without_compiler(config, count, vocab)
+            estimated = memory_lib.estimate(made, gpu, mesh)
     except ConfigError as error:
         report.problems += error.problems
         return
-    size = count if gpu else made.mesh.size
+    size = mesh.size
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
     kind = cost_lib.device_kind(gpu) if gpu else made.mesh.devices.flat[0].device_kind
     report.cost = _cost(config, made, size, kind, report)
     checkpoint = made.checkpoint_bytes()
     report.facts["run"] = [
         ("target", f"{size} x {kind}"),
-        ("mesh", ", ".join(f"{axis} {n}" for axis, n in made.mesh.shape.items())),
+        ("mesh", ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items())),
         ("parameters", f"{made.num_parameters():,} (vocabulary {made.model_config.vocab_size:,})"),
         (
             "batch",
             f"{config.train.batch_size} x {config.data.seq_len:,} tokens, "
-            f"{config.train.batch_size // config.train.grad_accum // made.batch_shards} rows of "
-            f"{config.data.seq_len * made.batch_shards // made.token_shards:,} tokens per device and micro-batch",
+            f"{config.train.batch_size // config.train.grad_accum // shards} rows of "
+            f"{config.data.seq_len // mesh.shape['context']:,} tokens per device and micro-batch",
         ),
         ("one checkpoint", gib(checkpoint)),
     ]
@@ -163,41 +198,36 @@ def _examine_program(
     report.problems += check_save_interval(config, report.cost)
     report.problems += check_disk(config, workdir, checkpoint)
     report.problems += check_kernels(config, made, gpu)
-    if estimated:
-        report.memory = memory_lib.estimate(made, gpu)
+    if estimated is not None:
+        report.memory = estimated
         report.problems += check_memory(report, gpu, size)
         report.facts["memory per device"] = memory_facts(report, gpu)
+        missing = "collectives, host callbacks and determinism need the compiler, pip install 'nsa_jax[aot]'"
+        report.facts["compiled program"] = [(NOT_CHECKED, missing)]
     else:
-        _compile_part(config, made, gpu, vocab, start, report)
+        _compile_part(config, made, gpu, vocab, start, report, doing)
 
 
-def _compile_part(config: ConfigDict, made: Setup, gpu: str, vocab: int, start: float, report: Report):
+def _compile_part(
+    config: ConfigDict,
+    made: Setup,
+    gpu: str,
+    vocab: int,
+    start: float,
+    report: Report,
+    doing: Callable[[str], None],
+) -> None:
     devices = made.mesh.size
-    try:
-        report.compiled = memory_lib.compile_run(made, gpu)
-        report.memory = report.compiled.memory
-    except aot.AheadOfTimeUnavailable as error:
-        report.problems.append(Problem("R027", "warning", str(error), "install it for exact figures"))
-        report.memory = memory_lib.estimate(made, gpu)
-    if report.compiled and gpu:
-        left = _SEARCH_UNTIL - (time.perf_counter() - start)
-        report.micro_batch = memory_lib.largest_micro_batch(config, gpu, devices, report.compiled.memory, vocab, left)
-    if report.compiled and report.compiled.host:
+    report.compiled = memory_lib.compile_run(made, gpu, doing)
+    report.memory = report.compiled.memory
+    if gpu:
+        doing("searching the largest micro-batch")
+        left, one = _SEARCH_UNTIL - (time.perf_counter() - start), report.compiled.seconds["train step"]
+        known = report.compiled.memory
+        report.micro_batch = memory_lib.largest_micro_batch(config, gpu, devices, known, vocab, left, one)
+    if report.compiled.host:
         message = f"the compiled step talks to the host: {report.compiled.host[0][:160]}"
         report.problems.append(Problem("R026", "error", message, "remove callbacks and prints from the model"))
     report.problems += check_memory(report, gpu, devices)
     report.facts["memory per device"] = memory_facts(report, gpu)
-    if report.compiled:
-        report.facts["compiled program"] = program_facts(config, report.compiled)
-
-
-def _without_compiler(config: ConfigDict, count: int, vocab: int) -> Setup:
-    """The setup of one device's share of the batch on this machine's first device, to estimate from."""
-    share = config.copy_and_resolve_references()
-    with share.unlocked():
-        mesh = config.mesh
-        rows = config.train.batch_size * mesh.tensor * mesh.context // count
-        share.train.batch_size = max(rows, config.train.grad_accum)
-        share.data.seq_len = config.data.seq_len // mesh.context
-        share.mesh.data = share.mesh.fsdp = share.mesh.tensor = share.mesh.context = 1
-    return memory_lib.setup(share, vocab, jax.devices()[:1])
+    report.facts["compiled program"] = program_facts(config, report.compiled)

@@ -123,7 +123,7 @@ class Guards:
         self,
         step: int,
         *,
-        tokens_per_second: float,
+        tokens_per_second: float | None,
         seconds: float,
         waits: list[float],
         programs: int | None = None,
@@ -133,7 +133,7 @@ class Guards:
 
         Args:
           step: last step of the interval.
-          tokens_per_second: over the interval.
+          tokens_per_second: over the interval; None: no step of it was timed.
           seconds: of the interval.
           waits: seconds that the loop waited for each batch.
           programs: compiled versions of the train step so far.
@@ -147,7 +147,8 @@ class Guards:
         """
         self._reports += 1
         self._machine.check_programs(step, programs)
-        self._machine.check_speed(step, tokens_per_second, seconds)
+        if tokens_per_second is not None:
+            self._machine.check_speed(step, tokens_per_second, seconds)
         share = self._machine.check_waits(step, seconds, waits)
         self._loss.check_plateau(step)
         for name, (used, limit) in (memory_points() if memory is None else memory).items():
