@@ -91,10 +91,11 @@ def commands(block: Block) -> list[list[str]]:
 
 
 def write_corpus(directory: Path) -> None:
-    """A few small documents."""
+    """A few small documents, in which no row of tokens comes twice."""
     directory.mkdir()
     for index in range(6):
-        (directory / f"{index}.txt").write_text(f"Document {index}. The key of box {index} is blue.\n" * 40)
+        lines = [f"Document {index}, line {line}. The key of box {index} is blue.\n" for line in range(200)]
+        (directory / f"{index}.txt").write_text("".join(lines))
 
 
 class World:
