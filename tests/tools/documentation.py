@@ -303,7 +303,7 @@ def run_python(block: Block, namespace: dict) -> None:
     """Executes a block; a traceback shows the page's own lines. What needs transformers runs where it is installed."""
     code = compile("\n" * (block.line - 1) + block.text, str(ROOT / block.page), "exec")
     if block.text.startswith("# Needs transformers") and importlib.util.find_spec("transformers") is None:
-        return  # tests/hf/test_transformers.py runs the page
+        return  # tests/hf/test_tutorial.py runs the page
     exec(code, namespace)
 
 
