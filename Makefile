@@ -1,4 +1,4 @@
-# make install | quickstart | test | test-slow | test-quick | test-hf | chaos | notebooks | lint | docs-check     (PYTHON=python3.12 chooses the interpreter, EXTRAS=cuda13 the CUDA version)
+# make install | quickstart | test | test-slow | test-quick | test-hf | chaos | notebooks | lint | docs-check | site     (PYTHON=python3.12 chooses the interpreter, EXTRAS=cuda13 the CUDA version)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +16,7 @@ PY := $(VENV)/bin/python
 stamp = $(VENV)/.installed-$(1)
 comma := ,
 
-.PHONY: install quickstart test test-slow test-quick test-hf lint pytest docs docs-check notebooks chaos format clean
+.PHONY: install quickstart test test-slow test-quick test-hf lint pytest docs docs-check site notebooks chaos format clean
 
 install: $(call stamp,run)
 
@@ -50,6 +50,17 @@ docs: $(call stamp,run)
 
 docs-check: $(call stamp,test)
 	$(PY) -m pytest -q tests/test_docs.py $(PYTEST_ARGS)
+
+# The pages as a static site in site/; a link that leads nowhere fails. REPOSITORY_URL is where links to files lead.
+SITE_VENV ?= .venv-site
+
+site: $(SITE_VENV)/.installed
+	$(SITE_VENV)/bin/python -m mkdocs build --strict
+
+$(SITE_VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e .[docs]
+	@touch $@
 
 lint: $(call stamp,test)
 	$(PY) -m ruff check .
@@ -99,4 +110,4 @@ $(call stamp,test): $(call stamp,run)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(HF_VENV) build *.egg-info
+	rm -rf $(VENV) $(HF_VENV) $(SITE_VENV) site build *.egg-info

@@ -5,6 +5,8 @@ r"""Times NSA and its branches against dense cuDNN attention, in one process on 
     python benchmarks/attention.py --lengths 2048,8192 --shape 12,2,64,64 --ops nsa,selected --lists random,shared
     python benchmarks/attention.py --merge more.json --json benchmarks/results/attention_h200.json \
         --plot benchmarks/results/attention_h200.png     # rows of another run on the same GPU; then make docs
+    python benchmarks/attention.py --merge benchmarks/results/attention_h200.json \
+        --json benchmarks/results/attention_h200.json --plot benchmarks/results/attention_h200.png      # draws it again
 
 "nsa" is `nsa_attention` with selection, gates and list building, compressed keys given; its gradients are those of all
 eight inputs. "selected" alone reads made-up lists: independent per token ("random") or shared by
@@ -231,18 +233,6 @@ def merge(kept: dict, other: dict) -> dict:
     return kept | {"rows": list(rows.values())}
 
 
-def origin(environment: dict, rows: list[dict]) -> str:
-    """Title of a plot: GPU, version and commit, and the lengths of NSA that another commit was measured at."""
-    other: dict[str, set[int]] = {}
-    for row in rows:
-        if row["op"] == "nsa" and row.get("commit", environment["commit"]) != environment["commit"]:
-            other.setdefault(row["commit"], set()).add(row["T"])
-    parts = [f"{environment['device']}, bf16, jax {environment['jax']}, commit {environment['commit']}"]
-    for commit, lengths in other.items():
-        parts.append(f"{', '.join(f'{length // 1024}k' for length in sorted(lengths))}: commit {commit}")
-    return "; ".join(parts)
-
-
 def plot(rows: list[dict], title: str, path: str) -> None:
     """Log-log time over T of dense and NSA attention, forward and forward + backward."""
     import matplotlib
@@ -316,7 +306,7 @@ def main() -> None:
     else:
         run(args, save)
     if args.plot and any(row["op"] == "nsa" for row in result["rows"]):
-        plot(result["rows"], origin(result["environment"], result["rows"]), args.plot)
+        plot(result["rows"], f"One attention layer, {result['environment']['device']}, bfloat16", args.plot)
 
 
 if __name__ == "__main__":

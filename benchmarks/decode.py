@@ -198,7 +198,7 @@ def main() -> None:
         pathlib.Path(args.json).write_text(json.dumps({"environment": env, "rows": rows}, indent=1) + "\n")
     if args.plot:
         shape = ", ".join(f"{name}={size}" for name, size in zip("NKH", args.shape, strict=True))
-        plot(rows, f"{env['device']}, bf16, {shape}, jax {env['jax']}, commit {env['commit']}", args.plot)
+        plot(rows, f"One decode step, {env['device']}, bfloat16, {shape}", args.plot)
 
 
 if __name__ == "__main__":

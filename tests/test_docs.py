@@ -1,4 +1,4 @@
-"""Every code block, link and name of README.md and docs/*.md is true.
+"""Every code block, link and name of README.md, CONTRIBUTING.md and docs/ is true.
 
 Python blocks run, in one namespace per page. Of shell blocks, `nsa_jax` tools run on a tiny model, `train.py` lines
 have their flags parsed and their config validated, other scripts have their arguments parsed, `make` targets exist.
@@ -22,7 +22,8 @@ from tools.runs import small_config, write_run
 
 from nsa_jax.config import default_config
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "launch").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "launch").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -170,6 +171,32 @@ def test_names_in_the_text_exist(page):
     assert not unknown
 
 
+# The site
+
+
+def test_every_page_is_in_the_navigation_once():
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\n\n")[0]
+    listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", navigation, re.MULTILINE)
+    pages = sorted(str(page.relative_to(ROOT / "docs")) for page in DOCS)
+    assert sorted(listed) == pages
+    contents = (ROOT / "docs" / "README.md").read_text()
+    assert [page for page in pages if page != "README.md" and f"]({page})" not in contents] == []
+
+
+def test_links_of_the_site_that_leave_the_documentation():
+    text = (
+        "![a](../../benchmarks/results/decode_h200.png) [b](../../configs/toy.py#x) [c](../faq.md)\n"
+        "```\n[d](../../a)\n```\n"
+    )
+    kept, images = script("site_links").rewrite(text, "tutorials/page.md", "https://host/repository")
+    assert images == {"benchmarks/results/decode_h200.png"}
+    assert kept == (
+        "![a](../repository/benchmarks/results/decode_h200.png) "
+        "[b](https://host/repository/blob/main/configs/toy.py#x) [c](../faq.md)\n```\n[d](../../a)\n```\n"
+    )
+    assert " b [c](../faq.md)" in script("site_links").rewrite(text, "tutorials/page.md", "")[0]
+
+
 # Generated pages and measured figures
 
 
@@ -218,8 +245,8 @@ def test_rows_of_another_commit_are_named(monkeypatch):
 
 
 def test_figures_of_the_recall_task_are_those_of_its_config():
-    readme = (ROOT / "README.md").read_text()
-    quoted = re.findall(r"1 to \d minutes|[\d.]+ %", readme[readme.index("The first line takes") :].split("\n\n")[0])
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    quoted = re.findall(r"1 to \d minutes|[\d.]+ %", page[page.index("The first line takes") :].split("\n\n")[0])
     recorded = (ROOT / "configs" / "recall.py").read_text()
     assert len(quoted) == 4 and all(figure in recorded for figure in quoted)
 

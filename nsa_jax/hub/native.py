@@ -247,7 +247,7 @@ def _card(model: Transformer, config: ConfigDict, metrics: Mapping[str, Any], ha
     else:
         note = ""
     load += [f'model = AutoModelForCausalLM.from_pretrained("DIRECTORY"{code})']
-    load += [f'tokenizer = AutoTokenizer.from_pretrained("DIRECTORY"{side})'] if has_tokenizer else []
+    load += [f'tokenizer = AutoTokenizer.from_pretrained("DIRECTORY"{code}{side})'] if has_tokenizer else []
     note += "" if has_tokenizer else "\nIts tokens are synthetic: there is no tokenizer for text.\n"
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- nsa_jax\n---\n\n# {config.name}\n\n"
