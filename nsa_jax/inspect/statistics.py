@@ -18,7 +18,7 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 _CHUNK_ELEMENTS = 2**24
 
 
-def _probabilities(query: jax.Array, key: jax.Array, mask: jax.Array) -> jax.Array:
+def probabilities(query: jax.Array, key: jax.Array, mask: jax.Array) -> jax.Array:
     """Softmax of query [B, P, N, H] over key [B, S, K, H] under mask [B, P, K or 1, S]; 0 if all keys are masked."""
     batch, length, num_heads, head_dim = query.shape
     grouped = query.astype(jnp.float32).reshape(batch, length, key.shape[2], -1, head_dim)
@@ -66,9 +66,9 @@ def branch_probabilities(
     listed = jnp.repeat(blocks.listed_blocks(lists, num_blocks), config.select_block, axis=-1)[..., : key_slc.shape[1]]
     near = usable & (token > t[..., None] - config.window)
     return (
-        _probabilities(query, key_cmp, sees_block[:, :, None]),
-        _probabilities(query, key_slc, listed & usable[:, :, None]),
-        _probabilities(query, key_win, near[:, :, None]),
+        probabilities(query, key_cmp, sees_block[:, :, None]),
+        probabilities(query, key_slc, listed & usable[:, :, None]),
+        probabilities(query, key_win, near[:, :, None]),
     )
 
 
@@ -107,14 +107,13 @@ def attention_statistics(
       distance: mean distance in tokens from the query to what it reads, for a compressed block to its middle.
       beyond_window: share that is read from keys which the window does not reach.
     """
-    batch, length, num_heads, _ = query.shape
+    batch, _, num_heads, _ = query.shape
     num_keys = key_slc.shape[1]
     t, start = blocks.query_positions(query, segment_start, 0)
     token = jnp.arange(num_keys, dtype=jnp.float32)
     middle = jnp.arange(key_cmp.shape[1]) * config.compress_stride + (config.compress_block - 1) / 2
 
-    def chunk(args):
-        query, lists, t, start = (jnp.moveaxis(x, 0, 1) for x in args)  # [B, P, ...]
+    def chunk(query, lists, t, start):
         keys = (key_cmp, key_slc, key_win)
         probs = branch_probabilities(query, *keys, lists, config=config, segment_start=start, positions=t)
         found: dict[str, list[jax.Array]] = {"entropy": [], "largest": [], "distance": [], "beyond_window": []}
@@ -124,17 +123,23 @@ def attention_statistics(
             found["largest"].append(p.max(-1, initial=0.0))
             found["distance"].append((p * away).sum(-1))
             found["beyond_window"].append((p * (away >= config.window)).sum(-1))
-        return {name: jnp.moveaxis(jnp.stack(parts, -1), 1, 0) for name, parts in found.items()}
+        return {name: jnp.stack(parts, -1) for name, parts in found.items()}
 
-    size = max(min(_CHUNK_ELEMENTS // (batch * num_heads * num_keys), length), 1)
+    return in_chunks(chunk, (query, lists, t, start), batch * num_heads * num_keys)
+
+
+def in_chunks(function, arrays: tuple[jax.Array, ...], elements: int):
+    """function(*arrays) for arrays [B, T, ...], in chunks of queries of which each takes so many array elements."""
+    batch, length = arrays[0].shape[:2]
+    size = max(min(_CHUNK_ELEMENTS // elements, length), 1)
     while length % size:
         size -= 1
 
     def cut(x):
-        return jnp.moveaxis(x, 1, 0).reshape(length // size, size, *x.shape[:1], *x.shape[2:])
+        return jnp.moveaxis(x.reshape(batch, length // size, size, *x.shape[2:]), 1, 0)
 
-    found = jax.lax.map(chunk, (cut(query), cut(lists), cut(t), cut(start)))  # [chunks, P, B, N, 3]
-    return {name: jnp.moveaxis(x.reshape(length, batch, num_heads, 3), 0, 1) for name, x in found.items()}
+    found = jax.lax.map(lambda parts: function(*parts), tuple(map(cut, arrays)))  # [chunks, B, size, ...]
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, length, *x.shape[3:]), found)
 
 
 def chosen_by_score(lists, config: NSAConfig, segment_start=None, positions=None):
