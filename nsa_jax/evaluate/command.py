@@ -225,7 +225,7 @@ class Evaluation:
         )
         if not result["cells"]:
             raise DataError(f"--lengths {lengths}", f"too short: these tasks need {least} tokens", "raise them")
-        long_context.plot_tasks(result["cells"], self.config.name, self.output / "long.png")
+        long_context.plot_tasks({self.config.name: result["cells"]}, self.output / "long.png")
         self._table("long tasks by length", result["cells"])
         self._table("long tasks by distance", result["distances"])
         return result

@@ -199,23 +199,31 @@ def context_table(whole: np.ndarray, cut: dict[int, np.ndarray]) -> list[dict[st
     return rows
 
 
-def plot_tasks(cells: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Exact match of each task over the length, with chance as a dotted line."""
+def plot_tasks(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Exact match of each task over the length, a line per run, with chance as a dotted line.
+
+    Args:
+      runs: the cells of `task_grid` by the run's name.
+      path: of the picture.
+    """
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(cell["task"] for cell in cells))
+    names = list(dict.fromkeys(cell["task"] for cells in runs.values() for cell in cells))
     columns = min(len(names), 5)
-    figure = Figure(figsize=(2.6 * columns, 2.4 * -(-len(names) // columns)), layout="constrained")
+    figure = Figure(figsize=(2.6 * columns + 1.5, 2.4 * -(-len(names) // columns)), layout="constrained")
     grid = figure.subplots(-(-len(names) // columns), columns, squeeze=False, sharex=True, sharey=True).ravel()
     for axis, name in zip(grid, names, strict=False):
-        part = [cell for cell in cells if cell["task"] == name]
-        lengths = [cell["length"] for cell in part]
-        axis.plot(lengths, [cell["exact_match"] for cell in part], "o-")
-        axis.plot(lengths, [cell["chance"] for cell in part], ":", color="tab:grey")
+        for run, cells in runs.items():
+            part = [cell for cell in cells if cell["task"] == name]
+            lengths = [cell["length"] for cell in part]
+            axis.plot(lengths, [cell["exact_match"] for cell in part], "o-", markersize=4, label=run)
+            axis.plot(lengths, [cell["chance"] for cell in part], ":", color="tab:grey")
         axis.set(title=name, ylim=(-0.05, 1.05))
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3)
-    figure.suptitle(f"{title}: exact match by tokens of the row (dotted: chance)")
+    figure.supxlabel("tokens of the row")
+    figure.supylabel("exact match (dotted: chance)")
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(path, dpi=130)
 
 
