@@ -40,7 +40,7 @@ CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "block", "attention_saved", "dots_saved", "full"),
-    "data.source": ("stdlib", "text", "trees", "tokens", "hf", "tasks", "synthetic"),
+    "data.source": ("stdlib", "text", "trees", "tokens", "hf", "task", "synthetic"),
     "data.synthetic": ("random", "copy", "recall"),
     "data.packing_method": ("concatenate", "best_fit"),
     "data.tokenizer": ("byte", "bpe", "hf"),
@@ -48,6 +48,8 @@ CHOICES = {
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
     "preflight.target": ("", "a100-40gb", "a100-80gb", "h100", "h200"),
 }
+
+GENERATED = ("task", "synthetic")  # sources whose rows are made, not read
 
 _FACTORS = [
     f"optim.{kind}_factor.{group}"
@@ -314,9 +316,9 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
     if d.sources and d.source == "synthetic":
         message = "config.data.source='synthetic' with config.data.sources: a toy task has a tokenizer of its own"
         found.error("R007", message, "set config.data.source='text', or what most of the sources are")
-    made = not d.sources and d.source in ("synthetic", "tasks")
+    made = d.source in GENERATED and not d.sources
     if d.packing_method == "best_fit" and (made or (d.source == "hf" and d.hf_streaming)):
-        message = "config.data.packing_method='best_fit': streams and synthetic rows have no documents to place"
+        message = "config.data.packing_method='best_fit': streams and generated rows have no documents to place"
         found.error("R007", message, "set 'concatenate', or hf_streaming=False, which tokenises the data once")
     if d.tokenizer == "hf" and not d.tokenizer_path:
         message = "config.data.tokenizer_path='': tokenizer hf needs one"
@@ -331,7 +333,7 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
     if d.source != "synthetic" and 0 < config.model.vocab_size < smallest:
         message = f"config.model.vocab_size={config.model.vocab_size}: smaller than the tokenizer's {smallest}"
         found.error("R008", message, "set it to 0, which means the tokenizer's size")
-    if d.tokenizer == "bpe" and {part.data.source for part in source_configs(config).values()} == {"tasks"}:
+    if d.tokenizer == "bpe" and {part.data.source for part in source_configs(config).values()} == {"task"}:
         message = "config.data.tokenizer='bpe': tasks are no text to train it on"
         found.error("R007", message, "use byte, or hf with a tokenizer_path")
     if config.train.eval_batches and d.val_fraction == 0 and not made:
@@ -418,8 +420,8 @@ def _check_long_run(config: ConfigDict, found: _Findings) -> None:
     if parameters < _TOY_PARAMETERS:
         message = f"config.model.dim={m.dim}, num_layers={m.num_layers}: about {parameters:,} parameters, a toy"
         found.error("R016", message, "use a larger model, or fewer steps")
-    if config.data.source == "synthetic":
-        found.error("R016", "config.data.source='synthetic': a toy task", "use text, or fewer steps")
+    if config.data.source in GENERATED and not config.data.sources:
+        found.error("R016", f"config.data.source={config.data.source!r}: a toy task", "use text, or fewer steps")
     if m.param_dtype != "float32":
         message = f"config.model.param_dtype={m.param_dtype!r}: small updates are rounded away"
         found.error("R017", message, 'set "float32"; compute_dtype alone decides the speed')

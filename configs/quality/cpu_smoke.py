@@ -39,7 +39,7 @@ def get_config() -> ConfigDict:
     c.data.source = "trees"
     c.data.sources = {
         "text": {"source": "trees", "weight": 0.5, "tree_characters": 0},
-        "tasks": {"source": "tasks", "weight": 0.5, "tasks": ("needle",)},
+        "tasks": {"source": "task", "weight": 0.5, "tasks": ("needle",)},
     }
     c.data.seq_len = 256
     c.data.val_fraction = 0.5

@@ -26,7 +26,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from nsa_jax.data import cache, sources, streaming, synthetic, tasks, tokenizers
+from nsa_jax.data import cache, long_tasks, sources, streaming, synthetic, tokenizers
 from nsa_jax.data.cache import SplitStats
 from nsa_jax.data.encoding import document_hash, to_bytes
 from nsa_jax.data.errors import DataError
@@ -390,7 +390,7 @@ def make_pipeline(
         return _mixture_pipeline(config, share, cached_only)
     if data.source == "synthetic":
         return _synthetic_pipeline(config, share)
-    if data.source == "tasks":
+    if data.source == "task":
         return _task_pipeline(config, share, tokenizers.load_tokenizer(config))
     source = sources.make_source(config)
     if cached_only:
@@ -451,7 +451,7 @@ def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pi
     root = cache.cache_root(config.data.cache_dir)
     found: dict[str, sources.Source] = {}
     for name, part in alone.items():
-        if part.data.source == "tasks":
+        if part.data.source == "task":
             continue
         with _naming_source(name):
             source = sources.make_source(part)
@@ -560,9 +560,9 @@ def _synthetic_pipeline(config: ConfigDict, share: Share) -> Pipeline:
 def _task_pipeline(config: ConfigDict, share: Share, tokenizer: tokenizers.Tokenizer) -> Pipeline:
     data = config.data
     _check_vocabulary(config, tokenizer)
-    weights = tasks.parse_tasks(data.tasks)
+    weights = long_tasks.parse_tasks(data.tasks)
     rows = {
-        split: tasks.TaskRows(
+        split: long_tasks.TaskRows(
             tokenizer,
             weights,
             data.seq_len,

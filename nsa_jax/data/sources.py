@@ -1,7 +1,7 @@
 """Sources of documents: the standard library's source text, text files, trees of files, Hugging Face datasets.
 
 A source yields documents (str) and has a fingerprint that changes whenever the documents may have changed. Synthetic
-rows have no documents; they are in synthetic.py and tasks.py.
+rows have no documents; they are in synthetic.py and long_tasks.py.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def make_source(config: ConfigDict) -> Source:
     elif data.source == "tokens":
         source = TokenFiles(TextSource(data.files))
     else:
-        what, fix = "no such source of documents", "use stdlib, text, trees, tokens, hf, tasks or synthetic"
+        what, fix = "no such source of documents", "use stdlib, text, trees, tokens, hf, task or synthetic"
         raise DataError(f"config.data.source={data.source!r}", what, fix)
     if data.max_documents:
         source = LimitedSource(source, data.max_documents)

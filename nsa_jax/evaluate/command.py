@@ -42,8 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa_jax.command_line import number, run_program
-from nsa_jax.data import DataError
-from nsa_jax.data import tasks as long_tasks
+from nsa_jax.data import DataError, long_tasks
 from nsa_jax.evaluate import long_context, retrieval
 from nsa_jax.evaluate.scoring import (
     HeldOut,
@@ -86,10 +85,8 @@ class Evaluation:
             return ["recall"] if self.config.data.synthetic == "recall" else []
         validated = ["validation"] if self.config.train.eval_batches and not self.args.files else []
         kinds = {part.data.source for part in source_configs(self.config).values()}
-        text = (
-            [] if kinds == {"tasks"} and not self.args.files else ["perplexity", "position", "needle", "needle-multi"]
-        )
-        return [*validated, *text, *(["long"] if "tasks" in kinds else [])]
+        text = [] if kinds == {"task"} and not self.args.files else ["perplexity", "position", "needle", "needle-multi"]
+        return [*validated, *text, *(["long"] if "task" in kinds else [])]
 
     @property
     def held_out(self) -> HeldOut:
@@ -206,7 +203,7 @@ class Evaluation:
         return result
 
     def long(self) -> dict[str, Any]:
-        """The tasks of `data.tasks`."""
+        """The tasks of `data.long_tasks`."""
         least = max(long_tasks.TASKS[name].least(self.tokenizer) for name in self.args.long_tasks)
         lengths = self.args.lengths or [
             length for length in (self.context >> shift for shift in (3, 2, 1, 0)) if length >= least

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nsa_jax.data import Tokenizer
-from nsa_jax.data.tasks import TASKS, Answer, Row
+from nsa_jax.data.long_tasks import TASKS, Answer, Row
 from nsa_jax.evaluate.retrieval import Probe, picked
 from nsa_jax.evaluate.scoring import Scorer, position_bins, windows
 from nsa_jax.ops import blocks
@@ -93,7 +93,7 @@ def task_grid(
     batch_size: int = 8,
     on_length: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Exact match of the tasks of `data.tasks`, from one forward pass over each row with its answers.
+    """Exact match of the tasks of `data.long_tasks`, from one forward pass over each row with its answers.
 
     An answer is right if every one of its tokens is the most likely one after those before it, which is what greedy
     decoding would write. Rows of the task recall have distances of 8, 16, 32 and 64 windows, as far as they fit.

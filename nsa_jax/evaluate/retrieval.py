@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 
 from nsa_jax.data import Tokenizer
+from nsa_jax.data.long_tasks import NEEDLE, assemble, random_words
 from nsa_jax.data.synthetic import num_facts, recall_rows
-from nsa_jax.data.tasks import NEEDLE, assemble, random_words
 from nsa_jax.nn import NSAttention, Transformer
 from nsa_jax.nn.observe import walk_blocks
 from nsa_jax.nn.transformer import layer_stacks

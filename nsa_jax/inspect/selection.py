@@ -168,13 +168,13 @@ def selection_quality(
     tokens = jnp.asarray(tokens, jnp.int32)
     config = model.config.nsa
     positions, start, query_start, rows = _queries(tokens, positions, segment_start)
-    given = None
+    given: jax.Array | None = None
     if dense is not None:
         if dense.config.num_layers != model.config.num_layers:
             layers = dense.config.num_layers, model.config.num_layers
             raise ValueError("dense.config.num_layers={}: must be the {} of the model".format(*layers))
-        given = dense_mass(dense, tokens, positions, config, segment_start)
-        given = jnp.asarray(given[list(model.config.layers_of("nsa"))])
+        mass = dense_mass(dense, tokens, positions, config, segment_start)
+        given = jnp.asarray(mass[list(model.config.layers_of("nsa"))])
     graphdef, params = nnx.split(model)
 
     @jax.jit
@@ -187,7 +187,7 @@ def selection_quality(
 
         lists, mass = walk_layers(nnx.merge(graphdef, params), tokens, start, look)[1]
         mass = given[:, :, :, None] if given is not None else mass
-        return jax.lax.map(lambda layer: _measure(*layer, config, positions, query_start), (mass, lists))
+        return jax.lax.map(lambda layer: _measure(layer[0], layer[1], config, positions, query_start), (mass, lists))
 
     return {name: np.asarray(values) for name, values in run(params, tokens, start, given).items()}
 
@@ -197,6 +197,7 @@ def _exact_compressed(attention: NSAttention, h, start) -> jax.Array:
     config = attention.config
     positions = jnp.arange(h.shape[1], dtype=jnp.int32)
     p = attention.project(h, positions, h.shape[1])
+    assert p.value_raw is not None
     key, value = config.rope(p.key_raw, positions, h.shape[1]), p.value_raw
     value = jnp.repeat(value.astype(jnp.float32), config.num_heads // config.num_kv_heads, axis=2)
     t = jnp.broadcast_to(positions, start.shape)
@@ -231,7 +232,8 @@ def _substituted(attention: NSAttention, h, start, substitute: str) -> jax.Array
         outputs[1] = window_attention(*keys_values, window=h.shape[1], **common)
     elif substitute == "exact":
         outputs[0] = _exact_compressed(attention, h, start)
-    attended = arrays._replace(outputs=tuple(outputs)).attended()
+    compressed, selected, window = outputs
+    attended = arrays._replace(outputs=(compressed, selected, window)).attended()
     return attention.output(attended)
 
 

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from nsa_jax import evaluate, nn
-from nsa_jax.data.tasks import TASKS
+from nsa_jax.data.long_tasks import TASKS
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.evaluate import long_context
 
@@ -82,7 +82,7 @@ def test_losses_with_a_cut_context_are_those_of_shorter_texts():
 
 def test_the_command_line_runs_them_and_says_what_does_not_fit(tmp_path, capsys):
     config = small_config()
-    config.data.source, config.data.tasks = "tasks", ("needle",)
+    config.data.source, config.data.tasks = "task", ("needle",)
     write_run(tmp_path / "run", config)
     (tmp_path / "a.txt").write_text("value = 1\n" * 60)
     command = [str(tmp_path / "run"), "--files", str(tmp_path / "a.txt"), "--samples", "2", "--batch-size", "4"]

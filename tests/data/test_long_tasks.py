@@ -7,7 +7,7 @@ import pytest
 
 from nsa_jax.config import default_config, validate
 from nsa_jax.data import DataError, make_pipeline
-from nsa_jax.data.tasks import TASKS, TaskRows, parse_tasks
+from nsa_jax.data.long_tasks import TASKS, TaskRows, parse_tasks
 from nsa_jax.data.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -97,7 +97,7 @@ def test_rows_of_several_documents_count_answers_alone_and_depend_on_seed_and_nu
 
 def task_config(**fields):
     config = default_config()
-    config.data.source, config.data.seq_len, config.data.prefetch = "tasks", 512, 2
+    config.data.source, config.data.seq_len, config.data.prefetch = "task", 512, 2
     config.data.tasks, config.allow_dense_regime = ("needle",), True
     config.data.update(fields)
     config.train.batch_size, config.train.eval_batches = 4, 1
@@ -109,7 +109,7 @@ def test_tasks_are_mixed_with_text_in_their_share(tmp_path):
     config = task_config(
         source="text", files=(str(tmp_path / "a.txt"),), val_fraction=0.0, cache_dir=str(tmp_path / "c")
     )
-    config.data.sources = {"text": {"weight": 3.0}, "tasks": {"source": "tasks", "weight": 1.0}}
+    config.data.sources = {"text": {"weight": 3.0}, "tasks": {"source": "task", "weight": 1.0}}
     config.train.eval_batches, config.train.eval_every = 0, 0
     assert validate(config) == []
     iterator = make_pipeline(config).train()

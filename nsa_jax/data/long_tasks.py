@@ -19,11 +19,11 @@ import numpy as np
 
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.packing import Batch, pack_rows
+from nsa_jax.data.synthetic import row_generator
 from nsa_jax.data.tokenizers import Tokenizer
 
 NEEDLE = ("\n{key} = {value}\n", "\n{key} =", " {value}")  # fact, question, answer
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_SPLITS = {"train": 0, "validation": 1}
 _LEXICON = 512
 _MOST = 9  # the task count: the highest number
 
@@ -353,7 +353,7 @@ class TaskRows:
         return batch
 
     def _fill(self, row: int, tokens: np.ndarray, answers: np.ndarray) -> None:
-        rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, _SPLITS[self.split], row])))
+        rng = row_generator(self.seed, self.split, row)
         names, shares = list(self.weights), np.array(list(self.weights.values()))
         at = 0
         while (left := len(tokens) - at) > 0:
