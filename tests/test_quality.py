@@ -80,8 +80,9 @@ def test_stages_run_in_order_and_finished_ones_are_skipped(tmp_path):
 
 
 def test_several_variants_run_at_once_and_selection_waits_for_the_dense_model(tmp_path):
+    needs_dense = f"import os; assert os.path.exists({str(tmp_path / 'dense.train')!r})"
     todo = {
-        "nsa": [stage(tmp_path, "nsa", "train"), stage(tmp_path, "nsa", "selection")],
+        "nsa": [stage(tmp_path, "nsa", "train"), stage(tmp_path, "nsa", "selection", program=needs_dense)],
         "dense": [stage(tmp_path, "dense", "train", seconds=1.0)],
     }
     started, _, failed, most = run(todo, tmp_path, parallel=2)

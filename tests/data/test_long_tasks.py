@@ -45,6 +45,8 @@ def test_answers_follow_from_the_statements(name, distance):
         statements_end = max(statements_end, answer.source + len(right.split()[0]) + 1)
     if distance is not None and name != "count":
         first_question = text.rindex("\n", 0, row.answers[0].first)
+        if name == "needle":
+            assert first_question - distance == statements_end + len("\n")
         # After the last value that is asked come at most the rest of its statement and of those behind it.
         assert distance < first_question - statements_end < distance + 250
         assert set(text[first_question - distance : first_question]) <= set("abcdefghijklmnopqrstuvwxyz .\n")
