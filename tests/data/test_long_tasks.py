@@ -1,12 +1,13 @@
 """Long tasks: answers follow from the row's own statements, rows are seeded, and training can mix them with text."""
 
+import pickle
 import re
 
 import numpy as np
 import pytest
 
 from nsa_jax.config import default_config, validate
-from nsa_jax.data import DataError, make_pipeline
+from nsa_jax.data import DataError, load_tokenizer, make_pipeline
 from nsa_jax.data.long_tasks import TASKS, TaskRows, parse_tasks
 from nsa_jax.data.tokenizers import ByteTokenizer
 
@@ -50,6 +51,23 @@ def test_answers_follow_from_the_statements(name, distance):
         # After the last value that is asked come at most the rest of its statement and of those behind it.
         assert distance < first_question - statements_end < distance + 250
         assert set(text[first_question - distance : first_question]) <= set("abcdefghijklmnopqrstuvwxyz .\n")
+
+
+def test_tasks_are_text_in_any_vocabulary(documents):
+    config = default_config()
+    config.data.tokenizer, config.data.bpe_vocab_size = "bpe", 300
+    bpe = load_tokenizer(config, iter(documents))
+    for name, task in TASKS.items():
+        row = task.row(np.random.default_rng(1), 2048, bpe)
+        assert row.tokens.shape == (2048,)
+        head = bpe.decode(row.tokens[: row.answers[0].first])
+        question, right = head[head.rindex("\n") :], bpe.decode(row.tokens[row.answers[0].first : row.answers[0].end])
+        assert right == solve(head, question)
+        stated = bpe.decode(row.tokens[row.answers[0].source :][:40])
+        assert name == "count" or stated.startswith(" " + right.split()[0])
+    rows = TaskRows(bpe, {"copy": 1.0}, 1024, 0, "train")
+    again = pickle.loads(pickle.dumps(rows))  # as workers get it
+    np.testing.assert_array_equal(again(np.array([3]))["inputs"], rows(np.array([3]))["inputs"])
 
 
 def test_hops_and_values_are_as_many_as_the_name_says():
