@@ -105,6 +105,7 @@ def default_config() -> ConfigDict:
     d.tasks = ()  # task: NAME or NAME:WEIGHT, such as ("needle", "variables2:0.5"); (): all; docs/quality.md
     d.task_length = 0  # task: tokens of the shortest document, lengths are log-uniform up to a row; 0: one fills a row
     d.task_answers_only = True  # task: only tokens of answers count in the loss; False: all tokens
+    d.task_answer_weight = 1.0  # task: how much more than a token of text a token of an answer counts in training
     d.hf_path = ""  # hf: first argument of datasets.load_dataset, e.g. HuggingFaceFW/fineweb-edu, parquet, json
     d.hf_name = ""  # hf: configuration name, e.g. sample-10BT
     d.hf_data_files = ()  # hf: data_files of load_dataset, for parquet, json, text

@@ -122,6 +122,7 @@ _RANGES = {
     "model.dropout": (0.0, True, 1.0, False),
     "model.nsa.gate_bias": (-30.0, True, 30.0, True),
     "data.val_fraction": (0.0, True, 1.0, False),
+    "data.task_answer_weight": (0.0, False, 1e6, True),
     "optim.learning_rate": (0.0, False, float("inf"), False),
     "optim.final_fraction": (0.0, True, 1.0, True),
     "optim.decay_fraction": (0.0, False, 1.0, True),

@@ -43,7 +43,7 @@ def get_config() -> ConfigDict:
     c.data.source = "trees"
     c.data.sources = {
         "text": {"source": "trees", "weight": 0.9},
-        "tasks": {"source": "task", "weight": 0.1, "task_length": 1024},
+        "tasks": {"source": "task", "weight": 0.1, "task_length": 1024, "task_answer_weight": 16.0},
     }
     c.data.tokenizer = "byte"
     c.data.seq_len = 8192

@@ -316,10 +316,11 @@ class TaskRows:
       split: train or validation.
       least: tokens of the shortest document; 0 means that a document fills the row.
       answers_only: the loss counts the tokens of answers alone, instead of all.
+      answer_weight: with which training counts them.
       packing: attention does not cross documents.
 
     Raises:
-      DataError: a task does not fit into a document.
+      DataError: a task does not fit into a document, or the weight is not positive.
     """
 
     tokenizer: Tokenizer
@@ -329,6 +330,7 @@ class TaskRows:
     split: str
     least: int = 0
     answers_only: bool = True
+    answer_weight: float = 1.0
     packing: bool = True
 
     def __post_init__(self):
@@ -339,6 +341,8 @@ class TaskRows:
                 raise DataError(
                     field, f"a document of the task {name} needs {needed} tokens", "raise it or leave it out"
                 )
+        if not 0 < self.answer_weight < math.inf:
+            raise DataError(f"config.data.task_answer_weight={self.answer_weight}", "not positive", "use 1.0 or more")
         if self.least > self.seq_len:
             raise DataError(f"config.data.task_length={self.least}", "longer than a row", f"use {self.seq_len} or less")
 
@@ -348,8 +352,8 @@ class TaskRows:
         for i, row in enumerate(rows):
             self._fill(int(row), tokens[i], answers[i])
         batch = pack_rows(tokens, self.tokenizer.eos_id, packing=self.packing)
-        if self.answers_only:
-            batch["loss_mask"] = batch["loss_mask"] * answers[:, 1:]
+        others = 0.0 if self.answers_only else 1.0
+        batch["loss_mask"] *= np.where(answers[:, 1:], np.float32(self.answer_weight), np.float32(others))
         return batch
 
     def _fill(self, row: int, tokens: np.ndarray, answers: np.ndarray) -> None:

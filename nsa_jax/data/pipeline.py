@@ -570,11 +570,12 @@ def _task_pipeline(config: ConfigDict, share: Share, tokenizer: tokenizers.Token
             split,
             least=data.task_length,
             answers_only=data.task_answers_only,
+            answer_weight=data.task_answer_weight if split == "train" else 1.0,
             packing=data.packing,
         )
         for split in ("train", "validation")
     }
-    identity = ["tasks-1", sorted(weights.items()), data.task_length, data.task_answers_only]
+    identity = ["tasks-1", sorted(weights.items()), data.task_length, data.task_answers_only, data.task_answer_weight]
     return Pipeline(
         config,
         tokenizer,

@@ -110,6 +110,8 @@ def test_rows_of_several_documents_count_answers_alone_and_depend_on_seed_and_nu
         assert (inputs[mask > 0] != 256).all()
     everything = TaskRows(BYTES, {"needle": 1.0}, 512, 1, "train", answers_only=False)(np.array([0]))
     assert everything["loss_mask"].sum() == 512
+    heavy = TaskRows(BYTES, {"needle": 1.0}, 512, 1, "train", answers_only=False, answer_weight=16.0)(np.array([0]))
+    assert heavy["loss_mask"].sum() == 512 + 15 * 6 and heavy["loss_mask"].dtype == np.float32
     weighted = TaskRows(BYTES, {"needle": 1.0, "copy": 3.0}, 1024, 1, "train")(np.arange(200))
     copies = sum("copy" in BYTES.decode(row) for row in weighted["inputs"])
     assert 120 < copies < 180
@@ -146,7 +148,9 @@ def test_tasks_are_mixed_with_text_in_their_share(tmp_path):
 def test_mistakes_are_named():
     assert validate(task_config()) == []
     pipeline = make_pipeline(task_config())
-    assert len(list(pipeline.validation())) == 1
+    (held_out,) = make_pipeline(task_config(task_answer_weight=4.0)).validation()
+    (same,) = pipeline.validation()
+    np.testing.assert_array_equal(held_out["loss_mask"], same["loss_mask"])
     for fields, message in (
         ({"tasks": ("needles",)}, "config.data.tasks: 'needles': no such task"),
         ({"tasks": ("copy:-1",)}, "'copy:-1'"),
@@ -154,6 +158,7 @@ def test_mistakes_are_named():
             {"tasks": ("variables4",), "seq_len": 256},
             "config.data.seq_len=256: a document of the task variables4 needs",
         ),
+        ({"task_answer_weight": -1.0}, "config.data.task_answer_weight=-1.0: not positive"),
         ({"task_length": 600}, "config.data.task_length=600: longer than a row"),
     ):
         with pytest.raises(DataError, match=re.escape(message)):
