@@ -163,7 +163,7 @@ class Task:
     together: bool = False
 
     def least(self, tokenizer: Tokenizer) -> int:
-        """Tokens that are certain to hold the statements and questions, with as much filler again."""
+        """Tokens that hold the statements and questions of any draw: twice what those of one draw take."""
         groups, questions = self.make(np.random.default_rng(0))
         texts = [*(text for group in groups for text in group), *(q.text + q.answer for q in questions)]
         return 2 * sum(len(tokenizer.encode(text)) + 2 for text in texts)

@@ -239,6 +239,8 @@ def _file_text(path: Path, root: Path) -> str:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
         return ""
+    except OSError as error:
+        raise DataError(str(path), f"cannot be read ({error})", "correct it, or leave its folder out") from error
     return f"# {path.relative_to(root).as_posix()}\n{text.rstrip()}\n\n" if text.strip() else ""
 
 
