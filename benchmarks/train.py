@@ -57,17 +57,17 @@ def make_config(options: argparse.Namespace, case: dict[str, Any]) -> Any:
 
 
 def widen_mlp(config: Any, devices: list) -> None:
-    """Gives the model the number of parameters that it would have with NSA, to the next 64 hidden features."""
+    """Gives the model the number of parameters that it would have with NSA."""
+    changed = config.copy_and_resolve_references()
+    changed.model.attention = "nsa"
+    match_parameters(config, setup(changed, VOCAB, devices).num_parameters(), devices)
 
-    def count(attention: str, mlp_dim: int) -> int:
-        changed = config.copy_and_resolve_references()
-        changed.model.attention, changed.model.mlp_dim = attention, mlp_dim
-        return setup(changed, VOCAB, devices).num_parameters()
 
+def match_parameters(config: Any, total: int, devices: list) -> None:
+    """Widens or narrows the MLP until the model has `total` parameters, to the next 64 hidden features."""
     made = setup(config, VOCAB, devices)
-    hidden = made.model_config.mlp_dim
-    missing = count("nsa", hidden) - made.num_parameters()
-    config.model.mlp_dim = hidden + round(missing / (3 * config.model.dim * config.model.num_layers) / 64) * 64
+    missing = round((total - made.num_parameters()) / (3 * config.model.dim * config.model.num_layers) / 64) * 64
+    config.model.mlp_dim = made.model_config.mlp_dim + missing
 
 
 def random_batches(config: Any, sharding: Any, count: int) -> list[dict[str, jax.Array]]:

@@ -93,13 +93,19 @@ def default_config() -> ConfigDict:
         "compressed"  # compressed (NSA) | mean_key (blocks by their mean keys, as in MoBA; no compressed branch)
     )
     n.shared_kv = False  # one projection of keys and one of values for all branches, instead of one for each
+    n.gate_bias = 0.0  # where the bias of every gate begins; the gate is its sigmoid at first: 0.5, or 0.88 for 2
     m.rope_scaling = ConfigDict(dataclasses.asdict(RopeScaling()))  # see RopeScaling
 
     c.data = d = ConfigDict()
-    d.source = "stdlib"  # stdlib | text | tokens | hf | synthetic
+    d.source = "stdlib"  # stdlib | text | trees | tokens | hf | task | synthetic
     d.sources = ConfigDict()  # several sources: NAME: {weight: share of tokens, and fields as here}; docs/data.md
-    d.files = ()  # text: files or globs, UTF-8, plain, .gz or .zst; tokens: .bin files of nanoGPT, llm.c or Megatron
+    d.files = ()  # text: files or globs, UTF-8, plain, .gz or .zst; tokens: .bin files; trees: folders, (): packages
     d.text_separator = ""  # text: string between the documents of a file; empty: a file is one document
+    d.tree_characters = 65_536  # trees: folders with less text are left out
+    d.tasks = ()  # task: NAME or NAME:WEIGHT, such as ("needle", "variables2:0.5"); (): all; docs/quality.md
+    d.task_length = 0  # task: tokens of the shortest document, lengths are log-uniform up to a row; 0: one fills a row
+    d.task_answers_only = True  # task: only tokens of answers count in the loss; False: all tokens
+    d.task_answer_weight = 1.0  # task: how much more than a token of text a token of an answer counts in training
     d.hf_path = ""  # hf: first argument of datasets.load_dataset, e.g. HuggingFaceFW/fineweb-edu, parquet, json
     d.hf_name = ""  # hf: configuration name, e.g. sample-10BT
     d.hf_data_files = ()  # hf: data_files of load_dataset, for parquet, json, text

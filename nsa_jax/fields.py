@@ -12,7 +12,8 @@ from ml_collections import ConfigDict
 
 # What an entry of config.data.sources may set, besides its weight; it takes the others from config.data.
 SOURCE_FIELDS = (
-    *("source", "files", "text_separator", "max_documents"),
+    *("source", "files", "text_separator", "max_documents", "tree_characters"),
+    *("tasks", "task_length", "task_answers_only", "task_answer_weight"),
     *("hf_path", "hf_name", "hf_data_files", "hf_split", "hf_text_field", "hf_tokens_field", "hf_streaming"),
 )
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # part of the names of metrics

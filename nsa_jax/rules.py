@@ -41,7 +41,7 @@ CHOICES = {
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "block", "attention_saved", "dots_saved", "full"),
-    "data.source": ("stdlib", "text", "tokens", "hf", "synthetic"),
+    "data.source": ("stdlib", "text", "trees", "tokens", "hf", "task", "synthetic"),
     "data.synthetic": ("random", "copy", "recall"),
     "data.packing_method": ("concatenate", "best_fit"),
     "data.tokenizer": ("byte", "bpe", "hf"),
@@ -49,6 +49,8 @@ CHOICES = {
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
     "preflight.target": ("", *GPUS),
 }
+
+GENERATED = ("task", "synthetic")  # sources whose rows are made, not read
 
 _FACTORS = [
     f"optim.{kind}_factor.{group}"
@@ -66,7 +68,8 @@ _AT_LEAST = {
     ),
     0: (
         "seed model.vocab_size model.value_head_dim model.mlp_dim model.rotary_dim model.rope_scaling.original_length "
-        "data.max_documents data.num_workers data.tokenizer_workers data.shuffle_buffer "
+        "data.max_documents data.tree_characters data.task_length "
+        "data.num_workers data.tokenizer_workers data.shuffle_buffer "
         "train.eval_every train.keep_every "
         "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip "
         "guards.floor_steps guards.skip_steps guards.skip_spikes guards.spike_norm guards.roll_back "
@@ -118,7 +121,9 @@ _AT_MOST = {
 # field: (lowest, is it allowed itself, highest, is it allowed itself)
 _RANGES = {
     "model.dropout": (0.0, True, 1.0, False),
+    "model.nsa.gate_bias": (-30.0, True, 30.0, True),
     "data.val_fraction": (0.0, True, 1.0, False),
+    "data.task_answer_weight": (0.0, False, 1e6, True),
     "optim.learning_rate": (0.0, False, float("inf"), False),
     "optim.final_fraction": (0.0, True, 1.0, True),
     "optim.decay_fraction": (0.0, False, 1.0, True),
@@ -313,8 +318,9 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
     if d.sources and d.source == "synthetic":
         message = "config.data.source='synthetic' with config.data.sources: a toy task has a tokenizer of its own"
         found.error("R007", message, "set config.data.source='text', or what most of the sources are")
-    if d.packing_method == "best_fit" and (d.source == "synthetic" or (d.source == "hf" and d.hf_streaming)):
-        message = "config.data.packing_method='best_fit': streams and synthetic rows have no documents to place"
+    made = d.source in GENERATED and not d.sources
+    if d.packing_method == "best_fit" and (made or (d.source == "hf" and d.hf_streaming)):
+        message = "config.data.packing_method='best_fit': streams and generated rows have no documents to place"
         found.error("R007", message, "set 'concatenate', or hf_streaming=False, which tokenises the data once")
     if d.tokenizer == "hf" and not d.tokenizer_path:
         message = "config.data.tokenizer_path='': tokenizer hf needs one"
@@ -329,7 +335,10 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
     if d.source != "synthetic" and 0 < config.model.vocab_size < smallest:
         message = f"config.model.vocab_size={config.model.vocab_size}: smaller than the tokenizer's {smallest}"
         found.error("R008", message, "set it to 0, which means the tokenizer's size")
-    if config.train.eval_batches and d.val_fraction == 0 and d.source != "synthetic":
+    if d.tokenizer == "bpe" and {part.data.source for part in source_configs(config).values()} == {"task"}:
+        message = "config.data.tokenizer='bpe': tasks are no text to train it on"
+        found.error("R007", message, "use byte, or hf with a tokenizer_path")
+    if config.train.eval_batches and d.val_fraction == 0 and not made:
         message = f"config.data.val_fraction={d.val_fraction} with eval_batches > 0: no document is held out"
         found.error("R009", message, "hold out a share such as 0.01, or set config.train.eval_batches=0")
 
@@ -413,8 +422,8 @@ def _check_long_run(config: ConfigDict, found: _Findings) -> None:
     if parameters < _TOY_PARAMETERS:
         message = f"config.model.dim={m.dim}, num_layers={m.num_layers}: about {parameters:,} parameters, a toy"
         found.error("R016", message, "use a larger model, or fewer steps")
-    if config.data.source == "synthetic":
-        found.error("R016", "config.data.source='synthetic': a toy task", "use text, or fewer steps")
+    if config.data.source in GENERATED and not config.data.sources:
+        found.error("R016", f"config.data.source={config.data.source!r}: a toy task", "use text, or fewer steps")
     if m.param_dtype != "float32":
         message = f"config.model.param_dtype={m.param_dtype!r}: small updates are rounded away"
         found.error("R017", message, 'set "float32"; compute_dtype alone decides the speed')

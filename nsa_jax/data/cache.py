@@ -69,10 +69,10 @@ def cache_root(cache_dir: str = "") -> Path:
 
 
 def is_validation(document_hash: Any, val_fraction: float) -> Any:
-    """Whether a document is held out. Only its content decides, so duplicates fall into the same split.
+    """Whether a document is held out. Its content or its group alone decides: duplicates fall into the same split.
 
     Args:
-      document_hash: `content_hash` of the document, or uint64 [n] of several.
+      document_hash: `encoding.document_hash` of the document, or uint64 [n] of several.
       val_fraction: share of documents held out.
 
     Returns:

@@ -26,6 +26,44 @@ def content_hash(raw: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(raw.strip(), digest_size=8).digest(), "little")
 
 
+class GroupedText(str):
+    """A document that is held out together with all others of its group.
+
+    Attributes:
+      group: its name.
+    """
+
+    group: str
+
+    def __new__(cls, text: str, group: str):
+        made = super().__new__(cls, text)
+        made.group = group
+        return made
+
+
+class GroupedBytes(bytes):
+    """The UTF-8 of a `GroupedText`."""
+
+    group = ""
+
+
+def to_bytes(document: str) -> bytes:
+    """A document's UTF-8, which keeps its group."""
+    raw = document.encode("utf-8", "replace")
+    if isinstance(document, GroupedText):
+        raw = GroupedBytes(raw)
+        raw.group = document.group
+    return raw
+
+
+def document_hash(raw: bytes) -> int:
+    """The hash by which a document is held out: `content_hash`, whose upper half is the group's if it has one."""
+    found = content_hash(raw)
+    if isinstance(raw, GroupedBytes):
+        return content_hash(raw.group.encode()) >> 32 << 32 | found & 0xFFFFFFFF
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Encoded:
     """Tokens of consecutive documents.
@@ -33,7 +71,7 @@ class Encoded:
     Attributes:
       tokens: [n] in the tokenizer's dtype, every document followed by EOS.
       lengths: int64 [documents], tokens of each document, its EOS included.
-      hashes: uint64 [documents], `content_hash` of each.
+      hashes: uint64 [documents], `document_hash` of each.
       sizes: int64 [documents], bytes of UTF-8 of each.
     """
 
@@ -96,6 +134,6 @@ def encode(documents: Sequence[bytes], tokenizer: Tokenizer) -> Encoded:
     return Encoded(
         np.concatenate(parts),
         np.array(lengths, np.int64),
-        np.array([content_hash(raw) for raw in documents], np.uint64),
+        np.array([document_hash(raw) for raw in documents], np.uint64),
         np.array([len(raw) for raw in documents], np.int64),
     )

@@ -26,8 +26,9 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from nsa_jax.data import cache, sources, streaming, synthetic, tokenizers
+from nsa_jax.data import cache, long_tasks, sources, streaming, synthetic, tokenizers
 from nsa_jax.data.cache import SplitStats
+from nsa_jax.data.encoding import document_hash, to_bytes
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.mixture import MixedDocuments, MixedRows, Schedule
 from nsa_jax.data.packing import Batch, check_batch
@@ -389,6 +390,8 @@ def make_pipeline(
         return _mixture_pipeline(config, share, cached_only)
     if data.source == "synthetic":
         return _synthetic_pipeline(config, share)
+    if data.source == "task":
+        return _task_pipeline(config, share, tokenizers.load_tokenizer(config))
     source = sources.make_source(config)
     if cached_only:
         source = _Unread(source)
@@ -448,6 +451,8 @@ def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pi
     root = cache.cache_root(config.data.cache_dir)
     found: dict[str, sources.Source] = {}
     for name, part in alone.items():
+        if part.data.source == "task":
+            continue
         with _naming_source(name):
             source = sources.make_source(part)
         found[name] = _Unread(source) if cached_only else source
@@ -457,7 +462,12 @@ def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pi
         # Orders of their own, for sources of equally many rows.
         part.seed = int.from_bytes(hashlib.blake2b(f"{config.seed} {name}".encode(), digest_size=3).digest(), "little")
         with _naming_source(name):
-            parts[name] = Part(_cached_pipeline(part, share, found[name], tokenizer, root), float(exact))
+            made = (
+                _cached_pipeline(part, share, found[name], tokenizer, root)
+                if name in found
+                else _task_pipeline(part, share, tokenizer)
+            )
+            parts[name] = Part(made, float(exact))
     return Pipeline(
         config,
         tokenizer,
@@ -495,7 +505,7 @@ def _tokenizer(config: ConfigDict, source: sources.Source, root: Path) -> tokeni
 
     def training_documents() -> Iterator[str]:
         for text in source.documents():
-            if not cache.is_validation(cache.content_hash(text.encode("utf-8", "replace")), data.val_fraction):
+            if not cache.is_validation(document_hash(to_bytes(text)), data.val_fraction):
                 yield text
 
     parts = f"{source.fingerprint()} {data.bpe_vocab_size} {data.val_fraction}"
@@ -544,6 +554,36 @@ def _synthetic_pipeline(config: ConfigDict, share: Share) -> Pipeline:
         validation_rows=functools.partial(rows, split="validation"),
         num_validation_rows=_ENDLESS,
         data_fingerprint=f"synthetic-1-{data.synthetic}",
+    )
+
+
+def _task_pipeline(config: ConfigDict, share: Share, tokenizer: tokenizers.Tokenizer) -> Pipeline:
+    data = config.data
+    _check_vocabulary(config, tokenizer)
+    weights = long_tasks.parse_tasks(data.tasks)
+    rows = {
+        split: long_tasks.TaskRows(
+            tokenizer,
+            weights,
+            data.seq_len,
+            config.seed,
+            split,
+            least=data.task_length,
+            answers_only=data.task_answers_only,
+            answer_weight=data.task_answer_weight if split == "train" else 1.0,
+            packing=data.packing,
+        )
+        for split in ("train", "validation")
+    }
+    identity = ["tasks-1", sorted(weights.items()), data.task_length, data.task_answers_only, data.task_answer_weight]
+    return Pipeline(
+        config,
+        tokenizer,
+        share,
+        train_rows=rows["train"],
+        validation_rows=rows["validation"],
+        num_validation_rows=_ENDLESS,
+        data_fingerprint=sources.digest(*identity),
     )
 
 

@@ -30,7 +30,7 @@ import rich.console
 import rich.progress
 
 from nsa_jax.data import tokenize_worker
-from nsa_jax.data.encoding import Encoded, encode
+from nsa_jax.data.encoding import Encoded, encode, to_bytes
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.sources import Source
 from nsa_jax.data.tokenizers import Tokenizer
@@ -56,7 +56,7 @@ def _groups(source: Source) -> Iterator[list[bytes]]:
     for text in source.documents():
         if not text or text.isspace():
             continue
-        group.append(text.encode("utf-8", "replace"))
+        group.append(to_bytes(text))
         size += len(group[-1])
         if size >= _SHARD_BYTES:
             yield group

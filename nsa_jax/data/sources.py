@@ -1,7 +1,7 @@
-"""Sources of documents: the standard library's source text, text files, Hugging Face datasets.
+"""Sources of documents: the standard library's source text, text files, trees of files, Hugging Face datasets.
 
 A source yields documents (str) and has a fingerprint that changes whenever the documents may have changed. Synthetic
-tokens have no documents; they are in synthetic.py.
+rows have no documents; they are in synthetic.py and long_tasks.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import zstandard
 from ml_collections import ConfigDict
 
 from nsa_jax import object_store
+from nsa_jax.data.encoding import GroupedText
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.token_sources import HuggingFaceTokens, TokenFiles
 
@@ -65,6 +66,8 @@ def make_source(config: ConfigDict) -> Source:
         source = StdlibSource()
     elif data.source == "text":
         source = TextSource(data.files, separator=data.text_separator)
+    elif data.source == "trees":
+        source = TreeSource(data.files, least=data.tree_characters)
     elif data.source == "hf":
         source = HuggingFaceSource(
             path=data.hf_path,
@@ -79,7 +82,7 @@ def make_source(config: ConfigDict) -> Source:
     elif data.source == "tokens":
         source = TokenFiles(TextSource(data.files))
     else:
-        what, fix = "no such source of documents", "use stdlib, text, tokens, hf or synthetic"
+        what, fix = "no such source of documents", "use stdlib, text, trees, tokens, hf, task or synthetic"
         raise DataError(f"config.data.source={data.source!r}", what, fix)
     if data.max_documents:
         source = LimitedSource(source, data.max_documents)
@@ -160,6 +163,85 @@ class StdlibSource:
 
     def size_bytes(self) -> int | None:
         return sum(size for _, size in self.files())
+
+
+class TreeSource:
+    """Long documents: the text files of one package or documentation tree, joined in the order of their paths.
+
+    Source code and manuals refer across their files, so the loss on later tokens depends on text that lies tens of
+    thousands of tokens before. Each file comes after a line with its path. A tree of more than `MAX_DOCUMENT_CHARS` is
+    several documents of about equal size, which are held out together or not at all.
+
+    Args:
+      folders: folders and globs of folders, each of which is a tree; empty: every package in this Python's
+        site-packages and standard library.
+      least: trees with fewer characters are left out.
+
+    Raises:
+      DataError: an entry matches no folder.
+    """
+
+    name = "trees"
+
+    def __init__(self, folders: Any = (), *, least: int = 0):
+        self.least = least
+        self._trees: dict[str, list[Path]] | None = None
+        self.folders: list[Path] = []
+        for pattern in _as_tuple(folders):
+            matches = [Path(m) for m in sorted(glob.glob(os.path.expanduser(pattern))) if os.path.isdir(m)]
+            if not matches:
+                raise DataError(
+                    f"config.data.files entry {pattern!r}",
+                    f"matches no folder (from {os.getcwd()})",
+                    "correct the path",
+                )
+            self.folders += matches
+        if not self.folders:
+            paths = sysconfig.get_paths()
+            for root in (Path(paths["purelib"]), Path(paths["stdlib"])):
+                packages = [path for path in sorted(root.iterdir()) if path.is_dir()]
+                self.folders += [path for path in packages if path.name not in _NO_TREES]
+
+    def trees(self) -> dict[str, list[Path]]:
+        """The files of each tree in order, by the tree's path."""
+        if self._trees is None:
+            self._trees = {}
+            for folder in dict.fromkeys(path.resolve() for path in self.folders):
+                files = [path for suffix in TREE_SUFFIXES for path in folder.rglob(f"*{suffix}") if path.is_file()]
+                self._trees[str(folder)] = sorted(files)
+        return self._trees
+
+    def fingerprint(self) -> str:
+        versions = {tree: [_file_version(str(file)) for file in files] for tree, files in self.trees().items()}
+        return digest(self.name, versions, self.least)
+
+    def documents(self) -> Iterator[str]:
+        for tree, files in self.trees().items():
+            text = "".join(_file_text(file, Path(tree).parent) for file in files)
+            if len(text) < max(self.least, 1):
+                continue
+            pieces = -(-len(text) // MAX_DOCUMENT_CHARS)
+            ends = [text.rfind("\n", 0, len(text) * i // pieces) + 1 for i in range(1, pieces)]
+            for start, end in zip([0, *ends], [*ends, len(text)], strict=True):
+                yield GroupedText(text[start:end], Path(tree).name)
+
+    def size_bytes(self) -> int | None:
+        return sum(file.stat().st_size for files in self.trees().values() for file in files)
+
+
+TREE_SUFFIXES = (".py", ".md", ".rst", ".txt")
+_NO_TREES = ("site-packages", "dist-packages", "__pycache__")
+
+
+def _file_text(path: Path, root: Path) -> str:
+    """A file after a line with its path; nothing if it is empty or not UTF-8."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return ""
+    except OSError as error:
+        raise DataError(str(path), f"cannot be read ({error})", "correct it, or leave its folder out") from error
+    return f"# {path.relative_to(root).as_posix()}\n{text.rstrip()}\n\n" if text.strip() else ""
 
 
 class _ZstdReader(io.RawIOBase):

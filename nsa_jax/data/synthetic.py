@@ -9,12 +9,16 @@ from nsa_jax.data.packing import Batch
 _SPLITS = {"train": 0, "validation": 1}
 
 
+def row_generator(seed: int, split: str, index: int) -> np.random.Generator:
+    """The generator of one row, by the run's seed, the split (train or validation) and the row's number."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, _SPLITS[split], index])))
+
+
 def _symbols(indices: np.ndarray, count: int, high: int, *, seed: int, split: str) -> np.ndarray:
     """Uniform ids in [0, high): int32 [len(indices), count], each row from its own generator."""
     rows = np.empty((len(indices), count), np.int32)
     for row, index in zip(rows, indices, strict=True):
-        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, _SPLITS[split], int(index)])))
-        row[:] = generator.integers(0, high, count, dtype=np.int32)
+        row[:] = row_generator(seed, split, int(index)).integers(0, high, count, dtype=np.int32)
     return rows
 
 
@@ -94,7 +98,7 @@ def recall_rows(indices: np.ndarray, seq_len: int, vocab_size: int, *, seed: int
     facts, part = num_facts(seq_len), vocab_size // 4
     rows = np.empty((len(indices), seq_len + 1), np.int32)
     for row, index in zip(rows, indices, strict=True):
-        rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, _SPLITS[split], int(index)])))
+        rng = row_generator(seed, split, int(index))
         keys = rng.permutation(part)[:facts]
         values = rng.integers(part, 2 * part, facts)
         row[:] = rng.integers(2 * part, vocab_size - 1, seq_len + 1)

@@ -4,6 +4,7 @@ r"""Evaluates a trained model: perplexity, use of the context, retrieval.
     python -m nsa_jax.evaluate runs/quickstart --files notes.txt --stride 64 --tasks perplexity
     python -m nsa_jax.evaluate runs/quickstart --tasks needle,needle-multi --lengths 4096,16384 --samples 16
     python -m nsa_jax.evaluate runs/recall --tasks recall
+    python -m nsa_jax.evaluate runs/quickstart --tasks long,context --lengths 2048,8192 --cuts 512,2048
     python -m nsa_jax.evaluate runs/llama-nsa --tasks lm_eval:arc_easy,hellaswag --limit 200 --allow-download
 
 Tasks (default: those that fit the run's data):
@@ -15,6 +16,10 @@ Tasks (default: those that fit the run's data):
   needle        a fact at every depth of contexts of several lengths: is it found, and was its block selected?
   needle-multi  the same among several facts.
   recall        the associative recall task of configs/recall.py.
+  long          needles, chains of variables, recall at distances, copying and counting at several lengths: the tasks of
+                config.data.tasks, on rows that training has not seen. --long-tasks names some of them.
+  context       how much of the loss at each position depends on tokens that lie further than --cuts away: whole windows
+                of --context tokens against the same tokens with the context cut.
   lm_eval:NAME  tasks of EleutherAI's lm-evaluation-harness, from --task-path or its own; needs pip install
                 "nsa_jax[eval]". Names after it that are none of the tasks above are tasks of the harness too.
 
@@ -37,8 +42,8 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa_jax.command_line import number, run_program
-from nsa_jax.data import DataError
-from nsa_jax.evaluate import retrieval
+from nsa_jax.data import DataError, long_tasks
+from nsa_jax.evaluate import long_context, retrieval
 from nsa_jax.evaluate.scoring import (
     HeldOut,
     Scorer,
@@ -49,10 +54,11 @@ from nsa_jax.evaluate.scoring import (
 )
 from nsa_jax.evaluate.validation import repeat_validation
 from nsa_jax.extras import extra
+from nsa_jax.fields import source_configs
 from nsa_jax.hub.load import load, recorded_metrics
 from nsa_jax.object_store import scheme_of
 
-TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall")
+TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall", "long", "context")
 _SAME_LOSS = 1e-3  # relative; kernels and precision of another machine may differ by less
 HARNESS = "lm_eval:"  # before names of tasks of the lm-evaluation-harness
 
@@ -77,8 +83,10 @@ class Evaluation:
         """Tasks that fit the run's data."""
         if self.config.data.source == "synthetic" and not self.args.files:
             return ["recall"] if self.config.data.synthetic == "recall" else []
-        validated = self.config.train.eval_batches and not self.args.files
-        return [*(["validation"] if validated else []), "perplexity", "position", "needle", "needle-multi"]
+        validated = ["validation"] if self.config.train.eval_batches and not self.args.files else []
+        kinds = {part.data.source for part in source_configs(self.config).values()}
+        text = [] if kinds == {"task"} and not self.args.files else ["perplexity", "position", "needle", "needle-multi"]
+        return [*validated, *text, *(["long"] if "task" in kinds else [])]
 
     @property
     def held_out(self) -> HeldOut:
@@ -194,6 +202,57 @@ class Evaluation:
         self._table(f"associative recall ({', '.join(self.model.config.kinds)})", [result])
         return result
 
+    def long(self) -> dict[str, Any]:
+        """The tasks of `data.long_tasks`."""
+        least = max(long_tasks.TASKS[name].least(self.tokenizer) for name in self.args.long_tasks)
+        lengths = self.args.lengths or [
+            length for length in (self.context >> shift for shift in (3, 2, 1, 0)) if length >= least
+        ]
+        if not lengths:
+            fix = "name others with --long-tasks, or raise --context"
+            raise DataError(f"context={self.context}", f"too short: these tasks need {least} tokens", fix)
+        result = long_context.task_grid(
+            self.probe,
+            self.tokenizer,
+            names=self.args.long_tasks,
+            lengths=lengths,
+            samples=self.args.samples,
+            seed=self.args.seed,
+            batch_size=self.args.batch_size,
+        )
+        if not result["cells"]:
+            raise DataError(f"--lengths {lengths}", f"too short: these tasks need {least} tokens", "raise them")
+        long_context.plot_tasks({self.config.name: result["cells"]}, self.output / "long.png")
+        self._table("long tasks by length", result["cells"])
+        self._table("long tasks by distance", result["distances"])
+        return result
+
+    def cut_context(self) -> dict[str, Any]:
+        """The task context."""
+        window = self.config.model.nsa.window
+        cuts = [cut for cut in self.args.cuts or [window << shift for shift in (0, 2, 4, 6)] if cut < self.context]
+        rows = [
+            document[first : first + self.context + 1]
+            for document in self.documents
+            for first in range(0, len(document) - self.context, self.context)
+        ]
+        if not rows or not cuts:
+            what = (
+                f"no cut is below the context {self.context}" if rows else f"no document has {self.context + 1} tokens"
+            )
+            raise DataError("--tasks context", what, "lower --context or --cuts, or name longer --files")
+        scorer, tokens = Scorer(self.model), np.stack(rows)
+        sizes = {"batch_size": self.args.batch_size}
+        whole = long_context.context_losses(scorer, tokens, self.context, self.context, **sizes)
+        cut = {}
+        for size in cuts:
+            more = max(self.args.batch_size * self.context // size, 1)  # as many tokens at once
+            cut[size] = long_context.context_losses(scorer, tokens, size, max(size // 4, 1), batch_size=more)
+        table = long_context.context_table(whole, cut)
+        long_context.plot_context(table, self.config.name, self.output / "context.png")
+        self._table(f"nats per token that depend on tokens further away ({len(rows)} rows)", table)
+        return {"rows": len(rows), "bins": table}
+
     def harness(self, names: list[str]) -> dict[str, dict[str, Any]]:
         """Tasks of the lm-evaluation-harness, each under its name with the prefix."""
         with extra("eval"):
@@ -251,6 +310,8 @@ class Evaluation:
             begin = time.perf_counter()
             if task == "needle-multi":
                 found = {task: self.needle(self.args.num_keys, "needle-multi")}
+            elif task == "context":
+                found = {task: self.cut_context()}
             elif task in TASKS:
                 found = {task: getattr(self, task)()}
             elif task == harness[0]:
@@ -283,6 +344,12 @@ def _parser() -> argparse.ArgumentParser:
             raise argparse.ArgumentTypeError(f"unknown {sorted(unknown)}: choose from {known}")
         return names
 
+    def some_long_tasks(text):
+        names = text.split(",")
+        if unknown := sorted(set(names) - set(long_tasks.TASKS)):
+            raise argparse.ArgumentTypeError(f"unknown {unknown}: choose from {', '.join(long_tasks.TASKS)}")
+        return names
+
     parser = argparse.ArgumentParser(
         prog="python -m nsa_jax.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -306,6 +373,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--num-keys", type=number(int, 1), default=4, help="needle-multi: facts per context (default %(default)s)"
+    )
+    parser.add_argument(
+        "--long-tasks",
+        type=some_long_tasks,
+        default=list(long_tasks.TASKS),
+        help="long: comma separated; default: all",
+    )
+    parser.add_argument(
+        "--cuts", type=numbers(number(int, 1)), help="context: tokens that are left; default: 1, 4, 16 and 64 windows"
     )
     parser.add_argument("--seed", type=number(int, 0), default=0)
     group = parser.add_argument_group("lm_eval")

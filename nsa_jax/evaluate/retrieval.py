@@ -13,14 +13,12 @@ import numpy as np
 from flax import nnx
 
 from nsa_jax.data import Tokenizer
+from nsa_jax.data.long_tasks import NEEDLE, assemble, random_words
 from nsa_jax.data.synthetic import num_facts, recall_rows
 from nsa_jax.nn import NSAttention, Transformer
 from nsa_jax.nn.observe import walk_blocks
 from nsa_jax.nn.transformer import layer_stacks
 from nsa_jax.ops import blocks
-
-NEEDLE = ("\n{key} = {value}\n", "\n{key} =", " {value}")  # fact, question, answer
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Probe:
@@ -83,10 +81,6 @@ def without_branch(model: Transformer, branch: int) -> Transformer:
     return model
 
 
-def _random_word(rng: np.random.Generator, length: int = 5) -> str:
-    return "".join(_LETTERS[i] for i in rng.integers(0, 26, length))
-
-
 def needle_tokens(tokenizer: Tokenizer, num_keys: int, template: Sequence[str] = NEEDLE) -> int:
     """About how many tokens the facts, the question and the answer take."""
     fact, question, answer = (len(tokenizer.encode(part.format(key="abcde", value="12345"))) for part in template)
@@ -121,7 +115,7 @@ def needle_row(
     Raises:
       ValueError: the facts and the question do not fit into `length`.
     """
-    keys = [_random_word(rng) for _ in range(num_keys)]
+    keys = random_words(rng, num_keys)
     values = [str(rng.integers(10_000, 100_000)) for _ in keys]
     fact, question, answer = (
         [tokenizer.encode(part.format(key=k, value=v)) for k, v in zip(keys, values, strict=True)] for part in template
@@ -132,19 +126,14 @@ def needle_row(
     begin = int(rng.integers(0, len(haystack) - room + 1))
     filler = haystack[begin : begin + room]
     at = [round(depth * room), *sorted(rng.integers(0, room + 1, num_keys - 1).tolist())]
-    pieces, done, start = [], 0, 0
-    for index in sorted(range(num_keys), key=lambda i: at[i]):
-        pieces += [filler[done : at[index]], fact[index]]
-        done = at[index]
-        if index == 0:
-            start = sum(len(piece) for piece in pieces) - len(fact[0])
-    row = np.concatenate([*pieces, filler[done:], question[0], answer[0]]).astype(np.int32)
+    head, starts = assemble(filler, fact, at)
+    row = np.concatenate([head, question[0], answer[0]]).astype(np.int32)
     # Where the answer's tokens are in the fact, clipped to it: a tokenizer may cut the two differently.
     stated, wanted = (part.format(key=keys[0], value=values[0]) for part in (template[0], template[2]))
     before = len(tokenizer.encode(stated[: stated.index(wanted)]))
     span = np.minimum(before + np.arange(len(answer[0])), len(fact[0]) - 1)
     queries = np.arange(length - len(answer[0]) - 1, length - 1)
-    return row, queries, start + span
+    return row, queries, starts[0] + span
 
 
 def needle_grid(

@@ -24,7 +24,7 @@ UNREADABLE, CANDIDATE, FORCED, FREE = range(len(KINDS))
 _CHUNK_ELEMENTS = 2**24
 
 
-def _probabilities(query: jax.Array, key: jax.Array, mask: jax.Array) -> jax.Array:
+def probabilities(query: jax.Array, key: jax.Array, mask: jax.Array) -> jax.Array:
     """Softmax of query [B, P, N, H] over key [B, S, K, H] under mask [B, P, K or 1, S]; 0 if all keys are masked."""
     batch, length, num_heads, head_dim = query.shape
     grouped = query.astype(jnp.float32).reshape(batch, length, key.shape[2], -1, head_dim)
@@ -72,9 +72,9 @@ def branch_probabilities(
     listed = jnp.repeat(blocks.listed_blocks(lists, num_blocks), config.select_block, axis=-1)[..., : key_slc.shape[1]]
     near = usable & (token > t[..., None] - config.window)
     return (
-        _probabilities(query, key_cmp, sees_block[:, :, None]),
-        _probabilities(query, key_slc, listed & usable[:, :, None]),
-        _probabilities(query, key_win, near[:, :, None]),
+        probabilities(query, key_cmp, sees_block[:, :, None]),
+        probabilities(query, key_slc, listed & usable[:, :, None]),
+        probabilities(query, key_win, near[:, :, None]),
     )
 
 
@@ -181,26 +181,32 @@ def _map_queries(function: Any, query, keys, lists, config: NSAConfig, segment_s
     Returns:
       The arrays of all queries, [B, T, ...].
     """
-    batch, length, num_heads, _ = query.shape
-    t, start = blocks.query_positions(query, segment_start, 0)
 
-    def chunk(args):
-        query, lists, t, start = (jnp.moveaxis(x, 0, 1) for x in args)  # [B, P, ...]
-        key_cmp, key_slc, key_win = keys
+    key_cmp, key_slc, key_win = keys
+
+    def chunk(query, lists, t, start):
         probs = branch_probabilities(
             query, key_cmp, key_slc, key_win, lists, config=config, segment_start=start, positions=t
         )
-        return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), function(probs, t))
+        return function(probs, t)
 
-    size = max(min(_CHUNK_ELEMENTS // (batch * num_heads * keys[1].shape[1]), length), 1)
+    t, start = blocks.query_positions(query, segment_start, 0)
+    batch, _, num_heads, _ = query.shape
+    return in_chunks(chunk, (query, lists, t, start), batch * num_heads * key_slc.shape[1])
+
+
+def in_chunks(function, arrays: tuple[jax.Array, ...], elements: int):
+    """function(*arrays) for arrays [B, T, ...], in chunks of queries of which each takes so many array elements."""
+    batch, length = arrays[0].shape[:2]
+    size = max(min(_CHUNK_ELEMENTS // elements, length), 1)
     while length % size:
         size -= 1
 
     def cut(x):
-        return jnp.moveaxis(x, 1, 0).reshape(length // size, size, *x.shape[:1], *x.shape[2:])
+        return jnp.moveaxis(x.reshape(batch, length // size, size, *x.shape[2:]), 1, 0)
 
-    found = jax.lax.map(chunk, (cut(query), cut(lists), cut(t), cut(start)))  # [chunks, P, B, ...]
-    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(length, *x.shape[2:]), 0, 1), found)
+    found = jax.lax.map(lambda parts: function(*parts), tuple(map(cut, arrays)))  # [chunks, B, size, ...]
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, length, *x.shape[3:]), found)
 
 
 def chosen_by_score(lists, config: NSAConfig, segment_start=None, positions=None):

@@ -194,7 +194,7 @@ class NSAttention(nnx.Module):
       b_in: [N*H + 3*K*H + 3*K*V], the bias of queries, keys and values; None without `config.qkv_bias`. With
         `config.shared_kv` [N*H + K*H + K*V].
       q_norm, k_norm: RMSNorm of a head's queries, and of its keys in all three branches; None without `config.qk_norm`.
-      gate_bias: [N, 3]; zero at first, so that every gate starts near 0.5.
+      gate_bias: [N, 3]; `config.gate_bias` at first. With 0 every gate starts near 0.5.
       compress_key, compress_value: phi of keys and of values; None with the selector "mean_key".
       w_out: [N*V, D].
       b_out: [D]; None without `config.out_bias`.
@@ -209,7 +209,7 @@ class NSAttention(nnx.Module):
         self.b_in = init_bias(sum(self.widths[:-1]), config) if config.qkv_bias else None
         self.q_norm = RMSNorm(config, h) if config.qk_norm else None
         self.k_norm = RMSNorm(config, h) if config.qk_norm else None
-        self.gate_bias = nnx.Param(jnp.zeros((n, branches), jnp.dtype(config.param_dtype)))
+        self.gate_bias = nnx.Param(jnp.full((n, branches), config.gate_bias, jnp.dtype(config.param_dtype)))
         compresses = config.selector == "compressed"
         self.compress_key = make_compressor(config, h, rngs=rngs) if compresses else None
         self.compress_value = make_compressor(config, v, rngs=rngs) if compresses else None

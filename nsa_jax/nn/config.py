@@ -23,8 +23,8 @@ def _default_mlp_dim(dim: int) -> int:
 
 
 # What the same parameters compute depends on these and on the block geometry. It does not depend on how they were
-# initialised and are trained (init_std, dropout) or computed (dtypes, implementation, scan_layers, remat), and other
-# fields show in the parameters' shapes.
+# initialised and are trained (init_std, gate_bias, dropout) or computed (dtypes, implementation, scan_layers, remat),
+# and other fields show in the parameters' shapes.
 _FUNCTION = (
     "num_heads num_kv_heads head_dim rope_theta rotary_dim norm_eps tie_embeddings compressor "
     "qk_norm qkv_bias out_bias mlp_bias logit_soft_cap"
@@ -93,6 +93,7 @@ class ModelConfig:
         `nsa` are set to its select_block.
       shared_kv: the branches of the sparse attention share one projection of keys and one of values
         (`config.model.nsa.shared_kv`).
+      gate_bias: where the biases of the sparse attention's gates begin (`config.model.nsa.gate_bias`).
       attention: "nsa", "dense" or "window" (dense within the sliding window): the kind of every layer.
       layer_pattern: kinds that the layers repeat, instead of `attention`; empty for none. It is kept at its shortest,
         and a pattern of one kind becomes `attention`.
@@ -132,6 +133,7 @@ class ModelConfig:
     nsa: NSAConfig = NSAConfig()
     selector: str = "compressed"
     shared_kv: bool = False
+    gate_bias: float = 0.0
     attention: str = "nsa"
     layer_pattern: tuple[str, ...] = ()
     rope_theta: float = 10_000.0
@@ -241,6 +243,7 @@ class ModelConfig:
             "nsa",
             "selector",
             "shared_kv",
+            "gate_bias",
             "rope_scaling",
             "implementation",
             "vocab_size",
@@ -253,6 +256,7 @@ class ModelConfig:
             nsa=nsa_config(config),
             selector=config.model.nsa.selector,
             shared_kv=config.model.nsa.shared_kv,
+            gate_bias=config.model.nsa.gate_bias,
             rope_scaling=RopeScaling(**config.model.rope_scaling.to_dict()),
             implementation=implementation,
             vocab_size=config.model.vocab_size or vocab_size,

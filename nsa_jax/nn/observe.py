@@ -101,11 +101,11 @@ def walk_blocks(
       model: a Transformer.
       tokens: int32 [B, T].
       attend: called with a layer's attention module and its normed input [B, T, D]; returns attention's output
-        [B, T, D] and arrays to keep. Layers of kinds other than NSA keep None.
+        [B, T, D] and arrays to keep, or None for layers that keep nothing.
 
     Returns:
-      What `model.hidden` returns, and the kept arrays with a leading axis of the NSA layers, whose indices are
-      `model.config.layers_of("nsa")`; None if there are none.
+      What `model.hidden` returns, and the kept arrays with a leading axis of the layers that kept some, such as
+      those of `model.config.layers_of("nsa")`; None if there are none.
     """
     config = model.config
     graphdefs, stacks = zip(*map(nnx.split, layer_stacks(model.blocks, config)), strict=True)
@@ -119,8 +119,8 @@ def walk_blocks(
         return x, jax.tree.map(lambda *parts: jnp.stack(parts), *seen) if seen else None
 
     x, seen = jax.lax.scan(period, model.embedding[...][tokens].astype(config.dtype), stacks)
-    layers = len(config.layers_of("nsa"))  # from [periods, NSA layers of a period, ...], which may be of size 0
-    return model.norm(x), jax.tree.map(lambda a: a.reshape(layers, *a.shape[2:]), seen)
+    # From [periods, layers of a period that kept some, ...]; arrays may be of size 0.
+    return model.norm(x), jax.tree.map(lambda a: a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]), seen)
 
 
 def walk_layers(

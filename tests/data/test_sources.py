@@ -1,14 +1,16 @@
 import gzip
 import json
 import os
+import pickle
 import sys
 
 import pytest
 import zstandard
 
 from nsa_jax.config import default_config
-from nsa_jax.data import DataError, sources, streaming
-from nsa_jax.data.sources import HuggingFaceSource, LimitedSource, StdlibSource, TextSource
+from nsa_jax.data import DataError, cache, sources, streaming
+from nsa_jax.data.encoding import content_hash, document_hash, to_bytes
+from nsa_jax.data.sources import HuggingFaceSource, LimitedSource, StdlibSource, TextSource, TreeSource
 from nsa_jax.data.tokenizers import ByteTokenizer
 
 
@@ -27,6 +29,49 @@ def test_stdlib_skips_files_that_are_not_utf8(tmp_path):
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "installed.py").write_text("y = 1\n")
     assert list(StdlibSource(tmp_path).documents()) == ["x = 'é'\n"]
+
+
+def write_tree(root, name, files):
+    for path, text in files.items():
+        (root / name / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / name / path).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def test_trees_join_their_files_in_order(tmp_path):
+    write_tree(
+        tmp_path, "b", {"z.py": "z = 1\n", "a/x.md": "é\n\n", "a/no.bin": "0", "a/latin.py": "é".encode("latin-1")}
+    )
+    write_tree(tmp_path, "a", {"__init__.py": "", "y.py": "y"})
+    source = TreeSource(f"{tmp_path}/*")
+    assert list(source.documents()) == ["# a/y.py\ny\n\n", "# b/a/x.md\né\n\n# b/z.py\nz = 1\n\n"]
+    before = source.fingerprint()
+    assert [str(text)[:7] for text in TreeSource(f"{tmp_path}/*", least=15).documents()] == ["# b/a/x"]
+    write_tree(tmp_path, "a", {"y.py": "longer"})
+    assert TreeSource(f"{tmp_path}/*").fingerprint() != before != TreeSource(f"{tmp_path}/*", least=15).fingerprint()
+    with pytest.raises(DataError, match="matches no folder"):
+        TreeSource(f"{tmp_path}/c*")
+
+
+def test_whole_trees_are_held_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_DOCUMENT_CHARS", 1000)
+    for tree in range(40):
+        write_tree(
+            tmp_path / "trees", f"p{tree}", {f"{i}.py": f"tree {tree} file {i} = {'x' * 300}\n" for i in range(9)}
+        )
+    source = TreeSource(f"{tmp_path}/trees/*")
+    pieces = list(source.documents())
+    assert len(pieces) == 40 * 3 and all(600 < len(piece) < 1400 for piece in pieces)
+    assert pickle.loads(pickle.dumps(to_bytes(pieces[0]))).group == "p0"
+    corpus = cache.load_corpus(source, ByteTokenizer(), val_fraction=0.3, root=tmp_path / "cache")
+    assert corpus.validation.stats.documents % 3 == 0 and 3 <= corpus.validation.stats.documents <= 100
+    assert len(set(corpus.train.hashes.tolist())) == corpus.train.stats.documents, "they are no duplicates"
+    assert document_hash(b"text") == content_hash(b"text")
+    of_tree = {str(piece): piece.group for piece in pieces}
+    groups = [
+        {of_tree[bytes(split.document(i).astype("uint8")).decode()] for i in range(split.stats.documents)}
+        for split in (corpus.train, corpus.validation)
+    ]
+    assert not groups[0] & groups[1] and len(groups[0] | groups[1]) == 40
 
 
 def test_text_reads_plain_gz_and_zst_alike(tmp_path):

@@ -1,5 +1,6 @@
 """RoPE, RMSNorm, compressor: the parts, each against an independent formulation."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 from nsa_jax import NSAConfig
+from nsa_jax.config import default_config, validate
 from nsa_jax.nn import ModelConfig, NSAttention, attention
 from nsa_jax.nn.layers import MLPCompressor, RMSNorm, dropout
 from nsa_jax.ops.rope import rope
@@ -60,6 +62,17 @@ def test_shifting_positions_leaves_the_attention_layer_unchanged():
     chex.assert_trees_all_close(moved, per_row, atol=1e-6)
     other = layer(x, positions=2 * jnp.arange(40))
     assert float(jnp.abs(other - moved).max()) > 1e-4
+
+
+def test_gates_begin_at_the_sigmoid_of_their_bias():
+    layer = NSAttention(dataclasses.replace(CONFIG, gate_bias=2.0, init_std=1e-6), rngs=nnx.Rngs(0))
+    gates = layer.project(jnp.ones((1, 3, 32)), jnp.arange(3)).gates
+    chex.assert_trees_all_close(gates, jnp.full((1, 3, 4, 3), 1 / (1 + np.exp(-2.0))), atol=1e-3)
+    config = default_config()
+    config.model.nsa.gate_bias = -1.5
+    assert ModelConfig.from_config(config, 8).gate_bias == -1.5
+    config.model.nsa.gate_bias = 99.0
+    assert [problem.rule for problem in validate(config)] == ["R003"]
 
 
 def test_rms_norm_statistics_are_float32():

@@ -24,7 +24,7 @@ from nsa_jax.data.pipeline import SAMPLE_TOKENS, Part
 from nsa_jax.data.token_file import TokenStream
 from nsa_jax.fields import source_configs
 from nsa_jax.ops import blocks
-from nsa_jax.rules import attention_kinds
+from nsa_jax.rules import GENERATED, attention_kinds
 from nsa_jax.train.metrics import printable
 
 NOT_CHECKED = "not checked"  # the name of a fact: why it is the only one of its section
@@ -63,9 +63,9 @@ class DataReport:
 
 def _is_small_and_local(config: ConfigDict) -> bool:
     """Whether the data can be read without a download and tokenised in a moment."""
-    alone = source_configs(config).values()
-    if any(part.data.source not in ("stdlib", "text") for part in alone):
-        return config.data.source == "synthetic"
+    alone = [part for part in source_configs(config).values() if part.data.source not in GENERATED]
+    if any(part.data.source not in ("stdlib", "text", "trees") for part in alone):
+        return False
     sizes = [sources.make_source(part).size_bytes() for part in alone]
     return sum(math.inf if size is None else size for size in sizes) <= _BUILD_BELOW
 
@@ -329,10 +329,11 @@ def _epoch_problems(wanted: int, tokens: int, mixed: bool) -> list[Problem]:
 def loss_floor(config: ConfigDict, report: DataReport) -> float | None:
     """The entropy that an honest training loss does not fall far below early; None where there is no such thing.
 
-    The synthetic tasks but "random" are made to be predicted from the row itself, far better than from one token.
+    Synthetic rows but "random" and the answers of tasks are predicted from their row, far better than from one token.
     """
     synthetic = config.data.source == "synthetic" and config.data.synthetic != "random"
-    return None if synthetic else report.bigram_entropy
+    tasks = any(part.data.source == "task" for part in source_configs(config).values())
+    return None if synthetic or tasks else report.bigram_entropy
 
 
 def examine_local(config: ConfigDict) -> DataReport:

@@ -1,0 +1,47 @@
+"""Variants of NSA and of dense attention at 32,768 tokens, on equal tokens and parameters.
+
+What:    as configs/quality/h200_8k.py, with longer rows, a larger base of RoPE and fewer variants.
+Data:    the same. 1,908 steps of 4 x 32,768 tokens are 250 million tokens.
+Takes:   not measured.
+Reaches: not measured.
+Command: python benchmarks/quality.py --grid configs/quality/h200_32k.py
+"""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from nsa_jax.command_line import load_config
+
+VARIANTS = {
+    "dense": {"model.attention": "dense"},
+    "window": {"model.attention": "window"},
+    "nsa": {},
+    "shared": {"model.nsa.shared_kv": True},
+    "window_nsa": {"model.layer_pattern": ("window", "nsa")},
+    "open_gates": {"model.nsa.gate_bias": 2.0},
+    "n32": {"model.nsa.num_selected": 32},
+}
+
+MEASURES = {
+    "lengths": (4096, 8192, 16_384, 32_768),
+    "samples": 16,
+    "max_tokens": 4_000_000,
+    "cuts": (512, 2048, 8192),
+}
+
+
+def get_config() -> ConfigDict:
+    """Plain NSA, which the variants change."""
+    c = load_config(str(Path(__file__).with_name("h200_8k.py")))
+    c.name = "h200_32k"
+
+    c.model.rope_theta = 500_000.0
+    c.data.seq_len = 32_768
+
+    c.train.steps = 1908
+    c.train.batch_size = 4
+    c.train.eval_every = 190
+    c.train.eval_batches = 8
+    c.train.save_every = 190
+    return c

@@ -1,0 +1,71 @@
+"""Variants of NSA and of dense attention at 8,192 tokens, on equal tokens and parameters: where is NSA behind?
+
+What:    the model of a100_prod (85M parameters) with bytes as tokens. VARIANTS change one thing each; the MLP of each
+         is made wider or narrower until all have as many parameters as plain NSA.
+Data:    the source text of the installed packages, whole packages held out, and one row in ten of long tasks
+         (docs/quality.md). 3,815 steps of 16 x 8,192 tokens are 500 million tokens, the same batches for all variants.
+Takes:   not measured.
+Reaches: not measured.
+Command: python benchmarks/quality.py --grid configs/quality/h200_8k.py
+"""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from nsa_jax.command_line import load_config
+
+VARIANTS = {
+    "dense": {"model.attention": "dense"},
+    "window": {"model.attention": "window"},
+    "nsa": {},
+    "shared": {"model.nsa.shared_kv": True},
+    "mean": {"model.compressor": "mean"},
+    "n32": {"model.nsa.num_selected": 32},
+    "block32": {"model.nsa.select_block": 32, "model.nsa.num_selected": 32},
+    "window_nsa": {"model.layer_pattern": ("window", "nsa")},
+    "window_dense": {"model.layer_pattern": ("window", "dense")},
+    "dense_first": {"model.layer_pattern": ("dense",) * 2 + ("nsa",) * 10},
+    "open_gates": {"model.nsa.gate_bias": 2.0},
+    "rope_500k": {"model.rope_theta": 500_000.0},
+    "rope_500k_dense": {"model.rope_theta": 500_000.0, "model.attention": "dense"},
+}
+
+# What benchmarks/quality.py measures after training.
+MEASURES = {"lengths": (1024, 2048, 4096, 8192), "samples": 32, "max_tokens": 2_000_000, "cuts": (512, 2048)}
+
+
+def get_config() -> ConfigDict:
+    """Plain NSA, which the variants change."""
+    c = load_config(str(Path(__file__).parents[1] / "a100_prod.py"))
+    c.name = "h200_8k"
+
+    c.data.source = "trees"
+    c.data.sources = {
+        "text": {"source": "trees", "weight": 0.9},
+        "tasks": {"source": "task", "weight": 0.1, "task_length": 1024, "task_answer_weight": 16.0},
+    }
+    c.data.tokenizer = "byte"
+    c.data.seq_len = 8192
+    c.data.packing = False  # cuDNN's dense attention, the fastest opponent, takes no packed rows
+    c.data.val_fraction = 0.05
+
+    c.train.steps = 3815
+    c.train.batch_size = 16
+    c.train.grad_accum = 1
+    c.train.deterministic = False
+    c.train.eval_every = 381
+    c.train.eval_batches = 8
+    c.train.save_every = 381
+    c.train.keep_last = 1
+    c.train.keep_best = False
+    c.train.sample_tokens = 0
+
+    c.optim.warmup_steps = 150
+
+    # Packages hold copies, which the guards against leaking targets would take for a leak.
+    c.guards.floor_ratio = 0.0
+    c.guards.late_floor_ratio = 0.0
+    c.preflight.target = "h200"
+    c.preflight.devices = 1
+    return c

@@ -1,0 +1,170 @@
+"""The runner of variants: what is left is done in order, in parallel and in time, and variants are fairly compared."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks import quality
+from nsa_jax.config import validate
+from nsa_jax.nn import ModelConfig
+from nsa_jax.train.state import setup
+
+GRIDS = sorted((quality.ROOT / "configs" / "quality").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_variants_are_valid_and_have_equally_many_parameters(path):
+    import jax
+
+    grid = quality.load_grid(str(path))
+    for heading in ("What:", "Data:", "Takes:", "Reaches:", f"--grid configs/quality/{path.name}"):
+        assert heading in grid.__doc__
+    base = grid.get_config()
+    assert validate(base) == [] and base.name == path.stem and base.is_locked
+    # The largest difference: an MLP is made wider by 64 features, of which the tiny model has few.
+    step = 3 * base.model.dim * base.model.num_layers * 32
+    total = setup(base, 257, jax.devices()[:1]).num_parameters()
+    names = (
+        list(grid.VARIANTS)
+        if base.model.dim < 100
+        else [n for n in ("dense", "window_dense", "n32") if n in grid.VARIANTS]
+    )
+    for name in names:
+        config, fields = quality.variant_config(grid, name)
+        assert [p for p in validate(config) if p.severity == "error"] == [] and set(grid.VARIANTS[name]) < set(fields)
+        made = setup(config, 257, jax.devices()[:1])
+        assert abs(made.num_parameters() - total) <= step
+    for name, changes in grid.VARIANTS.items():
+        config = grid.get_config()
+        for field, value in changes.items():
+            config[field.rpartition(".")[0]][field.rpartition(".")[2]] = value
+        assert validate(config) == [], name
+        ModelConfig.from_config(config, 257)
+
+
+def stage(tmp_path, variant, name, program="", seconds=0.0, done=True):
+    """A program that notes when it began and writes its file after some seconds."""
+    file = tmp_path / f"{variant}.{name}"
+    writes = f"open({str(file)!r}, 'w').close()" if done else ""
+    code = f"import time; {program or 'pass'}; time.sleep({seconds}); {writes}"
+    return quality.Stage(variant, name, ("-S", "-c", code), file.is_file, tmp_path / f"{variant}.log")
+
+
+def run(todo, tmp_path, **changes):
+    started, finished = [], []
+    running = {"now": 0, "most": 0}
+
+    def launch(one):
+        started.append((one.variant, one.name))
+        processes.append(subprocess.Popen([sys.executable, *one.command]))
+        running["most"] = max(running["most"], sum(p.poll() is None for p in processes))
+        return processes[-1]
+
+    processes = []
+    settings = dict(parallel=1, deadline=time.monotonic() + 60, reserve=0.0, on_finished=finished.append, poll=0.01)
+    failed = quality.schedule(todo, launch, **{**settings, **changes})
+    assert all(p.poll() is not None for p in processes)
+    return started, finished, failed, running["most"]
+
+
+def test_stages_run_in_order_and_finished_ones_are_skipped(tmp_path):
+    (tmp_path / "a.train").touch()
+    todo = {v: [stage(tmp_path, v, "train"), stage(tmp_path, v, "long")] for v in "ab"}
+    started, finished, failed, most = run(todo, tmp_path)
+    assert started == [("a", "long"), ("b", "train"), ("b", "long")] and finished == [["a"], ["b"]]
+    assert failed == {} and most == 1 and todo == {"a": [], "b": []}
+
+
+def test_several_variants_run_at_once_and_selection_waits_for_the_dense_model(tmp_path):
+    needs_dense = f"import os; assert os.path.exists({str(tmp_path / 'dense.train')!r})"
+    todo = {
+        "nsa": [stage(tmp_path, "nsa", "train"), stage(tmp_path, "nsa", "selection", program=needs_dense)],
+        "dense": [stage(tmp_path, "dense", "train", seconds=1.0)],
+    }
+    started, _, failed, most = run(todo, tmp_path, parallel=2)
+    assert started == [("nsa", "train"), ("dense", "train"), ("nsa", "selection")] and most == 2 and not failed
+
+
+def test_a_variant_that_fails_does_not_stop_the_others(tmp_path):
+    todo = {
+        "dense": [stage(tmp_path, "dense", "train", program="raise SystemExit(3)"), stage(tmp_path, "dense", "long")],
+        "nsa": [stage(tmp_path, "nsa", "train"), stage(tmp_path, "nsa", "selection")],
+        "quiet": [stage(tmp_path, "quiet", "train", done=False)],
+    }
+    started, finished, failed, _ = run(todo, tmp_path)
+    assert ("dense", "long") not in started and finished == [["nsa"]]
+    assert failed["dense"].startswith("train ended with status 3; see") and "status 0" in failed["quiet"]
+
+
+def test_processes_are_stopped_in_time_and_what_is_left_is_kept(tmp_path):
+    saves = f"import signal, sys; signal.signal(15, lambda *_: (open({str(tmp_path / 'saved')!r}, 'w'), sys.exit(75)))"
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN)"
+    todo = {
+        "a": [stage(tmp_path, "a", "train", program=saves, seconds=60)],
+        "b": [stage(tmp_path, "b", "train", program=deaf, seconds=60)],
+        "c": [stage(tmp_path, "c", "train")],
+    }
+    begin = time.monotonic()
+    started, finished, failed, _ = run(todo, tmp_path, parallel=2, deadline=begin + 4, reserve=2)
+    assert 2 < time.monotonic() - begin < 20 and (tmp_path / "saved").exists()
+    assert started == [("a", "train"), ("b", "train")] and not finished and failed == {}
+    assert [len(left) for left in todo.values()] == [1, 1, 1]
+
+
+def write_variant(folder, name, bits):
+    """What a finished variant leaves behind."""
+    folder = folder / name
+    config = {"train": {"batch_size": 2}, "data": {"seq_len": 256}}
+    env = {"config": config, "parameters": {"total": 1000}, "devices": {}, "versions": {}, "git": {}}
+    rows = [{"step": s, "val/loss": b, "val/bits_per_byte": 9.0, "val/bits_per_byte/text": b} for s, b in bits.items()]
+    rows += [{"step": s, "perf/step_seconds": 0.5} for s in range(1, 6)]
+    (folder / "evaluation").mkdir(parents=True)
+    (folder / "env.json").write_text(json.dumps(env))
+    (folder / "summary.json").write_text(json.dumps({"finished": True}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bins = [{"from": 0, "to": 128, "loss": 2.0}, {"from": 128, "to": 256, "loss": 1.5}]
+    cell = {"task": "needle", "length": 256, "exact_match": 0.5, "chance": 1e-5}
+    for stage_name, result in (("position", {"bins": bins}), ("long", {"cells": [cell]}), ("context", {"bins": []})):
+        path = quality._at(folder, stage_name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"tasks": {stage_name: result}}))
+
+
+def test_results_are_those_of_the_finished_variants(tmp_path, capsys):
+    write_variant(tmp_path, "nsa", {0: 8.0, 10: 1.25})
+    write_variant(tmp_path, "window", {0: 8.0, 10: 1.5})
+    (tmp_path / "window" / "evaluation_context" / "evaluation.json").unlink()
+    grid = quality.load_grid(str(quality.ROOT / "configs" / "quality" / "cpu_smoke.py"))
+    options = argparse.Namespace(folder=tmp_path, variants=["nsa", "window"], json=None, plots=None, parallel=2)
+    quality.report(options, grid, {"nsa": {"model.mlp_dim": 128}, "window": {}})
+    found = json.loads((tmp_path / "results.json").read_text())
+    (row,) = found["rows"]
+    expected = {"variant": "nsa", "length": 256, "tokens": 5120, "parameters": 1000, "bits_per_byte": 1.25}
+    expected |= {"tokens_per_second": 1024, "by_position": [
+        {"from": 0, "to": 128, "nats": 2.0}, {"from": 128, "to": 256, "nats": 1.5}
+    ]}  # fmt: skip
+    assert {name: row[name] for name in expected} == expected and found["parallel"] == 2
+    assert row["fields"] == {"model.mlp_dim": 128} and len(row["validation"]) == 2
+    assert "| nsa | 1,000 | 5,120 | 1.2500 | 1.5000 | 50.0% | 1,024 |" in capsys.readouterr().out
+    for name in ("tokens.png", "position.png", "long.png"):
+        assert (tmp_path / name).stat().st_size > 5_000
+
+
+@pytest.mark.slow
+def test_two_tiny_variants_from_end_to_end(tmp_path):
+    command = [sys.executable, "benchmarks/quality.py", "--grid", "configs/quality/cpu_smoke.py"]
+    command += ["--folder", str(tmp_path / "runs"), "--json", str(tmp_path / "out.json")]
+    command += ["--files", *(f"nsa_jax/{name}" for name in ("data", "ops", "nn", "train"))]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device
+    for _ in range(2):  # the second time there is nothing to do
+        done = subprocess.run(command, cwd=quality.ROOT, env=environment, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "+ nsa" not in done.stdout
+    rows = {row["variant"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    assert set(rows) == {"nsa", "window"} and "selection" in rows["nsa"] and "selection" not in rows["window"]
+    assert abs(rows["nsa"]["parameters"] - rows["window"]["parameters"]) <= 3 * 32 * 2 * 32
