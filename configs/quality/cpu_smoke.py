@@ -2,7 +2,7 @@
 
 What:    NSA with a window of 16 tokens, and window attention alone.
 Data:    the text files of --files, and rows of the task needle.
-Takes:   under two minutes on two CPU cores, most of it the start of six processes.
+Takes:   two minutes for each variant on two busy CPU cores, nearly all of it the start of programs.
 Reaches: nothing; it is not trained long enough.
 Command: python benchmarks/quality.py --grid configs/quality/cpu_smoke.py --files nsa_jax/data nsa_jax/ops
 """
