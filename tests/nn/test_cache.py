@@ -285,7 +285,9 @@ def test_mistakes_are_named():
 
 
 @pytest.mark.usefixtures("usual_compilation")
-@pytest.mark.parametrize(("attention", "shared_kv"), [("nsa", False), ("nsa", True), ("dense", False)])
+@pytest.mark.parametrize(
+    ("attention", "shared_kv"), [pytest.param("nsa", False, marks=pytest.mark.slow), ("nsa", True), ("dense", False)]
+)
 def test_decode_and_prefill_compile_ahead_of_time(attention, shared_kv):
     """Six query heads per group and head dim 64, as in the production config, with the kernels chosen for an A100."""
     fields = dict(dim=768, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=512, num_layers=1, mlp_dim=256)

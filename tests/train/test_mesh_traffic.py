@@ -151,7 +151,7 @@ CASES = {
     "nsa-unscanned": dict(mesh__fsdp=8, model__scan_layers=False, model__dropout=0.1, train__grad_accum=2),
 }  # fmt: skip
 # About half a minute each; these run on the older of CI's two JAX versions.
-SLOW = ("context", "tensor", "nsa-unscanned")
+SLOW = ("context", "muon", "tensor", "nsa-unscanned")
 
 
 def spans(shape, tokens):
