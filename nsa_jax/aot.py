@@ -51,7 +51,7 @@ def tracing_for(gpu: str, mesh: Mesh) -> Iterator[None]:
     from jax._src.mesh import AbstractDevice  # no public name yet
 
     spec = GPUS[gpu]
-    kind = AbstractDevice(device_kind=spec.device_kind, num_cores=spec.cores, platform="gpu")
+    kind = AbstractDevice(device_kind=spec.traced_as or spec.device_kind, num_cores=spec.cores, platform="gpu")
     abstract = AbstractMesh(mesh.devices.shape, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=kind)
     with compile_for(spec.target), use_abstract_mesh(abstract):
         yield

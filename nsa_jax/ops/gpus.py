@@ -18,9 +18,10 @@ class Gpu:
       cores: streaming multiprocessors.
       memory_bytes: device memory the driver reports.
       bandwidth: bytes per second of device memory.
-      threads_per_core: that a multiprocessor holds at once.
       l2_bytes: size of the L2 cache.
       clock_ghz: boost clock.
+      threads_per_core: that a multiprocessor holds at once.
+      traced_as: a kind of the same compute capability, where JAX 0.12 does not know `device_kind`; else empty.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Gpu:
     l2_bytes: int
     clock_ghz: float
     threads_per_core: int = 2048
+    traced_as: str = ""
 
     @property
     def target(self) -> Target:
@@ -116,6 +118,7 @@ _A6000 = Gpu(
     l2_bytes=6_291_456,
     clock_ghz=1.8,
     threads_per_core=1536,
+    traced_as="NVIDIA A10",
 )
 _L40S = Gpu(
     name="l40s",
@@ -127,6 +130,7 @@ _L40S = Gpu(
     l2_bytes=100_663_296,
     clock_ghz=2.52,
     threads_per_core=1536,
+    traced_as="NVIDIA L40",
 )
 _B200 = Gpu(
     name="b200",
