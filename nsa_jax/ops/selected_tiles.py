@@ -78,7 +78,7 @@ def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype
         tile_warps=4 if narrow else 8,
         tile_stages=2,
         key_major=key_major and tile > 1,
-        gather_stages=3 if narrow else 2,
+        gather_stages=3 if narrow else 1 if target.is_small else 2,
     )
 
 
@@ -188,7 +188,7 @@ def selected_backward_config(
     large = exact and (wide > 64 or target.is_small)
     divided = large or select_block > 64
     tile = 1 if exact or select_block > 64 else 1 << (min(128 // group, 8).bit_length() - 1)
-    rows = 128 if wide <= 64 and group < 8 and not exact else 64
+    rows = 128 if wide <= 64 and group < 8 and not exact else 32 if wide > 128 and target.is_small else 64
     keys = 64
     if large:
         tiny = target.is_small and wide > 128
