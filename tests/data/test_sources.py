@@ -177,7 +177,8 @@ def test_max_documents_limits_any_source(text_config, documents):
 def test_unknown_source_is_refused():
     config = default_config()
     config.data.source = "books"
-    with pytest.raises(DataError, match="config.data.source='books'.*stdlib, text, trees, tokens, hf, task or synthetic"):
+    message = "config.data.source='books'.*stdlib, text, trees, tokens, hf, task or synthetic"
+    with pytest.raises(DataError, match=message):
         sources.make_source(config)
 
 
