@@ -110,6 +110,7 @@ def default_config() -> ConfigDict:
     d.hf_name = ""  # hf: configuration name, e.g. sample-10BT
     d.hf_data_files = ()  # hf: data_files of load_dataset, for parquet, json, text
     d.hf_split = "train"  # hf: split to read; validation documents are split off by hash
+    d.hf_val_split = ""  # hf: split of held-out documents, e.g. validation; no others are held out then
     d.hf_text_field = "text"  # hf: column that holds the document
     d.hf_tokens_field = ""  # hf: column that holds the token ids of the document, instead of its text
     d.hf_streaming = False  # hf: iterate without downloading; the position goes into the checkpoint
@@ -127,6 +128,7 @@ def default_config() -> ConfigDict:
     d.packing = True  # rows hold several documents, attention does not cross them (segment_start)
     d.packing_method = "concatenate"  # concatenate (rows are cut from the stream) | best_fit (few documents are cut)
     d.val_fraction = 0.01  # share of documents held out, chosen by a hash of their content
+    d.val_files = ()  # text, tokens: files of held-out documents; no others are held out then
     d.cache_dir = ""  # tokenised corpus; default: ~/.cache/nsa_jax, or $NSA_JAX_CACHE
     d.num_workers = 0  # grain worker processes; 0: threads in this process
     d.prefetch = 8  # batches prepared ahead

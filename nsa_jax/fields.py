@@ -15,6 +15,7 @@ SOURCE_FIELDS = (
     *("source", "files", "text_separator", "max_documents", "tree_characters"),
     *("tasks", "task_length", "task_answers_only", "task_answer_weight"),
     *("hf_path", "hf_name", "hf_data_files", "hf_split", "hf_text_field", "hf_tokens_field", "hf_streaming"),
+    *("val_files", "hf_val_split"),
 )
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # part of the names of metrics
 _LARGEST_INT = 2**31 - 1  # steps and token ids are int32

@@ -313,6 +313,15 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
         if holds_tokens and one.source == "hf" and one.hf_streaming:
             message = f"config.{path}.hf_streaming=True with hf_tokens_field={one.hf_tokens_field!r}: streams hold text"
             found.error("R007", message, "set hf_streaming=False; tokens are read where they are")
+        if one.val_files and one.source not in ("text", "tokens"):
+            message = f"config.{path}.val_files={tuple(one.val_files)}: source {one.source} does not read files"
+            fix = "name the split with hf_val_split" if one.source == "hf" else "leave it empty; val_fraction holds out"
+            found.error("R007", message, fix)
+        if one.hf_val_split and (one.source != "hf" or one.hf_streaming):
+            what = f"source {one.source} has no splits"
+            if one.source == "hf":
+                what = "streams hold documents out by their hash"
+            found.error("R007", f"config.{path}.hf_val_split={one.hf_val_split!r}: {what}", "leave it empty")
         if name:
             _check_mixed_source(path, alone, d.sources[name].get("weight", 1.0), found)
     if d.sources and d.source == "synthetic":
@@ -338,9 +347,11 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
     if d.tokenizer == "bpe" and {part.data.source for part in source_configs(config).values()} == {"task"}:
         message = "config.data.tokenizer='bpe': tasks are no text to train it on"
         found.error("R007", message, "use byte, or hf with a tokenizer_path")
-    if config.train.eval_batches and d.val_fraction == 0 and not made:
+    own = all(part.data.val_files or part.data.hf_val_split for part in source_configs(config).values())
+    if config.train.eval_batches and d.val_fraction == 0 and not made and not own:
         message = f"config.data.val_fraction={d.val_fraction} with eval_batches > 0: no document is held out"
-        found.error("R009", message, "hold out a share such as 0.01, or set config.train.eval_batches=0")
+        fix = "hold out a share such as 0.01, name val_files or hf_val_split, or set config.train.eval_batches=0"
+        found.error("R009", message, fix)
 
 
 def _check_mixed_source(path: str, alone: ConfigDict, weight: float, found: _Findings) -> None:

@@ -6,6 +6,7 @@ cache.py says which files it consists of.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import zlib
@@ -101,12 +102,20 @@ class Corpus:
       fingerprint: of source, tokenizer and split.
       train: documents to train on.
       validation: documents held out.
+      apart: the documents held out are those of another corpus.
     """
 
     directory: Path
     fingerprint: str
     train: Split
     validation: Split
+    apart: bool = False
+
+    def with_held_out(self, other: Corpus) -> Corpus:
+        """These training documents, and the held-out documents of another corpus."""
+        both = f"{self.fingerprint} {other.fingerprint}".encode()
+        fingerprint = hashlib.blake2b(both, digest_size=12).hexdigest()
+        return dataclasses.replace(self, fingerprint=fingerprint, validation=other.validation, apart=True)
 
 
 def meta_checksum(meta: dict[str, Any]) -> int:
@@ -155,4 +164,4 @@ def open_corpus(directory: Path, fingerprint: str = "") -> Corpus | None:
             "Delete it to have it built again with them",
             directory,
         )
-    return Corpus(directory, meta["fingerprint"], *splits)
+    return Corpus(directory, meta["fingerprint"], splits[0], splits[1])

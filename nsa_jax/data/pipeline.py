@@ -159,8 +159,8 @@ class TrainIterator(grain.DatasetIterator):
             raise DataError(
                 f"saved data position (data {state.get('data')}, step {state.get('step')})",
                 f"belongs to other data than the config gives (data {self._fingerprint}): the corpus or its files, the "
-                "sources or their weights, the tokenizer, seq_len, packing, packing_method, batch_size, val_fraction "
-                "or seed differs, and the run could not continue exactly",
+                "sources or their weights, the tokenizer, seq_len, packing, packing_method, batch_size, held-out "
+                "documents or seed differs, and the run could not continue exactly",
                 "restore these settings, or start a new run from the saved weights only",
             )
         self._step = int(state["step"])
@@ -408,9 +408,13 @@ def _cached_pipeline(
     config: ConfigDict, share: Share, source: sources.Source, tokenizer: tokenizers.Tokenizer, root: Path
 ) -> Pipeline:
     data = config.data
-    corpus = cache.load_corpus(
-        source, tokenizer, val_fraction=data.val_fraction, root=root, workers=data.tokenizer_workers
-    )
+    load = functools.partial(cache.load_corpus, tokenizer=tokenizer, root=root, workers=data.tokenizer_workers)
+    corpus = load(source, val_fraction=_val_fraction(config))
+    if sources.has_held_out(config):
+        held_out_source = sources.make_held_out_source(config)
+        if isinstance(source, _Unread):
+            held_out_source = _Unread(held_out_source)
+        corpus = corpus.with_held_out(load(held_out_source, val_fraction=1.0))
     if corpus.train.stats.tokens < data.seq_len + 1:
         raise DataError(
             f"training split of {source.name}",
@@ -436,6 +440,11 @@ def _cached_pipeline(
         corpus=corpus,
         stats={"train": corpus.train.stats, "validation": corpus.validation.stats},
     )
+
+
+def _val_fraction(config: ConfigDict) -> float:
+    """Share of the source's own documents that is held out: none if it names held-out documents of its own."""
+    return 0.0 if sources.has_held_out(config) else config.data.val_fraction
 
 
 def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pipeline:
@@ -501,14 +510,14 @@ class _Unread:
 
 def _tokenizer(config: ConfigDict, source: sources.Source, root: Path) -> tokenizers.Tokenizer:
     """Loads the tokenizer. A BPE is trained on training documents only, and so is not tuned to held-out text."""
-    data = config.data
+    data, val_fraction = config.data, _val_fraction(config)
 
     def training_documents() -> Iterator[str]:
         for text in source.documents():
-            if not cache.is_validation(document_hash(to_bytes(text)), data.val_fraction):
+            if not cache.is_validation(document_hash(to_bytes(text)), val_fraction):
                 yield text
 
-    parts = f"{source.fingerprint()} {data.bpe_vocab_size} {data.val_fraction}"
+    parts = f"{source.fingerprint()} {data.bpe_vocab_size} {val_fraction}"
     directory = root / f"bpe-{hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()}"
     tokenizer = tokenizers.load_tokenizer(config, training_documents(), directory=directory)
     _check_vocabulary(config, tokenizer)

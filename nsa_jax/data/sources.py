@@ -89,6 +89,38 @@ def make_source(config: ConfigDict) -> Source:
     return source
 
 
+def has_held_out(config: ConfigDict) -> bool:
+    """Whether the source of `config.data` names held-out documents of its own."""
+    data = config.data
+    return bool(data.val_files if data.source in ("text", "tokens") else data.source == "hf" and data.hf_val_split)
+
+
+def make_held_out_source(config: ConfigDict) -> Source:
+    """The source of the held-out documents that `config.data` names; see `has_held_out`.
+
+    Raises:
+      DataError: as `make_source`.
+    """
+    data = config.data
+    if data.source in ("text", "tokens"):
+        trained = {os.path.realpath(name) for name in TextSource(data.files).files}
+        if both := [name for name in _held_out_files(data) if os.path.realpath(name) in trained]:
+            fix = "take it out of config.data.files, whose globs may match it"
+            raise DataError(f"config.data.val_files entry {both[0]!r}", "is also trained on", fix)
+    alone = config.copy_and_resolve_references()
+    with alone.unlocked():
+        alone.data.update(files=data.val_files, hf_split=data.hf_val_split, max_documents=0)
+    return make_source(alone)
+
+
+def _held_out_files(data: ConfigDict) -> list[str]:
+    try:
+        return TextSource(data.val_files).files
+    except DataError as error:
+        where = error.where.replace("config.data.files", "config.data.val_files")
+        raise DataError(where, error.what, error.fix) from error
+
+
 def digest(*parts: Any) -> str:
     """Hash of JSON-serialisable values."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
