@@ -122,7 +122,7 @@ def repeated_window_share(rows: np.ndarray) -> float:
 def corpus_report(corpus: Corpus) -> CorpusReport:
     """What was measured when the corpus was built. It is measured and stored now if it was not.
 
-    Documents that are held out apart are compared at every call: about a second for ten million documents.
+    Documents that are held out apart are compared at every call: two seconds for ten million documents.
 
     Args:
       corpus: of a pipeline.
