@@ -185,7 +185,22 @@ def all_rows() -> dict[str, list[str]]:
     return attention_rows() | decoding_rows() | generation_rows() | training_rows()
 
 
-SENTENCES = {"attention-origin": attention_origin}
+def quickstart_reaches() -> str:
+    """What the quickstart reaches over its seeds."""
+    rows = results("quickstart_cpu")["rows"]
+
+    def span(field: str, scale: float = 100, unit: str = " %", places: int = 0) -> str:
+        low, high = (f"{scale * pick(row[field] for row in rows):.{places}f}" for pick in (min, max))
+        return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+
+    return (
+        f"over {len(rows)} seeds {span('bits_per_byte', 1, '', 2)} bits per byte and {span('accuracy')} right answers, "
+        f"{span('without_selected')} without the selected branch, {span('window_only')} by the window alone "
+        f"(chance: {span('chance')})"
+    )
+
+
+SENTENCES = {"attention-origin": attention_origin, "quickstart-reaches": quickstart_reaches}
 
 
 def page(text: str) -> str:

@@ -23,6 +23,7 @@ from nsa_jax.nn import ModelConfig, Transformer
 
 run = text_run()
 model, tokenizer, config = nsa_jax.load(run)
+untrained = Transformer(ModelConfig.from_config(config, tokenizer.vocab_size), rngs=nnx.Rngs(config.seed))
 
 # %%
 geometry, T = model.config.nsa, config.data.seq_len
@@ -60,6 +61,29 @@ say(
     f"{', '.join(f'{x:.0f}' for x in per_layer)} tokens back on average (layer 0 to {found.num_layers - 1}); "
     f"picking at random would give {expected:.0f}."
 )
+
+# %% [markdown]
+# ## Does selection find what is needed?
+#
+# On text nobody knows which block a query ought to read. In the task of the run it is known: one early token states the
+# answer. The verdict compares how often lists hold its block with how often lists drawn at random would.
+
+# %%
+task = inspect.far_task(config, tokenizer)
+if task is None:
+    say("This run has no source of tasks (`configs/quickstart.py` has one), so there is nothing to judge.")
+else:
+    probe = inspect.Probe(model)
+    scores, verdict = inspect.score_far_task(probe, task, rows=32)
+    _, before = inspect.score_far_task(probe.of(untrained), task, rows=32)
+    text, figure = inspect.show_far_question(probe, task)
+    print(text)
+    display(figure)
+    say(
+        f"**See:** the dotted line is the token that states the answer. Of {scores['questions']} questions the model "
+        f"answers {scores['accuracy']:.0%}, without its selected branch {scores['without_selected']:.0%}; "
+        f"{scores['chance']:.0%} is chance. **For this model {verdict}.** Before its first step of training, {before}."
+    )
 
 # %% [markdown]
 # ## Do neighbours and layers agree?
@@ -175,7 +199,6 @@ say(
 
 # %%
 saved = sorted(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())
-untrained = Transformer(ModelConfig.from_config(config, tokenizer.vocab_size), rngs=nnx.Rngs(config.seed))
 captures = {0: inspect.capture(untrained, tokens)}
 captures |= {step: inspect.capture(nsa_jax.load(f"{run}@{step}")[0], tokens) for step in saved}
 steps, last = list(captures), captures[saved[-1]]

@@ -89,7 +89,7 @@ say(
 # %%
 accuracy = {"whole model": right[saved[-1]].mean()}
 for index, branch in enumerate(inspect.BRANCHES):
-    without = retrieval.without_branch(model, index)
+    without = inspect.without_branch(model, index)
     accuracy[f"without {branch}"] = (np.asarray(predict(without, tokens))[:, asked_at] == answers).mean()
 figure, axis = plt.subplots(figsize=(7, 2.2), layout="constrained")
 axis.barh(list(accuracy), list(accuracy.values()), color=["#666666", *inspect.COLOURS.values()])
@@ -159,7 +159,7 @@ class Symbols:
         return np.array(ids, np.int32)
 
 
-probe, rng = retrieval.Probe(model), np.random.default_rng(0)
+probe, rng = inspect.Probe(model), np.random.default_rng(0)
 noise = rng.integers(vocab // 2, vocab - 1, 4096).astype(np.int32)
 template, lengths, samples = ("{key} {value}", "? {key}", " {value}"), (32, 64, 128), 32
 places = np.round(np.linspace(0, 1, 13), 3)  # of the room before the question
@@ -217,8 +217,8 @@ token_bytes = np.zeros(text.config.vocab_size, np.int32)
 token_bytes[: tokenizer.vocab_size] = tokenizer.token_bytes
 variants = {
     "whole model": (text, "#666666"),
-    "without selected": (retrieval.without_branch(text, 1), inspect.COLOURS["selected"]),
-    "without compressed": (retrieval.without_branch(text, 0), inspect.COLOURS["compressed"]),
+    "without selected": (inspect.without_branch(text, 1), inspect.COLOURS["selected"]),
+    "without compressed": (inspect.without_branch(text, 0), inspect.COLOURS["compressed"]),
 }
 figure, axis = plt.subplots(figsize=(7, 3.8), layout="constrained")
 inside, beyond = {}, {}

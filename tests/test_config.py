@@ -53,7 +53,9 @@ def test_toy_and_production_configs_are_what_they_are_called(monkeypatch):
     same = ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
     assert [long.model[name] for name in same] == [prod.model[name] for name in same]
     quick = found["quickstart"]
-    assert quick.data.seq_len >= 4 * quick.model.nsa.window and quick.train.save_every
+    assert quick.data.seq_len >= 32 * quick.model.nsa.select_block and quick.model.nsa.num_selected <= 8
+    # The windows of all layers together do not reach from a question to its answer, T / 4 tokens away.
+    assert quick.model.num_layers * (quick.model.nsa.window - 1) < quick.data.seq_len // 4 and quick.train.save_every
 
 
 BAD = [

@@ -1,4 +1,4 @@
-"""Long-context tasks as text: needles, chains of variables, recall at a distance, copying and counting.
+"""Long-context tasks as text: needles, chains of variables, recall at a distance, copying, counting and a keypad.
 
 A row is filler with statements in it and, at its end, questions with their answers. All of it is text in the vocabulary
 of the run's tokenizer, so rows can be mixed with rows of text. The tasks follow RULER (arXiv 2404.06654), section 3.
@@ -265,18 +265,77 @@ def _count(rng: np.random.Generator, keys: int) -> tuple[list[list[str]], list[Q
     return groups, asked
 
 
-TASKS = {
-    task.name: task
-    for task in (
-        Task("needle", functools.partial(_facts, keys=1)),
-        Task("multikey", functools.partial(_facts, keys=8)),
-        Task("multivalue", functools.partial(_multivalue, keys=2, each=4)),
-        *(Task(f"variables{hops}", functools.partial(_variables, chains=4, hops=hops)) for hops in (1, 2, 3, 4)),
-        Task("recall", functools.partial(_facts, keys=8), together=True),
-        Task("copy", functools.partial(_copy, strings=2, letters=32)),
-        Task("count", functools.partial(_count, keys=4)),
-    )
-}
+def _character_tokens(tokenizer: Tokenizer, characters: str) -> np.ndarray:
+    """A token for each character: int32 [len(characters)]. What a tokenizer puts before a word is left out."""
+    found = [int(tokenizer.encode(character)[-1]) for character in characters]
+    if len(set(found)) < len(found):
+        what = "the task keypad needs a token of its own for each letter, digit and mark"
+        raise DataError(f"tokenizer {tokenizer.name}", what, "use the tokenizer 'byte', or leave the task out")
+    return np.array(found, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Keypad:
+    """Rows in which each digit stands for one of its five letters, as stated once, far before the questions.
+
+    The keypad is the same in all rows: 0 has the letters ABCDE, 1 has FGHIJ, and so on. Somewhere in its first half a
+    row states one letter of each digit, all ten in any order, such as `B.u-K P,q-d,X m.G`. The last quarter asks: a
+    digit, and after it its letter is to be predicted, as in `7m2K7m0B`. All else is blanks and punctuation. One
+    attention over far tokens finds the answer, so that a small model learns the task in minutes.
+
+    It has the interface of `Task`. The source of an answer is where its letter stands last: a statement, or the answer
+    to the same question shortly before.
+    """
+
+    name: str = "keypad"
+    together: bool = False
+    digits: str = "0123456789"
+    letters: str = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwx"
+    blanks: str = " .,-"
+
+    def least(self, tokenizer: Tokenizer) -> int:
+        """Tokens of the shortest row."""
+        return 64
+
+    def row(self, rng: np.random.Generator, length: int, tokenizer: Tokenizer, *, distance: int | None = None) -> Row:
+        """One row; see `Task.row`.
+
+        Raises:
+          ValueError: `length` is less than `least`, or `distance` is given.
+          DataError: the tokenizer does not have a token for each character.
+        """
+        if length < self.least(tokenizer) or distance is not None:
+            raise ValueError(f"length={length}, distance={distance}: keypad needs 64 tokens and takes no distance")
+        ids = _character_tokens(tokenizer, self.digits + self.letters + self.blanks)
+        count, each = len(self.digits), len(self.letters) // len(self.digits)
+        digits, letters, blanks = np.split(ids, [count, count * (each + 1)])
+        asked = max(length // 8, count)
+        first = length - 2 * asked  # of the questions, which the row ends with
+        tokens = rng.choice(blanks, length)
+        stated = letters.reshape(count, each)[np.arange(count), rng.integers(0, each, count)]
+        last = rng.integers(0, first - length // 4 - 2 * count + 1) + 2 * rng.permutation(count)  # mention of each
+        tokens[last] = stated
+        questions = rng.integers(0, count, asked)
+        questions[rng.permutation(asked)[:count]] = np.arange(count)  # each digit at least once
+        tokens[first::2], tokens[first + 1 :: 2] = digits[questions], stated[questions]
+        answers = []
+        for at, digit in zip(range(first + 1, length, 2), questions, strict=True):
+            answers.append(Answer(at, at + 1, int(last[digit]), 1 / each))
+            last[digit] = at
+        return Row(tokens.astype(np.int32), tuple(answers))
+
+
+_TASKS: tuple[Task | Keypad, ...] = (
+    Task("needle", functools.partial(_facts, keys=1)),
+    Task("multikey", functools.partial(_facts, keys=8)),
+    Task("multivalue", functools.partial(_multivalue, keys=2, each=4)),
+    *(Task(f"variables{hops}", functools.partial(_variables, chains=4, hops=hops)) for hops in (1, 2, 3, 4)),
+    Task("recall", functools.partial(_facts, keys=8), together=True),
+    Task("copy", functools.partial(_copy, strings=2, letters=32)),
+    Task("count", functools.partial(_count, keys=4)),
+    Keypad(),
+)
+TASKS = {task.name: task for task in _TASKS}
 
 
 def parse_tasks(entries: Sequence[str]) -> dict[str, float]:

@@ -16,6 +16,8 @@ Tasks (default: those that fit the run's data):
   needle        a fact at every depth of contexts of several lengths: is it found, and was its block selected?
   needle-multi  the same among several facts.
   recall        the associative recall task of configs/recall.py.
+  far           the tasks on which the run trained, where their answers lie far back: by the whole model, without the
+                selected branch, and by the window alone; how often block lists hold the answer, beside chance.
   long          needles, chains of variables, recall at distances, copying and counting at several lengths: the tasks of
                 config.data.tasks, on rows that training has not seen. --long-tasks names some of them.
   context       how much of the loss at each position depends on tokens that lie further than --cuts away: whole windows
@@ -41,6 +43,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from nsa_jax import inspect
 from nsa_jax.command_line import number, run_program
 from nsa_jax.data import DataError, long_tasks
 from nsa_jax.evaluate import long_context, retrieval
@@ -58,7 +61,7 @@ from nsa_jax.fields import source_configs
 from nsa_jax.hub.load import load, recorded_metrics
 from nsa_jax.object_store import scheme_of
 
-TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall", "long", "context")
+TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall", "far", "long", "context")
 _SAME_LOSS = 1e-3  # relative; kernels and precision of another machine may differ by less
 HARNESS = "lm_eval:"  # before names of tasks of the lm-evaluation-harness
 
@@ -77,7 +80,7 @@ class Evaluation:
         self.console = Console() if sys.stdout.isatty() else Console(width=120)
         self._held_out: HeldOut | None = None
         self._scores: dict[str, Any] | None = None
-        self._probe: retrieval.Probe | None = None
+        self._probe: inspect.Probe | None = None
 
     def default_tasks(self) -> list[str]:
         """Tasks that fit the run's data."""
@@ -86,7 +89,7 @@ class Evaluation:
         validated = ["validation"] if self.config.train.eval_batches and not self.args.files else []
         kinds = {part.data.source for part in source_configs(self.config).values()}
         text = [] if kinds == {"task"} and not self.args.files else ["perplexity", "position", "needle", "needle-multi"]
-        return [*validated, *text, *(["long"] if "task" in kinds else [])]
+        return [*validated, *text, *(["far", "long"] if "task" in kinds else [])]
 
     @property
     def held_out(self) -> HeldOut:
@@ -99,9 +102,9 @@ class Evaluation:
         return self.held_out.documents
 
     @property
-    def probe(self) -> retrieval.Probe:
+    def probe(self) -> inspect.Probe:
         if self._probe is None:
-            self._probe = retrieval.Probe(self.model)
+            self._probe = inspect.Probe(self.model)
         return self._probe
 
     @property
@@ -197,9 +200,25 @@ class Evaluation:
         result = measure(self.probe)
         if "nsa" in self.model.config.kinds:  # what each branch contributes to this model
             for index, branch in enumerate(self.model.config.branches):
-                probe = retrieval.Probe(retrieval.without_branch(self.model, index))
-                result[f"accuracy_without_{branch}"] = measure(probe)["accuracy"]
+                result[f"accuracy_without_{branch}"] = measure(self.probe.without(index))["accuracy"]
         self._table(f"associative recall ({', '.join(self.model.config.kinds)})", [result])
+        return result
+
+    def far(self) -> dict[str, Any]:
+        """The tasks of the run's own data; without selection, no verdict and no picture."""
+        task = inspect.far_task(self.config, self.tokenizer)
+        if task is None:
+            what, fix = "the run has no source of tasks", "use --tasks long, which brings its own rows"
+            raise DataError("--tasks far", what, fix)
+        rows = dict(rows=8 * self.args.samples, batch_size=self.args.batch_size)
+        result, verdict = inspect.score_far_task(self.probe, task, **rows)
+        if not result:
+            what = f"no answer lies more than {task.reach} tokens back, which all windows together reach"
+            raise DataError(f"config.data.seq_len={task.seq_len}", what, "use --tasks long with longer --lengths")
+        self._table("questions about far tokens", [result])
+        if verdict is not None and (shown := inspect.show_far_question(self.probe, task)):
+            self._say(f"{verdict}\n{shown[0]}")
+            shown[1].savefig(self.output / "far_task.png")
         return result
 
     def long(self) -> dict[str, Any]:

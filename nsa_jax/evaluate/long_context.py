@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,12 @@ from typing import Any
 import numpy as np
 
 from nsa_jax.data import Tokenizer
-from nsa_jax.data.long_tasks import TASKS, Answer, Row
-from nsa_jax.evaluate.retrieval import Probe, picked
+from nsa_jax.data.long_tasks import TASKS, Row
 from nsa_jax.evaluate.scoring import Scorer, position_bins, windows
+from nsa_jax.inspect.probe import Probe, Scored, score_rows
 from nsa_jax.ops import blocks
 
 _WINDOWS = (8, 16, 32, 64)  # distances of the task recall
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scored:
-    """An answer of a row of a task, and how it went."""
-
-    task: str
-    answer: Answer
-    right: bool
-    listed: np.ndarray | None  # bool [layers, K]: whether lists of its first token's query hold the source's block
 
 
 def _rows(name: str, length: int, tokenizer: Tokenizer, samples: int, seed: int, window: int) -> list[Row]:
@@ -39,37 +28,7 @@ def _rows(name: str, length: int, tokenizer: Tokenizer, samples: int, seed: int,
     ]
 
 
-def _score(probe: Probe, rows: list[tuple[str, Row]], batch_size: int) -> list[_Scored]:
-    """Runs rows of one length; all have one compiled shape."""
-    positions = [
-        np.concatenate([np.arange(a.first, a.end) for a in row.answers]) - 1 for _, row in rows
-    ]  # of the queries that predict the answers
-    width = max(map(len, positions))
-    found = []
-    for first in range(0, len(rows), batch_size):
-        part = rows[first : first + batch_size]
-        count = len(part)
-        part = part + [part[-1]] * (batch_size - count)
-        tokens = np.stack([row.tokens for _, row in part])
-        at = [positions[min(first + i, len(rows) - 1)] for i in range(batch_size)]
-        queries = np.stack([np.pad(p, (0, width - len(p)), mode="edge") for p in at])
-        most_likely, lists = probe(tokens, queries)
-        right = most_likely == np.take_along_axis(tokens, queries + 1, axis=1)
-        for i, (name, row) in enumerate(part[:count]):
-            done = 0
-            for answer in row.answers:
-                size = answer.end - answer.first
-                listed = None
-                if lists is not None:
-                    of_query = lists[:, i : i + 1, done : done + 1]
-                    source = np.array([[answer.source]])
-                    listed = picked(of_query, source, probe.config.nsa.select_block)[:, 0, 0]
-                found.append(_Scored(name, answer, bool(right[i, done : done + size].all()), listed))
-                done += size
-    return found
-
-
-def _summary(scored: list[_Scored]) -> dict[str, Any]:
+def _summary(scored: list[Scored]) -> dict[str, Any]:
     """Figures of a group of answers."""
     result = {
         "questions": len(scored),
@@ -120,7 +79,7 @@ def task_grid(
         fitting = [name for name in names if TASKS[name].least(tokenizer) <= length]
         settings = (length, tokenizer, samples, seed, probe.config.nsa.window)
         scored = (
-            _score(probe, [(name, row) for name in fitting for row in _rows(name, *settings)], batch_size)
+            score_rows(probe, [(name, row) for name in fitting for row in _rows(name, *settings)], batch_size)
             if fitting
             else []
         )

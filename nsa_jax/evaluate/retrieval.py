@@ -7,78 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from nsa_jax.data import Tokenizer
 from nsa_jax.data.long_tasks import NEEDLE, assemble, random_words
 from nsa_jax.data.synthetic import num_facts, recall_rows
-from nsa_jax.nn import NSAttention, Transformer
-from nsa_jax.nn.observe import walk_blocks
-from nsa_jax.nn.transformer import layer_stacks
+from nsa_jax.inspect.probe import Probe, picked
 from nsa_jax.ops import blocks
-
-
-class Probe:
-    """A model's most likely tokens, and the block lists behind them, at a few positions of each row."""
-
-    def __init__(self, model: Transformer):
-        self.config = model.config
-        self._graphdef, self._params = nnx.split(model)
-        self._run = jax.jit(self._forward)
-
-    def _forward(self, params, tokens, positions):
-        model: Transformer = nnx.merge(self._graphdef, params)
-        rows = jnp.arange(tokens.shape[0])[:, None]
-
-        def attend(attention, normed):
-            if not isinstance(attention, NSAttention):
-                return attention(normed), None
-            out, lists = attention(normed, return_block_indices=True)
-            return out, lists[rows, positions]  # [B, P, K, n]: all lists of a long row would take much memory
-
-        hidden, lists = walk_blocks(model, tokens, attend)
-        return jnp.argmax(model.logits(hidden[rows, positions]), axis=-1), lists
-
-    def __call__(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Runs the forward pass.
-
-        Args:
-          tokens: int32 [B, T].
-          positions: int32 [B, P], query positions to look at.
-
-        Returns:
-          The most likely next tokens int [B, P]; the block lists int32 [NSA layers, B, P, K, n], or None
-          without selection.
-        """
-        most_likely, lists = self._run(self._params, jnp.asarray(tokens), jnp.asarray(positions))
-        return np.asarray(most_likely), None if lists is None else np.asarray(lists)
-
-
-def picked(lists: np.ndarray, target: np.ndarray, select_block: int) -> np.ndarray:
-    """Whether each head's list holds the block of a position.
-
-    Args:
-      lists: int32 [layers, B, P, K, n].
-      target: int [B, P], positions that each query should read.
-      select_block: l'.
-
-    Returns:
-      bool [layers, B, P, K].
-    """
-    return (lists == (target // select_block)[None, :, :, None, None]).any(-1)
-
-
-def without_branch(model: Transformer, branch: int) -> Transformer:
-    """A copy of an NSA model whose gates shut one branch, by its place in `config.branches`."""
-    model = nnx.clone(model)
-    for stack in layer_stacks(model.blocks, model.config):
-        if isinstance(stack.attention, NSAttention):
-            bias = stack.attention.gate_bias
-            bias[...] = bias[...].at[..., branch].set(-1e4)
-    return model
 
 
 def needle_tokens(tokenizer: Tokenizer, num_keys: int, template: Sequence[str] = NEEDLE) -> int:

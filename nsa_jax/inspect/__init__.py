@@ -32,6 +32,14 @@ with extra("train"):
         token_strings,
     )
     from nsa_jax.inspect.exploration import Exploration, explore
+    from nsa_jax.inspect.far_questions import (
+        FarTask,
+        Verdict,
+        far_task,
+        judge_selection,
+        score_far_task,
+        show_far_question,
+    )
     from nsa_jax.inspect.figures import (
         COLOURS,
         draw_gates,
@@ -43,6 +51,7 @@ with extra("train"):
         draw_statistics,
         reading_html,
     )
+    from nsa_jax.inspect.probe import Probe, without_branch
     from nsa_jax.inspect.selection import (
         SUBSTITUTES,
         block_mass,
@@ -73,9 +82,12 @@ __all__ = [
     "COLOURS",
     "Capture",
     "Exploration",
+    "FarTask",
     "NSAArrays",
+    "Probe",
     "Reading",
     "SUBSTITUTES",
+    "Verdict",
     "attention_statistics",
     "block_distances",
     "block_kinds",
@@ -96,7 +108,9 @@ __all__ = [
     "draw_reading",
     "draw_statistics",
     "explore",
+    "far_task",
     "held_mass",
+    "judge_selection",
     "layer_overlap",
     "mean_by_kind",
     "neighbour_overlap",
@@ -107,10 +121,13 @@ __all__ = [
     "reading_html",
     "run_attention",
     "run_branches",
+    "score_far_task",
     "selection_quality",
+    "show_far_question",
     "spread_over_tokens",
     "substituted_losses",
     "token_kinds",
     "token_strings",
     "walk_layers",
+    "without_branch",
 ]

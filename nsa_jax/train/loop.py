@@ -24,7 +24,7 @@ from nsa_jax.data.cache import cache_root
 from nsa_jax.devices import keep_compiled_programs
 from nsa_jax.object_store import scheme_of
 from nsa_jax.ops.implementations import forget_implementations_served, implementations_served
-from nsa_jax.train import disk, env, flops, lock, metrics, preflight, processes, trackers
+from nsa_jax.train import disk, env, far_task, flops, lock, metrics, preflight, processes, trackers
 from nsa_jax.train.batches import Batches
 from nsa_jax.train.callbacks import Callback, Callbacks
 from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
@@ -250,6 +250,8 @@ class Run:
                     checkpoints.wait()
                 self.best = checkpoints.best() or self.best
                 ended = {"saved": step in checkpoints.steps(), "terminated": reason is not None and stop.terminated}
+                if reason is None:
+                    ended |= far_task.measure(self, state, self._last_validation, writer)
                 summary = self._summarise(writer, start, step, reason, ended)
                 self._callbacks.on_end(summary)
                 return summary

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from nsa_jax import evaluate, nn
+from nsa_jax import evaluate, inspect, nn
 from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.config import default_config
 from nsa_jax.data.errors import DataError
@@ -159,7 +159,7 @@ def test_probe_agrees_with_the_model(model, pattern):
         model = nn.Transformer(config, rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, 256, (2, 90)).astype(np.int32)
     positions = np.asarray([[3, 50, 89], [10, 70, 71]])
-    most_likely, lists = retrieval.Probe(model)(tokens, positions)
+    most_likely, lists = inspect.Probe(model)(tokens, positions)
     want = np.argmax(np.asarray(jax.jit(model)(tokens)), -1)
     np.testing.assert_array_equal(most_likely, np.take_along_axis(want, positions, 1))
     assert lists.shape == (1, 2, 3, 2, 4)
@@ -226,7 +226,7 @@ def test_without_branch_shuts_its_gate_alone(model):
     tokens = np.random.default_rng(0).integers(0, 256, (1, 40)).astype(np.int32)
     base = np.asarray(jax.jit(model)(tokens))
     for branch, first in ((0, 7), (1, 0), (2, 0)):  # the first compressed block of 8 tokens is complete at position 7
-        other = np.asarray(jax.jit(retrieval.without_branch(model, branch))(tokens))
+        other = np.asarray(jax.jit(inspect.without_branch(model, branch))(tokens))
         changed = np.flatnonzero(np.abs(other - base).max(axis=(0, 2)) > 1e-4)
         assert changed[0] == first
     np.testing.assert_array_equal(np.asarray(jax.jit(model)(tokens)), base)
@@ -234,5 +234,5 @@ def test_without_branch_shuts_its_gate_alone(model):
 
 def test_without_branch_shuts_the_gates_of_nsa_layers_alone(model):
     mixed = dataclasses.replace(model.config, layer_pattern=("dense", "nsa"), num_layers=4)
-    shut = retrieval.without_branch(nn.Transformer(mixed, rngs=nnx.Rngs(0)), 1).blocks.layer_1.attention.gate_bias
+    shut = inspect.without_branch(nn.Transformer(mixed, rngs=nnx.Rngs(0)), 1).blocks.layer_1.attention.gate_bias
     np.testing.assert_array_equal(np.asarray(shut[...] < -1e3).any((0, 1)), [False, True, False])

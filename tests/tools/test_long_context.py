@@ -10,6 +10,7 @@ from nsa_jax import evaluate, nn
 from nsa_jax.data.long_tasks import TASKS
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.evaluate import long_context
+from nsa_jax.inspect.probe import score_rows
 
 from .runs import small_config, write_run
 
@@ -55,7 +56,7 @@ def test_exact_match_by_length_and_distance():
 
 def test_selection_is_counted_at_the_blocks_of_the_sources():
     rows = [("needle", TASKS["needle"].row(np.random.default_rng(i), 256, ByteTokenizer())) for i in range(12)]
-    scored = long_context._score(Knows(), rows, 5)
+    scored = score_rows(Knows(), rows, 5)
     sources = np.array([s.answer.source // 16 for s in scored])
     np.testing.assert_array_equal([s.listed.tolist() for s in scored], [[[False, b == 3]] for b in sources])
     assert all(s.right for s in scored)
