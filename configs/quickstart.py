@@ -6,7 +6,7 @@ Data:    half of the rows are the source text of the running Python's standard l
          document per file. The other half are the task `keypad` (nsa_jax/data/long_tasks.py): what each of ten digits
          stands for is stated once, at least 64 tokens before it is first asked. Validation uses files that are held
          out by a hash of their content, and rows of the task that training does not see.
-Takes:   4 minutes on 2 CPU cores, of which half a minute are preflight, compilation and the first tokenisation.
+Takes:   4 to 5 minutes on 2 CPU cores, of which half a minute are preflight, compilation and the first tokenisation.
 Reaches: over five seeds (benchmarks/results/quickstart_cpu.json) at least 97 % of the questions about far tokens are
          answered, and no more than by chance (20 %) by the window alone; at most 2.24 bits per byte of held-out text.
 Command: python train.py --config=configs/quickstart.py
