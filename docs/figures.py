@@ -195,7 +195,7 @@ def quickstart_reaches() -> str:
 
     return (
         f"over {len(rows)} seeds {span('bits_per_byte', 1, '', 2)} bits per byte and {span('accuracy')} right answers, "
-        f"{span('without_selected')} without the selected branch, {span('window_only')} by the window alone "
+        f"{span('without_selected')} without the selected branch, {span('window_only')} by windows alone "
         f"(chance: {span('chance')})"
     )
 
