@@ -305,6 +305,8 @@ class Evaluation:
         def shown(value):
             if value is None or isinstance(value, str):
                 return value
+            if isinstance(value, bool):
+                return "yes" if value else "no"
             return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
 
         table = Table(title=title, show_header=len(rows) > 1)
