@@ -179,9 +179,8 @@ def show_far_question(probe: Probe, task: FarTask) -> tuple[str, Figure] | None:
     text = describe_reading(reading, strings, lists, source)
     said = task.tokenizer.decode([int(most_likely[0, 0])])
     figure = draw_reading(reading)
-    figure.suptitle(
-        f"{strings[query]!r} at {query} asks for {strings[source]!r} at {source}, the answer is {said!r}", fontsize=10
-    )
+    title = f"{strings[query]!r} at {query} asks for {strings[source]!r} at {source}, the answer is {said!r}"
+    figure.axes[0].set_title(title, fontsize=10)
     for axis in figure.axes:
         axis.axvline(source, color="black", linestyle=":", linewidth=1.0)
     return f"{text}\n  answer: {said!r}", figure

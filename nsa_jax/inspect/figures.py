@@ -250,6 +250,7 @@ def draw_reading(reading: Reading, row: int = 0, query: int = 0) -> Figure:
             below = below + height
         axis.set_ylabel(f"layer {reading.layers[layer]}")
         axis.set_xlim(-0.5, position + 0.5)
+        axis.set_ylim(0.0, 1.05 * max(float(below.max()), 1e-12))  # a bar without height above hides the margin
         for edge in range(0, position + 1, reading.config.select_block):
             axis.axvline(edge - 0.5, color="#BBBBBB", linewidth=0.5, zorder=0)
     figure.axes[-1].set_xlabel(f"source token (the query is token {position}; lines are borders of selection blocks)")

@@ -143,7 +143,7 @@ def test_the_map_of_a_query_shows_its_blocks_and_what_it_reads(probe):
     shown, figure = inspect.show_far_question(probe, task)
     right = [s for s in score_rows(probe, [("keypad", row)], 1) if task.is_far(s.answer)]
     asked = next((s for s in right if s.right), right[0]).answer
-    assert f"at {asked.first - 1} asks for" in figure.get_suptitle() and f"at {asked.source}" in shown
+    assert f"at {asked.first - 1} asks for" in figure.axes[0].get_title() and f"at {asked.source}" in shown
 
 
 def test_a_run_with_tasks_ends_with_its_accuracies_and_a_picture(tmp_path, capsys):
