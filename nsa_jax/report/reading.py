@@ -496,6 +496,13 @@ def _best(found: dict[str, Any]) -> dict[str, Any] | None:
     return None if step is None or loss is None else {"step": step, "val/loss": loss}
 
 
+def _far_task(found: dict[str, Any]) -> dict[str, float] | None:
+    """The shares of right answers to questions about far tokens."""
+    names = ("accuracy", "without_selected", "window_only", "chance")
+    shares = {name: share for name in names if (share := _finite(found.get(name))) is not None}
+    return shares if {"accuracy", "chance"} <= shares.keys() else None
+
+
 def read_run(workdir: Path, now: float | None = None) -> dict[str, Any]:
     """Everything that the page shows of a run, as JSON values with printable texts.
 
@@ -563,6 +570,7 @@ def read_run(workdir: Path, now: float | None = None) -> dict[str, Any]:
         "changed": {name: defaults.get(name) for name, value in sorted(flat.items()) if defaults.get(name) != value},
         "commands": _commands(workdir, env),
         "best": _best(_object(summary, "best_checkpoint", "summary.json", notes)),
+        "far_task": _far_task(_object(summary, "far_task", "summary.json", notes)),
         "goodput": _goodput(_object(_read_object(workdir / "goodput.json", notes), "run", "goodput.json", notes)),
         "notes": notes,
     }

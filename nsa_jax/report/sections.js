@@ -130,7 +130,21 @@ function outcome() {
   const notes = run.notes.length
     ? el("p", { class: "small muted", style: { "margin-top": "10px" } }, `Left out: ${run.notes.join("; ")}.`)
     : null;
-  return [heading("outcome", "Outcome", true), banner, notes];
+  return [heading("outcome", "Outcome", true), banner, farQuestions(run.far_task), notes];
+}
+function farQuestions(shares) {
+  if (!shares) return null;
+  const percent = (name) => `${(100 * shares[name]).toFixed(1)} %`,
+    others = [
+      ["without_selected", "without the selected branch"],
+      ["window_only", "by windows alone"],
+    ];
+  const rest = others.filter(([name]) => name in shares).map(([name, what]) => `${percent(name)} ${what}`);
+  return el(
+    "p",
+    { class: "small", style: { "margin-top": "10px" } },
+    `Questions about far tokens: ${[`${percent("accuracy")} right`, ...rest, `chance is ${percent("chance")}`].join(", ")}.`,
+  );
 }
 // Figures: on a phone they follow the loss.
 function figures() {

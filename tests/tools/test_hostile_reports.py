@@ -59,6 +59,14 @@ def test_the_run_of_these_tests_has_nothing_to_note(run):
     assert found["layers"] and found["validation"]["positions"] and found["validation"]["selection"]
 
 
+def test_shares_of_right_answers_are_those_of_the_summary(run):
+    assert page(run)["far_task"] is None
+    summary = json.loads((run / "summary.json").read_text())
+    shares = {"accuracy": 0.97, "window_only": 0.1, "chance": 0.2}
+    (run / "summary.json").write_text(json.dumps({**summary, "far_task": {**shares, "questions": 9, "window": 16}}))
+    assert page(run)["far_task"] == shares
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "note"),
     [
@@ -72,6 +80,8 @@ def test_the_run_of_these_tests_has_nothing_to_note(run):
         ("summary.json", {"step": math.inf}, "summary.json has no step and is left out"),
         ("summary.json", {"best_checkpoint": "20"}, "best_checkpoint of summary.json is no object and is left out"),
         ("summary.json", {"best_checkpoint": {"step": 20, "val/loss": math.nan}}, None),
+        ("summary.json", {"far_task": 3}, "far_task of summary.json is no object and is left out"),
+        ("summary.json", {"far_task": {"accuracy": "x", "chance": math.nan}}, None),
         ("stopped.json", {"step": math.inf, "time": math.inf, "last_checkpoint": math.inf}, None),
     ],
 )

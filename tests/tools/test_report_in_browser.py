@@ -372,8 +372,12 @@ def test_it_fits_and_is_silent_on_phone_and_desk_in_both_themes(browser, url, wi
 
 def test_a_run_of_one_line_has_a_page_without_errors(browser, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val/loss": 5.5}\n{"st')
+    shares = {"accuracy": 0.9961, "window_only": 0.108, "chance": 0.2}
+    (tmp_path / "summary.json").write_text(json.dumps({"step": 0, "finished": True, "far_task": shares}))
     assert main([str(tmp_path)]) == 0
     tab = Tab(browser, (tmp_path / "report.html").as_uri(), 390, "dark")
+    told = "Questions about far tokens: 99.6 % right, 10.8 % by windows alone, chance is 20.0 %."
+    assert told in tab.page.inner_text("#outcome")
     loss = tab.show("chart-loss")
     assert [t["y"] for t in loss["traces"]] == [[5.5]] and tab.show("chart-lr")["hidden"]
     assert "not logged by this run" in tab.page.inner_text("#optimisation")
