@@ -176,8 +176,8 @@ def test_train_exits_with_2_on_flags_that_do_not_exist_or_have_another_type(over
 
 
 def test_train_exits_with_2_and_every_problem_before_touching_a_device():
-    done = train_py("--config.model.num_kv_heads=5", "--config.train.grad_accum=3", "--config.optim.warmup_steps=9999")
+    done = train_py("--config.model.num_kv_heads=5", "--config.train.grad_accum=5", "--config.optim.warmup_steps=9999")
     assert done.returncode == 2
-    for expected in ("R004", "num_kv_heads=5", "R010", "grad_accum=3", "R011", "warmup_steps=9999", "Fix:"):
+    for expected in ("R004", "num_kv_heads=5", "R010", "grad_accum=5", "R011", "warmup_steps=9999", "Fix:"):
         assert expected in done.stderr
     assert "Traceback" not in done.stderr
