@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from nsa_jax import aot
+from nsa_jax.command_line import load_config
 from nsa_jax.config import ConfigError, NSAConfig, check, default_config, validate
 from nsa_jax.data import make_pipeline
 from nsa_jax.ops import blocks, nsa
-from nsa_jax.ops.target import Target
+from nsa_jax.ops.target import Target, compile_for
 from nsa_jax.train import env, preflight
 from nsa_jax.train.preflight import cost, data_check, hlo, memory, selftest
 from nsa_jax.train.preflight.report import kernel_facts, program_facts
@@ -138,6 +139,58 @@ def test_a_leak_of_the_next_token_names_its_branch(branch, monkeypatch):
     found = selftest.selftest(tiny_config()).problems
     assert "R040" in rules(found)
     assert f"the model sees the future, through the {branch} branch" in str(found[0])
+
+
+def test_rounding_that_depends_on_the_lists_of_later_tokens_is_no_leak(monkeypatch):
+    real = nsa.selected_attention
+
+    def tiled(query, key, value, block_indices, **kwargs):
+        """The last bits depend on what the next token lists, as in kernels that serve neighbours together."""
+        out = real(query, key, value, block_indices, **kwargs)
+        listed = (jnp.roll(block_indices, -1, axis=1) ** 2).sum((2, 3))
+        return out * (1 + 1e-6 * listed[..., None, None])
+
+    monkeypatch.setattr(nsa, "selected_attention", tiled)
+    subject = selftest._Subject(*selftest.slice_config(tiny_config())[:2], True, 0)
+    base, differs = subject.logits(), []
+    for t in selftest._positions(subject.config, subject.length):
+        changed = np.where(np.arange(subject.length) > t, subject.other, subject.tokens)
+        where = selftest._first_difference(base[: t + 1], subject.logits(changed)[: t + 1])
+        differs += [] if where is None else [where == t]
+    assert differs and all(differs)
+    assert selftest.selftest(tiny_config()).problems == []
+
+
+def test_lists_that_depend_on_later_tokens_are_a_leak(monkeypatch):
+    real = nsa.select_blocks
+    monkeypatch.setattr(nsa, "select_blocks", lambda *a, **k: jnp.roll(real(*a, **k), -1, axis=1))
+    assert rules(selftest.selftest(tiny_config()).problems) == {"R040"}
+
+
+def test_the_selftest_runs_the_kernels_that_the_rows_of_the_run_are_served_by():
+    config = load_config("configs/a100_prod.py")
+    with compile_for(Target("gpu", (9, 0))):
+        model, length, _ = selftest.slice_config(config)
+        assert length == 1152 * 3 // 2 and selftest._kernels(model, length) == selftest._kernels(model, 2048)
+        config.data.seq_len = 32_768
+        model, length, _ = selftest.slice_config(config)
+        assert length == 9216 * 3 // 2 and selftest._kernels(model, length) == selftest._kernels(model, 32_768)
+        assert selftest._kernels(model, 1152) != selftest._kernels(model, 32_768)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(("select_block", "num_selected"), [(64, 16), (32, 32)])
+def test_gpu_kernels_of_long_rows_pass(select_block, num_selected, packing):
+    config = load_config("configs/a100_prod.py")
+    config.data.seq_len, config.data.packing = 32_768, packing
+    config.model.nsa.select_block, config.model.nsa.num_selected = select_block, num_selected
+    assert selftest.selftest(config).problems == []
+
+
+def test_queries_of_the_second_document_choose_among_blocks():
+    model, length, _ = selftest.slice_config(tiny_config())
+    assert length - length // 3 > model.nsa.num_selected * model.nsa.select_block
 
 
 def test_a_document_that_sees_its_neighbour_is_an_error(monkeypatch):

@@ -1,13 +1,17 @@
 """The causality self-test: proof, on the model code that is about to be trained, that it does not see the future.
 
 It takes a slice of the configured model (one layer of the real width for each kind of attention, a small vocabulary),
-compiles it with the configured implementation and precision at a length beyond two windows, and checks:
+compiles it with the configured implementation and precision at a length beyond two windows that the same kernels serve
+as the rows of the run, and checks:
 
-  R040  changing the tokens after t does not change the logits up to t by one bit;
+  R040  changing the tokens after t changes no block list up to t, and with the same lists no bit of the logits up to t;
   R041  every parameter receives a finite gradient that is not zero, every part of a fused projection by itself;
   R042  the output depends on the keys of every branch;
   R043  the same input gives the same bits twice;
   R044  with packing, a document does not see the one before it.
+
+Lists are compared apart because kernels serve the blocks that several neighbouring tokens list together. Which blocks
+these are depends on the lists of all tokens of a tile, the later ones included, and with it the order of additions.
 
 It runs at the start of every training run and refuses to train on failure.
 """
@@ -27,6 +31,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import Problem
 from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.nn.transformer import layer_stacks
+from nsa_jax.ops.explain import explain
 from nsa_jax.ops.target import current_target
 from nsa_jax.train.loss import weighted_loss
 
@@ -68,24 +73,53 @@ def slice_config(config: ConfigDict) -> tuple[ModelConfig, int, str]:
     )
     nsa = model.nsa
     reach = max(2 * nsa.window, nsa.num_selected * nsa.select_block, 2 * nsa.compress_block)
-    return model, min(reach + 2 * nsa.select_block, max(config.data.seq_len, 2)), note
+    whole_row = max(config.data.seq_len, 2)
+    length = min(reach + 2 * nsa.select_block, whole_row)
+    if "nsa" in model.kinds and current_target().is_gpu:
+        served = _kernels(model, whole_row)
+        while length < whole_row and _kernels(model, length) != served:
+            length = min(2 * length, whole_row)
+    if config.data.packing:  # the second document, two thirds of the row, is to have queries that choose blocks
+        length += length // 2
+    return model, length, note
+
+
+def _kernels(model: ModelConfig, length: int) -> list[str]:
+    """The kernel of each stage and pass of NSA in rows of a length."""
+    explained = explain(
+        length=length, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim,
+        dtype=model.compute_dtype, config=model.nsa, target=current_target(),
+    )  # fmt: skip
+    return [row.choice.kernel for row in explained.rows]
 
 
 def _positions(model: ModelConfig, length: int) -> list[int]:
-    """The t after which tokens are changed: around the edges of blocks and windows."""
+    """The t after which tokens are changed: around the edges of blocks and windows, and where blocks are chosen."""
     nsa = model.nsa
-    wanted = (nsa.compress_block - 1, nsa.window - 1, nsa.window, 2 * nsa.window, length // 2, length - 2)
+    edges = (nsa.compress_block - 1, nsa.window - 1, nsa.window, 2 * nsa.window)
+    wanted = (*edges, length // 2, 7 * length // 8, length - 2)
     return sorted({t for t in wanted if 0 <= t < length - 1})
 
 
 def _forward(graphdef: nnx.GraphDef, packed: bool):
-    """Jitted (params, tokens, segment_start) -> logits [T, vocab]."""
+    """Jitted (params, tokens, segment_start, block lists or None) -> logits [T, vocab]."""
 
     @jax.jit
-    def forward(params, tokens, segment_start):
-        return nnx.merge(graphdef, params)(tokens, segment_start if packed else None)[0]
+    def forward(params, tokens, segment_start, lists):
+        return nnx.merge(graphdef, params)(tokens, segment_start if packed else None, block_indices=lists)[0]
 
     return forward
+
+
+def _lists(graphdef: nnx.GraphDef, packed: bool):
+    """Jitted (params, tokens, segment_start) -> block lists int32 [NSA layers, 1, T, K, n]."""
+
+    @jax.jit
+    def lists(params, tokens, segment_start):
+        model = nnx.merge(graphdef, params)
+        return model.hidden(tokens, segment_start if packed else None, return_block_indices=True)[1]
+
+    return lists
 
 
 def _gradient(graphdef: nnx.GraphDef, packed: bool):
@@ -119,12 +153,17 @@ class _Subject:
         self.start = length // 3 if packed else 0  # of the second document
         positions = np.arange(length)
         self.segments = np.where(positions >= self.start, self.start, 0).astype(np.int32)[None]
-        self._run = _forward(self.graphdef, packed)
+        self._run, self._select = _forward(self.graphdef, packed), _lists(self.graphdef, packed)
 
-    def logits(self, tokens: np.ndarray | None = None, params: Any = None) -> np.ndarray:
-        """float32 [T, vocab]."""
+    def logits(self, tokens: np.ndarray | None = None, params: Any = None, lists: Any = None) -> np.ndarray:
+        """float32 [T, vocab]; with block lists those are read."""
         tokens = self.tokens if tokens is None else tokens.astype(np.int32)
-        return np.asarray(self._run(self.params if params is None else params, tokens, self.segments))
+        return np.asarray(self._run(self.params if params is None else params, tokens, self.segments, lists))
+
+    def lists(self, tokens: np.ndarray, params: Any = None) -> np.ndarray:
+        """The block lists of the layer with NSA: int32 [NSA layers, 1, T, K, n]."""
+        params = self.params if params is None else params
+        return np.asarray(self._select(params, tokens.astype(np.int32), self.segments))
 
     def gradients(self) -> Any:
         return jax.device_get(_gradient(self.graphdef, self.packed)(self.params, self.tokens, self.segments))
@@ -154,11 +193,26 @@ def _first_difference(a: np.ndarray, b: np.ndarray) -> int | None:
     return int(np.argmax(differs)) if differs.any() else None
 
 
+def _first_change(
+    subject: _Subject, base: np.ndarray, changed: np.ndarray, span: slice, params: Any = None
+) -> int | None:
+    """The first position of a span at which other tokens elsewhere change lists, or logits with the same lists."""
+    where = _first_difference(base[span], subject.logits(changed, params)[span])
+    if where is None or "nsa" not in subject.config.kinds:
+        return where
+    lists = subject.lists(subject.tokens, params)
+    differ = (lists != subject.lists(changed, params))[:, 0, span].any((0, 2, 3))
+    if differ.any():
+        return int(np.argmax(differ))
+    again = (subject.logits(tokens, params, lists)[span] for tokens in (subject.tokens, changed))
+    return _first_difference(*again)
+
+
 def _leak(subject: _Subject, base: np.ndarray, t: int, params: Any = None) -> int | None:
     """The first position up to t whose logits change with the tokens after t."""
     changed = subject.tokens.copy()
     changed[:, t + 1 :] = subject.other[:, t + 1 :]
-    return _first_difference(base[: t + 1], subject.logits(changed, params)[: t + 1])
+    return _first_change(subject, base, changed, slice(0, t + 1), params)
 
 
 def _leaking_branches(subject: _Subject, t: int) -> str:
@@ -184,7 +238,7 @@ def _check_causality(subject: _Subject, base: np.ndarray) -> list[Problem]:
     if subject.start:
         changed = subject.tokens.copy()
         changed[:, : subject.start] = subject.other[:, : subject.start]
-        where = _first_difference(base[subject.start :], subject.logits(changed)[subject.start :])
+        where = _first_change(subject, base, changed, slice(subject.start, None))
         if where is not None:
             message = f"the logits at position {subject.start + where} change with the document before theirs"
             return [Problem("R044", "error", message, _FIX)]
