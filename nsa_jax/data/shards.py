@@ -1,7 +1,7 @@
 """Tokenises a source in shards: by all cores of a host, by all hosts that share a directory, and over restarts.
 
-A shard is a run of consecutive documents of about `_SHARD_BYTES` bytes. Only the documents decide where it begins and
-ends, so the tokens do not depend on how many processes made them. A shard is one file, whose name holds its number
+A shard is a run of consecutive documents of up to about `_SHARD_BYTES` bytes. Only the source decides where it begins
+and ends, so the tokens do not depend on how many processes made them. A shard is one file, whose name holds its number
 and a checksum of its text, and which appears when it is complete. The process that makes a shard holds a lock on its
 byte of the file `claims`; the system releases the lock when the process dies. Every host reads the whole source, and
 tokenises the shards that neither exist nor are claimed.
@@ -36,6 +36,7 @@ from nsa_jax.data.sources import Source
 from nsa_jax.data.tokenizers import Tokenizer
 
 _SHARD_BYTES = 4 << 20  # of text: some seconds of one core, which is what a kill loses
+_SHARDS = 1024  # at least so many, of an eighth of these bytes or more: all cores shall finish at the same time
 _POLL_SECONDS = 0.5
 _LINE_SECONDS = 30.0  # between lines of progress where there is no terminal
 
@@ -49,16 +50,24 @@ def available_cores() -> int:
     return cores
 
 
+def _shard_bytes(source: Source) -> int:
+    """Bytes of text of a shard; a source that fills no more than one is one."""
+    total = source.size_bytes()
+    if total is None or total <= _SHARD_BYTES:
+        return _SHARD_BYTES
+    return max(min(total // _SHARDS, _SHARD_BYTES), _SHARD_BYTES // 8)
+
+
 def _groups(source: Source) -> Iterator[list[bytes]]:
     """The documents of each shard; documents without text are left out."""
     group: list[bytes] = []
-    size = 0
+    size, limit = 0, _shard_bytes(source)
     for text in source.documents():
         if not text or text.isspace():
             continue
         group.append(to_bytes(text))
         size += len(group[-1])
-        if size >= _SHARD_BYTES:
+        if size >= limit:
             yield group
             group, size = [], 0
     if group:
