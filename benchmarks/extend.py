@@ -8,9 +8,10 @@
 
 "base" trains a dense model (configs/a100_prod.py with bytes as tokens) at 2,048 tokens and exports it for transformers.
 The next ones convert that folder, train the model on at 32,768 tokens by configs/extend.py and evaluate it: "nsa",
-"dense", and variants of NSA: "shared" keys and values, an "open" gate of the compressed branch, blocks chosen by
-"mean_key", twice as many selected blocks ("more"), every fourth layer dense ("mixed"). Their commands are printed as
-they run; "report" compares what is there. Flags after -- are passed on to train.py.
+"dense", and variants of NSA: "shared" keys and values, a gate of the compressed branch that begins "open" or at a tenth
+("gate10"), blocks chosen by "mean_key", twice or four times as many selected blocks ("more", "more64"), more but
+smaller ones ("block32"), a window of the base model's rows ("window2k"), every fourth layer dense ("mixed"). Their
+commands are printed as they run; "report" compares what is there. Flags after -- are passed on to train.py.
 """
 
 from __future__ import annotations
