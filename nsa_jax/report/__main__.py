@@ -2,6 +2,7 @@
 
     python -m nsa_jax.report runs/quickstart
     python -m nsa_jax.report runs/quickstart runs/wider --out comparison.html
+    python -m nsa_jax.report s3://team/runs/a
 
 The file contains everything, including the charting library (2 MB), and opens from disk without a network. A run that
 was interrupted, or is still training, is shown as far as it got. Several runs are drawn into the same charts, with the
@@ -14,13 +15,17 @@ differences of their configurations. Health, samples and configuration are shown
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nsa_jax.command_line import EXIT_USAGE
+from nsa_jax.hub import remote_run
+from nsa_jax.object_store import Folder, normal, scheme_of
 from nsa_jax.report.page import build
 from nsa_jax.report.reading import ReportError, read_run
 
@@ -44,18 +49,48 @@ def write(path: Path, text: str) -> None:
         raise
 
 
+@contextlib.contextmanager
+def _local(run: str):
+    """The workdir of a run; of one in an object store, a copy without what checkpoints hold.
+
+    Raises:
+      StoreError: the store does not answer.
+    """
+    if not scheme_of(run):
+        yield Path(run)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        store, workdir = Folder(run), Path(directory)
+        remote_run.fetch_small_files(store, workdir)
+        for step in remote_run.whole_steps(store):
+            (workdir / remote_run.CHECKPOINTS / str(step)).mkdir(parents=True)
+        yield workdir
+
+
+def _read(run: str) -> dict[str, Any]:
+    address = normal(run) if scheme_of(run) else ""
+    try:
+        with _local(run) as workdir:
+            return read_run(workdir, address=address)
+    except ReportError as error:
+        raise ReportError(f"{run}: {str(error).partition(': ')[2]}") from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line tool; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m nsa_jax.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's workdir")
-    parser.add_argument("--out", type=Path, help="file to write; default: report.html in the first run's directory")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's workdir, or its address (s3://, gs://)")
+    parser.add_argument(
+        "--out", type=Path, help="file to write; default: report.html in the first run's directory, or in this one"
+    )
     args = parser.parse_args(argv)
-    out = args.out or args.runs[0] / "report.html"
+    out = args.out or Path("" if scheme_of(args.runs[0]) else args.runs[0]) / "report.html"
     try:
-        once = {path.resolve(): path for path in args.runs}  # a run that is named twice appears once
-        text = build([read_run(path) for path in once.values()], out.parent)
+        # A run that is named twice appears once.
+        once = {normal(run) if scheme_of(run) else str(Path(run).resolve()): run for run in args.runs}
+        text = build([_read(run) for run in once.values()], out.parent)
         if out.is_dir():
             raise ReportError(f"--out {out}: a directory; name a file")
         write(out, text)

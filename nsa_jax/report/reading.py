@@ -437,9 +437,9 @@ def _selection(rows: list[dict[str, Any]], flat: dict[str, Any]) -> dict[str, An
     }
 
 
-def _commands(workdir: Path, env: dict[str, Any]) -> list[dict[str, str]]:
+def _commands(run: str, env: dict[str, Any]) -> list[dict[str, str]]:
     """Commands to copy: how the run was started, and what can be done with it."""
-    path = shlex.quote(str(workdir))
+    path = shlex.quote(run)
     command = env.get("command")
     words = [str(word) for word in command] if isinstance(command, list) else []
     python = ["python"] if words and words[0].endswith(".py") else []
@@ -503,12 +503,13 @@ def _far_task(found: dict[str, Any]) -> dict[str, float] | None:
     return shares if {"accuracy", "chance"} <= shares.keys() else None
 
 
-def read_run(workdir: Path, now: float | None = None) -> dict[str, Any]:
+def read_run(workdir: Path, now: float | None = None, *, address: str = "") -> dict[str, Any]:
     """Everything that the page shows of a run, as JSON values with printable texts.
 
     Args:
       workdir: of the run.
       now: seconds since the epoch, to tell a live run from a dead one; None: the current time.
+      address: of the run in an object store, if the workdir is a copy.
 
     Raises:
       ReportError: there is no directory, or it holds nothing that the trainer wrote.
@@ -552,8 +553,8 @@ def read_run(workdir: Path, now: float | None = None) -> dict[str, Any]:
         events.append({"step": result["step"], "kind": "stop", "name": "stopped", "message": result["message"]})
     batch, length = _whole(flat.get("train.batch_size")), _whole(flat.get("data.seq_len"))
     found = {
-        "name": workdir.resolve().name,
-        "path": str(workdir.resolve()),
+        "name": address.rpartition("/")[2] or workdir.resolve().name,
+        "path": address or str(workdir.resolve()),
         "outcome": result,
         "series": series,
         "clock": _clock(rows),
@@ -568,7 +569,7 @@ def read_run(workdir: Path, now: float | None = None) -> dict[str, Any]:
         "preflight": _preflight(preflight),
         "config": flat,
         "changed": {name: defaults.get(name) for name, value in sorted(flat.items()) if defaults.get(name) != value},
-        "commands": _commands(workdir, env),
+        "commands": _commands(address or str(workdir), env),
         "best": _best(_object(summary, "best_checkpoint", "summary.json", notes)),
         "far_task": _far_task(_object(summary, "far_task", "summary.json", notes)),
         "goodput": _goodput(_object(_read_object(workdir / "goodput.json", notes), "run", "goodput.json", notes)),

@@ -24,6 +24,7 @@ from nsa_jax.hub import digests, remote_run
 from nsa_jax.hub.checkpoint_files import find_steps
 from nsa_jax.hub.export_files import LoadError
 from nsa_jax.object_store import Folder, StoreError
+from nsa_jax.report import __main__ as report
 from nsa_jax.train import CheckpointError, TrainingError, WorkdirInUse, lock, mirror, run
 from nsa_jax.train.checkpoint import parse_resume
 from nsa_jax.train.mirror import local_directory, mirroring
@@ -340,7 +341,12 @@ def test_a_killed_run_is_resumed_elsewhere_with_the_same_bits(place, s3, bucket,
     assert json.loads(s3.get(bucket, "run/summary.json"))["finished"]
     assert s3.get(bucket, "run/metrics.jsonl") == (tmp_path / "second" / "metrics.jsonl").read_bytes()
 
-    # Reading: what was fetched once is used again.
+    # Reading. A report shows the address, and the checkpoints without what they hold.
+    page = tmp_path / "report.html"
+    assert report.main([place, "--out", str(page)]) == 0
+    assert place in page.read_text() and "checkpoint of step 12 is kept" in page.read_text()
+    assert report.main([f"{place}/nothing", "--out", str(page)]) == 2
+    # What was fetched once is used again.
     monkeypatch.setenv("NSA_JAX_CACHE", str(tmp_path / "cache"))
     model, _, _ = nsa_jax.load(f"{place}@12")
     same, _, _ = nsa_jax.load(tmp_path / "uninterrupted")
