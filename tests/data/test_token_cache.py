@@ -311,7 +311,13 @@ def test_tokenising_processes_load_neither_jax_nor_grain_and_end_with_their_pare
 
 def test_shards_are_small_enough_for_all_cores_to_finish_together(documents, tmp_path):
     source = ListSource(documents)
-    for size, limit in [(None, 4 << 20), (4 << 20, 4 << 20), (130_000_000, 1 << 19), (2 << 30, 2 << 20), (1 << 40, 4 << 20)]:
+    for size, limit in [
+        (None, 4 << 20),
+        (4 << 20, 4 << 20),
+        (130_000_000, 1 << 19),
+        (2 << 30, 2 << 20),
+        (1 << 40, 4 << 20),
+    ]:
         source.size_bytes = lambda size=size: size
         assert shards._shard_bytes(source) == limit
 
