@@ -206,7 +206,7 @@ def make_eval_step(setup: Setup, token_bytes) -> Callable[[State, Batch], dict[s
 
     def step(params, batch: Batch):
         count = check_batch(batch, config)
-        model = setup.model(params)
+        model = setup.scanned_model(params)
 
         def sums(micro):
             hidden = model.hidden(micro["inputs"], micro["segment_start"] if config.data.packing else None)
@@ -240,7 +240,7 @@ def make_sampler(setup: Setup, length: int, vocab_size: int, temperature: float 
     """
 
     def sample(params, tokens, prompt_length, key):
-        model = setup.model(params)
+        model = setup.scanned_model(params)
 
         def extend(position, tokens):
             hidden = model.hidden(tokens)
