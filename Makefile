@@ -16,7 +16,7 @@ PY := $(VENV)/bin/python
 stamp = $(VENV)/.installed-$(1)
 comma := ,
 
-.PHONY: install quickstart test test-slow test-quick test-hf lint pytest docs docs-check site notebooks chaos format clean
+.PHONY: install quickstart test test-slow test-quick quick test-hf lint pytest docs docs-check site notebooks chaos format clean
 
 install: $(call stamp,run)
 
@@ -40,7 +40,9 @@ QUICK := tests/test_config.py tests/test_command_line.py tests/ops/test_block_li
   tests/train/test_step.py::test_losses_and_their_gradients_are_those_of_the_formula \
   tests/decode/test_decode_attention.py tests/tools/test_export.py tests/tools/test_generate.py::test_command_line
 
-test-quick: lint
+test-quick: lint quick
+
+quick: $(call stamp,test)
 	$(PY) -m pytest -q -n $(TEST_JOBS) -m "not slow and not notebook" $(QUICK) $(PYTEST_ARGS)
 
 # The pages that are generated: the configuration reference, and measured figures from benchmarks/results.
@@ -77,12 +79,12 @@ HF_VENV ?= .venv-hf
 HF_CONSTRAINTS ?= constraints-hf.txt
 
 test-hf: $(HF_VENV)/.installed
-	JAX_PLATFORMS=cpu $(HF_VENV)/bin/python -m pytest -q tests/hf $(PYTEST_ARGS)
+	JAX_PLATFORMS=cpu $(HF_VENV)/bin/python -m pytest -q -n $(TEST_JOBS) tests/hf $(PYTEST_ARGS)
 
 $(HF_VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(HF_CONSTRAINTS)
 	$(PYTHON) -m venv $(HF_VENV)
 	$(HF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -c $(HF_CONSTRAINTS) \
-	  -e .[eval] torch transformers accelerate pytest pytest-timeout
+	  -e .[eval] torch transformers accelerate pytest pytest-timeout pytest-xdist
 	@touch $@
 
 # Attacks on the project's promises, drawn from SEED, for MINUTES; a short form is part of the tests.
