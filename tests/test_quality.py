@@ -51,7 +51,7 @@ def stage(tmp_path, variant, name, program="", seconds=0.0, done=True):
     """A program that notes when it began and writes its file after some seconds."""
     file = tmp_path / f"{variant}.{name}"
     writes = f"open({str(file)!r}, 'w').close()" if done else ""
-    code = f"import time; {program or 'pass'}; time.sleep({seconds}); {writes}"
+    code = f"import os, time\n{program}\ntime.sleep({seconds}); {writes}"
     return quality.Stage(variant, name, ("-S", "-c", code), file.is_file, tmp_path / f"{variant}.log")
 
 
@@ -81,10 +81,16 @@ def test_stages_run_in_order_and_finished_ones_are_skipped(tmp_path):
 
 
 def test_several_variants_run_at_once_and_selection_waits_for_the_dense_model(tmp_path):
-    needs_dense = f"import os; assert os.path.exists({str(tmp_path / 'dense.train')!r})"
-    todo = {
-        "nsa": [stage(tmp_path, "nsa", "train"), stage(tmp_path, "nsa", "selection", program=needs_dense)],
-        "dense": [stage(tmp_path, "dense", "train", seconds=1.0)],
+    begun, nsa, dense = (str(tmp_path / name) for name in ("begun", "nsa.train", "dense.train"))
+    until = "while not os.path.exists({!r}): time.sleep(0.01)".format
+    todo = {  # NSA trains until dense has begun, dense until NSA could begin with the selection
+        "nsa": [
+            stage(tmp_path, "nsa", "train", program=until(begun)),
+            stage(tmp_path, "nsa", "selection", program=f"assert os.path.exists({dense!r})"),
+        ],
+        "dense": [
+            stage(tmp_path, "dense", "train", program=f"open({begun!r}, 'w').close()\n{until(nsa)}", seconds=0.5)
+        ],
     }
     started, _, failed, most = run(todo, tmp_path, parallel=2)
     assert started == [("nsa", "train"), ("dense", "train"), ("nsa", "selection")] and most == 2 and not failed
