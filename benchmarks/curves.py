@@ -10,7 +10,16 @@ The runs of benchmarks/results/nsa_dense_h200 are started by, with --config.mode
       --config.train.batch_size=16 --config.train.grad_accum=1 --config.train.steps=1280 \\
       --config.train.eval_every=128 --config.train.eval_batches=8 --config.optim.warmup_steps=150
 
-and --config.model.mlp_dim=2496 for dense attention: 85.7 million parameters, as many as with NSA (84.9).
+and --config.model.mlp_dim=2496 for dense attention: 85.7 million parameters, as many as with NSA (84.9). Those of
+benchmarks/results/optimizers_h200 by, with optimizers and schedules that their names tell:
+
+    python benchmarks/corpus.py corpus --megabytes 270
+    python train.py --config=configs/a100_prod.py --workdir=runs/muon_cosine \\
+      --config.optim.name=muon --config.optim.schedule=cosine --config.optim.warmup_steps=100 \\
+      --config.data.source=text "--config.data.files=('corpus/*',)" --config.data.tokenizer=byte \\
+      --config.data.packing=False --config.data.val_fraction=0.02 --config.train.batch_size=64 \\
+      --config.train.grad_accum=1 --config.train.steps=1000 --config.train.eval_every=100 \\
+      --config.train.eval_batches=8 --config.train.save_every=500
 """
 
 from __future__ import annotations
@@ -18,13 +27,14 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import statistics
 from typing import Any
 
 from matplotlib.figure import Figure
 
 
 def read(workdir: pathlib.Path) -> dict[str, Any]:
-    """What a run was and its validation rows, by step and by tokens seen."""
+    """What a run was, the median of its speeds, and its validation rows, by step and by tokens seen."""
     env = json.loads((workdir / "env.json").read_text())
     config = env["config"]
     tokens = config["train"]["batch_size"] * config["data"]["seq_len"]
@@ -36,7 +46,9 @@ def read(workdir: pathlib.Path) -> dict[str, Any]:
     ]
     if not points:
         raise SystemExit(f"{workdir}: metrics.jsonl has no val/bits_per_byte: train with config.train.eval_every > 0")
-    return {"name": workdir.name, "env": env, "validation": points}
+    speeds = [row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row]
+    speed = round(statistics.median(speeds)) if speeds else None
+    return {"name": workdir.name, "env": env, "tokens_per_second": speed, "validation": points}
 
 
 def last_common(runs: list[dict[str, Any]]) -> int:

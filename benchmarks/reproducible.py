@@ -160,12 +160,12 @@ def main() -> int:
     for label, run in found.items():
         compared = {part: differing(reference, run[part]) for part in ("rows", "before_the_kill") if part in run}
         failed |= any(compared.values()) or sorted(run["rows"]) != list(range(1, options.steps + 1))
-        seconds = [row["perf/step_seconds"] for row in list(run["rows"].values())[2:]]
+        timed = [row["perf/step_seconds"] for row in run["rows"].values() if "perf/step_seconds" in row]
         report["runs"][label] = {
             "steps": len(run["rows"]),
             "steps_that_differ_from_first": compared,
             **{name: run[name] for name in ("killed_at", "resumed_after") if name in run},
-            "median_step_seconds": statistics.median(seconds),
+            "median_step_seconds": statistics.median(timed),
             **{name: [row[name] for row in run["rows"].values()] for name in COMPARED},
         }
         print(label, {k: v for k, v in report["runs"][label].items() if k not in COMPARED})

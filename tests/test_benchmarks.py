@@ -94,12 +94,14 @@ def test_curves_count_tokens_and_start_after_the_untrained_model(tmp_path):
     (tmp_path / "env.json").write_text(json.dumps({"config": config}))
     rows = [
         {"step": 0, "val/bits_per_byte": 8.0},
-        {"step": 5, "train/loss": 3.0},
+        {"step": 1, "train/loss": 5.0},  # no step was timed
+        *({"step": step, "perf/tokens_per_second": speed} for step, speed in ((2, 7.0), (5, 99.0), (7, 8.0))),
         {"step": 10, "val/bits_per_byte": 2.5},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = curves.read(tmp_path)
     assert [point["tokens"] for point in run["validation"]] == [0, 4000]
+    assert run["tokens_per_second"] == 8
     (line,) = curves.draw([run]).axes[0].lines
     np.testing.assert_allclose(line.get_xydata(), [[0.004, 2.5]])
 
