@@ -27,14 +27,14 @@ _PROJECTED = ("nsa_query", "nsa_projection")
 _NORMED, _STREAM = "norm_out", "residual_stream"
 # Primitives of attention's forward pass: Pallas kernels, cuDNN, and an op whose forward rule calls the op itself.
 _KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper", "custom_vjp_call")
-# The kernel that only cuts and rotates the projection: what it writes is as large as its input, and quickly made again.
-_SPLIT = "nsa_split_projection"
+# Kernels whose results are quickly made again from what is kept: the cut and rotated projection, the branches' sum.
+_CHEAP = ("nsa_split_projection", "nsa_gated_sum")
 
 
 def _attention_saveable(prim, *args, **params) -> bool:
     """Saves what kernels and cuDNN return, and whatever carries a name of attention's."""
     if prim.name in _KERNELS:
-        return params.get("name") != _SPLIT
+        return params.get("name") not in _CHEAP
     return bool(jax.checkpoint_policies.save_only_these_names(_INDICES, *_ATTENTION)(prim, *args, **params))
 
 
@@ -185,7 +185,8 @@ class Transformer(nnx.Module):
       dots_saved: keeps what attention_saved does, the results of every matrix product, norm and SwiGLU, and NSA's
         rotated query; recomputes what else is elementwise. Where a kernel cuts NSA's projection (see
         `nsa_jax.ops.projected`), what it is cut into is kept instead of the projection.
-      attention_saved: keeps each layer's input and what attention's backward pass needs; recomputes the rest.
+      attention_saved: keeps each layer's input and what attention's backward pass needs; recomputes the rest, the sum
+        of NSA's branches included.
       block: keeps each layer's input only.
       full: keeps the input of every sqrt(num_layers)-th layer only; runs the layers between twice more. With a pattern,
         that of every sqrt(periods)-th period.

@@ -5,9 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import nsa_jax
 from nsa_jax import aot
+from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.ops import blocks
 from tests.kernels.hollow import hollow_kernels
 
@@ -110,6 +112,33 @@ def test_kernels_of_layers_in_a_scan_run_once(heads):
     with hollow_kernels():
         compiled = aot.compile_for_gpu(gradient, query, tuple(rest[:6]), rest[6], gpu="h100")
     assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 9
+
+
+def test_each_further_layer_takes_only_what_is_kept_for_its_backward_pass():
+    """Buffers of a layer's backward pass that XLA allocated when the program begins would be counted for every layer."""
+    shape, heads = jax.ShapeDtypeStruct((1, 16_384), jnp.int32), 12
+
+    def model(layers):
+        config = ModelConfig(
+            dim=64, num_heads=heads, num_kv_heads=2, head_dim=64, vocab_size=64, num_layers=layers, mlp_dim=64,
+            compute_dtype="bfloat16", remat="attention_saved", scan_layers=False, implementation="pallas",
+        )  # fmt: skip
+        graphdef, params = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+
+        def loss(params, tokens):
+            return nnx.merge(graphdef, params).hidden(tokens).astype(jnp.float32).sum()
+
+        return loss, params
+
+    def temporary(layers):
+        loss, params = model(layers)
+        with hollow_kernels():
+            compiled = aot.compile_for_gpu(jax.grad(loss), params, shape, gpu="h100")
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # Layer's input, three branches, a log-sum-exp for each of their rows, and the block lists.
+    kept = shape.size * (2 * 64 + 3 * heads * (2 * 64 + 4) + 4 * 2 * 16)
+    assert (temporary(3) - temporary(1)) / 2 <= 1.1 * kept
 
 
 def test_long_rows_of_six_heads_per_group_get_hoppers_kernels():

@@ -124,7 +124,8 @@ def test_attention_saved_does_not_run_the_forward_kernels_again():
         return _count(grad.jaxpr, "pallas_call")
 
     none, saved, dots, block = map(kernels, ("none", "attention_saved", "dots_saved", "block"))
-    assert none == saved == dots
+    assert none == dots
+    assert saved == none + 1  # the sum of the branches, one pass over what is kept
     assert block >= none + 3  # the forward pass of each branch, once more
 
 

@@ -44,6 +44,21 @@ def triton_call(kernel, *, num_warps: int, num_stages: int, **kwargs: Any):
     return call_in_32_bits
 
 
+def _write_nothing(after_ref, out_ref) -> None:
+    """Leaves its output as it was allocated."""
+
+
+def empty(shape: tuple[int, ...], dtype: Any, after: jax.Array) -> jax.Array:
+    """An array of any content, for kernels that write it in place, allocated when `after` is there.
+
+    `lax.empty` depends on nothing, so XLA allocates those of all layers when a program begins. For 16 layers of 1B at
+    65,536 tokens they held 5.6 GiB throughout the forward and the backward pass.
+    """
+    out_shape = jax.ShapeDtypeStruct(shape, dtype)
+    call = triton_call(_write_nothing, num_warps=1, num_stages=1, grid=(1,), out_shape=out_shape, name="nsa_empty")
+    return call(after.reshape(-1)[:1])
+
+
 @jax.custom_jvp
 def first_derivative(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The arrays as they are, for the forward and backward passes of kernels, which cannot be differentiated again."""

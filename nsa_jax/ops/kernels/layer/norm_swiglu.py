@@ -127,5 +127,7 @@ def swiglu_gradients(both: jax.Array, grad: jax.Array, with_product: bool) -> tu
         num_stages=1,
         grid=(width // columns, pl.cdiv(total, rows)),
         out_shape=out_shape if with_product else out_shape[:1],
+        # A program reads an element and then writes it, unless rows past the end repeat the last one.
+        input_output_aliases={0: 0} if total % rows == 0 else {},
         name="swiglu_gradients",
     )(both, grad)

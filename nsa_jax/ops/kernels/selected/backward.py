@@ -37,6 +37,7 @@ from nsa_jax.ops.kernels.selected import (
 )
 from nsa_jax.ops.kernels.selected.grad_layout import Layout, make_layout
 from nsa_jax.ops.kernels.softmax import LOG2E
+from nsa_jax.ops.kernels.triton import empty
 
 
 def _by_block_module(layout: Layout):
@@ -142,9 +143,9 @@ def selected_backward(
 
     key_rows = batch * layout.num_blocks * layout.columns * num_kv
     carry = (
-        lax.empty((batch * length * num_heads, head_dim), query.dtype),  # every row is written by exactly one step
+        empty((batch * length * num_heads, head_dim), query.dtype, delta),  # every row is written by exactly one step
         # The first range writes every row, later ones add to it.
-        *[lax.empty((key_rows, x.shape[-1]), jnp.float32 if layout.ranges > 1 else x.dtype) for x in (key, value)],
+        *[empty((key_rows, x.shape[-1]), jnp.float32 if layout.ranges > 1 else x.dtype, delta) for x in (key, value)],
     )
     d_query, d_key, d_value = body(0, carry) if layout.steps == 1 else lax.fori_loop(0, layout.steps, body, carry)
 
