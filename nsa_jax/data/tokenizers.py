@@ -6,20 +6,22 @@ bits per byte), `encode`, `encode_batch`, `decode`, `fingerprint` and `save`. `l
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import filelock
 import numpy as np
 import tokenizers as hf_tokenizers
-from ml_collections import ConfigDict
 
 from nsa_jax.data.errors import DataError
+
+if TYPE_CHECKING:  # tokenising processes import this module, and need not wait for what they do not use
+    from ml_collections import ConfigDict
 
 # Enough text for stable merges, and a bound of training time and memory on large corpora.
 BPE_TRAINING_BYTES = 64 << 20
@@ -234,12 +236,14 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(
                 f"tokenizer {name}", f"has the token id {self.vocab_size - 1}", f"use ids below {_MOST_IDS:,}"
             )
-        self.token_bytes = self._token_bytes(vocabulary)
         digest = hashlib.blake2b(serialized.encode(), digest_size=16)
         digest.update(self.eos_token.encode())
         self.fingerprint = digest.hexdigest()
 
-    def _token_bytes(self, vocabulary: dict[str, int]) -> np.ndarray:
+    @functools.cached_property
+    def token_bytes(self) -> np.ndarray:  # type: ignore[override]
+        """See Tokenizer; counted when it is first used, which is not where text is tokenised."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         description = json.loads(self._serialized)
         byte_level = '"ByteLevel"' in json.dumps([description.get("pre_tokenizer"), description.get("decoder")])
         counts = np.zeros(self.vocab_size, np.int32)
@@ -326,6 +330,8 @@ def _load_or_train_bpe(config: ConfigDict, documents: Iterable[str] | None, dire
         raise DataError("config.data.tokenizer='bpe'", "there is no text to train on", "pass documents")
     if directory is None:
         return HuggingFaceTokenizer(train_bpe(documents, vocab_size), eos=BPE_EOS, name="bpe")
+    import filelock
+
     directory.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(f"{directory}.lock"):
         if not Path(directory, "tokenizer_config.json").exists():
