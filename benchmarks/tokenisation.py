@@ -1,13 +1,17 @@
 """Times tokenisation by 1, 2, 4, ... processes on one host, and compares the caches that they make.
 
     python benchmarks/tokenisation.py --workers 1 2 4 8 16 --megabytes 256 --json benchmarks/results/tokenize_16.json
-    python benchmarks/tokenisation.py --files 'corpus/**/*.txt' --tokenizer path/to/tokenizer.json
+    python benchmarks/tokenisation.py --files 'corpus/*.txt' --tokenizer path/to/tokenizer.json --workers 16 1 --control
 
 Without --files the corpus is pseudo-words drawn from a Zipf distribution with the letters' frequencies of a seed, in
 documents of log-normal length; the tokenizer is then a byte-level BPE of 32,768 ids, trained on it. Reading, starting
 the processes, tokenising, and joining the shards are all timed. Where the machine has other work, compare
 `cpu_seconds`, the processor time of this process and its workers: what the workers add to it as they become more is
 what they cost each other.
+
+--control times what the machine itself allows: processes that share nothing, each of which tokenises the same shards
+in a loop, without being started, fed or waited for within the time. Cores that are threads of one core, and clocks that
+sink when all cores work, show there.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ import hashlib
 import json
 import os
 import pathlib
+import pickle
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +35,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from nsa_jax.data import cache, shards  # noqa: E402
+from nsa_jax.data.encoding import encode  # noqa: E402
 from nsa_jax.data.sources import Source, TextSource  # noqa: E402
 from nsa_jax.data.tokenizers import BPE_EOS, HuggingFaceTokenizer, Tokenizer, train_bpe  # noqa: E402
 
@@ -84,6 +91,50 @@ def run(source: Source, tokenizer: Tokenizer, workers: int) -> dict[str, Any]:
         }
 
 
+def control(groups: list[list[bytes]], tokenizer: Tokenizer, processes: int) -> dict[str, Any]:
+    """Each of several processes tokenises the same groups of documents; the sum of their rates."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        environment = {**os.environ, **shards.WORKER_ENVIRONMENT}
+        command = [sys.executable, __file__, "--copy"]
+        pipe = subprocess.PIPE
+        copies = [subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) for _ in range(processes)]
+        for copy in copies:
+            pickle.dump((folder, groups), copy.stdin)
+            copy.stdin.flush()
+        for copy in copies:
+            copy.stdout.readline()  # it is ready
+        for copy in copies:
+            copy.stdin.close()  # it begins
+        found = [json.loads(copy.stdout.read()) for copy in copies]
+        for copy in copies:
+            copy.wait()
+    return {
+        "control": processes,
+        "seconds": statistics.mean(f["seconds"] for f in found),
+        "tokens_per_second": sum(f["tokens"] / f["seconds"] for f in found),
+        "cpu_seconds": sum(f["cpu_seconds"] for f in found),
+    }
+
+
+def control_copy() -> None:
+    """A process of `control`."""
+    folder, groups = pickle.load(sys.stdin.buffer)
+    tokenizer = Tokenizer.load(folder)
+    print("ready", flush=True)
+    sys.stdin.buffer.read()
+    start, cpu = time.perf_counter(), time.process_time()
+    tokens = sum(len(encode(group, tokenizer).tokens) for group in groups)
+    found = {"tokens": tokens, "seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+    print(json.dumps(found), flush=True)
+
+
+def show_speedups(rates: dict[int, float], name: str) -> None:
+    least = min(rates)
+    for count, rate in rates.items():
+        print(f"{count:3} {name}: {rate:12,.0f} tokens/s, {rate / rates[least]:.2f} x", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
@@ -92,8 +143,12 @@ def main() -> None:
     parser.add_argument("--files", nargs="*", default=[], help="text files or globs, instead of the synthetic corpus")
     parser.add_argument("--separator", default="", help="between the documents of --files")
     parser.add_argument("--tokenizer", type=pathlib.Path, help="a tokenizer.json; default: a BPE trained on the corpus")
+    parser.add_argument("--control", action="store_true", help="also time processes that share nothing")
+    parser.add_argument("--copy", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", default="")
     args = parser.parse_args()
+    if args.copy:
+        return control_copy()
     with tempfile.TemporaryDirectory() as folder:
         files = args.files or write_corpus(pathlib.Path(folder), args.megabytes)
         source = TextSource(files, separator=args.separator if args.files else _SEPARATOR)
@@ -106,9 +161,16 @@ def main() -> None:
             for workers in args.workers:
                 rows.append(run(source, tokenizer, workers))
                 print(json.dumps(rows[-1]), flush=True)
+        controls: list[dict[str, Any]] = []
+        if args.control:
+            share = list(shards._groups(source))[:: max(args.workers)]
+            for processes in sorted({1, *args.workers}):
+                controls.append(control(share, tokenizer, processes))
+                print(json.dumps(controls[-1]), flush=True)
     medians = {n: statistics.median(r["tokens_per_second"] for r in rows if r["workers"] == n) for n in args.workers}
-    for workers, rate in medians.items():
-        print(f"{workers:3} workers: {rate:12,.0f} tokens/s, {rate / medians[args.workers[0]]:.2f} x", flush=True)
+    show_speedups(medians, "workers")
+    if controls:
+        show_speedups({row["control"]: row["tokens_per_second"] for row in controls}, "that share nothing")
     if len({row["digest"] for row in rows}) > 1:
         raise SystemExit("the caches differ")
     if args.json:
@@ -122,6 +184,7 @@ def main() -> None:
             "case": {"megabytes": megabytes, "vocab_size": tokenizer.vocab_size},
             "rows": rows,
             "tokens_per_second": medians,
+            "controls": controls,
         }
         pathlib.Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 

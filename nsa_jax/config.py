@@ -129,7 +129,7 @@ def default_config() -> ConfigDict:
     d.packing_method = "concatenate"  # concatenate (rows are cut from the stream) | best_fit (few documents are cut)
     d.val_fraction = 0.01  # share of documents held out, chosen by a hash of their content
     d.val_files = ()  # text, tokens: files of held-out documents; no others are held out then
-    d.cache_dir = ""  # tokenised corpus; default: ~/.cache/nsa_jax, or $NSA_JAX_CACHE
+    d.cache_dir = ""  # tokenised corpus; default: ~/.cache/nsa_jax, or $NSA_JAX_CACHE; s3://, gs://: kept there, too
     d.num_workers = 0  # grain worker processes; 0: threads in this process
     d.prefetch = 8  # batches prepared ahead
 

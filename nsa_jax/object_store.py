@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import re
@@ -75,12 +76,15 @@ def accessing(address: str) -> Iterator[None]:
 
     Raises:
       FileNotFoundError: as it is: whether something must exist is for the caller to know.
+      OSError: as it is, if the local disk is full.
     """
     try:
         yield
     except (FileNotFoundError, FileExistsError, StoreError):
         raise
     except Exception as error:  # botocore, aiohttp, google.auth and gcsfs have families of their own
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # of this machine's disk
+            raise
         raise explain(address, error) from error
 
 

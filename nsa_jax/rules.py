@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.fields import Problem, remote, source_configs
+from nsa_jax.object_store import SCHEMES, scheme_of
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.gpus import GPUS
 from nsa_jax.ops.rope import KINDS, RopeScaling
@@ -289,9 +290,11 @@ def _check_paths(config: ConfigDict, found: _Findings) -> None:
         if "\0" in _field(config, name):
             found.error("R001", f"config.{name}={_field(config, name)!r}: holds a null character", "remove it")
     for name in ("compilation_cache_dir", "data.cache_dir", "train.local_dir"):
-        if scheme := remote(_field(config, name)):
+        scheme = remote(_field(config, name))
+        if scheme and not (name == "data.cache_dir" and scheme_of(_field(config, name))):
             message = f"config.{name}={_field(config, name)!r}: {scheme} is not supported"
-            found.error("R001", message, "use a local or shared directory: its files are locked and read in place")
+            others = f", {' or '.join(SCHEMES)}" if name == "data.cache_dir" else ": its files are locked there"
+            found.error("R001", message, f"use a local or shared directory{others}")
 
 
 def _check_data(config: ConfigDict, found: _Findings) -> None:

@@ -122,9 +122,11 @@ def test_curves_name_the_last_point_that_every_run_has():
 @pytest.mark.slow
 def test_tokenisation_benchmark_compares_numbers_of_processes(tmp_path):
     results = tmp_path / "out.json"
-    command = [sys.executable, "benchmarks/tokenisation.py", "--workers", "1", "2", "--repeats", "1"]
+    command = [sys.executable, "benchmarks/tokenisation.py", "--workers", "1", "2", "--repeats", "1", "--control"]
     subprocess.run([*command, "--megabytes", "9", "--json", str(results)], check=True, timeout=300, capture_output=True)
     data = json.loads(results.read_text())
     assert [row["workers"] for row in data["rows"]] == [1, 2]
     assert len({(row["digest"], row["tokens"]) for row in data["rows"]}) == 1
     assert all(rate > 10_000 for rate in data["tokens_per_second"].values())
+    assert [row["control"] for row in data["controls"]] == [1, 2]
+    assert all(row["tokens_per_second"] > 10_000 for row in data["controls"])

@@ -92,7 +92,7 @@ BAD = [
     ("data.synthetic_vocab", 0, "R002"),
     ("train.batch_size", 2**21, "R010"),
     ("name", "", "R001"),
-    ("data.cache_dir", "gs://bucket/cache", "R001"),
+    ("data.cache_dir", "http://host/cache", "R001"),
     ("train.local_dir", "s3://bucket/run", "R001"),
     ("guards.upload_seconds", -1.0, "R002"),
     ("compilation_cache_dir", "a\0b", "R001"),
@@ -153,6 +153,13 @@ def test_dense_regime_can_be_allowed_and_short_rows_warn():
     (warning,) = check(config)
     assert (warning.rule, warning.severity) == ("R006", "warning")
     config.model.attention = "dense"
+    assert validate(config) == []
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/caches", "gs://bucket"])
+def test_token_caches_may_be_kept_in_an_object_store(address):
+    config = default_config()
+    config.data.cache_dir = address
     assert validate(config) == []
 
 

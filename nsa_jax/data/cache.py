@@ -10,7 +10,7 @@ user's files) takes the place of `<split>.tokens`.
 A corpus is built under another name and renamed when it is complete. Large sources are first tokenised in shards, which
 later starts use; see shards.py. The builder holds a lock, which the system releases when the process dies. A process
 that is killed therefore leaves nothing that could be mistaken for a corpus, and processes that start together build it
-once.
+once. cache_store.py keeps finished corpora in an object store, too.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from typing import Any
 import filelock
 import numpy as np
 
+from nsa_jax.data import cache_store
 from nsa_jax.data.corpus import SPLITS, Corpus, Split, SplitStats, meta_checksum, open_corpus
 from nsa_jax.data.encoding import Encoded, content_hash
 from nsa_jax.data.errors import DataError
@@ -44,7 +45,9 @@ from nsa_jax.data.token_file import ChunkWriter, checksums_path
 from nsa_jax.data.token_sources import Indexed, TokenSource, index_documents
 from nsa_jax.data.token_view import Part
 from nsa_jax.data.tokenizers import Tokenizer
+from nsa_jax.object_store import scheme_of
 
+_META = "meta.json"  # what completes a corpus
 _FORMAT = 1  # part of the fingerprint: raise it when the files' meaning changes
 
 __all__ = [
@@ -64,8 +67,9 @@ logger = logging.getLogger(__name__)
 
 
 def cache_root(cache_dir: str = "") -> Path:
-    """Where corpora are kept: `cache_dir`, else $NSA_JAX_CACHE, else ~/.cache/nsa_jax."""
-    return Path(cache_dir or os.environ.get("NSA_JAX_CACHE") or "~/.cache/nsa_jax").expanduser()
+    """Where corpora are made and read: `cache_dir` if it is a directory, else $NSA_JAX_CACHE, else ~/.cache/nsa_jax."""
+    directory = "" if scheme_of(cache_dir) else cache_dir
+    return Path(directory or os.environ.get("NSA_JAX_CACHE") or "~/.cache/nsa_jax").expanduser()
 
 
 def is_validation(document_hash: Any, val_fraction: float) -> Any:
@@ -149,10 +153,17 @@ def _write(
         ids = {"eos_id": tokenizer.eos_id, "vocab_size": tokenizer.vocab_size}
         meta |= {"parts": [dataclasses.asdict(part) for part in parts], **ids}
     meta["checksum"] = meta_checksum(meta)
-    (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    (directory / _META).write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, root: Path, workers: int = 0) -> Corpus:
+def store_address(cache_dir: str) -> str:
+    """`cache_dir` if it is the address of an object store, else ""."""
+    return cache_dir if scheme_of(cache_dir) else ""
+
+
+def load_corpus(
+    source: Source, tokenizer: Tokenizer, *, val_fraction: float, root: Path, address: str = "", workers: int = 0
+) -> Corpus:
     """The tokenised corpus, from the cache or built now.
 
     Args:
@@ -160,27 +171,34 @@ def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, ro
       tokenizer: turns them into tokens.
       val_fraction: share of documents held out.
       root: directory of all caches.
+      address: of an object store from which a corpus that is not in `root` is fetched, and to which one that was built
+        is uploaded; not if the documents are tokens already, which need no tokenising. Empty: none.
       workers: tokenising processes on this host; 0: one for each core that this process may use.
 
     Returns:
       The corpus; of large token files only a sample has been read.
 
     Raises:
-      DataError: no text in the source, an unreadable file, no room or no permission under `root`.
+      DataError: no text in the source, an unreadable file, no room or no permission under `root`, an object
+        store that cannot be read.
     """
+    if isinstance(_inner(source), TokenSource):
+        address = ""
     fingerprint = corpus_fingerprint(source, tokenizer, val_fraction)
     final = root / fingerprint
     shards = root / f"{fingerprint}.shards"
     corpus = open_corpus(final)
     if corpus is not None:
         shutil.rmtree(shards, ignore_errors=True)  # of a process that was killed when all was done
+        cache_store.keep(address, final, _META)
         return corpus
     try:
         root.mkdir(parents=True, exist_ok=True)
         # The processes of a host that have the same cores take turns; those of other hosts take part.
         with _locked(root / f"{fingerprint}.{_cores_name()}.lock", f"another process is building {final}"):
+            how = "found"
             if open_corpus(final) is None:
-                _build(final, shards, source, tokenizer, val_fraction, workers)
+                how = _build(final, shards, source, tokenizer, val_fraction, workers, address)
                 shutil.rmtree(shards, ignore_errors=True)
     except OSError as error:
         raise _storage_error(root, error) from error
@@ -189,28 +207,43 @@ def load_corpus(source: Source, tokenizer: Tokenizer, *, val_fraction: float, ro
         raise DataError(str(final), "what was just written cannot be read back", "check the disk")
     train, held_out = corpus.train.stats, corpus.validation.stats
     logger.info(
-        "tokenised %s: %s training documents (%s tokens), %s held out (%s tokens), in %s",
-        *(source.name, f"{train.documents:,}", f"{train.tokens:,}"),
+        "%s %s: %s training documents (%s tokens), %s held out (%s tokens), in %s",
+        *(how, source.name, f"{train.documents:,}", f"{train.tokens:,}"),
         *(f"{held_out.documents:,}", f"{held_out.tokens:,}", final),
     )
+    cache_store.keep(address, final, _META)
     return corpus
 
 
-def _build(final: Path, shards: Path, source: Source, tokenizer: Tokenizer, val_fraction: float, workers: int) -> None:
-    """Makes a corpus, together with other hosts; one of them writes it."""
+def _inner(source: Source) -> Source:
+    return source.source if isinstance(source, LimitedSource) else source
+
+
+def _build(
+    final: Path,
+    shards: Path,
+    source: Source,
+    tokenizer: Tokenizer,
+    val_fraction: float,
+    workers: int,
+    address: str,
+) -> str:
+    """Fetches a corpus, or makes it, together with other hosts; one of them writes it. Returns which, as a verb."""
     alone = functools.partial(_locked, final.with_name(f"{final.name}.lock"), f"another process is writing {final}")
     with alone():
         if os.path.lexists(final) and open_corpus(final) is None:
             logger.warning("%s is damaged; building it again", final)
             shutil.rmtree(final) if final.is_dir() and not final.is_symlink() else final.unlink()
+    if cache_store.fetch(address, final, _META, lambda directory: open_corpus(directory, final.name)):
+        return "fetched"
     groups: Iterator[Encoded | Indexed] | None
-    inner, limit = (source.source, source.limit) if isinstance(source, LimitedSource) else (source, 0)
+    inner, limit = _inner(source), source.limit if isinstance(source, LimitedSource) else 0
     parts: list[Part] = []
     if isinstance(inner, TokenSource):
         parts = inner.parts(tokenizer)
         groups = _with_progress(source.name, parts, index_documents(inner, parts, tokenizer, limit=limit))
     else:
-        finished = (final / "meta.json").exists
+        finished = (final / _META).exists
         groups = encoded_shards(source, tokenizer, shards, workers=workers, finished=finished)
     if groups is not None:
         with alone():
@@ -225,6 +258,7 @@ def _build(final: Path, shards: Path, source: Source, tokenizer: Tokenizer, val_
                     os.rename(unfinished, final)
                 finally:
                     shutil.rmtree(unfinished, ignore_errors=True)
+    return "tokenised"
 
 
 def _with_progress(name: str, parts: Sequence[Part], groups: Iterator[Indexed]) -> Iterator[Indexed]:

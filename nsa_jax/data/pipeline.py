@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -26,7 +27,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from nsa_jax.data import cache, long_tasks, sources, streaming, synthetic, tokenizers
+from nsa_jax.data import cache, cache_store, long_tasks, sources, streaming, synthetic, tokenizers
 from nsa_jax.data.cache import SplitStats
 from nsa_jax.data.encoding import document_hash, to_bytes
 from nsa_jax.data.errors import DataError
@@ -386,6 +387,10 @@ def make_pipeline(
         raise DataError(f"config.seed={config.seed}", "must not be negative", "use 0 or more")
     if not 0 <= data.val_fraction < 1:
         raise DataError(f"config.data.val_fraction={data.val_fraction}", "not in [0, 1)", "use a share such as 0.01")
+    if cached_only and cache.store_address(data.cache_dir):  # what is there would have to be fetched
+        config = copy.deepcopy(config)
+        data = config.data
+        data.cache_dir = ""
     if data.sources:
         return _mixture_pipeline(config, share, cached_only)
     if data.source == "synthetic":
@@ -395,20 +400,25 @@ def make_pipeline(
     source = sources.make_source(config)
     if cached_only:
         source = _Unread(source)
-    root = cache.cache_root(data.cache_dir)
-    tokenizer = _tokenizer(config, source, root)
+    tokenizer = _tokenizer(config, source)
     if data.source == "hf" and data.hf_streaming:
         if cached_only:
             raise DataError(f"source {source.name}", "is streamed, never cached", "start the run to read it")
-        return _streaming_pipeline(config, share, source, tokenizer, root)
-    return _cached_pipeline(config, share, source, tokenizer, root)
+        return _streaming_pipeline(config, share, source, tokenizer)
+    return _cached_pipeline(config, share, source, tokenizer)
 
 
 def _cached_pipeline(
-    config: ConfigDict, share: Share, source: sources.Source, tokenizer: tokenizers.Tokenizer, root: Path
+    config: ConfigDict, share: Share, source: sources.Source, tokenizer: tokenizers.Tokenizer
 ) -> Pipeline:
     data = config.data
-    load = functools.partial(cache.load_corpus, tokenizer=tokenizer, root=root, workers=data.tokenizer_workers)
+    load = functools.partial(
+        cache.load_corpus,
+        tokenizer=tokenizer,
+        root=cache.cache_root(data.cache_dir),
+        address=cache.store_address(data.cache_dir),
+        workers=data.tokenizer_workers,
+    )
     corpus = load(source, val_fraction=_val_fraction(config))
     if sources.has_held_out(config):
         held_out_source = sources.make_held_out_source(config)
@@ -457,7 +467,6 @@ def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pi
         if not 0 < weight < math.inf:
             raise DataError(f"config.data.sources.{name}.weight={weight}", "not positive", "use a positive weight")
     schedule = Schedule.of(weights)
-    root = cache.cache_root(config.data.cache_dir)
     found: dict[str, sources.Source] = {}
     for name, part in alone.items():
         if part.data.source == "task":
@@ -465,14 +474,14 @@ def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pi
         with _naming_source(name):
             source = sources.make_source(part)
         found[name] = _Unread(source) if cached_only else source
-    tokenizer = _tokenizer(config, MixedDocuments(found, weights), root)
+    tokenizer = _tokenizer(config, MixedDocuments(found, weights))
     parts = {}
     for (name, part), exact in zip(alone.items(), schedule.shares, strict=True):
         # Orders of their own, for sources of equally many rows.
         part.seed = int.from_bytes(hashlib.blake2b(f"{config.seed} {name}".encode(), digest_size=3).digest(), "little")
         with _naming_source(name):
             made = (
-                _cached_pipeline(part, share, found[name], tokenizer, root)
+                _cached_pipeline(part, share, found[name], tokenizer)
                 if name in found
                 else _task_pipeline(part, share, tokenizer)
             )
@@ -508,7 +517,7 @@ class _Unread:
         raise DataError(f"source {self.name}", "its tokens are not in the cache yet", "start the run to build it")
 
 
-def _tokenizer(config: ConfigDict, source: sources.Source, root: Path) -> tokenizers.Tokenizer:
+def _tokenizer(config: ConfigDict, source: sources.Source) -> tokenizers.Tokenizer:
     """Loads the tokenizer. A BPE is trained on training documents only, and so is not tuned to held-out text."""
     data, val_fraction = config.data, _val_fraction(config)
 
@@ -518,8 +527,12 @@ def _tokenizer(config: ConfigDict, source: sources.Source, root: Path) -> tokeni
                 yield text
 
     parts = f"{source.fingerprint()} {data.bpe_vocab_size} {val_fraction}"
-    directory = root / f"bpe-{hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()}"
+    name = f"bpe-{hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()}"
+    directory = cache.cache_root(data.cache_dir) / name
+    address = cache.store_address(data.cache_dir) if data.tokenizer == "bpe" else ""
+    cache_store.fetch(address, directory, tokenizers.CONFIG_FILE, tokenizers.Tokenizer.load)
     tokenizer = tokenizers.load_tokenizer(config, training_documents(), directory=directory)
+    cache_store.keep(address, directory, tokenizers.CONFIG_FILE)
     _check_vocabulary(config, tokenizer)
     return tokenizer
 
@@ -596,15 +609,16 @@ def _task_pipeline(config: ConfigDict, share: Share, tokenizer: tokenizers.Token
     )
 
 
-def _streaming_pipeline(
-    config: ConfigDict, share: Share, source: Any, tokenizer: tokenizers.Tokenizer, root: Path
-) -> Pipeline:
+def _streaming_pipeline(config: ConfigDict, share: Share, source: Any, tokenizer: tokenizers.Tokenizer) -> Pipeline:
     data = config.data
     needed = config.train.eval_batches * share.batch_size * data.seq_len + 1
     held_out_source = streaming.HeldOutSource(source, tokenizer, val_fraction=data.val_fraction, tokens=needed)
     held_out = None
     if data.val_fraction and config.train.eval_batches:
-        held_out = cache.load_corpus(held_out_source, tokenizer, val_fraction=1.0, root=root).validation
+        root, address = cache.cache_root(data.cache_dir), cache.store_address(data.cache_dir)
+        held_out = cache.load_corpus(
+            held_out_source, tokenizer, val_fraction=1.0, root=root, address=address
+        ).validation
     rows = None
     if held_out is not None:
         rows = SequentialWindows(held_out.tokens, data.seq_len, tokenizer.eos_id, data.packing)

@@ -36,7 +36,15 @@ from nsa_jax.data.sources import Source
 from nsa_jax.data.tokenizers import Tokenizer
 
 _SHARD_BYTES = 4 << 20  # of text: some seconds of one core, which is what a kill loses
-_SHARDS = 1024  # at least so many, of an eighth of these bytes or more: all cores shall finish at the same time
+_LAST_SHARDS = 64  # a shard is at most this part of the text that is left: all cores shall finish at the same time
+WORKER_ENVIRONMENT = {
+    # One process per core leaves nothing for the threads of the tokenizers library.
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    # By default, glibc gives the memory of each batch back to the system, which then clears it for the next one.
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+}
 _POLL_SECONDS = 0.5
 _LINE_SECONDS = 30.0  # between lines of progress where there is no terminal
 
@@ -50,18 +58,18 @@ def available_cores() -> int:
     return cores
 
 
-def _shard_bytes(source: Source) -> int:
-    """Bytes of text of a shard; a source that fills no more than one is one."""
-    total = source.size_bytes()
-    if total is None or total <= _SHARD_BYTES:
+def _shard_bytes(total: int | None, done: int) -> int:
+    """Bytes of text of the next shard, after `done` of about `total`; a source that fills no more than one is one."""
+    if total is None or total <= _SHARD_BYTES or total <= done:
         return _SHARD_BYTES
-    return max(min(total // _SHARDS, _SHARD_BYTES), _SHARD_BYTES // 8)
+    return max(min((total - done) // _LAST_SHARDS, _SHARD_BYTES), _SHARD_BYTES // 32)
 
 
 def _groups(source: Source) -> Iterator[list[bytes]]:
     """The documents of each shard; documents without text are left out."""
     group: list[bytes] = []
-    size, limit = 0, _shard_bytes(source)
+    total, done, size = source.size_bytes(), 0, 0
+    limit = _shard_bytes(total, done)
     for text in source.documents():
         if not text or text.isspace():
             continue
@@ -69,7 +77,8 @@ def _groups(source: Source) -> Iterator[list[bytes]]:
         size += len(group[-1])
         if size >= limit:
             yield group
-            group, size = [], 0
+            done += size
+            group, size, limit = [], 0, _shard_bytes(total, done)
     if group:
         yield group
 
@@ -98,8 +107,7 @@ class _Worker:
     def __init__(self, tokenizer_directory: str):
         # -P: the folder of the program holds modules named like packages that it imports.
         command = [sys.executable, "-P", tokenize_worker.__file__, tokenizer_directory, str(os.getpid())]
-        # One process per core leaves nothing for the threads of the tokenizers library.
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **WORKER_ENVIRONMENT}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
@@ -133,7 +141,11 @@ class _Worker:
 
 
 class _Pool:
-    """Up to `count` tokenising processes, started when they are needed."""
+    """Up to `count` tokenising processes.
+
+    They take some tenths of a second to start and few shards would leave most of them idle, so each of the first
+    shards doubles their number.
+    """
 
     def __init__(self, count: int, tokenizer_directory: str, done: Callable[[int, int, int], None]):
         self._count = count
@@ -146,7 +158,7 @@ class _Pool:
 
     def submit(self, path: Path, documents: list[bytes]) -> None:
         """Has a shard made; waits until a process is free. Raises what an earlier shard raised."""
-        if self._idle.empty() and len(self._workers) < self._count:
+        for _ in range(min(max(len(self._workers), 1), self._count - len(self._workers))):
             self._workers.append(_Worker(self._directory))
             self._idle.put(self._workers[-1])
         worker = self._idle.get()

@@ -6,24 +6,27 @@ bits per byte), `encode`, `encode_batch`, `decode`, `fingerprint` and `save`. `l
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import filelock
 import numpy as np
 import tokenizers as hf_tokenizers
-from ml_collections import ConfigDict
 
 from nsa_jax.data.errors import DataError
+
+if TYPE_CHECKING:  # tokenising processes import this module, and need not wait for what they do not use
+    from ml_collections import ConfigDict
 
 # Enough text for stable merges, and a bound of training time and memory on large corpora.
 BPE_TRAINING_BYTES = 64 << 20
 BPE_EOS = "<|endoftext|>"
+CONFIG_FILE = "tokenizer_config.json"  # in the folder of a tokenizer
 _MOST_IDS = 1 << 24  # larger vocabularies are mistakes, and tables of their size would fill the memory
 # Of a tokenizer_config.json: what `save` writes itself, and what names code to be run, which nothing here does.
 _OWN_SETTINGS = ("kind", "eos_token", "fingerprint", "auto_map")
@@ -75,7 +78,7 @@ class Tokenizer:
         Raises:
           DataError: `directory` holds no tokenizer.
         """
-        path = Path(directory, "tokenizer_config.json")
+        path = Path(directory, CONFIG_FILE)
         fix = "copy the file again, or name a directory that save() wrote"
         try:
             saved = _json_object(path, fix)
@@ -118,7 +121,7 @@ def _json_object(path: Path, fix: str) -> dict[str, Any]:
 
 def _write_config(directory: str | os.PathLike, fields: dict[str, Any]) -> None:
     Path(directory).mkdir(parents=True, exist_ok=True)
-    Path(directory, "tokenizer_config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    Path(directory, CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
 
 
 class ByteTokenizer(Tokenizer):
@@ -234,12 +237,14 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(
                 f"tokenizer {name}", f"has the token id {self.vocab_size - 1}", f"use ids below {_MOST_IDS:,}"
             )
-        self.token_bytes = self._token_bytes(vocabulary)
         digest = hashlib.blake2b(serialized.encode(), digest_size=16)
         digest.update(self.eos_token.encode())
         self.fingerprint = digest.hexdigest()
 
-    def _token_bytes(self, vocabulary: dict[str, int]) -> np.ndarray:
+    @functools.cached_property
+    def token_bytes(self) -> np.ndarray:  # type: ignore[override]
+        """See Tokenizer; counted when it is first used, which is not where text is tokenised."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         description = json.loads(self._serialized)
         byte_level = '"ByteLevel"' in json.dumps([description.get("pre_tokenizer"), description.get("decoder")])
         counts = np.zeros(self.vocab_size, np.int32)
@@ -320,15 +325,17 @@ def train_bpe(documents: Iterable[str], vocab_size: int, *, max_bytes: int = BPE
 def _load_or_train_bpe(config: ConfigDict, documents: Iterable[str] | None, directory: Path | None) -> Tokenizer:
     """Loads the BPE from `directory`, or trains it and keeps it there. Each corpus and size has its own directory."""
     vocab_size = config.data.bpe_vocab_size
-    if directory is not None and Path(directory, "tokenizer_config.json").exists():
+    if directory is not None and Path(directory, CONFIG_FILE).exists():
         return _load_trained(directory)
     if documents is None:
         raise DataError("config.data.tokenizer='bpe'", "there is no text to train on", "pass documents")
     if directory is None:
         return HuggingFaceTokenizer(train_bpe(documents, vocab_size), eos=BPE_EOS, name="bpe")
+    import filelock
+
     directory.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(f"{directory}.lock"):
-        if not Path(directory, "tokenizer_config.json").exists():
+        if not Path(directory, CONFIG_FILE).exists():
             trained = HuggingFaceTokenizer(train_bpe(documents, vocab_size), eos=BPE_EOS, name="bpe")
             unfinished = directory.with_name(f"{directory.name}.tmp{os.getpid()}")
             trained.save(unfinished)
@@ -352,7 +359,7 @@ def _hf_tokenizer_files(path: str) -> tuple[str, dict[str, Any]]:
     if local.suffix == ".json" or local.exists():
         try:
             serialized = local.read_text(encoding="utf-8")
-            settings_file = local.with_name("tokenizer_config.json")
+            settings_file = local.with_name(CONFIG_FILE)
             settings_text = settings_file.read_text(encoding="utf-8") if settings_file.is_file() else "{}"
             template_file = local.with_name("chat_template.jinja")
             template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
@@ -373,7 +380,7 @@ def _hf_tokenizer_files(path: str) -> tuple[str, dict[str, Any]]:
                 "name a local tokenizer.json, correct the hub id, or check the network",
             ) from error
         try:
-            settings_file = Path(huggingface_hub.hf_hub_download(path, "tokenizer_config.json"))
+            settings_file = Path(huggingface_hub.hf_hub_download(path, CONFIG_FILE))
             settings_text = settings_file.read_text(encoding="utf-8")
         except Exception:  # optional file
             settings_text = "{}"

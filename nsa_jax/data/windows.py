@@ -41,7 +41,9 @@ def _permutation(count: int, seed: int) -> np.ndarray:
 class ShuffledWindows:
     """Training rows of a token stream: windows of T+1 tokens, T apart, in a new order in every epoch.
 
-    Each epoch cuts the stream at a different offset, so that documents start at different places in a row.
+    Each epoch cuts the stream at a different offset, so that documents start at different places in a row. The offsets
+    are below T. If the stream holds 2T tokens or more, its last len(tokens) mod T are therefore in no row of any epoch.
+    Larger offsets would reach them, but a checkpoint would no longer continue with the same rows.
 
     Attributes:
       tokens: the stream.

@@ -94,11 +94,15 @@ class Run:
         self._callbacks = Callbacks(callbacks)
         self.ramp = BatchRamp.of(config.train)
         self.terminal = Terminal(active=jax.process_index() == 0)
-        self.pipeline = processes.together(
-            lambda: make_pipeline(
-                self.ramp.data_config(config), process_index=jax.process_index(), process_count=jax.process_count()
-            )
+        data = functools.partial(
+            make_pipeline,
+            self.ramp.data_config(config),
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
         )
+        # Hosts fetch what process 0 has put into an object store; those that share a directory tokenise together.
+        in_store = bool(scheme_of(config.data.cache_dir))
+        self.pipeline = processes.together(functools.partial(processes.first_alone, data) if in_store else data)
         processes.check_same("data", {"fingerprint": self.pipeline.fingerprint})
         tokenizer = self.pipeline.tokenizer
         self.setup = setup(config, tokenizer.vocab_size, devices)

@@ -136,6 +136,21 @@ def test_best_fit_places_every_token_of_an_epoch_once_and_keeps_documents_apart(
     assert not np.array_equal(*orders)
 
 
+@pytest.mark.parametrize(("count", "lost"), [(33, 0), (63, 0), (64, 0), (95, 31), (200, 8)])
+def test_only_the_last_tokens_of_concatenated_rows_are_in_no_epoch(count, lost):
+    lengths = [5] * (count // 5 - 1)
+    split = Numbered([*lengths, count - sum(lengths)])
+    split.tokens = np.arange(count)
+
+    def unseen(rows):
+        batch = rows(np.arange(150 * rows.rows_per_epoch))
+        return sorted(set(range(count)) - set(batch["inputs"].flat) - set(batch["targets"].flat))
+
+    assert unseen(windows.ShuffledWindows(split.tokens, 32, 0, -1, True)) == list(range(count - lost, count))
+    # The very last is an EOS, which is a target where its document ends a row.
+    assert set(unseen(windows.BestFitRows(split, 32, 0, -1, True))) <= {count - 1}
+
+
 def test_best_fit_cuts_few_documents_that_fit_and_pads_nothing():
     lengths, seq_len = realistic_lengths(20_000), 2048
     split = Numbered(lengths)

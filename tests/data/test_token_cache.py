@@ -309,17 +309,44 @@ def test_tokenising_processes_load_neither_jax_nor_grain_and_end_with_their_pare
         assert orphan.wait(timeout=60) == 1
 
 
-def test_shards_are_small_enough_for_all_cores_to_finish_together(documents, tmp_path):
-    source = ListSource(documents)
-    for size, limit in [
-        (None, 4 << 20),
-        (4 << 20, 4 << 20),
-        (130_000_000, 1 << 19),
-        (2 << 30, 2 << 20),
-        (1 << 40, 4 << 20),
-    ]:
+def test_shards_become_smaller_towards_the_end_so_that_all_cores_finish_together(tmp_path):
+    source = ListSource(["x" * 1000] * 20_000)  # 20 MB
+    for size, shards_of in [(None, [4_195_000] * 4 + [3_220_000]), (4 << 20, [4_195_000] * 4 + [3_220_000])]:
         source.size_bytes = lambda size=size: size
-        assert shards._shard_bytes(source) == limit
+        assert [sum(map(len, group)) for group in shards._groups(source)] == shards_of
+    source.size_bytes = lambda: 20_000_000
+    found = [sum(map(len, group)) for group in shards._groups(source)]
+    assert sum(found) == 20_000_000 and found == sorted(found, reverse=True)
+    assert found[:2] == [313_000, 308_000] and set(found[-60:-1]) == {132_000}
+    for size, done, limit in [
+        (130_000_000, 0, 2_031_250),
+        (1 << 40, 0, 4 << 20),
+        (1 << 40, (1 << 40) - (1 << 27), 2 << 20),
+        (1 << 40, 1 << 40, 4 << 20),  # more text than was expected
+    ]:
+        assert shards._shard_bytes(size, done) == limit
+
+
+def test_each_of_the_first_shards_doubles_the_tokenising_processes(monkeypatch, tmp_path):
+    started, done = [], []
+
+    class Worker:
+        def __init__(self, directory):
+            started.append(directory)
+
+        def __call__(self, path, group):
+            return len(group), 3
+
+        kill = close = lambda self: None
+
+    monkeypatch.setattr(shards, "_Worker", Worker)
+    pool, counts = shards._Pool(5, "tokenizer", lambda *made: done.append(made)), []
+    for _ in range(5):
+        pool.submit(tmp_path, [b"ab", b"c"])
+        counts.append(len(started))
+    pool.join()
+    pool.close()
+    assert counts == [1, 2, 4, 5, 5] and done == [(3, 2, 3)] * 5
 
 
 def test_a_tokenising_process_that_dies_is_named_and_its_shard_is_made_again(documents, tmp_path, monkeypatch):

@@ -362,7 +362,7 @@ def test_a_killed_run_is_resumed_elsewhere_with_the_same_bits(place, s3, bucket,
 
 
 @pytest.mark.slow
-def test_two_processes_save_and_resume_one_run(place, s3, bucket, tmp_path):  # noqa: F811
+def test_two_processes_save_and_resume_one_run(place, s3, bucket, tmp_path, monkeypatch):  # noqa: F811
     rng = np.random.default_rng(0)
     for index in range(40):
         s3.put(bucket, f"text/{index}.txt", "".join(rng.choice(list("abcdefgh "), 300)).encode())
@@ -372,17 +372,21 @@ def test_two_processes_save_and_resume_one_run(place, s3, bucket, tmp_path):  # 
         "--config.train.steps=8",
         *QUICK,
     ]
-    flags.append(f"--config.data.cache_dir={tmp_path / 'cache'}")
-    results = []
+    flags.append(f"--config.data.cache_dir=s3://{bucket}/caches")
+    results, tokenised = [], []
     for name in ("first", "second"):
+        monkeypatch.setenv("NSA_JAX_CACHE", str(tmp_path / f"{name}_cache"))
         with Processes(tmp_path / name, f"--config.train.local_dir={tmp_path / name}", *flags) as both:
             assert (both.wait(0), both.wait(1)) == (0, 0), both.text(0) + both.text(1)
         assert sorted(whole(place)) == [4, 8] and "run/lock.json" not in s3.names(bucket)
+        tokenised += [["tokenised" in both.text(index), "fetching s3://" in both.text(index)] for index in (0, 1)]
         results.append((json.loads((tmp_path / name / "summary.json").read_text()), losses(tmp_path / name)))
         if name == "first":  # as if the machine had been lost before it uploaded the last checkpoint
             s3.delete(bucket, "run/checkpoints/8/SHA256SUMS")
     assert [summary["start_step"] for summary, _ in results] == [0, 4]
     assert results[0][1] == results[1][1] and list(results[1][1]) == list(range(1, 9))
+    # Process 0 of the first run tokenises, and its machine's process 1 uses that; the second run's machine fetches it.
+    assert tokenised == [[True, False], [False, False], [False, True], [False, False]]
 
 
 def test_the_digests_are_written_last_and_deleted_first(place, tmp_path, monkeypatch):
