@@ -115,7 +115,7 @@ def test_kernels_of_layers_in_a_scan_run_once(heads):
 
 
 def test_each_further_layer_takes_only_what_is_kept_for_its_backward_pass():
-    """Buffers of a layer's backward pass that XLA allocated when the program begins would be counted for every layer."""
+    """Buffers of backward passes that XLA allocated when the program begins would be counted for every layer."""
     shape, heads = jax.ShapeDtypeStruct((1, 16_384), jnp.int32), 12
 
     def model(layers):

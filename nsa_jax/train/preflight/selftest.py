@@ -69,6 +69,7 @@ def slice_config(config: ConfigDict) -> tuple[ModelConfig, int, str]:
         layer_pattern=tuple(dict.fromkeys(whole.kinds)),
         init_std=whole.dim**-0.5,
         implementation=implementation,
+        **({} if current_target().is_gpu else _on_cpu(whole)),
         dropout=0.0,
     )
     nsa = model.nsa
@@ -82,6 +83,11 @@ def slice_config(config: ConfigDict) -> tuple[ModelConfig, int, str]:
     if config.data.packing:  # the second document, two thirds of the row, is to have queries that choose blocks
         length += length // 2
     return model, length, note
+
+
+def _on_cpu(model: ModelConfig) -> dict[str, Any]:
+    """What is changed on CPUs, which lack some products of bfloat16 matrices: dtype, and the width of large MLPs."""
+    return {"compute_dtype": "float32", "mlp_dim": min(model.mlp_dim or model.dim, model.dim)}
 
 
 def _kernels(model: ModelConfig, length: int) -> list[str]:
