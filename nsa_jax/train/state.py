@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from nsa_jax.aot import on_host
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.nn.sharding import BATCH_AXES, CONTEXT, DATA, FSDP, MESH_AXES, parameter_spec
@@ -131,8 +132,11 @@ def state_sharding(state: State, mesh: Mesh | AbstractMesh, config: ConfigDict) 
     """NamedSharding of every array of a state (abstract or real)."""
 
     def sharding(path, leaf):
-        over = optimizer_axes(config) if names_of(path)[0] == "opt_state" else (FSDP,)
-        return NamedSharding(mesh, partition_spec(path, leaf.shape, mesh, over))
+        optimizer = names_of(path)[0] == "opt_state"
+        over = optimizer_axes(config) if optimizer else (FSDP,)
+        layout = NamedSharding(mesh, partition_spec(path, leaf.shape, mesh, over))
+        # Averages, not counts of steps.
+        return on_host(layout) if optimizer and config.train.offload_optimizer and leaf.ndim else layout
 
     return jax.tree_util.tree_map_with_path(sharding, state)
 

@@ -115,7 +115,7 @@ def check_memory(report: Report, gpu: str, devices: int) -> list[Problem]:
     where = f"{devices} x {gpu}" if gpu else "this machine"
     message = f"{gib(need)} per device are needed and {gib(memory.limit)} can be used on {where}"
     fix = "smaller micro-batches (config.train.grad_accum), config.model.remat='block' or 'full', config.mesh.fsdp"
-    fix += ", or config.mesh.context if one row does not fit"
+    fix += ", config.train.offload_optimizer, or config.mesh.context if one row does not fit"
     if report.micro_batch:
         fix += f"; {report.micro_batch.rows} rows per device fit"
     return [Problem("R025", "error" if memory.compiled else "warning", message, fix)]

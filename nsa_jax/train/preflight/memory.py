@@ -41,13 +41,14 @@ class Memory:
 
     Attributes:
       parameters: float32 or as `config.model.param_dtype` says.
-      optimizer: moments.
+      optimizer: averages, without those that are kept on the host.
       batch: of one optimizer step.
       gradients: of a step, and their sum over micro-batches.
       activations: what the forward pass keeps for the backward pass.
       temporaries: all else, at the fullest moment.
       limit: what may be used.
       compiled: False for an estimate.
+      host: in the memory of the device's host, not on the device.
     """
 
     parameters: int
@@ -58,6 +59,7 @@ class Memory:
     temporaries: int
     limit: int
     compiled: bool
+    host: int
 
     @property
     def total(self) -> int:
@@ -187,12 +189,18 @@ def _fixed(made: Setup, mesh: AbstractMesh | None = None) -> dict[str, int]:
     state = made.abstract_state
     sharding = made.sharding if mesh is None else state_sharding(state, mesh, made.config)
     parameters = _on_one_device(state["params"], sharding["params"])
+    rest = _on_one_device(*({name: tree[name] for name in tree if name != "params"} for tree in (state, sharding)))
+    host = 0
+    if made.config.train.offload_optimizer:
+        pairs = zip(*(jax.tree.leaves(tree["opt_state"]) for tree in (state, sharding)), strict=True)
+        host = _on_one_device(*zip(*(pair for pair in pairs if pair[0].ndim), strict=True))
     batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_batch(made))) // made.token_shards
     return {
         "parameters": parameters,
-        "optimizer": _on_one_device(*({n: p for n, p in tree.items() if n != "params"} for tree in (state, sharding))),
+        "optimizer": rest - host,
         "batch": batch,
         "gradients": parameters * (2 if made.config.train.grad_accum > 1 else 1),
+        "host": host,
     }
 
 
@@ -213,10 +221,12 @@ def estimate(made: Setup, gpu: str, mesh: AbstractMesh | None = None) -> Memory:
     layer = 2 * rows * length * width * m.dtype.itemsize
     largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.abstract_state["params"]))
     logits = 2 * min(128 * 2**20, rows * length * m.vocab_size * 4)
+    fixed = _fixed(made, mesh)
     return Memory(
-        **_fixed(made, mesh),
+        **fixed,
         activations=activations,
-        temporaries=layer + logits + largest * (m.dtype.itemsize + 4),
+        # The optimizer's averages come from the host when activations are no longer needed.
+        temporaries=max(layer + logits + largest * (m.dtype.itemsize + 4), fixed["host"] - activations),
         limit=device_bytes(gpu),
         compiled=False,
     )
@@ -252,10 +262,16 @@ def _train_memory(made: Setup, gpu: str, program: Any) -> Memory:
     planned, fixed = program.memory_analysis(), _fixed(made)
     total = planned.argument_size_in_bytes + planned.temp_size_in_bytes
     total += planned.output_size_in_bytes - planned.alias_size_in_bytes
+    host = planned.host_argument_size_in_bytes + planned.host_temp_size_in_bytes
+    host += planned.host_output_size_in_bytes - planned.host_alias_size_in_bytes
+    if not host:  # programs for CPUs count all memory as the device's
+        total -= fixed["host"]
+    fixed["host"] = max(host, fixed["host"])
     # Buffers share memory when they are not alive together, so that parts can add up to more than the plan.
-    rest = max(total - sum(fixed.values()), 0)
-    if rest == 0:
-        fixed["gradients"] = max(total - sum(fixed.values()) + fixed["gradients"], 0)
+    rest = total - (sum(fixed.values()) - fixed["host"])
+    if rest < 0:
+        fixed["gradients"] = max(rest + fixed["gradients"], 0)
+        rest = 0
     activations = min(activations, rest)
     return Memory(
         **fixed, activations=activations, temporaries=rest - activations, limit=device_bytes(gpu), compiled=True
