@@ -86,7 +86,7 @@ def default_config() -> ConfigDict:
     m.compute_dtype = "bfloat16"  # of activations and matrix products; statistics stay float32
     m.param_dtype = "float32"  # of parameters and optimizer state
     m.scan_layers = True  # one traced layer scanned num_layers times: compiles faster, same numbers, slower steps
-    m.remat = "block"  # none | block | attention_saved | dots_saved | full: what the backward pass recomputes
+    m.remat = "block"  # none | block | attention_saved | dots_saved | offload | full: what the backward pass recomputes
 
     m.nsa = n = ConfigDict(dataclasses.asdict(NSAConfig()))  # see NSAConfig
     n.selector = (

@@ -40,7 +40,7 @@ CHOICES = {
     "model.implementation": ("auto", "reference", "xla", "pallas"),
     "model.compute_dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
-    "model.remat": ("none", "block", "attention_saved", "dots_saved", "full"),
+    "model.remat": ("none", "block", "attention_saved", "dots_saved", "offload", "full"),
     "data.source": ("stdlib", "text", "trees", "tokens", "hf", "task", "synthetic"),
     "data.synthetic": ("random", "copy", "recall"),
     "data.packing_method": ("concatenate", "best_fit"),
@@ -247,6 +247,13 @@ def _check_rope_scaling(config: ConfigDict, found: _Findings) -> None:
     except ValueError as error:
         if scaling.kind in KINDS:  # another kind is reported as no such choice
             found.error("R005", f"config.model.{error}", "see RopeScaling; converted models have what they came with")
+
+
+def _check_offload(config: ConfigDict, found: _Findings) -> None:
+    m = config.model
+    if m.remat == "offload" and not m.scan_layers:
+        message = "config.model.remat='offload' with scan_layers=False: XLA copies each input to the host only when it"
+        found.error("R060", f"{message} is needed again, and memory grows", "set config.model.scan_layers=True")
 
 
 def _check_mesh(config: ConfigDict, found: _Findings) -> None:
@@ -464,7 +471,10 @@ def _check_ignored(config: ConfigDict, found: _Findings) -> None:
             found.error("R000", message, f"correct what {rule} says, and take it out of the tuple")
 
 
-_CHECKS = (_check_values, _check_paths, _check_model, _check_mesh, _check_data, _check_training, _check_ignored)
+_CHECKS = (
+    *(_check_values, _check_paths, _check_model, _check_offload, _check_mesh, _check_data, _check_training),
+    _check_ignored,
+)
 
 
 def broken_rules(config: ConfigDict) -> list[Problem]:

@@ -5,6 +5,7 @@ import jax
 import pytest
 
 from nsa_jax import aot
+from nsa_jax.config import validate
 from nsa_jax.train.preflight import memory
 from nsa_jax.train.state import setup
 
@@ -47,6 +48,24 @@ def test_averages_on_the_host_give_the_same_bits(name, monkeypatch):
     assert kinds(state).pop("averages") == {"pinned_host"}
     assert {kind for part, found in kinds(state).items() if part != "averages" for kind in found} == {"device"}
     assert {kind for found in kinds(plain).values() for kind in found} == {"device"}
+
+
+LAYERS = {
+    "data": dict(mesh__data=4),
+    "fsdp-unscanned": dict(mesh__fsdp=4, model__scan_layers=False),
+    "tensor-dropout": dict(mesh__tensor=2, model__dropout=0.2),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_whose_input_lies_on_the_host_train_with_the_same_bits(name):
+    changes = dict(model__implementation="xla", train__grad_accum=2, **LAYERS[name])
+    devices = jax.devices()[: 2 if "tensor" in name else 4]
+    batches = [random_batch(tiny_config(), seed) for seed in range(2)]
+    want, plain = steps(tiny_config(model__remat="block", **changes), batches, devices)
+    got, state = steps(tiny_config(model__remat="offload", **changes), batches, devices)
+    chex.assert_trees_all_equal(got, want)
+    chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(plain))
 
 
 SHORT = dict(model__attention="dense", model__num_layers=1, train__steps=4, train__save_every=2)
@@ -97,3 +116,33 @@ def test_a_gpu_has_the_memory_of_the_averages_for_other_things(mesh, usual_compi
     assert memory_with.optimizer < 100  # counts of steps
     assert without.total - memory_with.total == pytest.approx(averages, rel=0.05)
     assert program.memory_analysis().host_alias_size_in_bytes == memory_with.host, "averages are copied on the host"
+
+
+def test_a_gpu_has_the_memory_of_the_inputs_of_layers_for_other_things(usual_compilation):
+    def found(remat):
+        changes = dict(model__num_layers=12, model__remat=remat, data__seq_len=1024, train__batch_size=16)
+        return planned(devices=1, **changes)[1]
+
+    block, offload = found("block"), found("offload")
+    layer = 16 * 1024 * 256 * 2  # rows, tokens, width, bytes
+    assert (block.host, offload.host) == (0, 12 * layer)
+    assert block.activations - offload.activations == 12 * layer
+    # Some layers' inputs are on their way.
+    assert (12 - 4) * layer < block.total - offload.total <= 12 * layer
+
+
+def test_layers_that_are_not_scanned_are_refused():
+    """XLA copies their inputs to the host when they are to come back, and keeps them on the device until then."""
+    assert not validate(tiny_config(model__remat="offload"))
+    (problem,) = validate(tiny_config(model__remat="offload", model__scan_layers=False))
+    assert (problem.rule, problem.severity) == ("R060", "error") and "scan_layers=True" in problem.fix
+
+
+def test_an_estimate_counts_what_lies_on_the_host_apart():
+    made = {
+        kind: setup(tiny_config(model__remat=kind, **OFFLOAD), VOCAB, one_device()) for kind in ("block", "offload")
+    }
+    block, offload = (memory.estimate(made[kind], "h100") for kind in ("block", "offload"))
+    inputs = 2 * 8 * 48 * 32 * 4  # layers, rows, tokens, width, bytes
+    assert block.host == 2 * 4 * made["block"].num_parameters()
+    assert offload.host == block.host + inputs and offload.activations == block.activations - inputs

@@ -160,8 +160,10 @@ def _on_one_device(tree: Any, sharding: Any) -> int:
     return sum(jax.tree.leaves(sizes))
 
 
-def kept_activations(made: Setup) -> int:
-    """Bytes per device that the forward pass of one micro-batch keeps for its backward pass, read from the trace.
+def kept_activations(made: Setup) -> tuple[int, int]:
+    """Bytes that the forward pass of one micro-batch keeps for its backward pass, read from the trace.
+
+    Those in the memory of each device, and those in its host's.
 
     Call it where the step may be traced for its target.
     """
@@ -177,11 +179,14 @@ def kept_activations(made: Setup) -> int:
 
         return jax.tree.leaves(jax.vjp(loss, params)[1])
 
-    leaves = jax.eval_shape(residuals, made.abstract_state["params"], tokens, tokens)
+    leaves = jax.make_jaxpr(residuals)(made.abstract_state["params"], tokens, tokens).out_avals
     # Parameters and their casts are residuals too, but no activations: those have a number for every token.
     shapes = {leaf.shape for leaf in jax.tree.leaves(made.abstract_state["params"])}
     kept = [leaf for leaf in leaves if leaf.size >= rows * length and leaf.shape not in shapes]
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) // made.token_shards
+    size = {space: 0 for space in jax.memory.Space}
+    for leaf in kept:
+        size[leaf.memory_space] += leaf.size * leaf.dtype.itemsize // made.token_shards
+    return size[jax.memory.Space.Device], size[jax.memory.Space.Host]
 
 
 def _fixed(made: Setup, mesh: AbstractMesh | None = None) -> dict[str, int]:
@@ -213,7 +218,7 @@ def estimate(made: Setup, gpu: str, mesh: AbstractMesh | None = None) -> Memory:
     gradient, and a copy of the largest parameter in the compute dtype and one in float32.
     """
     with jax.set_mesh(made.mesh):
-        activations = kept_activations(made)
+        activations, on_host = kept_activations(made)
     m, config = made.model_config, made.config
     rows = config.train.batch_size // config.train.grad_accum // made.batch_shards
     length = config.data.seq_len // (made.token_shards // made.batch_shards)
@@ -222,11 +227,13 @@ def estimate(made: Setup, gpu: str, mesh: AbstractMesh | None = None) -> Memory:
     largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.abstract_state["params"]))
     logits = 2 * min(128 * 2**20, rows * length * m.vocab_size * 4)
     fixed = _fixed(made, mesh)
+    # The optimizer's averages come from the host when activations are no longer needed.
+    temporaries = max(layer + logits + largest * (m.dtype.itemsize + 4), fixed["host"] - activations)
+    fixed["host"] += on_host
     return Memory(
         **fixed,
         activations=activations,
-        # The optimizer's averages come from the host when activations are no longer needed.
-        temporaries=max(layer + logits + largest * (m.dtype.itemsize + 4), fixed["host"] - activations),
+        temporaries=temporaries,
         limit=device_bytes(gpu),
         compiled=False,
     )
@@ -258,7 +265,7 @@ def _lower_train_step(made: Setup, gpu: str) -> Any:
 def _train_memory(made: Setup, gpu: str, program: Any) -> Memory:
     """Of the compiled train step."""
     with _tracing(made, gpu):
-        activations = kept_activations(made)
+        activations, _ = kept_activations(made)
     planned, fixed = program.memory_analysis(), _fixed(made)
     total = planned.argument_size_in_bytes + planned.temp_size_in_bytes
     total += planned.output_size_in_bytes - planned.alias_size_in_bytes
