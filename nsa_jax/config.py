@@ -84,6 +84,7 @@ def default_config() -> ConfigDict:
     m.compressor = "mlp"  # mlp (learned, the paper's) | mean
     m.implementation = "auto"  # auto | reference | xla | pallas: which implementation serves the NSA ops
     m.compute_dtype = "bfloat16"  # of activations and matrix products; statistics stay float32
+    m.matmul_dtype = ""  # float8: of attention's and the MLP's projections in training; empty: compute_dtype
     m.param_dtype = "float32"  # of parameters and optimizer state
     m.scan_layers = True  # one traced layer scanned num_layers times: compiles faster, same numbers, slower steps
     m.remat = "block"  # none | block | attention_saved | dots_saved | offload | full: what the backward pass recomputes

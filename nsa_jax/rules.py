@@ -17,6 +17,7 @@ from nsa_jax.fields import Problem, remote, source_configs
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.gpus import GPUS
 from nsa_jax.ops.rope import KINDS, RopeScaling
+from nsa_jax.ops.target import Target
 
 
 class _Findings:
@@ -39,6 +40,7 @@ CHOICES = {
     "model.rope_scaling.kind": KINDS,
     "model.implementation": ("auto", "reference", "xla", "pallas"),
     "model.compute_dtype": ("float32", "bfloat16"),
+    "model.matmul_dtype": ("", "float8"),
     "model.param_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "block", "attention_saved", "dots_saved", "offload", "full"),
     "data.source": ("stdlib", "text", "trees", "tokens", "hf", "task", "synthetic"),
@@ -249,6 +251,20 @@ def _check_rope_scaling(config: ConfigDict, found: _Findings) -> None:
             found.error("R005", f"config.model.{error}", "see RopeScaling; converted models have what they came with")
 
 
+def float8_problems(config: ConfigDict, target: Target, name: str) -> list[Problem]:
+    """R061: the device that trains has float8 tensor cores.
+
+    Args:
+      config: the training config.
+      target: the device.
+      name: of the device, for the message.
+    """
+    if config.model.matmul_dtype != "float8" or (target.compute_capability or (0, 0)) >= (8, 9):
+        return []
+    message = f"config.model.matmul_dtype='float8': {name} has no float8 tensor cores"
+    return [Problem("R061", "error", message, 'set "", or use a GPU of compute capability 8.9 or later, such as h100')]
+
+
 def _check_offload(config: ConfigDict, found: _Findings) -> None:
     m = config.model
     if m.remat == "offload" and not m.scan_layers:
@@ -271,6 +287,11 @@ def _check_mesh(config: ConfigDict, found: _Findings) -> None:
         if m.vocab_size % tensor:
             message = f"config.mesh.tensor={tensor}: does not divide vocab_size={m.vocab_size}"
             found.error("R020", message, f"pad it to {-(-m.vocab_size // (64 * tensor)) * 64 * tensor}")
+        if m.matmul_dtype == "float8":
+            message = (
+                f"config.mesh.tensor={tensor} with config.model.matmul_dtype='float8': its products are not in float8"
+            )
+            found.error("R020", message, 'use fsdp or context for the other devices, or set matmul_dtype=""')
     if context > 1:
         share, rest = divmod(config.data.seq_len, context)
         nsa = geometry(m.nsa)
