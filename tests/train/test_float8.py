@@ -21,6 +21,8 @@ from nsa_jax.train.step import make_eval_step
 from .test_resume import stop_before
 from .tiny import VOCAB, losses, make_run, one_device, random_batch, steps, tiny_config
 
+# As a training step in float8 is compiled.
+CUBLAS = {"xla_gpu_enable_triton_gemm": False} if jax.devices()[0].platform == "gpu" else None
 FLOAT8 = dict(model__matmul_dtype="float8")
 
 
@@ -48,6 +50,19 @@ def test_a_product_and_its_gradients_are_those_of_bfloat16_up_to_the_digits_of_f
     # e4m3 has 3 binary digits after the first, e5m2 has 2: an element's error is uniform in up to 2^-4 and 2^-3 of it.
     assert 0.03 < forward < 0.045
     assert all(0.05 < error < 0.07 for error in gradients)
+
+
+def test_products_are_those_of_the_rounded_operands():
+    x, w, grad = arrays()
+    run = jax.jit(lambda *given: products(float8.product, *given), compiler_options=CUBLAS)
+    compiled = run.lower(x, w, grad).compile()
+    if jax.devices()[0].platform == "gpu":
+        assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') == 3
+    kinds = (float8.FORWARD, float8.FORWARD, float8.GRADIENT)
+    rounded = [np.asarray(float8._rounded(a, kind), np.float64) for a, kind in zip((x, w, grad), kinds, strict=True)]
+    x, w, grad = rounded
+    want = x @ w, grad @ w.T, np.einsum("btd,btf->df", x, grad)
+    assert max(errors(compiled(*arrays()), want)) < 4e-3  # a result in bfloat16 is rounded by up to 2^-9 of itself
 
 
 @pytest.mark.parametrize("factors", [(1e-20, 1.0, 1.0), (1.0, 1e20, 1e-8), (3e4, 1e-3, 1e12)], ids=str)
