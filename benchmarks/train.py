@@ -3,12 +3,14 @@
     python benchmarks/train.py --remat attention_saved --json out.json
     python benchmarks/train.py --lengths 2048 --tokens 131072,262144 --remat none,attention_saved,block
     python benchmarks/train.py --attention nsa --lengths 2048 --devices 1,2,4 --layouts data,fsdp
+    python benchmarks/train.py --attention nsa --lengths 8192 --matmul compute,float8 --losses 200
 
 times the compiled training step of a config (configs/a100_prod.py) on random tokens of a byte vocabulary: forward,
 backward, optimizer. Models see the same tokens per step and have the same number of parameters: the MLP of those
 without NSA's extra projections is wider (`--same_mlp` leaves it). Dense attention is cuDNN's, so rows are unpacked. Of
 several sizes and remat policies the fastest is kept for the table. Memory is the compiler's plan for one device:
-arguments and temporaries. `--profile` lists the kernels that took most.
+arguments and temporaries. `--profile` lists the kernels that took most. With `--losses N`, a model first trains N steps
+on the source code of Python's library, the same bytes in every case: `loss` is the mean of its last tenth.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,6 +34,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from benchmarks.timing import environment, load_config  # noqa: E402
+from nsa_jax.data.sources import StdlibSource  # noqa: E402
 from nsa_jax.train import flops  # noqa: E402
 from nsa_jax.train.state import batch_sharding, setup  # noqa: E402
 from nsa_jax.train.step import make_train_step  # noqa: E402
@@ -49,6 +53,8 @@ def make_config(options: argparse.Namespace, case: dict[str, Any]) -> Any:
     # Dense attention is measured at its fastest: cuDNN's backward pass is not deterministic.
     config.train.deterministic = case["attention"] != "dense"
     config.model.scan_layers = case["layers"] == "scanned"
+    config.model.matmul_dtype = "" if case["matmul"] == "compute" else case["matmul"]
+    config.train.offload_optimizer = case["averages"] == "host"
     if case["layout"] == "fsdp":
         config.mesh.fsdp = case["devices"]
     if options.tiny:
@@ -70,20 +76,43 @@ def match_parameters(config: Any, total: int, devices: list) -> None:
     config.model.mlp_dim = made.model_config.mlp_dim + missing
 
 
+def on_device(tokens: np.ndarray, sharding: Any) -> dict[str, jax.Array]:
+    """A batch of rows of int32 tokens, each with the one that follows its last."""
+    shape = (tokens.shape[0], tokens.shape[1] - 1)
+    arrays = {
+        "inputs": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segment_start": np.zeros(shape, np.int32),
+        "loss_mask": np.ones(shape, np.float32),
+    }
+    return jax.device_put(arrays, sharding)
+
+
 def random_batches(config: Any, sharding: Any, count: int) -> list[dict[str, jax.Array]]:
     """Batches on the device, of fresh random tokens."""
-    shape = (config.train.batch_size, config.data.seq_len)
-    batches = []
+    shape = (config.train.batch_size, config.data.seq_len + 1)
+    draw = [np.random.default_rng(seed).integers(0, VOCAB, shape, dtype=np.int32) for seed in range(count)]
+    return [on_device(tokens, sharding) for tokens in draw]
+
+
+def text_batches(config: Any, sharding: Any, count: int) -> Iterator[dict[str, jax.Array]]:
+    """Batches of the bytes of Python's library; rows begin anywhere."""
+    text = np.frombuffer("".join(StdlibSource().documents()).encode(), np.uint8)
+    length = config.data.seq_len + 1
     for seed in range(count):
-        tokens = np.random.default_rng(seed).integers(0, VOCAB, (shape[0], shape[1] + 1), dtype=np.int32)
-        arrays = {
-            "inputs": tokens[:, :-1],
-            "targets": tokens[:, 1:],
-            "segment_start": np.zeros(shape, np.int32),
-            "loss_mask": np.ones(shape, np.float32),
-        }
-        batches.append(jax.device_put(arrays, sharding))
-    return batches
+        starts = np.random.default_rng(seed).integers(0, len(text) - length, config.train.batch_size)
+        yield on_device(np.stack([text[start : start + length] for start in starts]).astype(np.int32), sharding)
+
+
+def train_on_text(options: argparse.Namespace, made: Any, step: Any, state: Any) -> tuple[Any, dict[str, float]]:
+    """The state after `--losses` steps, and what they reached."""
+    found = []
+    for batch in text_batches(made.config, batch_sharding(made.mesh), options.losses):
+        state, metrics = step(state, batch)
+        found.append(metrics["loss"])
+    if not found:
+        return state, {}
+    return state, {"loss": round(float(np.mean(jax.device_get(found)[-max(len(found) // 10, 1) :])), 5)}
 
 
 def kernel_times(directory: str) -> dict[str, float]:
@@ -114,6 +143,7 @@ def run(options: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
         step = make_train_step(made, np.ones(VOCAB, np.int32)).lower(state, batches[0]).compile()
         compile_seconds = time.perf_counter() - start
         plan = step.memory_analysis()
+        state, reached = train_on_text(options, made, step, state)
         for batch in batches[:2]:
             state, metrics = step(state, batch)
         jax.block_until_ready(state)
@@ -154,6 +184,7 @@ def run(options: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
         "tokens_per_second": round(tokens / second),
         "tokens_per_second_per_device": round(tokens / second / case["devices"]),
         "mfu": round(useful / peak, 4) if peak else None,
+        **reached,
         "planned_gib": round((plan.argument_size_in_bytes + plan.temp_size_in_bytes) / GIB, 2),
         "compile_seconds": round(compile_seconds, 1),
     }
@@ -163,15 +194,21 @@ def show(rows: list[dict[str, Any]]) -> None:
     """The fastest of each attention, length, number of devices and layout."""
     best: dict[tuple, dict[str, Any]] = {}
     for row in rows:
-        key = (row["length"], row["devices"], row["layout"], row["attention"])
+        key = (row["length"], row["devices"], row["layout"], row["attention"], row["matmul"], row["averages"])
         if "error" not in row and row["tokens_per_second"] > best.get(key, {}).get("tokens_per_second", 0):
             best[key] = row
     print("  length devices layout attention     batch  remat            tokens/s    MFU    GiB  over dense, 1 device")
     for key, row in sorted(best.items()):
-        length, devices, layout, attention = key
-        dense = best.get((length, devices, layout, "dense"))
-        one = next((best[k] for k in best if k[0] == length and k[1] == 1 and k[3] == attention), None)
+        length, devices, layout, attention, matmul, averages = key
+        dense = best.get((length, devices, layout, "dense", matmul, averages))
+        one = next((best[k] for k in best if k[0] == length and k[1] == 1 and k[3:] == key[3:]), None)
+        plain = best.get((length, devices, layout, attention, "compute", "device"))
         notes = []
+        if plain and plain is not row:
+            row["over_plain"] = round(row["tokens_per_second"] / plain["tokens_per_second"], 3)
+            notes.append(f"products {matmul}, averages on {averages}: {row['over_plain']:.3f}x without")
+            if "loss" in row and "loss" in plain:
+                notes.append(f"loss {row['loss']:.4f}, {row['loss'] - plain['loss']:+.4f}")
         if dense and attention != "dense":
             row["over_dense"] = round(row["tokens_per_second"] / dense["tokens_per_second"], 3)
             notes.append(f"{row['over_dense']:.2f}x dense")
@@ -199,8 +236,11 @@ def main() -> None:
     parser.add_argument("--attention", default="nsa,dense")
     parser.add_argument("--lengths", default="2048,8192,32768,65536", help="tokens in a row")
     parser.add_argument("--tokens", default="131072", help="per device and step")
-    parser.add_argument("--remat", default="block", help="policies to try: none,attention_saved,block,full")
+    parser.add_argument("--remat", default="block", help="policies to try: none,attention_saved,block,offload,full")
     parser.add_argument("--layers", default="scanned", help="scanned (compiled once), unrolled")
+    parser.add_argument("--matmul", default="compute", help="compute (in bfloat16), float8")
+    parser.add_argument("--averages", default="device", help="where the optimizer's are between steps: device, host")
+    parser.add_argument("--losses", type=int, default=0, help="steps on text before the timing")
     parser.add_argument("--devices", default="1", help="numbers of devices; every device gets --tokens")
     parser.add_argument("--layouts", default="data", help="data, fsdp")
     parser.add_argument("--same_mlp", action="store_true", help="do not give dense models NSA's number of parameters")
@@ -214,10 +254,10 @@ def main() -> None:
     options = parser.parse_args()
     lists = [getattr(options, name).split(",") for name in ("lengths", "devices", "layouts", "attention", "tokens")]
     rows: list[dict[str, Any]] = []
-    lists += [options.remat.split(","), options.layers.split(",")]
-    for length, devices, layout, attention, tokens, remat, layers in itertools.product(*lists):
+    lists += [getattr(options, name).split(",") for name in ("remat", "layers", "matmul", "averages")]
+    for length, devices, layout, attention, tokens, remat, layers, matmul, averages in itertools.product(*lists):
         case = dict(attention=attention, length=int(length), tokens=int(tokens), devices=int(devices))
-        case |= dict(layout=layout, remat=remat, layers=layers)
+        case |= dict(layout=layout, remat=remat, layers=layers, matmul=matmul, averages=averages)
         if case["devices"] == 1 and layout != lists[2][0]:
             continue  # one device has one layout
         if case["tokens"] < case["length"]:

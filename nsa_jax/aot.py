@@ -8,6 +8,7 @@ describe the program. The executable cannot be run.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from nsa_jax.ops.gpus import GPUS
 from nsa_jax.ops.target import compile_for
+
+_HOST = "pinned_host"  # JAX's kind of memory of a host from which and to which a GPU copies by itself
+_lowering: contextvars.ContextVar[bool] = contextvars.ContextVar("lowering", default=False)
 
 
 class AheadOfTimeUnavailable(RuntimeError):
@@ -45,6 +49,30 @@ def devices(gpu: str, count: int = 1) -> list[Any]:
     return list(topology.devices)
 
 
+class _OnHost(NamedSharding):
+    """In the memory of the host of compile-only devices.
+
+    These devices name no kinds of memory, so JAX drops a sharding's `memory_kind`. Here it is kept while a program is
+    traced and lowered. JAX compares the shardings of the compiled program, which have none, with it afterwards.
+    """
+
+    @property
+    def memory_kind(self) -> str | None:
+        return _HOST if _lowering.get() else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OnHost) and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((_OnHost, super().__hash__()))
+
+
+def on_host(sharding: NamedSharding) -> NamedSharding:
+    """The same layout in pinned memory of the devices' host, also for devices from `devices`."""
+    moved = sharding.with_memory_kind(_HOST)
+    return moved if moved.memory_kind else _OnHost(sharding.mesh, sharding.spec)
+
+
 @contextlib.contextmanager
 def tracing_for(gpu: str, mesh: Mesh) -> Iterator[None]:
     """Traces ops for `gpu`: kernels are chosen and lowered for it, and sharding sees `mesh`'s axes."""
@@ -53,8 +81,12 @@ def tracing_for(gpu: str, mesh: Mesh) -> Iterator[None]:
     spec = GPUS[gpu]
     kind = AbstractDevice(device_kind=spec.traced_as or spec.device_kind, num_cores=spec.cores, platform="gpu")
     abstract = AbstractMesh(mesh.devices.shape, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=kind)
-    with compile_for(spec.target), use_abstract_mesh(abstract):
-        yield
+    token = _lowering.set(True)
+    try:
+        with compile_for(spec.target), use_abstract_mesh(abstract):
+            yield
+    finally:
+        _lowering.reset(token)
 
 
 def compile_for_gpu(function: Callable, *args: Any, gpu: str, donate_argnums: Sequence[int] = ()) -> Any:
@@ -78,4 +110,5 @@ def compile_for_gpu(function: Callable, *args: Any, gpu: str, donate_argnums: Se
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     with tracing_for(gpu, mesh):
         traced = jax.jit(function, donate_argnums=tuple(donate_argnums)).trace(*shapes)
-        return traced.lower(lowering_platforms=("cuda",)).compile()
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    return lowered.compile()

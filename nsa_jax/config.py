@@ -84,9 +84,10 @@ def default_config() -> ConfigDict:
     m.compressor = "mlp"  # mlp (learned, the paper's) | mean
     m.implementation = "auto"  # auto | reference | xla | pallas: which implementation serves the NSA ops
     m.compute_dtype = "bfloat16"  # of activations and matrix products; statistics stay float32
+    m.matmul_dtype = ""  # float8: of attention's and the MLP's projections in training; empty: compute_dtype
     m.param_dtype = "float32"  # of parameters and optimizer state
     m.scan_layers = True  # one traced layer scanned num_layers times: compiles faster, same numbers, slower steps
-    m.remat = "block"  # none | block | attention_saved | dots_saved | full: what the backward pass recomputes
+    m.remat = "block"  # none | block | attention_saved | dots_saved | offload | full: what the backward pass recomputes
 
     m.nsa = n = ConfigDict(dataclasses.asdict(NSAConfig()))  # see NSAConfig
     n.selector = (
@@ -150,6 +151,7 @@ def default_config() -> ConfigDict:
     t.z_loss = 0.0  # training adds this times the square of each token's logsumexp of logits, such as 1e-4; 0: none
     t.deterministic = True  # on GPUs, sums in one order and untuned matrix products: runs are bit-equal
     t.xla_options = ()  # for the compiler, such as ("xla_gpu_enable_latency_hiding_scheduler=True",); docs/parallel.md
+    t.offload_optimizer = False  # keep the optimizer's averages in host memory between their uses; docs/training.md
     t.reset_optimizer = False  # if a checkpoint's optimizer state does not fit config.optim, start it anew
     t.sample_tokens = 128  # length of the text sample written at each validation; 0: none
     t.sample_prompt = ""  # the sample continues this

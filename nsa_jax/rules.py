@@ -18,6 +18,7 @@ from nsa_jax.object_store import SCHEMES, scheme_of
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.gpus import GPUS
 from nsa_jax.ops.rope import KINDS, RopeScaling
+from nsa_jax.ops.target import Target
 
 
 class _Findings:
@@ -40,8 +41,9 @@ CHOICES = {
     "model.rope_scaling.kind": KINDS,
     "model.implementation": ("auto", "reference", "xla", "pallas"),
     "model.compute_dtype": ("float32", "bfloat16"),
+    "model.matmul_dtype": ("", "float8"),
     "model.param_dtype": ("float32", "bfloat16"),
-    "model.remat": ("none", "block", "attention_saved", "dots_saved", "full"),
+    "model.remat": ("none", "block", "attention_saved", "dots_saved", "offload", "full"),
     "data.source": ("stdlib", "text", "trees", "tokens", "hf", "task", "synthetic"),
     "data.synthetic": ("random", "copy", "recall"),
     "data.packing_method": ("concatenate", "best_fit"),
@@ -250,6 +252,27 @@ def _check_rope_scaling(config: ConfigDict, found: _Findings) -> None:
             found.error("R005", f"config.model.{error}", "see RopeScaling; converted models have what they came with")
 
 
+def float8_problems(config: ConfigDict, target: Target, name: str) -> list[Problem]:
+    """R061: the device that trains has float8 tensor cores.
+
+    Args:
+      config: the training config.
+      target: the device.
+      name: of the device, for the message.
+    """
+    if config.model.matmul_dtype != "float8" or (target.compute_capability or (0, 0)) >= (8, 9):
+        return []
+    message = f"config.model.matmul_dtype='float8': {name} has no float8 tensor cores"
+    return [Problem("R061", "error", message, 'set "", or use a GPU of compute capability 8.9 or later, such as h100')]
+
+
+def _check_offload(config: ConfigDict, found: _Findings) -> None:
+    m = config.model
+    if m.remat == "offload" and not m.scan_layers:
+        message = "config.model.remat='offload' with scan_layers=False: XLA copies each input to the host only when it"
+        found.error("R060", f"{message} is needed again, and memory grows", "set config.model.scan_layers=True")
+
+
 def _check_mesh(config: ConfigDict, found: _Findings) -> None:
     m, tensor, context = config.model, config.mesh.tensor, config.mesh.context
     if tensor > 1:
@@ -265,6 +288,11 @@ def _check_mesh(config: ConfigDict, found: _Findings) -> None:
         if m.vocab_size % tensor:
             message = f"config.mesh.tensor={tensor}: does not divide vocab_size={m.vocab_size}"
             found.error("R020", message, f"pad it to {-(-m.vocab_size // (64 * tensor)) * 64 * tensor}")
+        if m.matmul_dtype == "float8":
+            message = (
+                f"config.mesh.tensor={tensor} with config.model.matmul_dtype='float8': its products are not in float8"
+            )
+            found.error("R020", message, 'use fsdp or context for the other devices, or set matmul_dtype=""')
     if context > 1:
         share, rest = divmod(config.data.seq_len, context)
         nsa = geometry(m.nsa)
@@ -467,7 +495,10 @@ def _check_ignored(config: ConfigDict, found: _Findings) -> None:
             found.error("R000", message, f"correct what {rule} says, and take it out of the tuple")
 
 
-_CHECKS = (_check_values, _check_paths, _check_model, _check_mesh, _check_data, _check_training, _check_ignored)
+_CHECKS = (
+    *(_check_values, _check_paths, _check_model, _check_offload, _check_mesh, _check_data, _check_training),
+    _check_ignored,
+)
 
 
 def broken_rules(config: ConfigDict) -> list[Problem]:

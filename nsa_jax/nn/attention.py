@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from nsa_jax.nn.config import ModelConfig
-from nsa_jax.nn.layers import RMSNorm, add_bias, init_bias, init_normal, make_compressor
+from nsa_jax.nn.layers import RMSNorm, add_bias, init_bias, init_normal, make_compressor, product
 from nsa_jax.nn.sharding import (
     TENSOR,
     HeadSplit,
@@ -89,31 +89,41 @@ def _padded_bias(bias: nnx.Param, dtype: jnp.dtype, width: int) -> jax.Array:
     return jnp.pad(bias[...].astype(dtype), (0, width - bias.shape[0]))
 
 
-def fused_product(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, dtype: jnp.dtype) -> jax.Array:
-    """x @ kernel + bias, with zeros behind it up to a multiple of `WIDTH_MULTIPLE`; the bias may be shorter."""
-    out = x @ jnp.pad(kernel[...].astype(dtype), ((0, 0), (0, -kernel.shape[1] % WIDTH_MULTIPLE)))
-    return out if bias is None else out + _padded_bias(bias, dtype, out.shape[-1])
+def fused_product(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, config: ModelConfig) -> jax.Array:
+    """x @ kernel + bias, with zeros behind it up to a multiple of `WIDTH_MULTIPLE`; the bias may be shorter.
+
+    In float8, the columns of NSA's gates are a product of their own in the compute dtype.
+    """
+    weights = jnp.pad(kernel[...].astype(config.dtype), ((0, 0), (0, -kernel.shape[1] % WIDTH_MULTIPLE)))
+    if config.matmul_dtype and config.attention == "nsa":
+        *others, width = projection_widths(config, "nsa")
+        gates = slice(sum(others), sum(others) + width)
+        out = product(x, weights.at[:, gates].set(0), config)
+        out = out.at[..., gates].set(x @ weights[:, gates])
+    else:
+        out = product(x, weights, config)
+    return out if bias is None else out + _padded_bias(bias, config.dtype, out.shape[-1])
 
 
 def _project(
     x: jax.Array,
     kernel: nnx.Param,
     bias: nnx.Param | None,
-    dtype: jnp.dtype,
+    config: ModelConfig,
     widths: tuple[int, ...],
-    num_kv_heads: int,
 ) -> list[jax.Array]:
     """x @ kernel + bias in one product, cut along the last axis into pieces of the given widths.
 
     A bias that is shorter than the widths ends with one of the pieces.
     """
+    dtype, num_kv_heads = config.dtype, config.num_kv_heads
     if tensor_size() > 1 and num_kv_heads % tensor_size() == 0:
         pieces = _project_by_group(x, kernel[...].astype(dtype), widths, num_kv_heads)
         if bias is None:
             return pieces
         biases = _cut(_padded_bias(bias, dtype, sum(widths)), widths)
         return [piece + part for piece, part in zip(pieces, biases, strict=True)]
-    out = fused_product(x, kernel, bias, dtype)
+    out = fused_product(x, kernel, bias, config)
     # Elsewhere it would gain nothing, and a custom gradient has no forward mode.
     return _cut_activations(out, widths, out.shape[-1]) if current_target().is_gpu else _cut(out, widths)
 
@@ -222,7 +232,7 @@ class NSAttention(nnx.Module):
         `length` is that of the whole row, which RoPE's scaling of the kind "dynamic" depends on.
         """
         config = self.config
-        pieces = _project(x, self.w_in, self.b_in, config.dtype, self.widths, config.num_kv_heads)
+        pieces = _project(x, self.w_in, self.b_in, config, self.widths)
         query = _heads(pieces[0], config.num_heads)
         keys, values = ([_heads(x, config.num_kv_heads) for x in pieces[first:-1:2]] for first in (1, 2))
         if self.q_norm is not None and self.k_norm is not None:
@@ -262,7 +272,7 @@ class NSAttention(nnx.Module):
     def output(self, attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
         """Joins the heads and projects back to the model width."""
         flat = attended.reshape(*attended.shape[:2], -1)
-        return add_bias(flat @ self.w_out[...].astype(self.config.dtype), self.b_out)
+        return add_bias(product(flat, self.w_out[...].astype(self.config.dtype), self.config), self.b_out)
 
     def __call__(
         self,
@@ -354,7 +364,7 @@ class NSAttention(nnx.Module):
         cos, sin = turns if positions.ndim > 1 else (turn[None] for turn in turns)
         first_position = positions[..., :1]
         rows = split.rows if positions.ndim > 1 else P()
-        fused = fused_product(x, self.w_in, self.b_in, config.dtype)
+        fused = fused_product(x, self.w_in, self.b_in, config)
         arrays = (segment_start, first_position, cos, sin, phi, self.gate_bias[...], fused)
         specs = (split.tokens, rows, rows, rows, phi_specs, P(), split.tokens)
 
@@ -525,7 +535,7 @@ class DenseAttention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Roped query [B, T, N, H], roped key [B, T, K, H] and value [B, T, K, V]; see `NSAttention.project`."""
         config = self.config
-        query, key, value = _project(x, self.w_in, self.b_in, config.dtype, self.widths, config.num_kv_heads)
+        query, key, value = _project(x, self.w_in, self.b_in, config, self.widths)
         query, key = _heads(query, config.num_heads), _heads(key, config.num_kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
@@ -535,7 +545,7 @@ class DenseAttention(nnx.Module):
     def output(self, attended: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
         """Joins the heads and projects back to the model width."""
         flat = attended.reshape(*attended.shape[:2], -1)
-        return add_bias(flat @ self.w_out[...].astype(self.config.dtype), self.b_out)
+        return add_bias(product(flat, self.w_out[...].astype(self.config.dtype), self.config), self.b_out)
 
     def __call__(
         self,

@@ -112,6 +112,8 @@ class ModelConfig:
       compressor: "mlp" or "mean".
       implementation: "reference", "xla", "pallas" or None for the best on this device.
       compute_dtype: of activations and matrix products.
+      matmul_dtype: "float8" for the projections of attention and MLP (see `nsa_jax.nn.float8`), or "" for
+        `compute_dtype`. A training step's matter: `from_config` leaves it out.
       param_dtype: of parameters.
       scan_layers: run the layers by `jax.lax.scan`; otherwise one after the other. The parameters are the same.
       remat: what the backward pass recomputes; see `nsa_jax.nn.Transformer`.
@@ -151,6 +153,7 @@ class ModelConfig:
     compressor: str = "mlp"
     implementation: str | None = None
     compute_dtype: str = "bfloat16"
+    matmul_dtype: str = ""
     param_dtype: str = "float32"
     scan_layers: bool = True
     remat: str = "block"
@@ -184,7 +187,7 @@ class ModelConfig:
             raise ValueError(f"ModelConfig.logit_soft_cap={self.logit_soft_cap}: must be positive, or 0 for none")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"ModelConfig.dropout={self.dropout}: must be in [0, 1)")
-        same = "attention", "compressor", "compute_dtype", "param_dtype", "remat"
+        same = "attention", "compressor", "compute_dtype", "matmul_dtype", "param_dtype", "remat"
         choices: dict[str, tuple] = {name: CHOICES[f"model.{name}"] for name in same}
         choices["selector"] = CHOICES["model.nsa.selector"]
         choices["implementation"] = (None, *sorted(IMPLEMENTATIONS))
@@ -248,6 +251,7 @@ class ModelConfig:
             "implementation",
             "vocab_size",
             "deterministic",
+            "matmul_dtype",
         }
         values = {name: getattr(config.model, name) for name in fields}
         implementation = None if config.model.implementation == "auto" else config.model.implementation

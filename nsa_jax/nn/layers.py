@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from nsa_jax.config import NSAConfig
+from nsa_jax.nn import float8
 from nsa_jax.nn.config import ModelConfig
 from nsa_jax.nn.sharding import (
     TENSOR,
@@ -42,6 +43,11 @@ def init_normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, config: Mode
 def init_bias(features: int, config: ModelConfig) -> nnx.Param:
     """A bias of zeros."""
     return nnx.Param(jnp.zeros((features,), jnp.dtype(config.param_dtype)))
+
+
+def product(x: jax.Array, w: jax.Array, config: ModelConfig) -> jax.Array:
+    """x [..., D] times w [D, F], in float8 if the config says so."""
+    return float8.product(x, w) if config.matmul_dtype == "float8" else x @ w
 
 
 def add_bias(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
@@ -218,38 +224,42 @@ def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def _gated_product_plain(both: jax.Array, w_out: jax.Array) -> jax.Array:
-    return _gated(*jnp.split(both, 2, axis=-1)) @ w_out
+def _gated_product_plain(both: jax.Array, w_out: jax.Array, config: ModelConfig) -> jax.Array:
+    return product(_gated(*jnp.split(both, 2, axis=-1)), w_out, config)
 
 
 # All that the backward pass needs of gate and up, which are one array [B, T, 2M], is made in one kernel. Left to the
 # compiler it is three over the same arrays, and gate and up have a gradient each, from which that of the product before
 # is put together: all of it copied, or added up from two products.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _gated_product(both: jax.Array, w_out: jax.Array, keep: bool) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _gated_product(both: jax.Array, w_out: jax.Array, keep: bool, config: ModelConfig) -> jax.Array:
     """`_gated_product_plain`; with `keep`, hidden values are kept for the backward pass rather than computed again."""
-    return _gated_product_plain(both, w_out)
+    return _gated_product_plain(both, w_out, config)
 
 
-def _gated_product_fwd(both, w_out, keep):
+def _gated_product_fwd(both, w_out, keep, config):
     hidden = _gated(*jnp.split(both, 2, axis=-1))
     if keep:
         hidden = checkpoint_name(hidden, HIDDEN)
-    return hidden @ w_out, (both, hidden if keep else None, w_out)
+    return product(hidden, w_out, config), (both, hidden if keep else None, w_out)
 
 
-def _gated_product_bwd(keep, residuals, d_out):
+def _gated_product_bwd(keep, config, residuals, d_out):
     from nsa_jax.ops.kernels.layer import norm_swiglu
 
     both, hidden, w_out = residuals
+    rounded = config.matmul_dtype == "float8"
+    d_hidden = float8.input_gradient(d_out, w_out) if rounded else d_out @ w_out.T
 
     def local(both, d_hidden):
         flat, grad = (a.reshape(-1, a.shape[-1]) for a in (both, d_hidden))
         return tuple(a.reshape(*both.shape[:2], -1) for a in norm_swiglu.swiglu_gradients(flat, grad, not keep))
 
     spec = token_spec(*both.shape[:2])
-    d_both, *again = on_shards(local, (both, d_out @ w_out.T), (spec, spec), (spec,) * (1 if keep else 2))
-    return d_both, jnp.einsum("...m,...d->md", hidden if keep else again[0], d_out)
+    d_both, *again = on_shards(local, (both, d_hidden), (spec, spec), (spec,) * (1 if keep else 2))
+    hidden = hidden if keep else again[0]
+    d_w = float8.weight_gradient(hidden, d_out) if rounded else jnp.einsum("...m,...d->md", hidden, d_out)
+    return d_both, d_w
 
 
 _gated_product.defvjp(_gated_product_fwd, _gated_product_bwd)
@@ -269,7 +279,7 @@ class SwiGLU(nnx.Module):
         self.w_out = init_normal(rngs, (config.mlp_dim, config.dim), config.residual_std, config)
         self.b_in = init_bias(2 * config.mlp_dim, config) if config.mlp_bias else None
         self.b_out = init_bias(config.dim, config) if config.mlp_bias else None
-        self.dtype = config.dtype
+        self.config, self.dtype = config, config.dtype
         # Where the products before are kept. Where they are not, computing this again takes a pass of its own.
         self.keep = config.remat in ("none", "dots_saved")
 
@@ -286,10 +296,10 @@ class SwiGLU(nnx.Module):
                 hidden = hidden + self.b_in[...].astype(self.dtype).reshape(2, -1)
             hidden = constrain_tokens(hidden, None, TENSOR)
             return _gated(hidden[:, :, 0], hidden[:, :, 1]) @ w_out
-        both = add_bias(x @ w_in, self.b_in)
+        both = add_bias(product(x, w_in, self.config), self.b_in)
         if layer_kernels_serve(w_out.shape[0]):
-            return _gated_product(both, w_out, self.keep)
-        return _gated_product_plain(both, w_out)
+            return _gated_product(both, w_out, self.keep, self.config)
+        return _gated_product_plain(both, w_out, self.config)
 
 
 class MLPCompressor(nnx.Module):

@@ -92,6 +92,11 @@ def constrain_tensor(x: jax.Array, dimension: int) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(*(None,) * dimension, TENSOR))
 
 
+def constrain_whole(x: jax.Array) -> jax.Array:
+    """Asks the compiler to keep x whole on every device: for weights that fsdp splits."""
+    return jax.lax.with_sharding_constraint(x, P()) if _axis_sizes().get(FSDP, 1) > 1 else x
+
+
 def parameter_spec(
     shape: tuple[int, ...],
     tensor_dimension: int | None = None,

@@ -25,6 +25,8 @@ _ATTENTION = ("attention_out", "nsa_attention_residuals")
 _PROJECTED = ("nsa_query", "nsa_projection")
 # What a norm returns, and the sum of a block's input and its attention's output, which the second norm takes.
 _NORMED, _STREAM = "norm_out", "residual_stream"
+# What a block is given: all that its backward pass needs to compute the rest again.
+_INPUT = "block_input"
 # Primitives of attention's forward pass: Pallas kernels, cuDNN, and an op whose forward rule calls the op itself.
 _KERNELS = ("pallas_call", "dot_product_attention_fwd_wrapper", "custom_vjp_call")
 # Kernels whose results are quickly made again from what is kept: the cut and rotated projection, the branches' sum.
@@ -52,7 +54,16 @@ def _dots_saveable(prim, *args, **params) -> bool:
     return prim.name in _KERNELS or any(bool(policy(prim, *args, **params)) for policy in saves)
 
 
-_SAVEABLE = {"attention_saved": _attention_saveable, "dots_saved": _dots_saveable}
+_SAVEABLE = {
+    "attention_saved": _attention_saveable,
+    "dots_saved": _dots_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[_INDICES],
+        names_which_can_be_offloaded=[_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
 
 
 def remat(fn: Callable, policy: str, *, scanned: bool) -> Callable:
@@ -188,6 +199,7 @@ class Transformer(nnx.Module):
       attention_saved: keeps each layer's input and what attention's backward pass needs; recomputes the rest, the sum
         of NSA's branches included.
       block: keeps each layer's input only.
+      offload: keeps each layer's input in the host's memory, and nothing else.
       full: keeps the input of every sqrt(num_layers)-th layer only; runs the layers between twice more. With a pattern,
         that of every sqrt(periods)-th period.
 
@@ -282,7 +294,7 @@ class Transformer(nnx.Module):
                 params, key, given = inputs
                 wanted = kind == "nsa" and return_lists
                 arguments = dict(dropout_key=key, block_indices=given, return_block_indices=wanted)
-                out = nnx.merge(graphdef, params)(x, segment_start, **arguments)
+                out = nnx.merge(graphdef, params)(checkpoint_name(x, _INPUT), segment_start, **arguments)
                 out, lists = out if wanted else (out, None)
                 return constrain_tokens(out), lists
 

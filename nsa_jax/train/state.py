@@ -8,6 +8,7 @@ which sharding, weight decay and checkpoints go by. Some configs have further pa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from typing import Any
@@ -21,6 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from nsa_jax.aot import on_host
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.nn.sharding import BATCH_AXES, CONTEXT, DATA, FSDP, MESH_AXES, parameter_spec
@@ -131,8 +133,11 @@ def state_sharding(state: State, mesh: Mesh | AbstractMesh, config: ConfigDict) 
     """NamedSharding of every array of a state (abstract or real)."""
 
     def sharding(path, leaf):
-        over = optimizer_axes(config) if names_of(path)[0] == "opt_state" else (FSDP,)
-        return NamedSharding(mesh, partition_spec(path, leaf.shape, mesh, over))
+        optimizer = names_of(path)[0] == "opt_state"
+        over = optimizer_axes(config) if optimizer else (FSDP,)
+        layout = NamedSharding(mesh, partition_spec(path, leaf.shape, mesh, over))
+        # Averages, not counts of steps.
+        return on_host(layout) if optimizer and config.train.offload_optimizer and leaf.ndim else layout
 
     return jax.tree_util.tree_map_with_path(sharding, state)
 
@@ -159,7 +164,7 @@ class Setup:
     Attributes:
       config: the training config.
       model_config: the model's.
-      graphdef: the model without its parameters; `nnx.merge(graphdef, params)` makes a model.
+      graphdef: the model that is trained without its parameters; `nnx.merge(graphdef, params)` makes a model.
       optimizer: the optax transformation.
       mesh: of all devices.
       abstract_state: shapes and dtypes of the state.
@@ -175,14 +180,15 @@ class Setup:
     sharding: State
 
     def model(self, params) -> Transformer:
-        """The model with these parameters."""
+        """The model with these parameters, as it is trained."""
         return nnx.merge(self.graphdef, params)
 
     def scanned_model(self, params) -> Transformer:
-        """The same with its layers in a loop: for programs that run seldom, it compiles in a third of the time."""
-        model = self.model(params)
-        model.config = dataclasses.replace(model.config, scan_layers=True)
-        return model
+        """The same with its layers in a loop: for programs that run seldom, it compiles in a third of the time.
+
+        No product is in float8.
+        """
+        return nnx.merge(_graphdef(dataclasses.replace(self.model_config, scan_layers=True)), params)
 
     @property
     def batch_shards(self) -> int:
@@ -202,9 +208,13 @@ class Setup:
         proposes: measuring which is fastest could choose another one in another process.
         """
         device, given = self.mesh.devices.flat[0], xla_options(self.config)
-        if not self.config.train.deterministic or device.platform == "cpu":
+        if device.platform == "cpu":
             return given or None
-        options = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": 0}
+        # float8 products are cuBLASLt's: Triton's tiles would be chosen without being timed.
+        options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False} if self.config.model.matmul_dtype else {}
+        if not self.config.train.deterministic:
+            return {**options, **given} or None
+        options |= {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": 0}
         if jax.__version_info__ >= (0, 12) and device not in jax.devices():
             # Without the GPU, XLA of JAX 0.12 cannot choose a deterministic kernel for Triton's matrix products.
             options["xla_gpu_enable_triton_gemm"] = False
@@ -280,6 +290,11 @@ class Setup:
             return jax.jit(make, out_shardings=self.sharding, donate_argnums=0)(state)
 
 
+@functools.cache
+def _graphdef(config: ModelConfig) -> nnx.GraphDef:
+    return nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+
+
 def _init(config: ConfigDict, model_config: ModelConfig, optimizer: optax.GradientTransformation) -> State:
     model = Transformer(model_config, rngs=nnx.Rngs(params=config.seed))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -336,6 +351,6 @@ def setup(config: ConfigDict, vocab_size: int, devices: list | None = None) -> S
     over = optimizer_axes(config)
     layout = (lambda path, shape: partition_spec(path, shape, mesh, over)) if mesh.size > 1 else None
     optimizer = make_optimizer(config, model_config, layout)
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0))))
+    graphdef = _graphdef(dataclasses.replace(model_config, matmul_dtype=config.model.matmul_dtype))
     abstract = jax.eval_shape(lambda: _init(config, model_config, optimizer))
     return Setup(config, model_config, graphdef, optimizer, mesh, abstract, state_sharding(abstract, mesh, config))

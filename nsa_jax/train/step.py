@@ -141,6 +141,11 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
             grads = jax.lax.with_sharding_constraint(grads, gradient_spec)
         # Measured here, before clipping and before anything could reset it.
         grad_norm = _global_norm(grads)
+        if config.train.offload_optimizer:
+            # Without the barrier XLA fetches the averages first, and the backward pass has no memory of theirs.
+            kept, grad_norm = jax.lax.optimization_barrier((state["opt_state"], grad_norm))
+            on_device = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), kept)
+            state = {**state, "opt_state": on_device}
         updates, opt_state = setup.optimizer.update(grads, state["opt_state"], params)
         new = {**state, "params": optax.apply_updates(params, updates), "opt_state": opt_state}
         if "ema" in state:

@@ -51,7 +51,7 @@ def baseline():
     return jax.jit(jax.value_and_grad(functools.partial(loss_of, graphdef)))(params, tokens_of(49), jax.random.key(7))
 
 
-RUNS = [(remat, True) for remat in CHOICES["model.remat"]] + [("none", False), ("block", False)]
+RUNS = [(remat, True) for remat in CHOICES["model.remat"]] + [("none", False), ("block", False), ("offload", False)]
 
 
 @pytest.mark.parametrize(("remat", "scan_layers"), RUNS, ids=[f"{r}-{'un' * (not s)}scanned" for r, s in RUNS])

@@ -13,6 +13,7 @@ the config itself are in nsa_jax/rules.py; those that need a device, a disk or d
 
 from nsa_jax.train.preflight.checks import (
     check_disk,
+    check_float8,
     check_kernels,
     check_memory,
     check_save_interval,
@@ -25,6 +26,7 @@ __all__ = [
     "Report",
     "before_run",
     "check_disk",
+    "check_float8",
     "check_kernels",
     "check_memory",
     "check_save_interval",

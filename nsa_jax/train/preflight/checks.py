@@ -15,7 +15,8 @@ from nsa_jax import aot
 from nsa_jax.command_line import workdir_problems
 from nsa_jax.config import Problem
 from nsa_jax.ops import plan
-from nsa_jax.ops.target import current_target
+from nsa_jax.ops.target import Target, current_target
+from nsa_jax.rules import float8_problems
 from nsa_jax.train.preflight import cost as cost_lib
 from nsa_jax.train.preflight.report import Report, gib
 from nsa_jax.train.state import Setup
@@ -25,7 +26,7 @@ _MAY_CHANGE = (
     *("name", "compilation_cache_dir", "preflight", "guards", "train", "mesh"),
     *("data.num_workers", "data.tokenizer_workers", "data.prefetch", "data.cache_dir"),
 )
-_MAY_CHANGE_ON_PURPOSE = ("optim.", "model.implementation", "model.remat", "model.scan_layers")
+_MAY_CHANGE_ON_PURPOSE = ("optim.", "model.implementation", "model.remat", "model.scan_layers", "model.matmul_dtype")
 
 
 def _changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
@@ -86,6 +87,15 @@ def check_disk(config: ConfigDict, workdir: Path, one_checkpoint: int) -> list[P
     return [Problem("R024", "error", message, "free some space, or lower config.train.keep_last (or raise keep_every)")]
 
 
+def check_float8(config: ConfigDict, made: Setup, gpu: str) -> list[Problem]:
+    """R061: the devices have float8 tensor cores if the config asks for float8."""
+    if gpu:
+        return float8_problems(config, aot.GPUS[gpu].target, gpu)
+    device = made.mesh.devices.flat[0]
+    target = current_target() if device.platform == "gpu" else Target(device.platform)
+    return float8_problems(config, target, device.device_kind)
+
+
 def check_kernels(config: ConfigDict, made: Setup, gpu: str) -> list[Problem]:
     """R018: the GPU kernels serve this model's head dims and groups."""
     m = made.model_config
@@ -115,7 +125,7 @@ def check_memory(report: Report, gpu: str, devices: int) -> list[Problem]:
     where = f"{devices} x {gpu}" if gpu else "this machine"
     message = f"{gib(need)} per device are needed and {gib(memory.limit)} can be used on {where}"
     fix = "smaller micro-batches (config.train.grad_accum), config.model.remat='block' or 'full', config.mesh.fsdp"
-    fix += ", or config.mesh.context if one row does not fit"
+    fix += ", config.train.offload_optimizer, or config.mesh.context if one row does not fit"
     if report.micro_batch:
         fix += f"; {report.micro_batch.rows} rows per device fit"
     return [Problem("R025", "error" if memory.compiled else "warning", message, fix)]

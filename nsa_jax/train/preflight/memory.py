@@ -41,13 +41,14 @@ class Memory:
 
     Attributes:
       parameters: float32 or as `config.model.param_dtype` says.
-      optimizer: moments.
+      optimizer: averages, without those that are kept on the host.
       batch: of one optimizer step.
       gradients: of a step, and their sum over micro-batches.
       activations: what the forward pass keeps for the backward pass.
       temporaries: all else, at the fullest moment.
       limit: what may be used.
       compiled: False for an estimate.
+      host: in the memory of the device's host, not on the device.
     """
 
     parameters: int
@@ -58,6 +59,7 @@ class Memory:
     temporaries: int
     limit: int
     compiled: bool
+    host: int
 
     @property
     def total(self) -> int:
@@ -158,8 +160,10 @@ def _on_one_device(tree: Any, sharding: Any) -> int:
     return sum(jax.tree.leaves(sizes))
 
 
-def kept_activations(made: Setup) -> int:
-    """Bytes per device that the forward pass of one micro-batch keeps for its backward pass, read from the trace.
+def kept_activations(made: Setup) -> tuple[int, int]:
+    """Bytes that the forward pass of one micro-batch keeps for its backward pass, read from the trace.
+
+    Those in the memory of each device, and those in its host's.
 
     Call it where the step may be traced for its target.
     """
@@ -175,11 +179,14 @@ def kept_activations(made: Setup) -> int:
 
         return jax.tree.leaves(jax.vjp(loss, params)[1])
 
-    leaves = jax.eval_shape(residuals, made.abstract_state["params"], tokens, tokens)
+    leaves = jax.make_jaxpr(residuals)(made.abstract_state["params"], tokens, tokens).out_avals
     # Parameters and their casts are residuals too, but no activations: those have a number for every token.
     shapes = {leaf.shape for leaf in jax.tree.leaves(made.abstract_state["params"])}
     kept = [leaf for leaf in leaves if leaf.size >= rows * length and leaf.shape not in shapes]
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) // made.token_shards
+    size = {space: 0 for space in jax.memory.Space}
+    for leaf in kept:
+        size[leaf.memory_space] += leaf.size * leaf.dtype.itemsize // made.token_shards
+    return size[jax.memory.Space.Device], size[jax.memory.Space.Host]
 
 
 def _fixed(made: Setup, mesh: AbstractMesh | None = None) -> dict[str, int]:
@@ -187,12 +194,18 @@ def _fixed(made: Setup, mesh: AbstractMesh | None = None) -> dict[str, int]:
     state = made.abstract_state
     sharding = made.sharding if mesh is None else state_sharding(state, mesh, made.config)
     parameters = _on_one_device(state["params"], sharding["params"])
+    rest = _on_one_device(*({name: tree[name] for name in tree if name != "params"} for tree in (state, sharding)))
+    host = 0
+    if made.config.train.offload_optimizer:
+        pairs = zip(*(jax.tree.leaves(tree["opt_state"]) for tree in (state, sharding)), strict=True)
+        host = _on_one_device(*zip(*(pair for pair in pairs if pair[0].ndim), strict=True))
     batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_batch(made))) // made.token_shards
     return {
         "parameters": parameters,
-        "optimizer": _on_one_device(*({n: p for n, p in tree.items() if n != "params"} for tree in (state, sharding))),
+        "optimizer": rest - host,
         "batch": batch,
         "gradients": parameters * (2 if made.config.train.grad_accum > 1 else 1),
+        "host": host,
     }
 
 
@@ -205,7 +218,7 @@ def estimate(made: Setup, gpu: str, mesh: AbstractMesh | None = None) -> Memory:
     gradient, and a copy of the largest parameter in the compute dtype and one in float32.
     """
     with jax.set_mesh(made.mesh):
-        activations = kept_activations(made)
+        activations, on_host = kept_activations(made)
     m, config = made.model_config, made.config
     rows = config.train.batch_size // config.train.grad_accum // made.batch_shards
     length = config.data.seq_len // (made.token_shards // made.batch_shards)
@@ -213,10 +226,14 @@ def estimate(made: Setup, gpu: str, mesh: AbstractMesh | None = None) -> Memory:
     layer = 2 * rows * length * width * m.dtype.itemsize
     largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.abstract_state["params"]))
     logits = 2 * min(128 * 2**20, rows * length * m.vocab_size * 4)
+    fixed = _fixed(made, mesh)
+    # The optimizer's averages come from the host when activations are no longer needed.
+    temporaries = max(layer + logits + largest * (m.dtype.itemsize + 4), fixed["host"] - activations)
+    fixed["host"] += on_host
     return Memory(
-        **_fixed(made, mesh),
+        **fixed,
         activations=activations,
-        temporaries=layer + logits + largest * (m.dtype.itemsize + 4),
+        temporaries=temporaries,
         limit=device_bytes(gpu),
         compiled=False,
     )
@@ -248,14 +265,20 @@ def _lower_train_step(made: Setup, gpu: str) -> Any:
 def _train_memory(made: Setup, gpu: str, program: Any) -> Memory:
     """Of the compiled train step."""
     with _tracing(made, gpu):
-        activations = kept_activations(made)
+        activations, _ = kept_activations(made)
     planned, fixed = program.memory_analysis(), _fixed(made)
     total = planned.argument_size_in_bytes + planned.temp_size_in_bytes
     total += planned.output_size_in_bytes - planned.alias_size_in_bytes
+    host = planned.host_argument_size_in_bytes + planned.host_temp_size_in_bytes
+    host += planned.host_output_size_in_bytes - planned.host_alias_size_in_bytes
+    if not host:  # programs for CPUs count all memory as the device's
+        total -= fixed["host"]
+    fixed["host"] = max(host, fixed["host"])
     # Buffers share memory when they are not alive together, so that parts can add up to more than the plan.
-    rest = max(total - sum(fixed.values()), 0)
-    if rest == 0:
-        fixed["gradients"] = max(total - sum(fixed.values()) + fixed["gradients"], 0)
+    rest = total - (sum(fixed.values()) - fixed["host"])
+    if rest < 0:
+        fixed["gradients"] = max(rest + fixed["gradients"], 0)
+        rest = 0
     activations = min(activations, rest)
     return Memory(
         **fixed, activations=activations, temporaries=rest - activations, limit=device_bytes(gpu), compiled=True

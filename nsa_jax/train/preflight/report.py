@@ -118,6 +118,7 @@ def memory_facts(report: Report, gpu: str) -> list[tuple[str, str]]:
         ("activations kept", gib(memory.activations)),
         ("temporaries and batch", gib(memory.temporaries + memory.batch)),
         ("total per device", gib(memory.total)),
+        *([("in the host's memory, for each device", gib(memory.host))] if memory.host else []),
         ("can be used per device", f"{gib(memory.limit)}{', what JAX takes by default' if gpu else ''}"),
         ("headroom", f"{gib(memory.headroom)}: {'fits' if memory.fits else 'DOES NOT FIT'}"),
     ]

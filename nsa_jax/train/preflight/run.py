@@ -21,7 +21,14 @@ from nsa_jax.train.preflight import cost as cost_lib
 from nsa_jax.train.preflight import data_check
 from nsa_jax.train.preflight import memory as memory_lib
 from nsa_jax.train.preflight import selftest as selftest_lib
-from nsa_jax.train.preflight.checks import check_disk, check_kernels, check_memory, check_save_interval, check_workdir
+from nsa_jax.train.preflight.checks import (
+    check_disk,
+    check_float8,
+    check_kernels,
+    check_memory,
+    check_save_interval,
+    check_workdir,
+)
 from nsa_jax.train.preflight.data_check import NOT_CHECKED
 from nsa_jax.train.preflight.report import Report, cost_facts, gib, kernel_facts, memory_facts, program_facts
 from nsa_jax.train.state import Setup
@@ -102,7 +109,7 @@ def before_run(
     report.problems += check_save_interval(config, report.cost)
     if jax.process_index() == 0:
         report.problems += check_disk(config, workdir, made.checkpoint_bytes())
-    report.problems += check_kernels(config, made, "")
+    report.problems += check_kernels(config, made, "") + check_float8(config, made, "")
     report.seconds["program"] = time.perf_counter() - start
     report.problems += [problem for problem in config_lib.validate(config) if problem.severity == "error"]
     report.settle(config)
@@ -197,7 +204,7 @@ def _examine_program(
         report.facts["kernels"] = kernel_facts(explained)
     report.problems += check_save_interval(config, report.cost)
     report.problems += check_disk(config, workdir, checkpoint)
-    report.problems += check_kernels(config, made, gpu)
+    report.problems += check_kernels(config, made, gpu) + check_float8(config, made, gpu)
     if estimated is not None:
         report.memory = estimated
         report.problems += check_memory(report, gpu, size)
