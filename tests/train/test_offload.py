@@ -69,7 +69,9 @@ def test_layers_whose_input_lies_on_the_host_train_with_the_same_bits(name):
     chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(plain))
 
 
-SHORT = dict(model__attention="dense", model__num_layers=1, train__steps=4, train__save_every=2)
+SHORT = dict(
+    model__attention="dense", model__implementation="xla", model__num_layers=1, train__steps=4, train__save_every=2
+)
 
 
 @pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
