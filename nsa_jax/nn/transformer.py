@@ -78,6 +78,19 @@ def remat(fn: Callable, policy: str, *, scanned: bool) -> Callable:
     return jax.checkpoint(fn, policy=saveable, prevent_cse=not scanned)
 
 
+@jax.custom_jvp
+def _row(stacked: jax.Array, index: int | jax.Array, piece: jax.Array) -> jax.Array:
+    """Row `index` of `stacked`; its gradient is that of `piece`, the same row with an axis before it.
+
+    What is kept for a layer's backward pass is then `stacked`, which is there anyway. `piece` itself is never read, so
+    XLA does not make it.
+    """
+    return jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False)
+
+
+_row.defjvp(lambda primals, tangents: (_row(*primals), tangents[2][0]))
+
+
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -292,6 +305,9 @@ class Transformer(nnx.Module):
         def layer(graphdef, kind):
             def run(x, inputs):
                 params, key, given = inputs
+                if not config.scan_layers:
+                    rows, index, pieces = params
+                    params = jax.tree.map(lambda row, piece: _row(row, index, piece), rows, pieces)
                 wanted = kind == "nsa" and return_lists
                 arguments = dict(dropout_key=key, block_indices=given, return_block_indices=wanted)
                 out = nnx.merge(graphdef, params)(checkpoint_name(x, _INPUT), segment_start, **arguments)
@@ -323,7 +339,12 @@ class Transformer(nnx.Module):
             pieces = jax.tree.map(lambda a: jax.lax.split(a, (1,) * periods, axis=0), stacked)
             found = []
             for index in range(periods):
-                x, lists = period(x, jax.tree.map(lambda _, p, i=index: p[i][0], stacked, pieces))
+                cut = jax.tree.map(lambda _, p, i=index: p[i], stacked, pieces)
+                inputs = [
+                    ((jax.lax.stop_gradient(params), index, piece), *jax.tree.map(lambda a: a[0], rest))
+                    for (params, *_), (piece, *rest) in zip(stacked, cut, strict=True)
+                ]
+                x, lists = period(x, inputs)
                 found.append(lists)
             lists = jnp.stack(found) if return_lists else None
         # From [periods, NSA layers of a period, ...].

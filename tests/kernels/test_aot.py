@@ -115,12 +115,12 @@ def test_kernels_of_layers_in_a_scan_run_once(heads):
 
 
 def test_each_further_layer_takes_only_what_is_kept_for_its_backward_pass():
-    """Buffers of backward passes that XLA allocated when the program begins would be counted for every layer."""
+    """No copy of its parameters, and no buffer of its backward pass that XLA allocates when the program begins."""
     shape, heads = jax.ShapeDtypeStruct((1, 16_384), jnp.int32), 12
 
     def model(layers):
         config = ModelConfig(
-            dim=64, num_heads=heads, num_kv_heads=2, head_dim=64, vocab_size=64, num_layers=layers, mlp_dim=64,
+            dim=64, num_heads=heads, num_kv_heads=2, head_dim=64, vocab_size=64, num_layers=layers, mlp_dim=32_768,
             compute_dtype="bfloat16", remat="attention_saved", scan_layers=False, implementation="pallas",
         )  # fmt: skip
         graphdef, params = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))

@@ -181,7 +181,8 @@ def kept_activations(made: Setup) -> tuple[int, int]:
 
     leaves = jax.make_jaxpr(residuals)(made.abstract_state["params"], tokens, tokens).out_avals
     # Parameters and their casts are residuals too, but no activations: those have a number for every token.
-    shapes = {leaf.shape for leaf in jax.tree.leaves(made.abstract_state["params"])}
+    whole = {leaf.shape for leaf in jax.tree.leaves(made.abstract_state["params"])}
+    shapes = whole | {(1, *shape[1:]) for shape in whole}  # and rows of those of all layers
     kept = [leaf for leaf in leaves if leaf.size >= rows * length and leaf.shape not in shapes]
     size = {space: 0 for space in jax.memory.Space}
     for leaf in kept:
