@@ -22,6 +22,9 @@ for _flag, _here in (
 ):
     if _here and _flag.partition("=")[0] not in os.environ["XLA_FLAGS"]:
         os.environ["XLA_FLAGS"] += f" {_flag}"
+# By default XLA has one thread per core. Where devices of one program wait in two collectives at once and there are few
+# cores, the last device finds no thread, and the process is aborted.
+os.environ.setdefault("PJRT_NPROC", "32")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax  # noqa: E402
