@@ -17,6 +17,7 @@ from nsa_jax.train import preflight
 from nsa_jax.train.preflight import memory
 from nsa_jax.train.state import setup
 from nsa_jax.train.step import make_eval_step
+from tests.kernels.hollow import hollow_kernels
 
 from .test_resume import stop_before
 from .tiny import VOCAB, losses, make_run, one_device, random_batch, steps, tiny_config
@@ -202,9 +203,11 @@ def test_cublas_multiplies_float8_on_hopper(attention, devices, usual_compilatio
             made = memory.for_target(config, "h100", devices, VOCAB)
         except aot.AheadOfTimeUnavailable as error:
             pytest.skip(str(error))
-        text = memory._lower_train_step(made, "h100").compile().as_text()
+        with hollow_kernels():
+            text = memory._lower_train_step(made, "h100").compile().as_text()
         return text.count('custom_call_target="__cublas$lt$matmul$f8"'), len(re.findall(r"f8e\w+\[", text))
 
-    assert counts("") == (0, 0)
+    if attention == "dense":
+        assert counts("") == (0, 0)
     # In, out, MLP in and MLP out: forward, gradient of the input and of the weights.
     assert counts("float8")[0] == 12
