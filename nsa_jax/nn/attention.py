@@ -322,6 +322,9 @@ class NSAttention(nnx.Module):
             arrays = (segment_start, block_indices, p.query, key_cmp, value_cmp, *p[3:])
             specs = (split.tokens, *(split.heads,) * (len(arrays) - 1))
             attended, block_indices = on_shards(self._attend, arrays, specs, (split.heads, split.heads))
+        kernels = current_target().is_gpu if config.implementation is None else config.implementation == "pallas"
+        if not kernels:  # else it is the sum of the branches, which are kept: quickly made again
+            attended = checkpoint_name(attended, "attention_out")
         chex.assert_shape(attended, (*x.shape[:2], config.num_heads, config.value_head_dim))
         out = self.output(attended)
         return (out, block_indices) if return_block_indices else out

@@ -209,8 +209,8 @@ class Transformer(nnx.Module):
       dots_saved: keeps what attention_saved does, the results of every matrix product, norm and SwiGLU, and NSA's
         rotated query; recomputes what else is elementwise. Where a kernel cuts NSA's projection (see
         `nsa_jax.ops.projected`), what it is cut into is kept instead of the projection.
-      attention_saved: keeps each layer's input and what attention's backward pass needs; recomputes the rest, the sum
-        of NSA's branches included.
+      attention_saved: keeps each layer's input and what attention's backward pass needs; recomputes the rest. With
+        kernels, the sum of NSA's branches is recomputed too.
       block: keeps each layer's input only.
       offload: keeps each layer's input in the host's memory, and nothing else.
       full: keeps the input of every sqrt(num_layers)-th layer only; runs the layers between twice more. With a pattern,
