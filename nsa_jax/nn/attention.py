@@ -323,7 +323,8 @@ class NSAttention(nnx.Module):
             specs = (split.tokens, *(split.heads,) * (len(arrays) - 1))
             attended, block_indices = on_shards(self._attend, arrays, specs, (split.heads, split.heads))
         kernels = current_target().is_gpu if config.implementation is None else config.implementation == "pallas"
-        if not kernels:  # else it is the sum of the branches, which are kept: quickly made again
+        # Kernels' branches are kept, and their sum is quickly made again, unless devices exchange parts of it.
+        if split.context > 1 or not kernels:
             attended = checkpoint_name(attended, "attention_out")
         chex.assert_shape(attended, (*x.shape[:2], config.num_heads, config.value_head_dim))
         out = self.output(attended)

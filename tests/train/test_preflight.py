@@ -508,3 +508,15 @@ def test_preflight_says_whether_the_compiled_step_is_deterministic(asked, found,
     compiled = SimpleNamespace(seconds={}, collectives=[], host=[], nondeterministic=found)
     facts = dict(program_facts(tiny_config(train__deterministic=asked), compiled))
     assert facts["deterministic"].startswith(says)
+
+
+def test_rows_of_parameters_are_no_activations():
+    """Rows of unrolled layers are as large as activations here, and of the shape of one row of 64 tokens."""
+
+    def kept(scan):
+        config = tiny_config(model__dim=64, model__mlp_dim=2048, model__scan_layers=scan, model__remat="block")
+        made = setup(config, VOCAB, one_device())
+        with jax.set_mesh(made.mesh):
+            return memory.kept_activations(made)[0]
+
+    assert kept(False) == pytest.approx(kept(True), rel=0.1)

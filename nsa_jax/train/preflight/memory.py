@@ -181,9 +181,14 @@ def kept_activations(made: Setup) -> tuple[int, int]:
 
     leaves = jax.make_jaxpr(residuals)(made.abstract_state["params"], tokens, tokens).out_avals
     # Parameters and their casts are residuals too, but no activations: those have a number for every token.
-    whole = {leaf.shape for leaf in jax.tree.leaves(made.abstract_state["params"])}
-    shapes = whole | {(1, *shape[1:]) for shape in whole}  # and rows of those of all layers
-    kept = [leaf for leaf in leaves if leaf.size >= rows * length and leaf.shape not in shapes]
+    params = jax.tree.leaves(made.abstract_state["params"])
+    shapes = {leaf.shape for leaf in params}
+    one_layer = {((1, *leaf.shape[1:]), leaf.dtype) for leaf in params}  # of unrolled layers
+    kept = [
+        leaf
+        for leaf in leaves
+        if leaf.size >= rows * length and leaf.shape not in shapes and (leaf.shape, leaf.dtype) not in one_layer
+    ]
     size = {space: 0 for space in jax.memory.Space}
     for leaf in kept:
         size[leaf.memory_space] += leaf.size * leaf.dtype.itemsize // made.token_shards

@@ -86,8 +86,8 @@ def slice_config(config: ConfigDict) -> tuple[ModelConfig, int, str]:
 
 
 def _on_cpu(model: ModelConfig) -> dict[str, Any]:
-    """What is changed on CPUs, which lack some products of bfloat16 matrices: dtype, and the width of large MLPs."""
-    return {"compute_dtype": "float32", "mlp_dim": min(model.mlp_dim or model.dim, model.dim)}
+    """What is changed on CPUs: the dtype, since XLA lacks some bfloat16 products there, and the width of large MLPs."""
+    return {"compute_dtype": "float32", "mlp_dim": min(model.mlp_dim, model.dim)}
 
 
 def _kernels(model: ModelConfig, length: int) -> list[str]:
