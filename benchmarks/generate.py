@@ -2,14 +2,16 @@ r"""Whole-model decoding: tokens per second of a config's model with random weig
 
     python benchmarks/generate.py --config configs/a100_prod.py --json benchmarks/results/generate_h200.json
 
-A step is the compiled decode step with greedy choice of the next token, called from Python as `nsa_jax.generate` does;
-the cache holds random numbers, as full as the context says.
+A step is a decode step with greedy choice of the next token. One dispatch from Python runs as many of them as
+--tokens-per-dispatch says, in a loop on the device, as `nsa_jax.generate` does. The cache holds random numbers, as full
+as the context says.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import pathlib
 import sys
@@ -48,25 +50,28 @@ def filled(decoder: Decoder, batch: int, context: int, steps: int):
     return fill(cache, jax.random.key(0))
 
 
-def milliseconds(decoder: Decoder, batch: int, context: int, steps: int) -> float:
-    """Mean milliseconds of a step over `steps` of them, after a few that are not counted."""
-    warm = 5
+def milliseconds(decoder: Decoder, batch: int, context: int, steps: int, at_once: int) -> float:
+    """Mean milliseconds of a step over `steps` of them, `at_once` per dispatch, after a few that are not counted."""
+    warm, dispatches = 5, -(-steps // at_once)
+
+    def choose(index, logits, held):
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), held
 
     def advance(params, state):
-        cache, token = state
-        logits, cache = decoder.step(params, cache, token)
-        return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        cache, drawn, _ = decoder.steps(params, *state, choose, None, at_once)
+        return cache, drawn[-1]
 
     run = jax.jit(advance, donate_argnums=1)
-    state = (filled(decoder, batch, context - steps - warm, steps + warm), jnp.zeros((batch,), jnp.int32))
+    room = (warm + dispatches) * at_once
+    state = (filled(decoder, batch, context - room, room), jnp.zeros((batch,), jnp.int32))
     for _ in range(warm):
         state = run(decoder.params, state)
     jax.block_until_ready(state)
     begin = time.perf_counter()
-    for _ in range(steps):
+    for _ in range(dispatches):
         state = run(decoder.params, state)
     jax.block_until_ready(state)
-    return (time.perf_counter() - begin) / steps * 1e3
+    return (time.perf_counter() - begin) / (dispatches * at_once) * 1e3
 
 
 def main() -> None:
@@ -78,6 +83,7 @@ def main() -> None:
     parser.add_argument("--batches", default=[1, 16, 64], type=numbers)
     parser.add_argument("--contexts", default=[2048, 32768], type=numbers)
     parser.add_argument("--attention", default=["nsa", "dense"], type=lambda text: text.split(","))
+    parser.add_argument("--tokens-per-dispatch", default=[1, 8], type=numbers)
     parser.add_argument("--steps", default=64, type=int)
     parser.add_argument("--json", help="write the rows and the environment here")
     parser.add_argument("--commit", help="commit to record where git is not available")
@@ -89,24 +95,24 @@ def main() -> None:
         parameters = count_parameters(model)
         decoder = Decoder(model)
         del model
-        for batch in args.batches:
-            for context in args.contexts:
-                row = {"attention": attention, "parameters": parameters, "B": batch, "context": context}
-                try:
-                    ms = milliseconds(decoder, batch, context, args.steps)
-                except Exception as error:  # one size that does not fit must not lose the others
-                    print(f"{row}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-                    continue
-                finally:
-                    gc.collect()
-                row["ms_per_step"] = round(ms, 4)
-                row["tokens_per_s"] = round(batch / ms * 1e3, 1)
-                row["cache_mib"] = round(memory_report(config, batch, context)["total_mib"], 1)
-                rows.append(row)
-                print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
-                if args.json:  # after each row: a run cut short keeps its figures
-                    result = {"environment": env, "config": args.config, "rows": rows}
-                    pathlib.Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        for batch, context, at_once in itertools.product(args.batches, args.contexts, args.tokens_per_dispatch):
+            row = {"attention": attention, "parameters": parameters, "B": batch, "context": context}
+            row["tokens_per_dispatch"] = at_once
+            try:
+                ms = milliseconds(decoder, batch, context, args.steps, at_once)
+            except Exception as error:  # one size that does not fit must not lose the others
+                print(f"{row}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                continue
+            finally:
+                gc.collect()
+            row["ms_per_step"] = round(ms, 4)
+            row["tokens_per_s"] = round(batch / ms * 1e3, 1)
+            row["cache_mib"] = round(memory_report(config, batch, context)["total_mib"], 1)
+            rows.append(row)
+            print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+            if args.json:  # after each row: a run cut short keeps its figures
+                result = {"environment": env, "config": args.config, "rows": rows}
+                pathlib.Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

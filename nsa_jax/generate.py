@@ -66,7 +66,7 @@ class Stats:
       prompt_tokens: of all prompts.
       new_tokens: of all rows.
       first_token_s: from the call to the first token, compilation of new shapes included.
-      tokens_per_s: of all rows together, from the second step on.
+      tokens_per_s: of all rows together, after the first dispatch, which compiles; 0 where that was the only one.
       cache: `memory_report` of the cache used.
     """
 
@@ -163,13 +163,28 @@ class Generator:
       context: the largest number of tokens of a row, including the prompt; None: no limit. Quality is not guaranteed
         beyond the training length (config.data.seq_len).
       chunk: tokens of a prompt processed at once.
+      tokens_per_dispatch: tokens of a row that the device draws in a loop between two looks at them. Text arrives in
+        pieces of so many tokens, and after the end of all rows up to twice as many are computed in vain.
+
+    Raises:
+      ValueError: `tokens_per_dispatch` is less than 1.
     """
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, *, context: int | None = None, chunk: int = 2048):
-        self.tokenizer, self.context = tokenizer, context
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        *,
+        context: int | None = None,
+        chunk: int = 2048,
+        tokens_per_dispatch: int = 8,
+    ):
+        if tokens_per_dispatch < 1:
+            raise ValueError(f"tokens_per_dispatch={tokens_per_dispatch}: must be at least 1")
+        self.tokenizer, self.context, self.tokens_per_dispatch = tokenizer, context, tokens_per_dispatch
         self.decoder = Decoder(model, chunk=chunk)
         self.stats = Stats()
-        self._advance = jax.jit(self._advance_step, donate_argnums=1)
+        self._advance = jax.jit(self._advance_steps, donate_argnums=1)
         self._first = jax.jit(self._draw)
 
     def _draw(self, logits, seen, key, rows, position, settings):
@@ -177,11 +192,15 @@ class Generator:
         token = sample(logits, seen, keys, settings, self.tokenizer.vocab_size)
         return token, seen.at[jnp.arange(token.shape[0]), token].set(True)
 
-    def _advance_step(self, params, state, key, rows, position, settings):
+    def _advance_steps(self, params, state, key, rows, position, settings):
+        """The state after the next tokens, the first of them at `position` behind the prompts, and these tokens."""
+
+        def draw(index, logits, seen):
+            return self._draw(logits, seen, key, rows, position + index, settings)
+
         cache, token, seen = state
-        logits, cache = self.decoder.step(params, cache, token)
-        token, seen = self._draw(logits, seen, key, rows, position, settings)
-        return cache, token, seen
+        cache, drawn, seen = self.decoder.steps(params, cache, token, draw, seen, self.tokens_per_dispatch)
+        return (cache, drawn[-1], seen), drawn
 
     def prompt_ids(self, prompt: str | bytes | Sequence[int]) -> np.ndarray:
         """Token ids of a prompt, as at the beginning of a document in training.
@@ -276,30 +295,25 @@ class Generator:
         streams = [_TextStream(self.tokenizer, stop, emitter(row)) for row in range(batch)]
         key, rows, scalars = settings.key(), jnp.arange(batch, dtype=jnp.uint32), settings.arrays()
         logits, cache = self.decoder.prefill(cache, tokens, lengths)
-        token, held = self._first(logits, jnp.asarray(seen), key, rows, jnp.int32(0), scalars)
-        state = (cache, token, held)
-        first_s, second = 0.0, begin
-        for position in range(room):
-            shown = jnp.copy(state[1])
-            if position + 1 < room:  # the device computes the next token while this one is decoded
-                state = self._advance(self.decoder.params, state, key, rows, jnp.int32(position + 1), scalars)
-            drawn = np.asarray(shown)
-            now = time.perf_counter()
-            if position == 0:
-                first_s = now - begin
-            if position <= 1:
-                second = now
-            for row, completion in enumerate(completions):
-                if not completion.finish:
-                    self._take(completion, streams[row], int(drawn[row]), int(lengths[row]), max_tokens)
-            if all(completion.finish for completion in completions):
-                break
+        token, seen = self._first(logits, jnp.asarray(seen), key, rows, jnp.int32(0), scalars)
+        state, arriving, drawn, arrivals = (cache, token, seen), jnp.copy(token)[None], 1, []
+        while not all(completion.finish for completion in completions):
+            shown = arriving
+            if drawn < room:  # the device computes the next tokens while these are decoded
+                state, arriving = self._advance(self.decoder.params, state, key, rows, jnp.int32(drawn), scalars)
+                drawn += self.tokens_per_dispatch
+            fetched = np.asarray(shown)
+            arrivals.append(time.perf_counter())
+            for at in fetched:
+                for row, completion in enumerate(completions):
+                    if not completion.finish:
+                        self._take(completion, streams[row], int(at[row]), int(lengths[row]), max_tokens)
         if return_block_indices:
             self._add_lists(completions, state[0], lengths)
         total = sum(len(c.tokens) for c in completions)
-        timed = sum(max(len(c.tokens) - 2, 0) for c in completions)
-        elapsed = now - second if room else 0.0
-        self.stats = Stats(int(np.sum(lengths)), total, first_s, timed / elapsed if elapsed > 0 else 0.0, report)
+        rest = sum(max(len(c.tokens) - 1 - self.tokens_per_dispatch, 0) for c in completions)
+        rate = rest / (arrivals[-1] - arrivals[1]) if rest else 0.0
+        self.stats = Stats(int(np.sum(lengths)), total, arrivals[0] - begin, rate, report)
         return completions
 
     def _add_lists(self, completions: list[Completion], cache: Cache, prompts: np.ndarray) -> None:
@@ -358,10 +372,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(stats: Stats, completions: list[Completion]) -> str:
     ends = ", ".join(sorted({c.finish for c in completions}))
+    rate = f", then {stats.tokens_per_s:,.1f} tokens/s" if stats.tokens_per_s else ""
     return (
         f"{stats.prompt_tokens:,} prompt tokens, {stats.new_tokens:,} new ({ends}); first token after "
-        f"{stats.first_token_s:.2f} s with compilation, then {stats.tokens_per_s:,.1f} tokens/s; "
-        f"cache {stats.cache['total_mib']:.1f} MiB"
+        f"{stats.first_token_s:.2f} s with compilation{rate}; cache {stats.cache['total_mib']:.1f} MiB"
     )
 
 

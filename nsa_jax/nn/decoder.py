@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -149,6 +150,33 @@ class Decoder:
             layers.append(layer)
         logits = self.logits(params, self._normed(params, x)[:, 0])
         return logits, Cache(tuple(layers), jnp.minimum(cache.lengths + 1, cache.capacity), start)
+
+    def steps(self, params, cache: Cache, tokens, draw: Callable, held: Any, count: int):
+        """`count` steps in a loop on the device, so that a dispatch from Python brings more than one token.
+
+        The number of rounds is fixed: a loop that ends early would wait for the host in every round.
+
+        Args:
+          params: `self.params`.
+          cache: the tokens so far. Rows that are full stay as they are; see `step`.
+          tokens: int32 [B], the tokens at positions `cache.lengths`.
+          draw: (index of the step, float32 logits [B, vocab], held) -> (int32 [B], held), the choice of the next token.
+          held: what `draw` hands from step to step; a pytree of arrays.
+          count: number of steps, at least 1; static.
+
+        Returns:
+          The cache, the drawn tokens int32 [count, B], and `held`.
+        """
+
+        def one(carry, index):
+            cache, tokens, held = carry
+            logits, cache = self.step(params, cache, tokens)
+            tokens, held = draw(index, logits, held)
+            return (cache, tokens, held), tokens
+
+        indices = jnp.arange(count, dtype=jnp.int32)
+        (cache, _, held), drawn = jax.lax.scan(one, (cache, tokens, held), indices)
+        return cache, drawn, held
 
     def _last_logits(self, params, hidden, offset, lengths, logits):
         index = lengths - 1 - offset

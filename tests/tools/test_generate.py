@@ -85,6 +85,22 @@ def test_samples_depend_on_seed_and_row_alone(generator):
     assert two != texts(2, 2)
 
 
+def test_tokens_per_dispatch_changes_no_token(model, generator):
+    """Rows end at a stop string, at max_tokens, and where the context is full; the lists read are the same too."""
+    prompts = ["x", "y" * 91, "def "]
+    settings = dict(max_tokens=21, sampling=Sampling(seed=3), return_block_indices=True)
+    stop = [generator(["x"], **settings)[0].text[4:8]]
+    want = generator(prompts, stop=stop, **settings)
+    assert [c.finish for c in want] == ["stop", "context", "length"] and len(want[2].tokens) == 21
+    for count in (1, 3):
+        other = Generator(model, ByteTokenizer(), context=96, chunk=32, tokens_per_dispatch=count)
+        for a, b in zip(other(prompts, stop=stop, **settings), want, strict=True):
+            assert (a.tokens, a.text, a.finish) == (b.tokens, b.text, b.finish)
+            np.testing.assert_array_equal(a.block_indices, b.block_indices)
+    with pytest.raises(ValueError, match="tokens_per_dispatch=0: must be at least 1"):
+        Generator(model, ByteTokenizer(), tokens_per_dispatch=0)
+
+
 def test_filters_keep_what_they_promise():
     probs = np.asarray([[0.5, 0.2, 0.15, 0.1, 0.05]])
     logits = jnp.asarray(np.log(probs), jnp.float32)
@@ -214,11 +230,13 @@ def test_prompts_that_do_not_fit_or_are_not_text(generator, caplog):
 
 def test_command_line(workdir, capsys, tmp_path):
     path = str(workdir[0])
-    assert generate.main([path, "--prompt", "def ", "--max-tokens", "8", "--seed", "5"]) == 0
+    assert generate.main([path, "--prompt", "def ", "--max-tokens", "12", "--seed", "5"]) == 0
     first = capsys.readouterr()
     assert first.out.startswith("def ") and "tokens/s" in first.err and "first token after" in first.err
-    assert generate.main([path, "--prompt", "def ", "--max-tokens", "8", "--seed", "5", "--quiet"]) == 0
+    assert generate.main([path, "--prompt", "def ", "--max-tokens", "12", "--seed", "5", "--quiet"]) == 0
     assert "def " + capsys.readouterr().out == first.out
+    assert generate.main([path, "--prompt", "def ", "--max-tokens", "9", "--seed", "5"]) == 0
+    assert "tokens/s" not in capsys.readouterr().err  # one dispatch, which compiled
     file = tmp_path / "prompt"
     file.write_bytes(b"def ")
     assert generate.main([path, "--prompt-file", str(file), "--max-tokens", "8", "--num-samples", "2"]) == 0
