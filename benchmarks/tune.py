@@ -2,18 +2,21 @@ r"""Searches the kernel configurations of `nsa_jax.ops.tiles` by timing them on 
 
     python benchmarks/tune.py --op selected --lists shared --length 65536 --json tuned.json
     python benchmarks/tune.py --op compressed --pass bwd --shape 12,2,64,64 --length 32768
+    python benchmarks/tune.py --op selected --shape 32,8,128,128 --length 32768 --gather
     python benchmarks/tune.py --op compressed --dry     # only lists what would be timed; needs no GPU
 
 The search starts from the heuristic's choice and changes one field at a time, keeping what is faster: as many timings
 as there are values, not as many as there are combinations. Every candidate's result is compared with that of the
 heuristic's choice; one that differs, fails to compile or does not fit is reported and never chosen. What wins belongs
 into the rule in nsa_jax/ops/tiles.py, and the figures into benchmarks/results/tiles_h200.json; nothing is changed
-here.
+here. With --gather the Hopper kernels that gather queries themselves serve wherever they can, not only where they were
+measured to be faster: a run without it times what they compete with.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -76,6 +79,12 @@ SPACES: dict[str, _Space] = {
         "share": (2, 3, 4, 6),
         "tile_warps": (4, 8),
     },
+    "selected_gather_config": {
+        "chunk": (128, 256, 512, 1024),
+        "row_tokens": (8192, 16384, 32768),
+        "warpgroups": (2, 3, 4),
+        "ahead": (1, 2),
+    },
     "select_config": {"keys": (64, 128, 256), "queries": (16, 32, 64), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
     "select_hopper_config": {"stages": (4, 5, 6), "query_tiles": (1, 2, 4, 8)},
     "ranged_forward_config": _RANGED,
@@ -95,7 +104,7 @@ _RANGED_HOPPER_KERNELS = {
 def kernels(op: str, which: str, target: Target) -> tuple[str, ...]:
     """The rules of nsa_jax/ops/tiles.py that may choose for this op and pass on this target."""
     if op == "selected":
-        return ("selected_config",) if which == "fwd" else ("selected_backward_config",)
+        return ("selected_config", "selected_gather_config") if which == "fwd" else ("selected_backward_config",)
     if op == "select":
         return ("select_hopper_config",) if target.is_hopper else ("select_config",)
     return (_RANGED_HOPPER_KERNELS if target.is_hopper else _RANGED_KERNELS)[which]
@@ -252,6 +261,18 @@ def listed(op: str, which: str, bench: AbstractBench, target: Target) -> list[di
     return rows
 
 
+def timed(op: str, which: str, bench: Bench, lists) -> list[dict]:
+    """The rows of `search` for each rule that chooses for an op and pass."""
+    made = problem(op, which, bench, lists)
+    rows: list[dict] = []
+    for name in kernels(op, which, current_target()):
+        base = observe(made, name)
+        if base is not None:
+            rows += search(made, name, base)
+            rows[-1].setdefault("base", str(base))
+    return rows
+
+
 def print_rows(rows: list[dict]) -> None:
     for row in sorted(rows, key=lambda r: (r["kernel"], r["ms"] is None, r["ms"] or 0.0)):
         changed = ", ".join(f"{k}={v}" for k, v in row["changed"].items()) or f"heuristic {row.get('base', '')}"
@@ -268,6 +289,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--lists", default="random", choices=("random", "shared"), help="for --op selected")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gather", action="store_true", help="for --op selected: gathering kernels at every shape")
     parser.add_argument("--dry", action="store_true", help="list the candidates and stop; runs on any machine")
     parser.add_argument("--gpu", default="h100", choices=sorted(GPUS), help="with --dry: the GPU to list them for")
     parser.add_argument("--json", help="write the rows and the environment here")
@@ -277,25 +299,21 @@ def main(argv: list[str] | None = None) -> list[dict]:
     heads, kv_heads, head, value_head = (int(x) for x in args.shape.split(","))
     config = nsa_jax.NSAConfig()
     dims = (args.length, heads, kv_heads, head, value_head, config, jnp.dtype(args.dtype), args.seed)
-    if args.dry:
-        rows = listed(args.op, args.which, AbstractBench(*dims), GPUS[args.gpu].target)
-    else:
-        if not current_target().is_gpu:
-            parser.error(f"no GPU here (platform {current_target().platform}): only --dry works")
-        lists = None
-        if args.op == "selected":
-            shared_by = 64 if args.lists == "shared" else 1
-            lists = make_lists(jax.random.key(args.seed + 1), args.length, kv_heads, config, shared_by)
-        made = problem(args.op, args.which, Bench(*dims), lists)
-        rows = []
-        for name in kernels(args.op, args.which, current_target()):
-            base = observe(made, name)
-            if base is not None:
-                rows += search(made, name, base)
-                rows[-1].setdefault("base", str(base))
+    if not args.dry and not current_target().is_gpu:
+        parser.error(f"no GPU here (platform {current_target().platform}): only --dry works")
+    everywhere = mock.patch.object(selected_tiles, "gathering_is_faster", lambda *_: True)
+    with everywhere if args.gather else contextlib.nullcontext():
+        if args.dry:
+            rows = listed(args.op, args.which, AbstractBench(*dims), GPUS[args.gpu].target)
+        else:
+            lists = None
+            if args.op == "selected":
+                shared_by = 64 if args.lists == "shared" else 1
+                lists = make_lists(jax.random.key(args.seed + 1), args.length, kv_heads, config, shared_by)
+            rows = timed(args.op, args.which, Bench(*dims), lists)
     print_rows(rows)
     if args.json:
-        about = {k: getattr(args, k) for k in ("op", "which", "shape", "length", "lists", "dtype")}
+        about = {k: getattr(args, k) for k in ("op", "which", "shape", "length", "lists", "dtype", "gather")}
         record = {"environment": environment(), "problem": about, "rows": rows}
         pathlib.Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
     return rows

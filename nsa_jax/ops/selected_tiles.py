@@ -84,11 +84,11 @@ def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype
 
 @dataclasses.dataclass(frozen=True)
 class SelectedGatherConfig:
-    """Tiles of the Hopper kernel that serves lists by key block, at 6 heads per group.
+    """Tiles of the Hopper kernel that serves lists by key block.
 
     Attributes:
       chunk, row_tokens, buffer_bytes: see `SelectedConfig`.
-      warpgroups: work items of a program, with a warpgroup each; 4 leave 128 registers to a thread.
+      warpgroups: work items of a program, with a warpgroup each; 4 leave 128 registers to a thread, 3 leave 168.
       ahead: tiles of queries on their way while one is served, 1 or 2.
     """
 
@@ -99,9 +99,18 @@ class SelectedGatherConfig:
     ahead: int = 2
 
 
-def selected_gather_config() -> SelectedGatherConfig:
-    """Picks the gathering kernel's tiles: a row's queries, 12 MiB, stay in the L2 cache."""
-    return SelectedGatherConfig()
+def selected_gather_config(h_dim: int, v_dim: int) -> SelectedGatherConfig:
+    """Picks the gathering kernel's tiles: a row's queries, 12 to 16 MiB, stay in the L2 cache.
+
+    At head dim 128 a tile of queries and its partials take twice the registers: three warpgroups with one tile on its
+    way need no spills, which four warpgroups or two tiles do.
+    """
+    return SelectedGatherConfig() if max(h_dim, v_dim) <= 64 else SelectedGatherConfig(warpgroups=3, ahead=1)
+
+
+def gathering_is_faster(group: int, h_dim: int, v_dim: int) -> bool:
+    """Whether the kernels that gather rows themselves were measured to be faster than Triton's on Hopper."""
+    return (group, h_dim, v_dim) == (6, 64, 64)
 
 
 def selected_hopper_config(h_dim: int, v_dim: int) -> RangedHopperConfig:

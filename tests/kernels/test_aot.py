@@ -10,7 +10,7 @@ from flax import nnx
 import nsa_jax
 from nsa_jax import aot
 from nsa_jax.nn import ModelConfig, Transformer
-from nsa_jax.ops import blocks
+from nsa_jax.ops import blocks, selected_tiles
 from tests.kernels.hollow import hollow_kernels
 
 CONFIG = nsa_jax.NSAConfig()
@@ -159,6 +159,16 @@ def test_long_rows_of_six_heads_per_group_get_hoppers_kernels():
     triton = "\n".join(line for line in compiled.as_text().splitlines() if "__gpu$xla.gpu.triton" in line)
     assert "selected_forward_sum" in triton and not any(name in triton for name in replaced)
     assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 3
+
+
+@pytest.mark.slow
+def test_hoppers_kernel_by_block_compiles_at_head_dim_128(monkeypatch):
+    monkeypatch.setattr(selected_tiles, "gathering_is_faster", lambda *_: True)
+    query, key = (jax.ShapeDtypeStruct((1, 4096, heads, 128), jnp.bfloat16) for heads in (8, 2))
+    indices = jax.ShapeDtypeStruct((1, 4096, 2, 16), jnp.int32)
+    attend = functools.partial(nsa_jax.selected_attention, select_block=64, implementation="pallas")
+    text = aot.compile_for_gpu(attend, query, key, key, indices, gpu="h100").as_text()
+    assert text.count('custom_call_target="mosaic_gpu') == 1 and "nsa_selected_forward_shares" in text
 
 
 @pytest.mark.slow

@@ -273,7 +273,11 @@ GATHER_CASES = {
     # The last queries lie behind the last key.
     "two_heads_offset": (8, 1000, 2, dict(length=90, num_keys=120, num_heads=12, num_kv=2, slots=2, offset=58)),
     "packed": (40, 50, 1, dict(batch=2, length=77, num_keys=161, num_heads=6, packed=True, slots=4, offset=84)),
-}
+    "group_4_wide_packed": (
+        20, 40, 1, dict(length=61, num_keys=140, num_heads=8, num_kv=2, h_dim=128, v_dim=128, packed=True, offset=70),
+    ),
+    "group_2_wide_values": (40, 1000, 2, dict(length=53, num_keys=129, num_heads=2, v_dim=128, slots=3, offset=70)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GATHER_CASES)
@@ -283,17 +287,20 @@ def test_selected_attention_by_key_blocks_matches_the_reference(name, called, mo
     case = SELECTED | dict(dtype=jnp.bfloat16) | shape
     query, key, value, lists, d_out, start = selected_cases._inputs(3, **case)
     limits = selected_tiles.SelectedGatherConfig(chunk=chunk, row_tokens=row_tokens, warpgroups=2, ahead=ahead)
-    monkeypatch.setattr(selected_tiles, "selected_gather_config", lambda: limits)
+    monkeypatch.setattr(selected_tiles, "selected_gather_config", lambda *_: limits)
+    monkeypatch.setattr(selected_tiles, "gathering_is_faster", lambda *_: True)
+    made_for = plan.Shape.of(query, key, value)
+    dims = made_for.group, made_for.head_dim, made_for.value_dim
     config = dataclasses.replace(
-        selected_tiles.selected_config(6, 64, 64, 64, jnp.bfloat16, current_target()), tile=4, share=4
+        selected_tiles.selected_config(*dims, 64, jnp.bfloat16, current_target()), tile=4, share=4
     )
     offset = case["offset"]
     want, want_lse, _ = selected_cases._reference(query, key, value, lists, d_out, start, 64, offset)
     sizes = dict(select_block=64, num_selected=lists.shape[-1], lists=config)
-    made = plan.plan_selected_forward(plan.Shape.of(query, key, value), current_target(), **sizes)
+    made = plan.plan_selected_forward(made_for, current_target(), **sizes)
     attend = jax.jit(selected.selected_forward, static_argnums=(6, 7, 8))
     got, lse = attend(query, key, value, lists, start, jnp.int32(offset), 64, case["packed"], made)
-    assert called == ["neighbours_sm90", "by_block_sm90"]
+    assert called == ["neighbours_sm90"] * (dims[0] == 6) + ["by_block_sm90"]
     assert test_ranged.relative_error(got, want) <= 4e-3
     check_unseen(got, lse, want_lse)
 

@@ -254,9 +254,34 @@ def test_on_gpu_equals_reference_and_repeats_bit_for_bit(shape, shared, masked, 
     sizes = keywords["select_block"], arrays[3].shape[-1]
     if masked and not plan.reads_whole_rows(plan.Shape.of(*arrays[:3]), current_target(), *sizes):
         pytest.skip("not served under a mask")
+    check_against_reference_twice(arrays, keywords)
+
+
+def check_against_reference_twice(arrays, keywords):
     attend = jax.jit(lambda *a: pallas.selected_attention(*a, **keywords))
     got = attend(*arrays)
     chex.assert_trees_all_equal(got, attend(*arrays))
     upcast = [x.astype(jnp.float32) for x in arrays[:3]]
     want = jax.jit(lambda *a: reference.selected_attention(*a, **keywords))(*upcast, arrays[3])
     assert relative_error(got.astype(jnp.float32), want) < (4e-3 if got.dtype == jnp.bfloat16 else 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(group=4, h_dim=128, v_dim=128),
+        dict(group=7, h_dim=128, v_dim=128, documents=True),
+        dict(group=2, h_dim=64, v_dim=128, offset=333, num_keys=2001, length=1000),
+    ],
+    ids=str,
+)
+def test_on_gpu_hoppers_kernel_by_block_serves_other_groups(shape, monkeypatch):
+    monkeypatch.setattr(selected_tiles, "gathering_is_faster", lambda *_: True)
+    monkeypatch.setattr(selected_tiles, "MASKED_BLOCKS_PER_SLOT", 0)
+    arrays, keywords = make_inputs(**(dict(batch=2, length=1500, block=64, n=16, dtype=jnp.bfloat16) | shape))
+    sizes = dict(select_block=64, num_selected=16)
+    made = plan.plan_selected_forward(plan.Shape.of(*arrays[:3]), current_target(), **sizes)
+    if current_target().is_hopper:
+        assert made.rest.kernel == "selected.by_block_sm90"
+    check_against_reference_twice(arrays, keywords)

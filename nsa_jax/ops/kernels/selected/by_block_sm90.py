@@ -1,4 +1,4 @@
-"""Selected attention by key block for Hopper: partial outputs for groups of 6 heads, the counterpart of
+"""Selected attention by key block for Hopper: partial outputs for small groups of heads, the counterpart of
 `by_block_triton._partial_kernel`.
 
 A warpgroup holds one key block and visits the rows, (query, head) pairs, of the list entries that name it, 64 at a
@@ -32,9 +32,9 @@ def partials(
       first_row: int32 [1], the first of those rows, each of which is a (batch row, kv head, range of tokens).
       inverted: the inverted lists of all rows.
       segment_start: int32 [B, T].
-      query: [B, T, K, G, H].
+      query: [B, T, K, G, H], H a multiple of 64.
       key: [B, S, K, H].
-      value: [B, S, K, V].
+      value: [B, S, K, V], V a multiple of 64.
       at_once, chunk_tokens, num_listed: rows of this call, tokens of a row, list entries of a token.
       packed: whether segment_start matters.
       config: tile sizes.
@@ -49,13 +49,11 @@ def partials(
 
     from nsa_jax.ops.kernels import sm90, sm90_gather
 
-    _, length, num_kv, group, _ = query.shape
-    num_keys, scale = value.shape[1], LOG2E / math.sqrt(query.shape[-1])
+    _, length, num_kv, group, h_dim = query.shape
+    num_keys, v_dim, scale = value.shape[1], value.shape[-1], LOG2E / math.sqrt(h_dim)
     warpgroups, ahead = config.warpgroups, config.ahead
     entries, (rows, items) = chunk_tokens * num_listed, inverted.block.shape
     num_chunks = rows // (query.shape[0] * num_kv)
-
-    shape = (ROWS, ROWS)
 
     def nsa_selected_forward_shares(*refs):
         offset_ref, row_ref, order_ref, block_ref, begin_ref, end_ref, start_ref, *arrays = refs
@@ -106,24 +104,24 @@ def partials(
             any_hidden = sm90_gather.any_in_warp(jnp.maximum(low, 0) | (ROWS - 1 - high))
             return lax.cond(any_hidden, lambda x: mask(x, low, high), lambda x: x, scores)
 
-        def multiply(left, right):
+        def multiply(left, right, columns):
             def product(acc_ref):
                 plgpu.wgmma(acc_ref, left, right)
 
-            return pl.run_state(product)(plgpu.ACC.init(sm90_gather.zeros(ROWS)))
+            return pl.run_state(product)(plgpu.ACC.init(sm90_gather.zeros(columns)))
 
         def compute_tile(masked, keys, values, tile, carry):
             (entry, head, queries, low), *loaded, following = carry
             after = entries_of(tile + ahead + 1)  # a look-up takes long, and the queries wait for it
-            scores = multiply(queries, sm90.transpose(keys))
+            scores = multiply(queries, sm90.transpose(keys), ROWS)
             loaded.append((*following, *load_queries(*following)))
             if masked:
                 scores = hide(scores, entry, low)
             peak = scores.max(axis=1) * scale
-            weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(peak, shape, [0]))
+            weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(peak, (ROWS, ROWS), [0]))
             total = weights.sum(axis=1)
-            partial = multiply(weights.astype(query_ref.dtype), values)
-            partial *= lax.broadcast_in_dim(1.0 / total, shape, [0])
+            partial = multiply(weights.astype(query_ref.dtype), values, v_dim)
+            partial *= lax.broadcast_in_dim(1.0 / total, (ROWS, v_dim), [0])
             place = (entry + local_row * entries) * group + head
             sm90_gather.store_rows(partial_ref, place, partial.astype(partial_ref.dtype))
             sm90_gather.store_numbers(lse_ref, place, peak + jnp.log(total) * LOG2E)
@@ -150,14 +148,13 @@ def partials(
             if not packed:
                 lax.fori_loop(num_masked, num_tiles, functools.partial(compute_tile, False, keys, values), carry)
 
-    tile = functools.partial(sm90.tiled, warpgroups, ROWS, ROWS, dtype=query.dtype)
     partial, lse = plgpu.kernel(
         nsa_selected_forward_shares,
         out_type=[
-            jax.ShapeDtypeStruct((at_once * entries * group, ROWS), query.dtype),
+            jax.ShapeDtypeStruct((at_once * entries * group, v_dim), query.dtype),
             jax.ShapeDtypeStruct((at_once * entries * group,), jnp.float32),
         ],
-        scratch_types=[tile(), tile()],
+        scratch_types=[sm90.tiled(warpgroups, ROWS, dim, dtype=query.dtype) for dim in (h_dim, v_dim)],
         grid=(at_once, -(-items // warpgroups)),  # the last runs fastest
         grid_names=("row", "item"),
         num_threads=warpgroups,
@@ -167,6 +164,6 @@ def partials(
         ),
     )(
         query_offset, first_row, inverted.order.reshape(-1), inverted.block, inverted.begin, inverted.end,
-        segment_start.reshape(-1), *(x.reshape(-1, ROWS) for x in (query, key, value)),
+        segment_start.reshape(-1), *(x.reshape(-1, x.shape[-1]) for x in (query, key, value)),
     )  # fmt: skip
-    return partial.reshape(at_once, entries, group, ROWS), lse.reshape(at_once, entries, group)
+    return partial.reshape(at_once, entries, group, v_dim), lse.reshape(at_once, entries, group)
