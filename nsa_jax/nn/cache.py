@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nsa_jax.nn.attention import DenseAttention, NSAttention, Projections, fused_product
+from nsa_jax.nn.attention import NSAttention, Projections
 from nsa_jax.nn.config import ModelConfig
+from nsa_jax.nn.dense import DenseAttention
 from nsa_jax.nn.layers import MeanCompressor, MLPCompressor
+from nsa_jax.nn.projection import fused_product
 from nsa_jax.nn.sharding import batch_axes, constrain_batch, sharded_attention, tensor_size
 from nsa_jax.ops import blocks, nsa, pallas, plan
 from nsa_jax.ops.decode import decode_attention, gated_sum, slot_positions

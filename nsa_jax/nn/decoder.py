@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nsa_jax.nn.attention import WIDTH_MULTIPLE
 from nsa_jax.nn.cache import Cache, capacity_bucket, init_cache, prefill_attention, step_attention
 from nsa_jax.nn.layers import RMSNorm, soft_cap
+from nsa_jax.nn.projection import WIDTH_MULTIPLE
 from nsa_jax.nn.transformer import Block, Transformer, layer_stacks
 
 # Parameters that are used in float32; all others are used in the compute dtype.

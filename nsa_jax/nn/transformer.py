@@ -12,8 +12,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from nsa_jax.nn.attention import DenseAttention, NSAttention
+from nsa_jax.nn.attention import NSAttention
 from nsa_jax.nn.config import ModelConfig
+from nsa_jax.nn.dense import DenseAttention
 from nsa_jax.nn.layers import HIDDEN, RMSNorm, SwiGLU, dropout, embed, init_normal, soft_cap
 from nsa_jax.nn.sharding import constrain_tokens
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from nsa_jax.nn import Transformer
-from nsa_jax.nn.attention import WIDTH_MULTIPLE
 from nsa_jax.nn.layers import soft_cap
+from nsa_jax.nn.projection import WIDTH_MULTIPLE
 from nsa_jax.nn.sharding import (
     TENSOR,
     Pieces,

@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec as P
 
 from nsa_jax.nn import ModelConfig
-from nsa_jax.nn.attention import projection_widths
+from nsa_jax.nn.projection import projection_widths
 from nsa_jax.nn.sharding import MESH_AXES
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: the steepest at 0 that keep singular values near 1

@@ -13,7 +13,7 @@ from flax import nnx
 
 from nsa_jax import NSAConfig
 from nsa_jax.config import default_config, validate
-from nsa_jax.nn import ModelConfig, NSAttention, attention
+from nsa_jax.nn import ModelConfig, NSAttention, projection
 from nsa_jax.nn.layers import MLPCompressor, RMSNorm, dropout
 from nsa_jax.ops.rope import rope
 
@@ -135,6 +135,6 @@ def test_cut_with_gradients_written_piece_by_piece_is_a_cut(widths):
 
     ends = [sum(widths[:i]) for i in range(len(widths) + 1)]
     plain = functools.partial(loss, lambda x: [x[..., a:b] for a, b in itertools.pairwise(ends)])
-    written = functools.partial(loss, lambda x: attention._cut_activations(x, widths, 24))
+    written = functools.partial(loss, lambda x: projection._cut_activations(x, widths, 24))
     chex.assert_trees_all_equal(jax.value_and_grad(written)(x), jax.value_and_grad(plain)(x))
     assert float(jnp.abs(jax.grad(plain)(x)).max()) > 0.5

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from nsa_jax import NSAConfig
 from nsa_jax.config import CHOICES
 from nsa_jax.nn import DenseAttention, ModelConfig, NSAttention, Transformer, count_parameters, layers
-from nsa_jax.nn.attention import dense_attention
+from nsa_jax.nn.dense import dense_attention
 from nsa_jax.ops.target import Target, compile_for
 
 NSA = NSAConfig(

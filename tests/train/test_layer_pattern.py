@@ -9,7 +9,7 @@ from flax import nnx
 
 import nsa_jax
 from nsa_jax.export import main as export_main
-from nsa_jax.nn import attention
+from nsa_jax.nn import dense
 from nsa_jax.report.reading import health_maps
 from nsa_jax.train.errors import TrainingError
 from nsa_jax.train.preflight import selftest
@@ -89,8 +89,8 @@ def test_an_export_loads_back_bit_equal(runs, tmp_path):
 def test_the_selftest_looks_at_a_layer_of_each_kind(monkeypatch):
     tested = selftest.selftest(tiny_config(**MIXED))
     assert tested.problems == [] and dict(tested.facts)["model"].startswith("2 layers (window, nsa) of width 32")
-    real = attention.window_attention
-    monkeypatch.setattr(attention, "window_attention", lambda q, k, *a, **kw: real(q, k * 0, *a, **kw))
+    real = dense.window_attention
+    monkeypatch.setattr(dense, "window_attention", lambda q, k, *a, **kw: real(q, k * 0, *a, **kw))
     found = {problem.rule: problem.message for problem in selftest.selftest(tiny_config(**MIXED)).problems}
     assert set(found) == {"R041", "R042"}
     assert "key of window attention:" in found["R042"] and "blocks/layer_0/attention/w_in[key]" in found["R041"]

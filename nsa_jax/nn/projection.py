@@ -1,0 +1,147 @@
+"""The fused projection of an attention layer: one matrix product, cut into queries, keys, values and gates."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from nsa_jax.nn.config import ModelConfig
+from nsa_jax.nn.layers import product
+from nsa_jax.nn.sharding import TENSOR, constrain_tensor, constrain_tokens, on_shards, tensor_size, token_spec
+from nsa_jax.ops.target import current_target
+
+# A matrix product whose width is no multiple of this misses the fast tensor-core kernels.
+WIDTH_MULTIPLE = 64
+
+
+def _cut(x: jax.Array, widths: Iterable[int]) -> list[jax.Array]:
+    """Pieces of the given widths along the last axis; what is beyond them is dropped.
+
+    `lax.split` is differentiated as one concatenation, slices as a sum of padded arrays, which took four times as long.
+    """
+    widths = list(widths)
+    rest = x.shape[-1] - sum(widths)
+    return list(jax.lax.split(x, [*widths, rest] if rest else widths, axis=-1))[: len(widths)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _cut_activations(x: jax.Array, widths: tuple[int, ...], total: int) -> list[jax.Array]:
+    """As `_cut` of x [..., total]; each piece's gradient is computed by itself before they are put together.
+
+    Without this XLA fuses the producers of all pieces (sums of branches, RoPE backwards) into one kernel that selects
+    per element: 0.8 ms where the memory traffic needs 0.3. Writing the pieces into a padded first one took as long.
+    """
+    return _cut(x, widths)
+
+
+def _cut_fwd(x, widths, total):
+    return _cut(x, widths), None
+
+
+def _cut_bwd(widths, total, _, gradients):
+    pieces = lax.optimization_barrier(gradients)
+    missing = total - sum(piece.shape[-1] for piece in pieces)
+    whole = jnp.concatenate([*pieces, jnp.zeros((*pieces[0].shape[:-1], missing), pieces[0].dtype)], axis=-1)
+    # Without this constraint XLA picks a feature-major layout for the weight gradient and copies the activation. The
+    # constraint is a custom call that XLA does not partition: outside `on_shards` each device would gather the batch.
+    row_major = Layout(tuple(range(whole.ndim)))
+    tokens = token_spec(*whole.shape[:2])
+    return (on_shards(lambda x: with_layout_constraint(x, row_major), (whole,), (tokens,), tokens),)
+
+
+_cut_activations.defvjp(_cut_fwd, _cut_bwd)
+
+
+def _padded_bias(bias: nnx.Param, dtype: jnp.dtype, width: int) -> jax.Array:
+    return jnp.pad(bias[...].astype(dtype), (0, width - bias.shape[0]))
+
+
+def fused_product(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, config: ModelConfig) -> jax.Array:
+    """x @ kernel + bias, with zeros behind it up to a multiple of `WIDTH_MULTIPLE`; the bias may be shorter.
+
+    In float8, the columns of NSA's gates are a product of their own in the compute dtype.
+    """
+    weights = jnp.pad(kernel[...].astype(config.dtype), ((0, 0), (0, -kernel.shape[1] % WIDTH_MULTIPLE)))
+    if config.matmul_dtype and config.attention == "nsa":
+        *others, width = projection_widths(config, "nsa")
+        gates = slice(sum(others), sum(others) + width)
+        out = product(x, weights.at[:, gates].set(0), config)
+        out = out.at[..., gates].set(x @ weights[:, gates])
+    else:
+        out = product(x, weights, config)
+    return out if bias is None else out + _padded_bias(bias, config.dtype, out.shape[-1])
+
+
+def project(
+    x: jax.Array,
+    kernel: nnx.Param,
+    bias: nnx.Param | None,
+    config: ModelConfig,
+    widths: tuple[int, ...],
+) -> list[jax.Array]:
+    """x @ kernel + bias in one product, cut along the last axis into pieces of the given widths.
+
+    A bias that is shorter than the widths ends with one of the pieces.
+    """
+    dtype, num_kv_heads = config.dtype, config.num_kv_heads
+    if tensor_size() > 1 and num_kv_heads % tensor_size() == 0:
+        pieces = _project_by_group(x, kernel[...].astype(dtype), widths, num_kv_heads)
+        if bias is None:
+            return pieces
+        biases = _cut(_padded_bias(bias, dtype, sum(widths)), widths)
+        return [piece + part for piece, part in zip(pieces, biases, strict=True)]
+    out = fused_product(x, kernel, bias, config)
+    # Elsewhere it would gain nothing, and a custom gradient has no forward mode.
+    return _cut_activations(out, widths, out.shape[-1]) if current_target().is_gpu else _cut(out, widths)
+
+
+def _project_by_group(x: jax.Array, kernel: jax.Array, widths: tuple[int, ...], num_kv_heads: int) -> list[jax.Array]:
+    """The same with the product split over the tensor axis.
+
+    Columns are put in the order of the key/value heads, each with its query heads and gates, so that a device's share
+    of them is whole heads. Every piece of the stored matrix is cut by itself: its columns are ordered by head already.
+    """
+    rows = kernel.shape[0]
+    grouped = [piece.reshape(rows, num_kv_heads, -1) for piece in _cut(kernel, widths)]  # [D, K, width / K]
+    shares = [piece.shape[-1] for piece in grouped]
+    padding = -sum(shares) % (WIDTH_MULTIPLE // math.gcd(WIDTH_MULTIPLE, num_kv_heads // tensor_size()))
+    fused = jnp.pad(jnp.concatenate(grouped, axis=-1), ((0, 0), (0, 0), (0, padding)))
+    out = jnp.einsum("btd,dkf->btkf", x, constrain_tensor(fused, 1))
+    pieces = _cut(constrain_tokens(out, TENSOR), shares)
+    return [piece.reshape(*piece.shape[:2], -1) for piece in pieces]
+
+
+def split_heads(x: jax.Array, count: int) -> jax.Array:
+    """[B, T, count * F] -> [B, T, count, F]."""
+    return x.reshape(*x.shape[:2], count, -1)
+
+
+def row_positions(x: jax.Array, positions: jax.Array | None) -> jax.Array:
+    """The positions given, or 0..T-1."""
+    return jnp.arange(x.shape[1], dtype=jnp.int32) if positions is None else positions
+
+
+def check_input(x: jax.Array, segment_start: jax.Array | None, config: ModelConfig) -> None:
+    """Raises if a layer's input is not [B, T, D] in the compute dtype, or `segment_start` not integers [B, T]."""
+    chex.assert_shape(x, (None, None, config.dim))
+    chex.assert_type(x, config.dtype)
+    if segment_start is not None:
+        chex.assert_shape(segment_start, x.shape[:2])
+        chex.assert_type(segment_start, int)
+
+
+def projection_widths(config: ModelConfig, attention: str) -> tuple[int, ...]:
+    """Columns of the matrices that a layer's `w_in` consists of: queries, keys and values by turns, and NSA's gates."""
+    n, k, h, v = config.num_heads, config.num_kv_heads, config.head_dim, config.value_head_dim
+    if attention != "nsa":
+        return (n * h, k * h, k * v)
+    branches = len(config.branches)
+    return (n * h, *(k * h, k * v) * (1 if config.shared_kv else branches), branches * n)
