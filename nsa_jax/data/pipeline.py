@@ -1,13 +1,7 @@
-"""Batches of training and validation data.
-
-Batch s of a run holds rows [s * B, (s + 1) * B) of an endless order of rows that depends on the seed alone. Every
-process takes its share of each batch. A run can therefore continue exactly from a step number, also with another number
-of processes or workers. Only streamed datasets have more state; see streaming.py.
-"""
+"""The pipeline that a config asks for: a source or a mixture of them, its tokenizer, its rows and their batches."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import dataclasses
@@ -16,10 +10,7 @@ import hashlib
 import json
 import math
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import grain
@@ -28,195 +19,18 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from nsa_jax.data import cache, cache_store, long_tasks, sources, streaming, synthetic, tokenizers
+from nsa_jax.data.batches import Share, StepBatches, TrainIterator, ValidationBatches, end_with
 from nsa_jax.data.cache import SplitStats
 from nsa_jax.data.encoding import document_hash, to_bytes
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.mixture import MixedDocuments, MixedRows, Schedule
-from nsa_jax.data.packing import Batch, check_batch
+from nsa_jax.data.packing import Batch
 from nsa_jax.data.windows import BestFitRows, SequentialWindows, ShuffledWindows
 from nsa_jax.fields import source_configs
 
 _ENDLESS = 1 << 48  # steps; grain requires a length
 SAMPLE_TOKENS = 1 << 20  # of the rows whose document lengths are looked at
 _READ_THREADS = 2  # a batch is one memory copy, which more threads do not speed up
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """Which rows of every global batch this process takes.
-
-    Attributes:
-      batch_size: B, rows of the global batch.
-      process_index: of this process.
-      process_count: of the run.
-    """
-
-    batch_size: int
-    process_index: int = 0
-    process_count: int = 1
-
-    def __post_init__(self):
-        if self.batch_size <= 0 or self.batch_size % self.process_count:
-            raise DataError(
-                f"config.train.batch_size={self.batch_size}",
-                f"cannot be shared evenly by {self.process_count} processes",
-                "use a positive multiple of the process count",
-            )
-        if not 0 <= self.process_index < self.process_count:
-            raise DataError(
-                f"process_index={self.process_index}", f"not in [0, {self.process_count})", "use jax.process_index()"
-            )
-
-    @property
-    def size(self) -> int:
-        """b, rows that this process takes."""
-        return self.batch_size // self.process_count
-
-    def rows(self, step: int) -> np.ndarray:
-        """Global numbers of this process's rows of batch `step`: int64 [b]."""
-        start = step * self.batch_size + self.process_index * self.size
-        return np.arange(start, start + self.size, dtype=np.int64)
-
-
-class _StepBatches:
-    """The batch of a step. Grain maps it over step numbers, in this process or in workers."""
-
-    def __init__(self, rows: Callable[[np.ndarray], Batch], share: Share):
-        self._rows = rows
-        self._share = share
-
-    def __call__(self, step: int) -> Batch:
-        return check_batch(self._rows(self._share.rows(int(step))))
-
-
-def _end_with(parent: int, *_: int) -> None:
-    """Ends this worker soon after its parent, which may have been killed without a chance to stop it."""
-
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-class TrainIterator(grain.DatasetIterator):
-    """Endless training batches of this process.
-
-    The state is a few JSON values: the step, the position in the stream if there is one, and the fingerprint of the
-    data, which prevents continuing a checkpoint with other data. What all processes save can be loaded by any number of
-    processes and workers. Orbax calls `save` and `load`.
-
-    Args:
-      open_at: opens the underlying grain iterator at a step.
-      fingerprint: of everything that decides the batches.
-      start_step: first step to yield.
-      stream: whether the underlying iterator has a position of its own.
-    """
-
-    def __init__(
-        self,
-        open_at: Callable[[int], grain.DatasetIterator],
-        fingerprint: str,
-        *,
-        start_step: int = 0,
-        stream: bool = False,
-    ):
-        super().__init__()
-        self._open_at = open_at
-        self._fingerprint = fingerprint
-        self._stream = stream
-        self._step = start_step
-        self._inner: grain.DatasetIterator | None = None
-        if stream and start_step:
-            # A stream can only be read from its start, so this takes as long as loading these batches did in training.
-            inner = self._ensure_open()
-            for _ in range(start_step):
-                next(inner)
-
-    def _ensure_open(self) -> grain.DatasetIterator:
-        if self._inner is None:
-            self._inner = self._open_at(0 if self._stream else self._step)
-        return self._inner
-
-    def __next__(self) -> Batch:
-        self._assert_not_closed()
-        batch = next(self._ensure_open())
-        self._step += 1
-        return batch
-
-    def get_state(self) -> dict[str, Any]:
-        """JSON-serialisable position after the last batch that was returned; prefetched batches do not count."""
-        position = self._ensure_open().get_state() if self._stream else None
-        return {"step": self._step, "data": self._fingerprint, "stream": position}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continues after the batch at which `state` was taken.
-
-        Raises:
-          DataError: the state belongs to other data, tokenizer, sequence length, batch size or seed.
-        """
-        if state.get("data") != self._fingerprint:
-            raise DataError(
-                f"saved data position (data {state.get('data')}, step {state.get('step')})",
-                f"belongs to other data than the config gives (data {self._fingerprint}): the corpus or its files, the "
-                "sources or their weights, the tokenizer, seq_len, packing, packing_method, batch_size, held-out "
-                "documents or seed differs, and the run could not continue exactly",
-                "restore these settings, or start a new run from the saved weights only",
-            )
-        self._step = int(state["step"])
-        if self._stream:
-            self._ensure_open().set_state(state["stream"])
-        else:
-            self._release()
-
-    async def load(self, directory):
-        """Reads the states that all processes saved. They differ only in which lanes of a stream they have read."""
-        files = sorted(Path(str(directory)).glob("process_*.json"))
-        if not files:
-            raise DataError(str(directory), "holds no data position", "use a complete checkpoint")
-
-        async def read() -> None:
-            states = [json.loads(await asyncio.to_thread(file.read_text)) for file in files]
-            if self._stream:
-                states[0]["stream"] = streaming.merge_states([state["stream"] for state in states])
-            self.set_state(states[0])
-
-        return read()
-
-    def start_prefetch(self) -> None:
-        """Starts loading in the background before the first batch is requested."""
-        self._ensure_open().start_prefetch()
-
-    def _release(self) -> None:
-        if self._inner is not None:
-            self._inner.close()
-            self._inner = None
-
-    def close(self) -> None:
-        """Stops background threads and workers."""
-        self._release()
-        super().close()
-
-
-class ValidationBatches:
-    """Rows of held-out documents in order; every iteration gives the same batches.
-
-    Args:
-      rows: makes a batch from row numbers.
-      share: of this process.
-      count: number of batches.
-    """
-
-    def __init__(self, rows: Callable[[np.ndarray], Batch], share: Share, count: int):
-        self._batch = _StepBatches(rows, share)
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Batch]:
-        return (self._batch(step) for step in range(self._count))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +112,7 @@ class Pipeline:
 
     def _open_at(self, step: int) -> grain.DatasetIterator:
         assert self._train_rows is not None
-        steps = grain.MapDataset.range(step, _ENDLESS).map(_StepBatches(self._train_rows, self._share))
+        steps = grain.MapDataset.range(step, _ENDLESS).map(StepBatches(self._train_rows, self._share))
         if self._num_workers:
             if not flags.FLAGS.is_parsed():
                 # Grain's workers read absl flags, which a program without absl has not parsed.
@@ -307,7 +121,7 @@ class Pipeline:
                 num_workers=self._num_workers, per_worker_buffer_size=max(1, self._prefetch // self._num_workers)
             )
             read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
-            ends = functools.partial(_end_with, os.getpid())
+            ends = functools.partial(end_with, os.getpid())
             return iter(steps.to_iter_dataset(read).mp_prefetch(workers, worker_init_fn=ends))
         read = grain.ReadOptions(
             num_threads=min(_READ_THREADS, self._prefetch), prefetch_buffer_size=max(self._prefetch, 0)

@@ -19,7 +19,7 @@ import pytest
 from tensorboardX.event_file_writer import EventsWriter
 
 from nsa_jax.config import ConfigError
-from nsa_jax.data.pipeline import TrainIterator
+from nsa_jax.data.batches import TrainIterator
 from nsa_jax.exit_status import EXIT_AGAIN
 from nsa_jax.ops import nsa
 from nsa_jax.train import loop
