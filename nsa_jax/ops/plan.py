@@ -233,7 +233,7 @@ def plan_selected_forward(
         neighbours = Choice(triton, lists, f"{shared}; {_no_sm90_lists(shape, target, select_block)}")
     if not lists.key_major:
         rest = Choice("selected.by_token_triton", lists, f"what is left of the lists; groups of {shape.group} heads")
-    elif (obstacle := _gather_obstacle(shape, target, select_block, widest=2 * ROWS)) is None:
+    elif (obstacle := _gather_obstacle(shape, target, select_block)) is None:
         reason = f"small groups are served by key block; sm90, groups of {shape.group} heads of {shape.head_dim}"
         rest = Choice(
             "selected.by_block_sm90", selected_tiles.selected_gather_config(*dims), reason, "selected.by_block_triton"
@@ -250,11 +250,11 @@ def _sm90_tiles_fit(shape: Shape, target: Target, select_block: int, tile: int) 
     return target.is_hopper and shape.is_bfloat16 and narrow and grouped and shape.num_queries >= tile
 
 
-def _gather_obstacle(shape: Shape, target: Target, select_block: int, widest: int) -> str | None:
-    """Why the sm90 kernels that gather rows themselves do not serve; they take head dims of 64 to `widest`."""
+def _gather_obstacle(shape: Shape, target: Target, select_block: int) -> str | None:
+    """Why the sm90 kernels that gather rows themselves do not serve."""
     dims = shape.head_dim, shape.value_dim
     rows = max(shape.num_queries * shape.num_heads, shape.num_keys * shape.kv_heads) * shape.batch
-    fits = all(dim % ROWS == 0 and dim <= widest for dim in dims) and select_block == ROWS and rows < 2**31
+    fits = all(dim in (64, 128) for dim in dims) and select_block == ROWS and rows < 2**31
     if not (target.is_hopper and shape.is_bfloat16 and fits):
         return _no_sm90_lists(shape, target, select_block)
     faster = selected_tiles.gathering_is_faster(shape.group, *dims)
@@ -300,7 +300,7 @@ def plan_selected_backward(
             by_block = Choice(triton, lists, f"keeps score gradients (G >= 8, or blocks are divided); {why}")
         grad_query = Choice("selected.grad_query", lists, "score gradients times the listed keys")
     else:
-        obstacle = _gather_obstacle(shape, target, select_block, widest=ROWS)
+        obstacle = _gather_obstacle(shape, target, select_block)
         if obstacle is None:
             reason = f"keeps partial sums of dq; sm90, groups of {shape.group} heads of {shape.head_dim}"
             by_block = Choice("selected.grad_partials_sm90", lists, reason, triton)

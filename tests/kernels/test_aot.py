@@ -162,13 +162,19 @@ def test_long_rows_of_six_heads_per_group_get_hoppers_kernels():
 
 
 @pytest.mark.slow
-def test_hoppers_kernel_by_block_compiles_at_head_dim_128(monkeypatch):
+def test_hoppers_kernels_by_block_compile_at_head_dim_128(monkeypatch):
     monkeypatch.setattr(selected_tiles, "gathering_is_faster", lambda *_: True)
     query, key = (jax.ShapeDtypeStruct((1, 4096, heads, 128), jnp.bfloat16) for heads in (8, 2))
     indices = jax.ShapeDtypeStruct((1, 4096, 2, 16), jnp.int32)
-    attend = functools.partial(nsa_jax.selected_attention, select_block=64, implementation="pallas")
-    text = aot.compile_for_gpu(attend, query, key, key, indices, gpu="h100").as_text()
-    assert text.count('custom_call_target="mosaic_gpu') == 1 and "nsa_selected_forward_shares" in text
+
+    def loss(*inputs):
+        attend = functools.partial(nsa_jax.selected_attention, select_block=64, implementation="pallas")
+        return attend(*inputs).astype(jnp.float32).sum()
+
+    gradient = jax.grad(loss, argnums=(0, 1, 2))
+    text = aot.compile_for_gpu(gradient, query, key, key, indices, gpu="h100").as_text()
+    assert text.count('custom_call_target="mosaic_gpu') == 2
+    assert "nsa_selected_forward_shares" in text and "nsa_selected_backward_key_major" in text
 
 
 @pytest.mark.slow

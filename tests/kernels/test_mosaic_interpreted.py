@@ -237,6 +237,11 @@ KEY_MAJOR_CASES = {
         25, "grad_partials_sm90",
         dict(length=90, num_keys=100, num_heads=12, num_kv=2, offset=70, queries_at_once=64),
     ),
+    # Two warpgroups with one tile of queries each; the second head dim is narrower.
+    "group_4_wide_packed": (
+        30, "grad_partials_sm90",
+        dict(length=61, num_keys=129, num_heads=8, num_kv=2, h_dim=128, packed=True, offset=70),
+    ),
 }  # fmt: skip
 
 
@@ -251,6 +256,7 @@ def test_selected_backward_by_key_blocks_matches_the_reference(name, monkeypatch
     config = selected_tiles.SelectedBackwardConfig(64, chunk, 4, 2, keep_scores=keep_scores, tile=2, share=2)
     if at_once:
         config = dataclasses.replace(config, buffer_bytes=at_once * case["slots"] * 6 * 64 * 2)
+    monkeypatch.setattr(selected_tiles, "gathering_is_faster", lambda *_: True)
     layout = make_layout(*inputs, case["slots"], 64, config)
     assert layout.steps == (4 if at_once else 1)
     # What fills up a tile leaves its score gradients or shares of dq in the row behind those of all list entries.

@@ -271,6 +271,8 @@ _GPU_CASES = {
     "sixty_four": dict(num_heads=64, num_kv=1, h_dim=32, v_dim=16, length=512),
     "float32": dict(num_heads=8, num_kv=1, h_dim=192, v_dim=128, dtype=jnp.float32, length=1024, offset=1024),
     "wide_block": dict(num_heads=8, num_kv=2, h_dim=128, v_dim=64, select_block=128, slots=4),
+    "four_heads": dict(num_heads=8, num_kv=2, h_dim=128, v_dim=128, packed=True),
+    "seven_heads": dict(num_heads=7, num_kv=1, h_dim=64, v_dim=128, length=1001, num_keys=1990, offset=989),
 }
 
 
@@ -288,6 +290,7 @@ def test_gradients_on_a_gpu_are_close_and_bit_equal_between_runs(name, path, mon
     if path == "masked" and not plan.reads_whole_rows(shape, current_target(), *sizes.values()):
         pytest.skip("not served under a mask")
     if path == "hopper_shares":
+        monkeypatch.setattr(selected_tiles, "gathering_is_faster", lambda *_: True)
         made = plan.plan_selected_backward(shape, current_target(), **sizes)
         if made.by_block.kernel != "selected.grad_partials_sm90":
             pytest.skip("not served by Hopper's kernel for shares of dq")

@@ -121,17 +121,19 @@ def store_rows(ref, rows, values) -> None:
 
 
 def copy_rows(ref, rows, tile) -> None:
-    """Starts to copy rows of an array [R, 64] in global memory, of 16-bit elements, to shared memory.
+    """Starts to copy rows of an array [R, D] in global memory, of 16-bit elements, to shared memory.
 
     Every thread copies on its own what `load_rows` would give it; `wait_copies`, then `plgpu.commit_smem`, makes the
     tile whole for products.
 
     Args:
-      ref: the whole array.
+      ref: the whole array; D is a multiple of 64.
       rows: int32 [64] in `LAYOUT`.
-      tile: [64, 64] of `sm90.tiled`; its columns keep their order.
+      tile: [64, D] of `sm90.tiled`; its columns keep their order.
     """
-    # Rows of 128 bytes, swizzled: piece c of row r lies where c ^ (r % 8) would.
+    width = ref.shape[1] * 2
+    # 8 rows of 128 bytes lie together, then the same rows' next 128 bytes. Piece c of row r lies where c ^ (r % 8)
+    # would.
     transforms: Any = (plgpu.TilingTransform((8, ROWS)), plgpu.SwizzleTransform(_SWIZZLE))  # type: ignore[abstract]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, plgpu.RefType(transforms)))
@@ -140,14 +142,16 @@ def copy_rows(ref, rows, tile) -> None:
         of_row = arith.remui(thread, _constant(_THREADS))
         row = arith.remui(arith.divui(thread, _constant(_THREADS)), _constant(_SWIZZLE_ROWS))  # and the one 8 further
         warp = arith.remui(arith.divui(thread, _constant(32)), _constant(4))
-        at = arith.muli(warp, _constant(2 * _SWIZZLE_ROWS * _SWIZZLE))
+        at = arith.muli(warp, _constant(2 * _SWIZZLE_ROWS * width))
         at = arith.addi(at, arith.muli(row, _constant(_SWIZZLE)))
         at = arith.addi(at, arith.muli(arith.xori(of_row, row), _constant(_BYTES)))
         base = llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(tile))
-        for half, pointer in enumerate(_pointers(ref, rows, _SWIZZLE)):
-            for i, piece in enumerate(_pieces(pointer, _SWIZZLE)):
-                place = arith.addi(base, arith.xori(at, _constant(i * _THREADS * _BYTES)))
-                text = f"cp.async.cg.shared.global [$0 + {half * _SWIZZLE_ROWS * _SWIZZLE}], [$1], {_BYTES};"
+        for half, pointer in enumerate(_pointers(ref, rows, width)):
+            for i, piece in enumerate(_pieces(pointer, width)):
+                column, within = divmod(i * _THREADS * _BYTES, _SWIZZLE)
+                place = arith.addi(base, arith.xori(at, _constant(within)))
+                behind = (half * width + column * _SWIZZLE) * _SWIZZLE_ROWS
+                text = f"cp.async.cg.shared.global [$0 + {behind}], [$1], {_BYTES};"
                 _asm(ir.Type.parse("!llvm.void"), [place, piece], text, "r,l")
 
     copy(ref, rows, tile)

@@ -1,10 +1,10 @@
 """Pass by block of the selected branch's backward for Hopper, for partials of dq: the counterpart of
-`grad_by_block_triton` for groups of heads that no tile of 64 rows holds a whole number of, 6 heads above all.
+`grad_by_block_triton` for small groups of heads, also those that no tile of 64 rows holds a whole number of.
 
 A warpgroup has a work item of its own and visits the rows, (query, head) pairs, of its list entries, 64 at a time, as
 the forward's does in `by_block_sm90`. Each thread copies its part of the rows of queries and of the output's
 cotangents to shared memory, where three products need them, and stores its part of the partials of dq from registers
-(`sm90_gather`). So warpgroups do not wait for each other, and three on a multiprocessor hide each other's latency.
+(`sm90_gather`). So warpgroups do not wait for each other, and several on a multiprocessor hide each other's latency.
 """
 
 from __future__ import annotations
@@ -20,17 +20,23 @@ from nsa_jax.ops.kernels.selected.grad_layout import Layout
 from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.tiles import ROWS
 
-_WARPGROUPS = 3  # as many as there is shared memory for
+
+def _division(layout: Layout) -> tuple[int, int]:
+    """(warpgroups, slots for tiles of queries of each): as many as there are shared memory and registers for.
+
+    With one slot, the copy of the next tile begins after all products of a tile, with two after the first of them.
+    """
+    return (3, 2) if max(layout.head_dim, layout.value_dim) <= ROWS else (2, 1)
 
 
 def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout: Layout):
     """What all steps share: whether rows are packed, the list entries, and work items as (item, its block, begin, end).
 
-    Items int32 [B*K*ranges, W'], W' the next multiple of `_WARPGROUPS`, by falling length: the warpgroups of a program
-    take about as long as each other, and what takes long starts first. Arguments as `grad_scores_sm90.prepare`.
+    Items int32 [B*K*ranges, W'], W' the next multiple of a program's warpgroups, by falling length: the warpgroups of a
+    program take about as long as each other, and what takes long starts first. Arguments as `grad_scores_sm90.prepare`.
     """
     del query_offset
-    pad = ((0, 0), (0, -layout.items % _WARPGROUPS))
+    pad = ((0, 0), (0, -layout.items % _division(layout)[0]))
     block, begin, end = (jnp.pad(x, pad) for x in (inverted.block, inverted.begin, inverted.end))
     longest = layout.config.chunk
     _, item = readers.sort_entries(longest - (end - begin), longest + 1)
@@ -50,6 +56,8 @@ def by_block(step, prepared, tensors, layout: Layout):
 
     query, key, value, d_out, lse, delta, start = tensors
     group, num_kv, scale = layout.group, layout.num_kv, layout.scale
+    h_dim, v_dim = layout.head_dim, layout.value_dim
+    warpgroups, slots = _division(layout)
     packed, *work = prepared
     step = jnp.concatenate([step, packed])
     spare_row = layout.pairs * layout.entries * group
@@ -60,7 +68,7 @@ def by_block(step, prepared, tensors, layout: Layout):
         step_ref, order_ref, item_ref, block_ref, begin_ref, end_ref, start_ref, lse_ref, delta_ref, *arrays = refs
         query_ref, grad_ref, key_ref, value_ref, buffer_ref, dk_ref, dv_ref, *buffers = arrays
         wg = lax.axis_index("wg")
-        local_pair, position = lax.axis_index("pair"), lax.axis_index("item") * _WARPGROUPS + wg
+        local_pair, position = lax.axis_index("pair"), lax.axis_index("item") * warpgroups + wg
         pair = step_ref[0] + local_pair
         batch, kv_head = lax.div(pair, jnp.int32(num_kv)), lax.rem(pair, jnp.int32(num_kv))
         work_row = pair * layout.ranges + step_ref[1]
@@ -94,7 +102,7 @@ def by_block(step, prepared, tensors, layout: Layout):
 
         def tiles_of(tile, wg):
             """Where the queries of a tile and their output's cotangents lie in shared memory."""
-            slot = wg * 2 + lax.rem(tile, jnp.int32(2))
+            slot = wg * slots + lax.rem(tile, jnp.int32(slots))
             return tuple(x.at[slot] for x in buffers[5:])
 
         def copy_tile(tile, at, wg):
@@ -142,8 +150,8 @@ def by_block(step, prepared, tensors, layout: Layout):
             any_hidden = sm90_gather.any_in_warp(jnp.maximum(low, 0) | (ROWS - 1 - high))
             return lax.cond(any_hidden, mask, lambda x: x, weights)
 
-        def zeros():
-            return plgpu.ACC.init(sm90_gather.zeros(ROWS))
+        def zeros(columns):
+            return plgpu.ACC.init(sm90_gather.zeros(columns))
 
         def compute_tile(masked, tile, carry):
             dk, dv, entry, row_lse, row_delta, following = carry
@@ -160,10 +168,11 @@ def by_block(step, prepared, tensors, layout: Layout):
             def multiply(refs):
                 plgpu.wgmma(refs[0], queries, sm90.transpose(keys))
                 plgpu.wgmma(refs[1], grads, sm90.transpose(values))
-                copy_tile(tile + 1, at, own)
+                if slots > 1:
+                    copy_tile(tile + 1, at, own)
 
             # The gradient of the weights begins with what is to be subtracted from it.
-            accs = zeros(), plgpu.ACC.init(lax.broadcast_in_dim(-row_delta, shape, [0]))
+            accs = zeros(ROWS), plgpu.ACC.init(lax.broadcast_in_dim(-row_delta, shape, [0]))
             scores, d_weights = pl.run_state(multiply)(accs)
             weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_lse, shape, [0]))
             weights = mask_if_partial(weights, *bounds) if masked else weights
@@ -180,7 +189,11 @@ def by_block(step, prepared, tensors, layout: Layout):
                 plgpu.wgmma(refs[1], sm90.transpose(scores_tile), queries)
                 plgpu.wgmma(refs[2], sm90.transpose(probs_tile), grads)
 
-            partial, dk, dv = pl.run_state(accumulate)((zeros(), plgpu.ACC.init(dk), plgpu.ACC.init(dv)))
+            partial, dk, dv = pl.run_state(accumulate)((zeros(h_dim), plgpu.ACC.init(dk), plgpu.ACC.init(dv)))
+            if slots == 1:
+                # Each warp waits for its own products, and all of them read the whole tile.
+                plgpu.commit_smem()
+                copy_tile(tile + 1, query_rows(tile + 1, following), own)
             counts, _, head = rows_of(tile)
             place = jnp.where(counts, (entry + local_pair * layout.entries) * group + head, spare_row)
             sm90_gather.store_rows(buffer_ref, place, partial.astype(buffer_ref.dtype))
@@ -191,28 +204,35 @@ def by_block(step, prepared, tensors, layout: Layout):
             entry, following = entries_of(0), entries_of(1)
             num_masked, num_tiles = count_tiles()
             statistics = prologue(entry)
-            carry = sm90.zeros(shape), sm90.zeros(shape), entry, *statistics, following
+            carry = sm90.zeros((ROWS, h_dim)), sm90.zeros((ROWS, v_dim)), entry, *statistics, following
             carry = lax.fori_loop(0, num_masked, functools.partial(compute_tile, True), carry)
             dk, dv, *_ = lax.fori_loop(num_masked, num_tiles, functools.partial(compute_tile, False), carry)
             sm90_gather.wait_copies()  # of the tile behind the last one
             sm90.store(dk_ref.at[local_pair, item], dk * scale)
             sm90.store(dv_ref.at[local_pair, item], dv)
 
-    tiled = functools.partial(sm90.tiled, dtype=query.dtype)
-    once, twice = (tiled(n * _WARPGROUPS, ROWS, ROWS) for n in (1, 2))
+    def tiles(width, count=1):
+        return sm90.tiled(warpgroups * count, ROWS, width, dtype=query.dtype)
+
     buffer, dk, dv = plgpu.kernel(
         nsa_selected_backward_key_major,
         out_type=[
-            jax.ShapeDtypeStruct((spare_row + group, ROWS), query.dtype),
-            *[jax.ShapeDtypeStruct((layout.pairs, layout.items, ROWS, ROWS), jnp.float32)] * 2,
+            jax.ShapeDtypeStruct((spare_row + group, h_dim), query.dtype),
+            *(jax.ShapeDtypeStruct((layout.pairs, layout.items, ROWS, dim), jnp.float32) for dim in (h_dim, v_dim)),
         ],
-        scratch_types=[*[once] * 5, *[twice] * 2],
-        grid=(pl.cdiv(layout.items, _WARPGROUPS), layout.pairs),  # the last runs fastest
+        # Keys, values, keys with their columns in the order of the partials; probabilities, score gradients; queries,
+        # cotangents.
+        scratch_types=[
+            *(tiles(h_dim), tiles(v_dim), tiles(h_dim)),
+            *(tiles(ROWS), tiles(ROWS)),
+            *(tiles(h_dim, slots), tiles(v_dim, slots)),
+        ],
+        grid=(pl.cdiv(layout.items, warpgroups), layout.pairs),  # the last runs fastest
         grid_names=("item", "pair"),
-        num_threads=_WARPGROUPS,
+        num_threads=warpgroups,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )(step, *work, start, lse, delta, query, d_out, key, value)
-    return tuple(x.reshape(-1, ROWS) for x in (buffer, dk, dv))
+    return tuple(x.reshape(-1, x.shape[-1]) for x in (buffer, dk, dv))
