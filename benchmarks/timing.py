@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import pathlib
 import platform
 import statistics
 import subprocess
@@ -16,7 +17,14 @@ import jax
 import jax.numpy as jnp
 
 
-def measure(function: Callable, arguments: Sequence[tuple], *, repeats: int = 11, min_sample_s: float = 0.1) -> float:
+def measure(
+    function: Callable,
+    arguments: Sequence[tuple],
+    *,
+    repeats: int = 11,
+    min_sample_s: float = 0.1,
+    wait: Callable = jax.block_until_ready,
+) -> float:
     """Median milliseconds of one call on the device.
 
     Args:
@@ -26,11 +34,12 @@ def measure(function: Callable, arguments: Sequence[tuple], *, repeats: int = 11
       min_sample_s: calls are queued back to back until one sample lasts about this long: dispatching a call and
         waiting for its end take up to 1 ms beyond its kernels, which a program that runs one step after the other
         does not see. Samples of one or two calls gave 3.26 ms where the kernels took 2.23 (nsa forward, 8k, H200).
+      wait: waits until the result that it is given is there, for functions of another framework.
     """
     for args in arguments:
-        jax.block_until_ready(function(*args))
+        wait(function(*args))
     start = time.perf_counter()
-    jax.block_until_ready(function(*arguments[0]))
+    wait(function(*arguments[0]))
     once = time.perf_counter() - start
     calls = max(1, min(256, int(min_sample_s / max(once, 1e-6))))
     samples = []
@@ -39,7 +48,7 @@ def measure(function: Callable, arguments: Sequence[tuple], *, repeats: int = 11
         result = None
         for call in range(calls):
             result = function(*arguments[(repeat + call) % len(arguments)])
-        jax.block_until_ready(result)
+        wait(result)
         samples.append((time.perf_counter() - start) / calls)
         del result
     return statistics.median(samples) * 1e3
@@ -65,6 +74,15 @@ def _output(command: list[str]) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def commit_of(checkout: pathlib.Path) -> str | None:
+    """The checkout's commit, with + if it was changed; None if it is no git repository of its own."""
+    top = _output(["git", "-C", str(checkout), "rev-parse", "--show-toplevel"])
+    if not top or pathlib.Path(top).resolve() != checkout.resolve():
+        return None
+    dirty = _output(["git", "-C", str(checkout), "status", "--porcelain", "--untracked-files=no"])
+    return _output(["git", "-C", str(checkout), "rev-parse", "--short=12", "HEAD"]) + ("+" if dirty else "")
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:

@@ -205,7 +205,31 @@ def quickstart_reaches() -> str:
     )
 
 
-SENTENCES = {"attention-origin": attention_origin, "quickstart-reaches": quickstart_reaches}
+def peers() -> str:
+    """Tables of published kernels beside this library's, one for each shape; a sentence where nothing was measured."""
+    path = RESULTS / "peers_h200.json"
+    if not path.exists():
+        return "No result is in benchmarks/results yet, so this page states no times of other projects."
+    measured = json.loads(path.read_text())
+    cells: dict[tuple, dict[str, dict[int, list[str]]]] = {}
+    for row in measured["rows"]:
+        if "T" in row:
+            name = row["peer"] if row.get("default", True) else f"{row['peer']}, as {', '.join(row['like'])}"
+            of = cells.setdefault(tuple(row[symbol] for symbol in "BNKH"), {})
+            of.setdefault(name, {}).setdefault(row["T"], []).append(digits(row["ms"]) if "ms" in row else "error")
+    tables = []
+    for sizes, names in cells.items():
+        lengths = sorted({length for times in names.values() for length in times})
+        of = ", ".join(f"{symbol}={size}" for symbol, size in zip("BNKH", sizes, strict=True))
+        lines = [f"| {of} | {' | '.join(f'{length:,}' for length in lengths)} |", "|---" * (len(lengths) + 1) + "|"]
+        for name, times in names.items():
+            lines.append(f"| {name} | {' | '.join(' / '.join(times.get(length, [])) for length in lengths)} |")
+        tables.append("\n".join(lines))
+    made = f"{measured['environment']['device']}, forward / forward + backward, in milliseconds over the tokens"
+    return f"{made} ([peers_h200.json](../benchmarks/results/peers_h200.json)):\n\n" + "\n\n".join(tables) + "\n"
+
+
+SENTENCES = {"attention-origin": attention_origin, "quickstart-reaches": quickstart_reaches, "peers": peers}
 
 
 def page(text: str) -> str:

@@ -233,6 +233,24 @@ def test_figures_of_tables_are_those_of_the_results():
     assert sentences == set(figures.SENTENCES)
 
 
+def test_times_of_other_projects_are_stated_only_where_they_were_measured(tmp_path, monkeypatch):
+    figures = script("figures")
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    assert figures.peers().startswith("No result")
+    sizes = {"B": 1, "N": 64, "K": 4, "H": 128, "T": 8192}
+    ours = {"peer": "nsa_jax", "default": False, "like": ["fla"], **sizes}
+    rows = [ours | {"pass": "fwd", "ms": 1.234}, ours | {"pass": "fwd_bwd", "ms": 5}]
+    rows += [{"peer": "fla", "error": "oom", **sizes, "T": 65536}, {"peer": "fsa", "error": "no package"}]
+    (tmp_path / "peers_h200.json").write_text(json.dumps({"environment": {"device": "H200"}, "rows": rows}))
+    assert figures.peers().startswith("H200, forward / forward + backward, in milliseconds")
+    assert figures.peers().splitlines()[2:] == [
+        "| B=1, N=64, K=4, H=128 | 8,192 | 65,536 |",
+        "|---|---|---|",
+        "| nsa_jax, as fla | 1.23 / 5.00 |  |",
+        "| fla |  | error |",
+    ]
+
+
 def test_rows_of_another_commit_are_named(monkeypatch):
     figures = script("figures")
     case = dict(zip("NKHV", figures.SHAPE, strict=True))
