@@ -322,7 +322,11 @@ def _check_paths(config: ConfigDict, found: _Findings) -> None:
             found.error("R001", f"config.{name}={_field(config, name)!r}: holds a null character", "remove it")
     for name in ("compilation_cache_dir", "data.cache_dir", "train.local_dir"):
         scheme = remote(_field(config, name))
-        if scheme and not (name == "data.cache_dir" and scheme_of(_field(config, name))):
+        kept = name == "data.cache_dir" and scheme in SCHEMES
+        if kept and not scheme_of(_field(config, name)):
+            message = f"config.{name}={_field(config, name)!r}: no bucket is named"
+            found.error("R001", message, f"write {scheme}BUCKET/PATH")
+        elif scheme and not kept:
             message = f"config.{name}={_field(config, name)!r}: {scheme} is not supported"
             others = f", {' or '.join(SCHEMES)}" if name == "data.cache_dir" else ": its files are locked there"
             found.error("R001", message, f"use a local or shared directory{others}")
