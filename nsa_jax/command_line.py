@@ -212,7 +212,9 @@ def workdir_problems(workdir: str | Path) -> list[Problem]:
         except StoreError as error:
             return [Problem("R023", "error", f"--workdir={error.what}", error.fix)]
         return []
-    if scheme := remote(text):
+    if (scheme := remote(text)) in SCHEMES:
+        return [Problem("R023", "error", f"--workdir={text}: no bucket is named", f"write {scheme}BUCKET/PATH")]
+    if scheme:
         message = f"--workdir={text}: {scheme} is not supported"
         return [Problem("R023", "error", message, f"use a directory, or an address of {' or '.join(SCHEMES)}")]
     try:

@@ -269,8 +269,11 @@ def float8_problems(config: ConfigDict, target: Target, name: str) -> list[Probl
 def _check_offload(config: ConfigDict, found: _Findings) -> None:
     m = config.model
     if m.remat == "offload" and not m.scan_layers:
-        message = "config.model.remat='offload' with scan_layers=False: XLA copies each input to the host only when it"
-        found.error("R060", f"{message} is needed again, and memory grows", "set config.model.scan_layers=True")
+        message = (
+            "config.model.remat='offload' with scan_layers=False: XLA copies each input to the host only when it is "
+            "needed again, and memory grows"
+        )
+        found.error("R060", message, "set config.model.scan_layers=True")
 
 
 def _check_mesh(config: ConfigDict, found: _Findings) -> None:
@@ -319,7 +322,11 @@ def _check_paths(config: ConfigDict, found: _Findings) -> None:
             found.error("R001", f"config.{name}={_field(config, name)!r}: holds a null character", "remove it")
     for name in ("compilation_cache_dir", "data.cache_dir", "train.local_dir"):
         scheme = remote(_field(config, name))
-        if scheme and not (name == "data.cache_dir" and scheme_of(_field(config, name))):
+        kept = name == "data.cache_dir" and scheme in SCHEMES
+        if kept and not scheme_of(_field(config, name)):
+            message = f"config.{name}={_field(config, name)!r}: no bucket is named"
+            found.error("R001", message, f"write {scheme}BUCKET/PATH")
+        elif scheme and not kept:
             message = f"config.{name}={_field(config, name)!r}: {scheme} is not supported"
             others = f", {' or '.join(SCHEMES)}" if name == "data.cache_dir" else ": its files are locked there"
             found.error("R001", message, f"use a local or shared directory{others}")
@@ -371,6 +378,9 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
     if config.train.batch_size % d.stream_lanes:
         message = f"config.data.stream_lanes={d.stream_lanes}: cannot share batch_size={config.train.batch_size} evenly"
         found.error("R007", message, "use a divisor of config.train.batch_size")
+    elif (rows := _piece_rows(config.train)) % d.stream_lanes:
+        message = f"config.data.stream_lanes={d.stream_lanes}: cannot share batch_ramp's pieces of {rows} rows"
+        found.error("R007", message, f"use a divisor of {rows}, which divides every batch of config.train.batch_ramp")
     smallest = {"byte": 257, "bpe": d.bpe_vocab_size}.get(d.tokenizer, 0)
     if d.source != "synthetic" and 0 < config.model.vocab_size < smallest:
         message = f"config.model.vocab_size={config.model.vocab_size}: smaller than the tokenizer's {smallest}"
@@ -383,6 +393,14 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
         message = f"config.data.val_fraction={d.val_fraction} with eval_batches > 0: no document is held out"
         fix = "hold out a share such as 0.01, name val_files or hf_val_split, or set config.train.eval_batches=0"
         found.error("R009", message, fix)
+
+
+def _piece_rows(train: ConfigDict) -> int:
+    """Rows in which the data are read; those of the whole batch where the ramp is wrong, which R010 reports."""
+    try:
+        return BatchRamp.of(train).unit
+    except ValueError:
+        return int(train.batch_size)
 
 
 def _check_mixed_source(path: str, alone: ConfigDict, weight: float, found: _Findings) -> None:

@@ -235,6 +235,14 @@ def test_workdirs_of_other_schemes_are_refused(address):
     assert "is not supported" in problem.message and "s3:// or gs://" in problem.fix
 
 
+@pytest.mark.parametrize("address", ["s3://", "gs:/"])
+def test_addresses_without_a_bucket_are_refused_as_that(address):
+    config = default_config()
+    config.data.cache_dir = address
+    for problem in (*workdir_problems(address), *validate(config)):
+        assert problem.message.endswith("no bucket is named"), problem
+
+
 @pytest.mark.parametrize("address", ["gs://bucket/run", "s3:/bucket/run"])
 def test_workdirs_in_buckets_need_the_extra(address, monkeypatch):
     for package in ("s3fs", "gcsfs"):

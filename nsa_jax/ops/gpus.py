@@ -21,7 +21,8 @@ class Gpu:
       l2_bytes: size of the L2 cache.
       clock_ghz: boost clock.
       threads_per_core: that a multiprocessor holds at once.
-      traced_as: a kind of the same compute capability, where JAX 0.12 does not know `device_kind`; else empty.
+      traced_as: a kind of the same compute capability, where JAX 0.12 does not know `device_kind`; else empty. The
+        devices of `nsa_jax.aot` call themselves so too, because JAX compares the kinds of a program's meshes.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Gpu:
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{self.device_kind}"
+device_description_str: "{self.traced_as or self.device_kind}"
 """
 
 

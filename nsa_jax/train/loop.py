@@ -34,7 +34,14 @@ from nsa_jax.train.mirror import Mirror, local_directory, mirroring
 from nsa_jax.train.preflight.data_check import loss_floor
 from nsa_jax.train.profiling import Profile, Window, check_window
 from nsa_jax.train.rollback import Rollbacks
-from nsa_jax.train.start import Start, finished_before, first_state, optimizer_to_reset, recorded_stages
+from nsa_jax.train.start import (
+    Start,
+    check_source,
+    finished_before,
+    first_state,
+    optimizer_to_reset,
+    recorded_stages,
+)
 from nsa_jax.train.state import State, batch_sharding, setup
 from nsa_jax.train.step import make_eval_step, make_train_step
 from nsa_jax.train.stopping import HALT, StopRequest
@@ -90,6 +97,7 @@ class Run:
         processes.check_devices()
         self._other = parse_resume(resume) if resume else None
         self._stage = stage
+        check_source(self.workdir, self._other, stage)
         self._window = profile
         self._callbacks = Callbacks(callbacks)
         self.ramp = BatchRamp.of(config.train)

@@ -49,6 +49,35 @@ class Start(NamedTuple):
         return cls(step, state, str(source), f"resuming after step {step} of {source}", stages)
 
 
+def check_source(workdir: Path, other: tuple[Path, int | None] | None, stage: bool) -> None:
+    """What a run may begin with is there, as far as names of files tell: for when no data have been read yet.
+
+    Args:
+      workdir: of the run; one with checkpoints of its own needs no other run.
+      other: directory and step that --resume names.
+      stage: this is another stage of the other run.
+
+    Raises:
+      ConfigError: the other run has no checkpoint, or `stage` has no other run or model.
+    """
+    if any((workdir / "checkpoints").glob("*")):
+        return
+    if other is None:
+        if stage:
+            raise _nothing_to_go_on_from()
+    elif not (other[0] / "config.json").is_file() and not any(other[0].glob("[0-9]*")):
+        raise _no_checkpoint(other[0])
+
+
+def _nothing_to_go_on_from() -> ConfigError:
+    fix = "name a run with --resume=DIR[@STEP], or an exported model"
+    return ConfigError([Problem("R022", "error", "--stage: there is nothing to go on from", fix)])
+
+
+def _no_checkpoint(directory: Path) -> ConfigError:
+    return ConfigError([Problem("R022", "error", f"--resume={directory}: no checkpoint there", "give another run")])
+
+
 def first_state(
     setup: Setup, other: tuple[Path, int | None] | None, info: dict[str, Any], data: Any, stage: bool = False
 ) -> Start:
@@ -65,14 +94,13 @@ def first_state(
       stage: this is another stage of the other run.
 
     Raises:
-      ConfigError: the other run has no checkpoint, or `stage` has no other run or model.
+      ConfigError: as `check_source`.
       CheckpointError: what is there does not fit the config.
     """
     may_change = STAGE_MAY_CHANGE if stage else ()
     if other is None:
         if stage:
-            fix = "name a run with --resume=DIR[@STEP], or an exported model"
-            raise ConfigError([Problem("R022", "error", "--stage: there is nothing to go on from", fix)])
+            raise _nothing_to_go_on_from()
         return Start(0, setup.init())
     directory, wanted = other
     if (directory / "config.json").is_file():
@@ -90,8 +118,7 @@ def first_state(
     finally:
         checkpoints.close()
     if found is None:
-        message = f"--resume={directory}: no checkpoint there"
-        raise ConfigError([Problem("R022", "error", message, "give another run")])
+        raise _no_checkpoint(directory)
     step, state = found[0], setup.completed(found[1])
     if not stage:
         return Start.after(step, state, directory)

@@ -4,8 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import nsa_jax
 from nsa_jax import aot
@@ -188,3 +190,12 @@ def test_kernels_compile_where_64_bit_types_are_enabled():
         aot.compile_for_gpu(jax.grad(_loss(packed=True), argnums=(0, 3)), *inputs, segments, gpu="a100-80gb")
         lengths = jax.ShapeDtypeStruct((1,), jnp.int64)
         aot.compile_for_gpu(decode, newest[0], *rest[:6], newest[1], lengths, gpu="a100-80gb")
+
+
+@pytest.mark.parametrize("gpu", sorted(aot.GPUS))
+def test_what_is_made_while_tracing_for_a_gpu_may_meet_arrays_of_its_mesh(gpu):
+    """As in a train step, whose key for dropout comes from the step of the state and the micro-batch."""
+    mesh = Mesh(np.array(aot.devices(gpu, 2)), ("data",), axis_types=(AxisType.Auto,))
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    with aot.tracing_for(gpu, mesh):
+        jax.jit(lambda step: jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), 0)).trace(step)

@@ -42,6 +42,15 @@ def test_a_wrong_ramp_is_refused(ramp, said):
     assert problem.rule == "R010" and said in problem.message
 
 
+def test_lanes_of_a_stream_must_share_the_pieces_of_a_ramp():
+    stream = dict(data__source="hf", data__hf_path="text", data__hf_streaming=True, data__val_fraction=0.5)
+    changes = {**RAMP, **stream, "model__vocab_size": 0}
+    assert not validate(tiny_config(**changes, data__stream_lanes=2))
+    (problem,) = validate(tiny_config(**changes, data__stream_lanes=4))
+    assert problem.rule == "R007" and "stream_lanes=4: cannot share batch_ramp's pieces of 2 rows" in problem.message
+    assert not validate(tiny_config(**{**changes, "train__batch_ramp": ()}, data__stream_lanes=4))
+
+
 def test_a_ramp_trains_on_the_same_rows_in_order_and_is_resumed_bit_by_bit(tmp_path, monkeypatch):
     made = make_run(tmp_path / "whole", **RAMP)
     monkeypatch.setattr(made.pipeline, "epochs", lambda batches: {"": float(batches)})

@@ -11,7 +11,7 @@ from nsa_jax.command_line import load_config
 from nsa_jax.config import ConfigError
 from nsa_jax.hub.export import export
 from nsa_jax.hub.load import load
-from nsa_jax.train import CheckpointError
+from nsa_jax.train import CheckpointError, loop
 from nsa_jax.train.loop import Run
 from nsa_jax.train.optimizer import learning_rate
 
@@ -115,10 +115,19 @@ def test_an_exported_model_may_begin_a_stage_with_the_config_made_for_it(first, 
         load_config(f"{ROOT / 'configs' / 'extend.py'}:nothing")
 
 
-def test_what_a_stage_may_not_change_is_refused_and_so_is_a_stage_of_nothing(first, tmp_path):
+def test_what_a_stage_may_not_change_is_refused(first, tmp_path):
     with pytest.raises(CheckpointError, match="norm_eps"):
         stage(tmp_path / "a", str(first), model__norm_eps=1e-3).run()
     with pytest.raises(CheckpointError, match="rope_theta"):  # without --stage
         make_run(tmp_path / "b", str(first), **SECOND).run()
+
+
+def test_a_run_that_has_nothing_to_begin_with_is_refused_before_its_data_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "make_pipeline", lambda *_, **__: pytest.fail("the data were read"))
     with pytest.raises(ConfigError, match="--stage: there is nothing to go on from"):
-        stage(tmp_path / "c", None).run()
+        stage(tmp_path / "a", None)
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="empty/checkpoints: no checkpoint there"):
+        stage(tmp_path / "b", str(tmp_path / "empty"))
+    with pytest.raises(ConfigError, match="empty/checkpoints: no checkpoint there"):
+        make_run(tmp_path / "c", str(tmp_path / "empty"))
