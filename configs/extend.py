@@ -42,7 +42,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.data.seq_len = int(length or 32_768)
     ratio = max(c.data.seq_len / saved.data.seq_len, 1.0)
     if c.model.rope_scaling.kind == "none":
-        turned = c.model.rotary_dim or c.model.head_dim
+        turned = max(c.model.rotary_dim or c.model.head_dim, 4)  # a single pair of features turns at any base alike
         c.model.rope_theta = c.model.rope_theta * ratio ** (turned / (turned - 2))
 
     c.data.source = "text"

@@ -35,6 +35,7 @@ _WORKDIR = flags.DEFINE_string(
 _RESUME = flags.DEFINE_string(
     "resume", None, "Start from another run's checkpoint, DIR or DIR@STEP, or from an exported model."
 )
+_INIT = flags.DEFINE_string("init", None, "Start with the weights of an exported or converted model, at step 0.")
 _STAGE = flags.DEFINE_bool(
     "stage", False, "Begin another stage of the run that --resume names: its weights and optimizer, this config's data."
 )
@@ -168,6 +169,23 @@ def _tell_others_apart(process: int, count: int) -> None:
         logging.getLogger("nsa_jax").setLevel(logging.WARNING)
 
 
+def beginning(resume: str | None, init: str | None) -> str | None:
+    """What a run without checkpoints of its own begins with, from the values of --resume and --init.
+
+    Raises:
+      ConfigError: both are given, or `init` is no exported model.
+    """
+    if init is None:
+        return resume
+    if resume is not None:
+        fix = "leave out one of them"
+        raise ConfigError([Problem("R022", "error", f"--init={init} --resume={resume}: a run has one beginning", fix)])
+    if not (Path(init) / "config.json").is_file():
+        fix = "name a directory that convert or export wrote; --resume=RUN goes on from a run"
+        raise ConfigError([Problem("R022", "error", f"--init={init}: no exported model there", fix)])
+    return init
+
+
 def train(config, workdir: str) -> tuple[int, str]:
     """Trains; returns the exit status and, if something went wrong, what."""
     from nsa_jax.data import DataError
@@ -184,7 +202,8 @@ def train(config, workdir: str) -> tuple[int, str]:
             processes.join(cluster, config.guards.peer_seconds)
             _tell_others_apart(cluster.process_id, cluster.num_processes)
             processes.check_same_run(config, workdir)
-        summary = run(config, workdir, _RESUME.value, profile=window, stage=_STAGE.value, began=process_start())
+        resume = beginning(_RESUME.value, _INIT.value)
+        summary = run(config, workdir, resume, profile=window, stage=_STAGE.value, began=process_start())
     except (ConfigError, CheckpointError, DataError, LoadError, WorkdirInUse, processes.DistributedError) as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG, str(error)

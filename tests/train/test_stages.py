@@ -14,6 +14,7 @@ from nsa_jax.hub.load import load
 from nsa_jax.train import CheckpointError, loop
 from nsa_jax.train.loop import Run
 from nsa_jax.train.optimizer import learning_rate
+from nsa_jax.trainer import beginning
 
 from .tiny import losses, make_run, one_device, rows, tiny_config
 
@@ -131,3 +132,15 @@ def test_a_run_that_has_nothing_to_begin_with_is_refused_before_its_data_are_rea
         stage(tmp_path / "b", str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match="empty/checkpoints: no checkpoint there"):
         make_run(tmp_path / "c", str(tmp_path / "empty"))
+
+
+def test_init_names_an_exported_model(first, tmp_path):
+    export(*load(first), tmp_path / "export")
+    assert beginning(None, str(tmp_path / "export")) == str(tmp_path / "export")
+    assert beginning(str(first), None) == str(first) and beginning(None, None) is None
+    for arguments, words in (
+        ((None, str(first)), "no exported model there"),
+        ((str(first), str(tmp_path / "export")), "a run has one beginning"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            beginning(*arguments)
