@@ -358,6 +358,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--context", type=number(int, 2), help="tokens that prompt and text may have; default: the training length"
     )
+    parser.add_argument(
+        "--tokens-per-dispatch",
+        type=number(int, 1),
+        default=8,
+        help="the text arrives in pieces of so many tokens; 1 for a large model on a CPU (default %(default)s)",
+    )
     parser.add_argument("--greedy", action="store_true", help="always the most likely token (temperature 0)")
     parser.add_argument("--temperature", type=float, default=0.8, help="default %(default)s")
     parser.add_argument("--top-k", type=int, default=0, help="0: off")
@@ -472,7 +478,12 @@ def _generate(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     model, tokenizer, config = load(args.path)
-    generator = Generator(model, tokenizer, context=args.context or config.data.seq_len)
+    generator = Generator(
+        model,
+        tokenizer,
+        context=args.context or config.data.seq_len,
+        tokens_per_dispatch=args.tokens_per_dispatch,
+    )
     if args.interactive:
         return _interact(generator, args, sampling)
     prompt = _prompt(args)

@@ -237,6 +237,8 @@ def test_command_line(workdir, capsys, tmp_path):
     assert "def " + capsys.readouterr().out == first.out
     assert generate.main([path, "--prompt", "def ", "--max-tokens", "9", "--seed", "5"]) == 0
     assert "tokens/s" not in capsys.readouterr().err  # one dispatch, which compiled
+    assert generate.main([path, "--prompt", "def ", "--max-tokens", "9", "--seed", "5", "--tokens-per-dispatch=2"]) == 0
+    assert "tokens/s" in capsys.readouterr().err
     file = tmp_path / "prompt"
     file.write_bytes(b"def ")
     assert generate.main([path, "--prompt-file", str(file), "--max-tokens", "8", "--num-samples", "2"]) == 0
