@@ -304,10 +304,10 @@ class Generator:
                 drawn += self.tokens_per_dispatch
             fetched = np.asarray(shown)
             arrivals.append(time.perf_counter())
-            for at in fetched:
+            for by_row in fetched:
                 for row, completion in enumerate(completions):
                     if not completion.finish:
-                        self._take(completion, streams[row], int(at[row]), int(lengths[row]), max_tokens)
+                        self._take(completion, streams[row], int(by_row[row]), int(lengths[row]), max_tokens)
         if return_block_indices:
             self._add_lists(completions, state[0], lengths)
         total = sum(len(c.tokens) for c in completions)
