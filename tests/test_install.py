@@ -151,6 +151,7 @@ def test_an_installed_package_trains_a_config_by_its_name_outside_of_the_reposit
     installed = built[2]
     command = installed / "bin" / "nsa-jax"
     settings = dict(cwd=tmp_path, path=installed, NSA_JAX_CACHE=str(tmp_path / "cache"))
+    settings |= dict(JAX_DISABLE_MOST_OPTIMIZATIONS="True")
     small = ["--config.train.steps=2", "--config.train.batch_size=8", "--config.train.eval_every=0"]
     small += [
         "--config.train.log_every=1",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,7 +36,7 @@ class Runs:
         env = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "",
+            "XLA_FLAGS": re.sub(r"(device_count=)\d+", r"\g<1>1", os.environ.get("XLA_FLAGS", "")),
             "PYTHONPATH": str(ROOT),
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"nsa_jax_chaos_cache_{os.getuid()}"),

@@ -318,6 +318,7 @@ def _python(code, *args, timeout=120):
             "PYTHONPATH": str(ROOT),
             "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "True",
         },
         capture_output=True,
         text=True,
