@@ -10,6 +10,8 @@ import pytest
 import nsa_jax
 from benchmarks import peer_adapters, peers, timing
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 GEOMETRY = "compress_block=4,compress_stride=2,select_block=8,num_selected=4,window=12"
 TINY = ["--lengths", "40", "--shape", "4,2,16", "--geometry", GEOMETRY, "--repeats", "1", "--min-sample-s", "0"]
 
