@@ -2,21 +2,19 @@ r"""Searches the kernel configurations of `nsa_jax.ops.tiles` by timing them on 
 
     python benchmarks/tune.py --op selected --lists shared --length 65536 --json tuned.json
     python benchmarks/tune.py --op compressed --pass bwd --shape 12,2,64,64 --length 32768
-    python benchmarks/tune.py --op selected --shape 32,8,128,128 --length 32768 --gather
+    python benchmarks/tune.py --op selected --pass bwd --shape 32,8,128,128 --length 32768
     python benchmarks/tune.py --op compressed --dry     # only lists what would be timed; needs no GPU
 
 The search starts from the heuristic's choice and changes one field at a time, keeping what is faster: as many timings
 as there are values, not as many as there are combinations. Every candidate's result is compared with that of the
 heuristic's choice; one that differs, fails to compile or does not fit is reported and never chosen. What wins belongs
 into the rule in nsa_jax/ops/tiles.py, and the figures into benchmarks/results/tiles_h200.json; nothing is changed
-here. With --gather the Hopper kernels that gather queries themselves serve wherever they can, not only where they were
-measured to be faster: a run without it times what they compete with.
+here.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
@@ -289,7 +287,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--lists", default="random", choices=("random", "shared"), help="for --op selected")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gather", action="store_true", help="for --op selected: gathering kernels at every shape")
     parser.add_argument("--dry", action="store_true", help="list the candidates and stop; runs on any machine")
     parser.add_argument("--gpu", default="h100", choices=sorted(GPUS), help="with --dry: the GPU to list them for")
     parser.add_argument("--json", help="write the rows and the environment here")
@@ -301,19 +298,17 @@ def main(argv: list[str] | None = None) -> list[dict]:
     dims = (args.length, heads, kv_heads, head, value_head, config, jnp.dtype(args.dtype), args.seed)
     if not args.dry and not current_target().is_gpu:
         parser.error(f"no GPU here (platform {current_target().platform}): only --dry works")
-    everywhere = mock.patch.object(selected_tiles, "gathering_is_faster", lambda *_: True)
-    with everywhere if args.gather else contextlib.nullcontext():
-        if args.dry:
-            rows = listed(args.op, args.which, AbstractBench(*dims), GPUS[args.gpu].target)
-        else:
-            lists = None
-            if args.op == "selected":
-                shared_by = 64 if args.lists == "shared" else 1
-                lists = make_lists(jax.random.key(args.seed + 1), args.length, kv_heads, config, shared_by)
-            rows = timed(args.op, args.which, Bench(*dims), lists)
+    if args.dry:
+        rows = listed(args.op, args.which, AbstractBench(*dims), GPUS[args.gpu].target)
+    else:
+        lists = None
+        if args.op == "selected":
+            shared_by = 64 if args.lists == "shared" else 1
+            lists = make_lists(jax.random.key(args.seed + 1), args.length, kv_heads, config, shared_by)
+        rows = timed(args.op, args.which, Bench(*dims), lists)
     print_rows(rows)
     if args.json:
-        about = {k: getattr(args, k) for k in ("op", "which", "shape", "length", "lists", "dtype", "gather")}
+        about = {k: getattr(args, k) for k in ("op", "which", "shape", "length", "lists", "dtype")}
         record = {"environment": environment(), "problem": about, "rows": rows}
         pathlib.Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
     return rows

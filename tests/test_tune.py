@@ -16,8 +16,7 @@ from nsa_jax.ops import tiles as tuning
     [
         (["--op", "selected"], {"selected_config"}),
         (["--op", "selected", "--shape", "12,2,64,64"], {"selected_config", "selected_gather_config"}),
-        (["--op", "selected", "--shape", "32,8,128,128"], {"selected_config"}),
-        (["--op", "selected", "--shape", "32,8,128,128", "--gather"], {"selected_config", "selected_gather_config"}),
+        (["--op", "selected", "--shape", "32,8,128,128"], {"selected_config", "selected_gather_config"}),
         (["--op", "selected", "--pass", "bwd"], {"selected_backward_config"}),
         (["--op", "select"], {"select_hopper_config"}),
         (["--op", "select", "--gpu", "a100-80gb"], {"select_config"}),

@@ -108,11 +108,6 @@ def selected_gather_config(h_dim: int, v_dim: int) -> SelectedGatherConfig:
     return SelectedGatherConfig() if max(h_dim, v_dim) <= 64 else SelectedGatherConfig(warpgroups=3, ahead=1)
 
 
-def gathering_is_faster(group: int, h_dim: int, v_dim: int) -> bool:
-    """Whether the kernels that gather rows themselves were measured to be faster than Triton's on Hopper."""
-    return (group, h_dim, v_dim) == (6, 64, 64)
-
-
 def selected_hopper_config(h_dim: int, v_dim: int) -> RangedHopperConfig:
     """Picks the tiles of Hopper's kernel for the blocks that a tile of queries shares: one block at a time."""
     return RangedHopperConfig(64, 3, query_buffers=2) if max(h_dim, v_dim) <= 128 else RangedHopperConfig(64, 2)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import nsa_jax
 from nsa_jax import aot
 from nsa_jax.nn import ModelConfig, Transformer
-from nsa_jax.ops import blocks, selected_tiles
+from nsa_jax.ops import blocks
 from tests.kernels.hollow import hollow_kernels
 
 CONFIG = nsa_jax.NSAConfig()
@@ -165,7 +165,6 @@ def test_long_rows_of_six_heads_per_group_get_hoppers_kernels():
 
 @pytest.mark.slow
 def test_hoppers_kernels_by_block_compile_at_head_dim_128(monkeypatch):
-    monkeypatch.setattr(selected_tiles, "gathering_is_faster", lambda *_: True)
     query, key = (jax.ShapeDtypeStruct((1, 4096, heads, 128), jnp.bfloat16) for heads in (8, 2))
     indices = jax.ShapeDtypeStruct((1, 4096, 2, 16), jnp.int32)
 

@@ -214,7 +214,7 @@ def test_blocks_that_a_tile_shares_match_the_reference(name, called, monkeypatch
     got, lse = jax.jit(selected.selected_forward, static_argnums=(6, 7, 8))(
         query, key, value, lists, start, jnp.int32(offset), 64, case["packed"], made
     )
-    rest = ["by_block_sm90"] * (case["num_heads"] // case["num_kv"] == 6)
+    rest = ["by_block_sm90"] * (kernel == "neighbours_sm90")
     assert called == [kernel, *rest]
     assert test_ranged.relative_error(got, want) <= 4e-3
     check_unseen(got, lse, want_lse)
@@ -256,7 +256,6 @@ def test_selected_backward_by_key_blocks_matches_the_reference(name, monkeypatch
     config = selected_tiles.SelectedBackwardConfig(64, chunk, 4, 2, keep_scores=keep_scores, tile=2, share=2)
     if at_once:
         config = dataclasses.replace(config, buffer_bytes=at_once * case["slots"] * 6 * 64 * 2)
-    monkeypatch.setattr(selected_tiles, "gathering_is_faster", lambda *_: True)
     layout = make_layout(*inputs, case["slots"], 64, config)
     assert layout.steps == (4 if at_once else 1)
     # What fills up a tile leaves its score gradients or shares of dq in the row behind those of all list entries.
@@ -294,7 +293,6 @@ def test_selected_attention_by_key_blocks_matches_the_reference(name, called, mo
     query, key, value, lists, d_out, start = selected_cases._inputs(3, **case)
     limits = selected_tiles.SelectedGatherConfig(chunk=chunk, row_tokens=row_tokens, warpgroups=2, ahead=ahead)
     monkeypatch.setattr(selected_tiles, "selected_gather_config", lambda *_: limits)
-    monkeypatch.setattr(selected_tiles, "gathering_is_faster", lambda *_: True)
     made_for = plan.Shape.of(query, key, value)
     dims = made_for.group, made_for.head_dim, made_for.value_dim
     config = dataclasses.replace(

@@ -277,7 +277,6 @@ def check_against_reference_twice(arrays, keywords):
     ids=str,
 )
 def test_on_gpu_hoppers_kernel_by_block_serves_other_groups(shape, monkeypatch):
-    monkeypatch.setattr(selected_tiles, "gathering_is_faster", lambda *_: True)
     monkeypatch.setattr(selected_tiles, "MASKED_BLOCKS_PER_SLOT", 0)
     arrays, keywords = make_inputs(**(dict(batch=2, length=1500, block=64, n=16, dtype=jnp.bfloat16) | shape))
     sizes = dict(select_block=64, num_selected=16)

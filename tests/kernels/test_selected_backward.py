@@ -290,7 +290,6 @@ def test_gradients_on_a_gpu_are_close_and_bit_equal_between_runs(name, path, mon
     if path == "masked" and not plan.reads_whole_rows(shape, current_target(), *sizes.values()):
         pytest.skip("not served under a mask")
     if path == "hopper_shares":
-        monkeypatch.setattr(selected_tiles, "gathering_is_faster", lambda *_: True)
         made = plan.plan_selected_backward(shape, current_target(), **sizes)
         if made.by_block.kernel != "selected.grad_partials_sm90":
             pytest.skip("not served by Hopper's kernel for shares of dq")
