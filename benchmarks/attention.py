@@ -3,6 +3,8 @@ r"""Times NSA and its branches against dense cuDNN attention, in one process on 
     python benchmarks/attention.py --json benchmarks/results/attention_h200.json \
         --plot benchmarks/results/attention_h200.png
     python benchmarks/attention.py --lengths 2048,8192 --shape 12,2,64,64 --ops nsa,selected --lists random,shared
+    python benchmarks/attention.py --lengths 2048 --batch 64 --shape 12,2,64,64 --kernels hopper,a100 --ops nsa
+    python benchmarks/attention.py --lengths 32768 --documents 16 --no-dense --ops nsa
     python benchmarks/attention.py --merge more.json --json benchmarks/results/attention_h200.json \
         --plot benchmarks/results/attention_h200.png     # rows of another run on the same GPU; then make docs
     python benchmarks/attention.py --merge benchmarks/results/attention_h200.json \
@@ -10,17 +12,23 @@ r"""Times NSA and its branches against dense cuDNN attention, in one process on 
 
 "nsa" is `nsa_attention` with selection, gates and list building, compressed keys given; its gradients are those of all
 eight inputs. "selected" alone reads made-up lists: independent per token ("random") or shared by
-64 neighbours ("shared").
+64 neighbours ("shared"). `--kernels a100` times on a Hopper GPU the kernels that an A100 would get. All programs are
+compiled side by side before the first is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import functools
 import gc
 import json
+import os
 import pathlib
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +39,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import nsa_jax  # noqa: E402
 from benchmarks.timing import environment, matmul_ceiling, measure  # noqa: E402
 from nsa_jax.ops import blocks  # noqa: E402
+from nsa_jax.ops.target import Target, compile_for, current_target  # noqa: E402
 
 OPS = ("nsa", "compressed", "select", "selected", "window")
 PASSES = ("fwd", "bwd", "fwd_bwd")
-CASE = ("op", "pass", "T", "N", "K", "H", "V", "lists")
+CASE = ("op", "pass", "B", "T", "N", "K", "H", "V", "lists", "kernels", "documents")
 
 
 def make_lists(key: jax.Array, length: int, num_kv: int, config: nsa_jax.NSAConfig, shared_by: int) -> jax.Array:
@@ -97,21 +106,50 @@ def split_passes(function, num_differentiable: int):
 
 
 class Bench:
-    """All measurements for one (length, shape)."""
+    """All measurements for one (length, shape).
 
-    def __init__(self, length, heads, kv_heads, head, value_head, config, dtype, seed):
+    Args:
+      documents: of equal length, that a row packs.
+    """
+
+    def __init__(self, length, heads, kv_heads, head, value_head, config, dtype, seed, batch=1, documents=1):
         self.length, self.heads, self.kv_heads = length, heads, kv_heads
         self.head, self.value_head, self.config, self.dtype = head, value_head, config, dtype
+        self.batch, self.documents, self.seed = batch, documents, seed
         self.keys = iter(jax.random.split(jax.random.key(seed), 64))
 
     def normal(self, *shape):
-        return jax.random.normal(next(self.keys), shape, self.dtype)
+        return jax.random.normal(next(self.keys), (self.batch, *shape), self.dtype)
 
     def query(self):
-        return self.normal(1, self.length, self.heads, self.head)
+        return self.normal(self.length, self.heads, self.head)
 
     def key_value(self, length):
-        return self.normal(1, length, self.kv_heads, self.head), self.normal(1, length, self.kv_heads, self.value_head)
+        return self.normal(length, self.kv_heads, self.head), self.normal(length, self.kv_heads, self.value_head)
+
+    def cotangent(self):
+        return self.normal(self.length, self.heads, self.value_head)
+
+    def gates(self):
+        return jax.nn.sigmoid(self.normal(self.length, self.heads, 3))
+
+    def log_sum_exp(self, *arrays):
+        return jax.jit(lambda q, k, v: nsa_jax.compressed_attention(q, k, v, config=self.config)[1])(*arrays)
+
+    def segments(self):
+        """Where each token's document starts."""
+        size = -(-self.length // self.documents)
+        return jnp.broadcast_to(jnp.arange(self.length, dtype=jnp.int32) // size * size, (self.batch, self.length))
+
+    def lists(self, shared_by):
+        """Made-up block lists of every row."""
+        keys = jax.random.split(jax.random.key(self.seed + 1), self.batch)
+        made = [make_lists(key, self.length, self.kv_heads, self.config, shared_by) for key in keys]
+        return jnp.concatenate(made)
+
+    def pairs(self, op, lists=None):
+        """Query-key pairs per query head of one row."""
+        return self.documents * visible_pairs(op, -(-self.length // self.documents), self.config, lists)
 
     def inputs(self, op, lists):
         """(function, inputs, how many of them are differentiable)."""
@@ -128,79 +166,147 @@ class Bench:
             )
         if op == "select":
             query, (key, value) = self.query(), self.key_value(num_cmp)
-            lse = jax.jit(lambda q, k, v: nsa_jax.compressed_attention(q, k, v, config=config)[1])(query, key, value)
-            return functools.partial(nsa_jax.select_blocks, config=config), (query, key, lse), 0
+            select = functools.partial(nsa_jax.select_blocks, config=config)
+            return select, (query, key, self.log_sum_exp(query, key, value)), 0
         if op == "window":
             window = functools.partial(nsa_jax.window_attention, window=config.window)
             return window, (self.query(), *self.key_value(self.length)), 3
         if op == "selected":
             selected = functools.partial(nsa_jax.selected_attention, select_block=config.select_block)
             return selected, (self.query(), *self.key_value(self.length), lists), 3
-        gates = jax.nn.sigmoid(self.normal(1, self.length, self.heads, 3))
         arrays = (self.query(), *self.key_value(num_cmp), *self.key_value(self.length), *self.key_value(self.length))
         nsa = functools.partial(nsa_jax.nsa_attention, config=config, nonnegative_gates=True)
-        return nsa, (*arrays, gates), 8
+        if self.documents == 1:
+            return nsa, (*arrays, self.gates()), 8
+        packed = lambda *x: nsa(*x[:8], segment_start=x[8])  # noqa: E731
+        return packed, (*arrays, self.gates(), self.segments()), 8
 
-    def run(self, op, passes, lists=None):
+    def run(self, op, compiled, lists=None):
         """Milliseconds by pass, and the temporary memory of forward and backward in GiB."""
-        function, inputs, num_differentiable = self.inputs(op, lists)
-        forward, vjp, backward, both = split_passes(function, num_differentiable)
+        _, inputs, num_differentiable = self.inputs(op, lists)
         times: dict[str, float] = {}
         temp = None
-        if "fwd" in passes:
-            times["fwd"] = measure(forward, [inputs])
-        if num_differentiable and ("bwd" in passes or "fwd_bwd" in passes):
-            cotangent = self.normal(1, self.length, self.heads, self.value_head)
-            if "fwd_bwd" in passes:
-                compiled = both.lower(cotangent, *inputs).compile()
-                temp = compiled.memory_analysis().temp_size_in_bytes / 2**30
-                times["fwd_bwd"] = measure(compiled, [(cotangent, *inputs)])
-            if "bwd" in passes:
-                _, pullback = vjp(*inputs)
-                times["bwd"] = measure(backward, [(pullback, cotangent)])
+        if "fwd" in compiled:
+            times["fwd"] = measure(compiled["fwd"], [inputs])
+        if "fwd_bwd" in compiled:
+            temp = compiled["fwd_bwd"].memory_analysis().temp_size_in_bytes / 2**30
+            times["fwd_bwd"] = measure(compiled["fwd_bwd"], [(self.cotangent(), *inputs)])
+        if "bwd" in compiled:
+            _, pullback = compiled["vjp"](*inputs)
+            times["bwd"] = measure(compiled["bwd"], [(pullback, self.cotangent())])
         return times, temp
+
+
+class AbstractBench(Bench):
+    """Inputs that are shapes alone."""
+
+    def normal(self, *shape):
+        return jax.ShapeDtypeStruct((self.batch, *shape), self.dtype)
+
+    def gates(self):
+        return self.normal(self.length, self.heads, 3)
+
+    def log_sum_exp(self, query, key, value):
+        return jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
+
+    def lists(self, shared_by):
+        return jax.ShapeDtypeStruct((self.batch, self.length, self.kv_heads, self.config.num_selected), jnp.int32)
+
+    def lowered(self, op, passes) -> dict[str, Any]:
+        """The programs of an op, by what they are of."""
+        function, inputs, num_differentiable = self.inputs(op, self.lists(1))
+        forward, vjp, backward, both = split_passes(function, num_differentiable)
+        made = {"fwd": forward.lower(*inputs)} if "fwd" in passes else {}
+        if num_differentiable and "fwd_bwd" in passes:
+            made["fwd_bwd"] = both.lower(self.cotangent(), *inputs)
+        if num_differentiable and "bwd" in passes:
+            _, pullback = jax.eval_shape(vjp, *inputs)
+            made |= {"vjp": vjp.lower(*inputs), "bwd": backward.lower(pullback, self.cotangent())}
+        return made
+
+
+def serving(kernels: str) -> contextlib.AbstractContextManager:
+    """Ops traced inside choose the kernels of that name."""
+    other = kernels == "a100" and current_target().is_hopper
+    return compile_for(Target("gpu", (8, 0))) if other else contextlib.nullcontext()
+
+
+def cases(args) -> Iterator[tuple[dict[str, Any], tuple]]:
+    """What is timed, and the arguments of its `Bench`."""
+    config = nsa_jax.NSAConfig()
+    for shape, length in ((shape, length) for shape in args.shape for length in args.lengths):
+        sizes = tuple(int(x) for x in shape.split(","))
+        bench = (length, *sizes, config, jnp.bfloat16, args.seed, args.batch, args.documents)
+        case = {"B": args.batch, "T": length, **dict(zip("NKHV", sizes, strict=True)), "documents": args.documents}
+        if args.dense:
+            yield case | {"op": "dense", "lists": "", "kernels": ""}, bench
+        for kernels in args.kernels:
+            for op in args.ops:
+                for lists in args.lists if op == "selected" else ["selection" if op == "nsa" else ""]:
+                    yield case | {"op": op, "lists": lists, "kernels": kernels}, bench
+
+
+def compile_all(args) -> list[dict[str, Any] | Exception]:
+    """The compiled programs of each case; of one that cannot be compiled the error."""
+
+    def attempt(make, *arguments):
+        try:
+            return make(*arguments)
+        except Exception as error:  # one size that does not fit must not lose the others
+            return error
+
+    def compiled(programs):
+        return {name: program.compile() for name, program in programs.items()}
+
+    lowered, before = [], None
+    for case, sizes in cases(args):
+        if case["kernels"] != before:
+            jax.clear_caches()  # they do not see which kernels were chosen
+        before = case["kernels"]
+        with serving(case["kernels"]):
+            lowered.append(attempt(AbstractBench(*sizes).lowered, case["op"], args.passes))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda one: one if isinstance(one, Exception) else attempt(compiled, one), lowered))
 
 
 def run(args, save) -> list[dict]:
     """All rows; `save(rows)` is called with those so far after each op, so that a run cut short keeps its figures."""
-    config = nsa_jax.NSAConfig()
     # Minutes on a CPU, where the benchmark only serves to check itself: use a size that device can do.
     ceiling = matmul_ceiling(8192 if jax.default_backend() == "gpu" else 512)
     print(f"bf16 matrix product ceiling: {ceiling:.3g} TFLOP/s")
-    rows = []
-    for shape in args.shape:
-        heads, kv_heads, head, value_head = (int(x) for x in shape.split(","))
-        for length in args.lengths:
-            dense: dict[str, float] = {}
-            pairs = {op: visible_pairs(op, length, config) for op in ("dense", "compressed", "select", "window")}
-            for op in (["dense"] if args.dense else []) + args.ops:
-                for pattern in args.lists if op == "selected" else ["selection" if op == "nsa" else ""]:
-                    bench = Bench(length, heads, kv_heads, head, value_head, config, jnp.bfloat16, args.seed)
-                    lists = None
-                    if op in ("selected", "nsa"):
-                        shared_by = 64 if pattern == "shared" else 1
-                        lists = make_lists(jax.random.key(args.seed + 1), length, kv_heads, config, shared_by)
-                        pairs["selected"] = visible_pairs("selected", length, config, lists)
-                    try:
-                        times, temp = bench.run(op, args.passes, lists)
-                    except Exception as error:  # one size that does not fit must not lose the others
-                        print(f"{op} {pattern} T={length}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-                        continue
-                    finally:
-                        gc.collect()
-                    if op == "dense":
-                        dense = times
-                    for which, ms in times.items():
-                        tflops = useful_tflop(op, which, pairs, heads, head, value_head) / ms * 1e3
-                        row = {"op": op, "pass": which, "T": length, "N": heads, "K": kv_heads, "H": head}
-                        row |= {"V": value_head, "lists": pattern, "ms": round(ms, 4)}
-                        row |= {"dense_ms": round(dense[which], 4) if which in dense else None}
-                        row |= {"tflops": round(tflops, 3), "ceiling_share": round(tflops / ceiling, 3)}
-                        if which == "fwd_bwd" and temp is not None:
-                            row["temp_gib"] = round(temp, 3)
-                        rows.append(row)
-                        print_row(row)
-                    save(rows)
+    rows: list[dict] = []
+    dense: dict[tuple, float] = {}
+    for (case, sizes), compiled in zip(cases(args), compile_all(args), strict=True):
+        bench, op = Bench(*sizes), case["op"]
+        pairs = {name: bench.pairs(name) for name in ("dense", "compressed", "select", "window")}
+        lists = None
+        try:
+            if isinstance(compiled, Exception):
+                raise compiled
+            if op in ("selected", "nsa"):
+                whole = bench.lists(64 if case["lists"] == "shared" else 1)
+                pairs["selected"] = bench.pairs("selected", whole[:1, : -(-bench.length // bench.documents)])
+                lists = whole if op == "selected" else None
+            with serving(case["kernels"]):
+                times, temp = bench.run(op, compiled, lists)
+        except Exception as error:
+            print(f"{case}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        finally:
+            gc.collect()
+        for which, ms in times.items():
+            if op == "dense":
+                dense[(which, *sizes[:5])] = ms
+            tflop = bench.batch * useful_tflop(op, which, pairs, bench.heads, bench.head, bench.value_head)
+            beside, rate = dense.get((which, *sizes[:5])), tflop / ms * 1e3
+            row = {"op": op, "pass": which} | {name: case[name] for name in CASE[2:]} | {"ms": round(ms, 4)}
+            row |= {"dense_ms": round(beside, 4) if beside else None}
+            row |= {"tflops": round(rate, 3), "ceiling_share": round(rate / ceiling, 3)}
+            if which == "fwd_bwd" and temp is not None:
+                row["temp_gib"] = round(temp, 3)
+            rows.append(row)
+            print_row(row)
+        save(rows)
     return rows
 
 
@@ -208,9 +314,9 @@ def print_row(row: dict) -> None:
     speedup = f"{row['dense_ms'] / row['ms']:6.2f}x" if row["dense_ms"] else "      -"
     temp = f"  temp {row['temp_gib']:.2f} GiB" if "temp_gib" in row else ""
     print(
-        f"{row['op']:>10} {row['lists']:>9} {row['pass']:>7}  T={row['T']:<7} N={row['N']:<3} K={row['K']:<2} "
-        f"H={row['H']:<3} {row['ms']:9.3f} ms  {speedup} dense  {row['tflops']:6.0f} TFLOP/s "
-        f"({row['ceiling_share']:.0%}){temp}",
+        f"{row['op']:>10} {row['lists']:>9} {row['kernels']:>6} {row['pass']:>7}  B={row['B']:<2} T={row['T']:<7} "
+        f"N={row['N']:<3} K={row['K']:<2} H={row['H']:<3} {row['ms']:9.3f} ms  {speedup} dense  "
+        f"{row['tflops']:6.0f} TFLOP/s ({row['ceiling_share']:.0%}){temp}",
         flush=True,
     )
 
@@ -242,14 +348,17 @@ def plot(rows: list[dict], title: str, path: str) -> None:
     from matplotlib import ticker
 
     first = next(row for row in rows if row["op"] == "nsa")
-    shape = {key: first[key] for key in ("N", "K", "H", "V")}
+    shape = {key: first[key] for key in ("N", "K", "H", "V", "B", "documents")}
     figure, axis = plt.subplots(figsize=(7, 4.5))
     for which, style, label in (("fwd", "--", "forward"), ("fwd_bwd", "-", "forward + backward")):
         for op, colour in (("dense", "tab:grey"), ("nsa", "tab:blue")):
             points = sorted(
                 (row["T"], row["ms"])
                 for row in rows
-                if row["op"] == op and row["pass"] == which and all(row[k] == v for k, v in shape.items())
+                if row["op"] == op
+                and row["pass"] == which
+                and all(row[k] == v for k, v in shape.items())
+                and row["kernels"] in ("", first["kernels"])
             )
             if points:
                 name = "dense (cuDNN)" if op == "dense" else "NSA (nsa_jax)"
@@ -260,7 +369,7 @@ def plot(rows: list[dict], title: str, path: str) -> None:
     axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     axis.set_xlabel("sequence length T")
     axis.set_ylabel("milliseconds")
-    axis.set_title(title + "\n" + ", ".join(f"{k}={v}" for k, v in shape.items()), fontsize=10)
+    axis.set_title(title + "\n" + ", ".join(f"{k}={shape[k]}" for k in "NKHV"), fontsize=10)
     axis.grid(True, which="both", alpha=0.3)
     axis.legend(handlelength=3.5)
     figure.tight_layout()
@@ -284,6 +393,11 @@ def main() -> None:
     parser.add_argument("--passes", default=list(PASSES), type=words(PASSES))
     parser.add_argument("--lists", default=["random", "shared"], type=words(("random", "shared")))
     parser.add_argument("--no-dense", dest="dense", action="store_false", help="leave the dense baseline out")
+    target = current_target()
+    own = "hopper" if target.is_hopper else "a100" if target.is_gpu else ""
+    parser.add_argument("--kernels", default=[own], type=words(("hopper", "a100")), help="a100: those of an A100")
+    parser.add_argument("--batch", type=int, default=1, help="rows")
+    parser.add_argument("--documents", type=int, default=1, help="packed in a row; --ops nsa alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the rows and the environment here")
     parser.add_argument("--plot", help="write the log-log plot here")
@@ -292,6 +406,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.merge and not args.json:
         parser.error("--merge needs --json: the result that the rows are put into")
+    if args.documents > 1 and (args.ops != ["nsa"] or args.dense):
+        parser.error("--documents needs --ops nsa --no-dense: the other ops are timed with one document in a row")
+    if "hopper" in args.kernels and own != "hopper" and not args.merge:
+        parser.error("--kernels hopper needs a Hopper GPU")
     args.shape = args.shape or ["64,4,128,128"]
     result: dict = {} if args.merge else {"environment": environment(args.commit)}
 

@@ -31,11 +31,10 @@ import jax.numpy as jnp
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import nsa_jax  # noqa: E402
-from benchmarks.attention import Bench, make_lists, split_passes  # noqa: E402
+from benchmarks.attention import AbstractBench, Bench, split_passes  # noqa: E402
 from benchmarks.timing import environment, measure  # noqa: E402
 from nsa_jax.aot import GPUS  # noqa: E402
 from nsa_jax.ops import (  # noqa: E402
-    blocks,  # noqa: E402
     selected_tiles,
     tiles,
 )
@@ -203,19 +202,12 @@ def search(problem: _Problem, name: str, base: Any, timer: Callable = measure) -
     return rows
 
 
-class AbstractBench(Bench):
-    """Inputs that are shapes alone."""
-
-    def normal(self, *shape):
-        return jax.ShapeDtypeStruct(shape, self.dtype)
-
-
 def problem(op: str, which: str, bench: Bench, lists) -> _Problem:
     """One op and pass on random inputs."""
     function, inputs, num_differentiable = bench.inputs(op, lists)
     if which == "fwd":
         return lambda: (function, inputs)
-    cotangent = bench.normal(1, bench.length, bench.heads, bench.value_head)
+    cotangent = bench.cotangent()
 
     def backward():
         _, vjp, _, _ = split_passes(function, num_differentiable)
@@ -227,12 +219,7 @@ def problem(op: str, which: str, bench: Bench, lists) -> _Problem:
 
 def abstract_problem(op: str, which: str, bench: AbstractBench) -> tuple[Callable, tuple]:
     """As `problem`, but with shapes alone: nothing runs."""
-    if op == "select":  # its inputs come out of a kernel
-        query, (key, _) = bench.query(), bench.key_value(blocks.num_compressed(bench.length, bench.config))
-        lse = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
-        return functools.partial(nsa_jax.select_blocks, config=bench.config), (query, key, lse)
-    lists = jax.ShapeDtypeStruct((1, bench.length, bench.kv_heads, bench.config.num_selected), jnp.int32)
-    function, inputs, num_differentiable = bench.inputs(op, lists)
+    function, inputs, num_differentiable = bench.inputs(op, bench.lists(1))
     if which == "fwd":
         return function, inputs
 
@@ -301,11 +288,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if args.dry:
         rows = listed(args.op, args.which, AbstractBench(*dims), GPUS[args.gpu].target)
     else:
-        lists = None
-        if args.op == "selected":
-            shared_by = 64 if args.lists == "shared" else 1
-            lists = make_lists(jax.random.key(args.seed + 1), args.length, kv_heads, config, shared_by)
-        rows = timed(args.op, args.which, Bench(*dims), lists)
+        bench = Bench(*dims)
+        lists = bench.lists(64 if args.lists == "shared" else 1) if args.op == "selected" else None
+        rows = timed(args.op, args.which, bench, lists)
     print_rows(rows)
     if args.json:
         about = {k: getattr(args, k) for k in ("op", "which", "shape", "length", "lists", "dtype")}

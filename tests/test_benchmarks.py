@@ -27,13 +27,25 @@ def test_attention_benchmark_writes_rows_and_plot(tmp_path):
         ("selected", "fwd_bwd"),
     ]
     assert all(row["ms"] > 0 and row["tflops"] > 0 for row in data["rows"])
+    assert all((row["B"], row["documents"], row["kernels"]) == (1, 1, "") for row in data["rows"])
     assert {"device", "jax", "commit", "command", "date"} <= data["environment"].keys()
     assert picture.stat().st_size > 10_000
 
 
+def test_several_rows_of_several_documents_are_timed_as_such():
+    config = nsa_jax.NSAConfig(4, 2, 4, 2, 1, 1, 3)
+    one, many = (attention.Bench(64, 4, 2, 16, 16, config, "float32", 0, *more) for more in ((), (3, 4)))
+    function, inputs, _ = many.inputs("nsa", None)
+    np.testing.assert_array_equal(inputs[8], np.arange(64) // 16 * 16 * np.ones((3, 1)))
+    assert function(*inputs).shape == (3, 64, 4, 16)
+    assert many.pairs("dense") == 4 * 16 * 17 / 2 and one.pairs("dense") == 64 * 65 / 2
+    assert many.lists(1).shape == (3, 64, 2, 2)
+
+
 def _result(commit, device="NVIDIA H200", **ms):
     """A result with a row of NSA per length, given as T2048=ms."""
-    case = {"op": "nsa", "pass": "fwd", "N": 64, "K": 4, "H": 128, "V": 128, "lists": "selection"}
+    case = {"op": "nsa", "pass": "fwd", "B": 1, "N": 64, "K": 4, "H": 128, "V": 128, "lists": "selection"}
+    case |= {"kernels": "hopper", "documents": 1}
     environment = {"device": device, "jax": "0.11.2", "commit": commit}
     return {"environment": environment, "rows": [case | {"T": int(T[1:]), "ms": value} for T, value in ms.items()]}
 

@@ -237,6 +237,7 @@ KEY_MAJOR_CASES = {
         25, "grad_partials_sm90",
         dict(length=90, num_keys=100, num_heads=12, num_kv=2, offset=70, queries_at_once=64),
     ),
+    "group_1": (30, "grad_partials_sm90", dict(length=61, num_keys=129, num_heads=2, num_kv=2, offset=70)),
     # Two warpgroups with one tile of queries each; the second head dim is narrower.
     "group_4_wide_packed": (
         30, "grad_partials_sm90",
@@ -281,6 +282,7 @@ GATHER_CASES = {
     "group_4_wide_packed": (
         20, 40, 1, dict(length=61, num_keys=140, num_heads=8, num_kv=2, h_dim=128, v_dim=128, packed=True, offset=70),
     ),
+    "group_1": (40, 1000, 2, dict(length=53, num_keys=129, num_heads=2, num_kv=2, slots=3, offset=70)),
     "group_2_wide_values": (40, 1000, 2, dict(length=53, num_keys=129, num_heads=2, v_dim=128, slots=3, offset=70)),
 }  # fmt: skip
 

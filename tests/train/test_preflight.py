@@ -500,6 +500,15 @@ def test_selection_figures_on_a_list_written_by_hand():
     assert float(found["key_mismatches"]) == 0  # short lists of early queries hold all their candidates
 
 
+def test_the_mean_distance_of_blocks_in_a_long_row_is_right():
+    """Their sum is above 2^31 tokens."""
+    config, length = NSAConfig(), 65_536
+    own = np.arange(length) // config.select_block
+    lists = own[:, None] * np.arange(16) // 16  # evenly spread over the past
+    found = health.selection_health(jnp.asarray(lists[None, :, None]), jnp.zeros((1, length), jnp.int32), config)
+    assert float(found["block_distance"]) == pytest.approx(64 * (own[:, None] - lists).mean(), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("asked", "found", "says"),
     [(True, [], "yes"), (False, [], "not promised"), (True, ["%x = f32[8] scatter(%a, %b, %c)"], "no: 1 operations")],

@@ -73,13 +73,15 @@ def selection_health(block_indices: jax.Array, start: jax.Array, config: NSAConf
     first, last = blocks.candidate_range(t[..., None], start[..., None], config.select_block)
     forced = blocks.forced_blocks(block_indices, first, last, config)
     count = jnp.maximum(listed.sum(), 1)
+    # In float32: of a row of 32,768 tokens, the sum of distances in tokens does not fit int32.
+    back = jnp.where(listed, own - block_indices, 0).sum(dtype=jnp.float32) / count
     same = blocks.also_listed(block_indices[:, 1:], block_indices[:, :-1], num_blocks)
     counted = blocks.counted_keys(block_indices, t, start, config.select_block)
     predicted = blocks.selected_key_count(t, start, config)
     return {
         "blocks_distinct": (listed & ~repeated).sum(-1).mean(),
         "blocks_beyond": (listed & ~forced).sum() / count,
-        "block_distance": jnp.where(listed, own - block_indices, 0).sum() * config.select_block / count,
+        "block_distance": back * config.select_block,
         "block_overlap": same.sum() / jnp.maximum(listed[:, 1:].sum(), 1),
         "keys_counted": counted.mean(),
         "keys_predicted": predicted.mean(),
