@@ -3,13 +3,15 @@
     python benchmarks/quality.py --grid configs/quality/h200_8k.py --json quality.json --plots plots
     python benchmarks/quality.py --grid configs/quality/h200_8k.py --variants nsa,dense --parallel 2 --minutes 9.5
     python benchmarks/quality.py --grid configs/quality/cpu_smoke.py --files nsa_jax/data nsa_jax/ops
+    python benchmarks/quality.py --merge quality.json --json benchmarks/results/quality_h200.json
 
 A grid is a config with VARIANTS, fields that each changes, and MEASURES. Each variant has a folder in --folder and goes
 through stages: train, position (loss by position), long (long tasks), context (losses with the context cut), selection
 (lists against dense attention, for variants with NSA layers). What is finished is skipped; a run that was stopped
 resumes from its checkpoint. With --minutes, runs are asked to save and stop in time, so that the same command may be
 given again and again. Results are written whenever a variant is finished. With --parallel, speeds are of models that
-share the GPU. Flags after -- are passed on to train.py.
+share the GPU. Flags after -- are passed on to train.py. --merge trains nothing: it puts the rows of another result into
+that of --json, and draws again.
 """
 
 from __future__ import annotations
@@ -270,8 +272,8 @@ def read(workdir: pathlib.Path, fields: dict[str, Any], measures: dict[str, Any]
     return found
 
 
-def draw(rows: Sequence[dict[str, Any]], folder: pathlib.Path) -> None:
-    """Bits per byte over tokens, loss by position and long tasks by length: one picture each."""
+def draw(rows: Sequence[dict[str, Any]], folder: pathlib.Path, prefix: str = "") -> None:
+    """Bits per byte over tokens, loss by position and long tasks by length: one picture each, of what was measured."""
     from matplotlib.figure import Figure
 
     from benchmarks import curves
@@ -279,19 +281,33 @@ def draw(rows: Sequence[dict[str, Any]], folder: pathlib.Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     runs = [{"name": row["variant"], "validation": row["validation"]} for row in rows]
-    curves.draw(runs).savefig(folder / "tokens.png", dpi=130)
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    base = next((row for row in rows if row["variant"] == "dense"), rows[0])
-    for row in rows:
-        pairs = list(zip(row["by_position"], base["by_position"], strict=False))
-        axes.plot([r["to"] for r, _ in pairs], [r["nats"] - b["nats"] for r, b in pairs], "o-", label=row["variant"])
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="position in the row, up to", ylabel=f"nats per byte more than {base['variant']}")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(folder / "position.png", dpi=130)
-    plot_tasks({row["variant"]: row["long"]["cells"] for row in rows}, folder / "long.png")
+    curves.draw(runs).savefig(folder / f"{prefix}tokens.png", dpi=130)
+    measured = [row for row in rows if row.get("by_position")]
+    if measured:
+        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+        base = next((row for row in measured if row["variant"] == "dense"), measured[0])
+        for row in measured:
+            pairs = list(zip(row["by_position"], base["by_position"], strict=False))
+            axes.plot(
+                [r["to"] for r, _ in pairs], [r["nats"] - b["nats"] for r, b in pairs], "o-", label=row["variant"]
+            )
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="position in the row, up to", ylabel=f"nats per byte more than {base['variant']}")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(folder / f"{prefix}position.png", dpi=130)
+    if cells := {row["variant"]: row["long"]["cells"] for row in rows if "long" in row}:
+        plot_tasks(cells, folder / f"{prefix}long.png")
+
+
+def merge(path: pathlib.Path, other: pathlib.Path, folder: pathlib.Path) -> None:
+    """Puts the rows of another result into that of `path`, in place of those of the same variant and length."""
+    result, more = (json.loads(file.read_text()) for file in (path, other))
+    rows = {(row["variant"], row["length"]): row for row in (*result["rows"], *more["rows"])}
+    path.write_text(json.dumps(result | {"rows": list(rows.values())}, indent=1) + "\n")
+    for length in sorted({row["length"] for row in result["rows"] + more["rows"]}):
+        draw([row for row in rows.values() if row["length"] == length], folder, f"{path.stem}_{length}_")
 
 
 def report(options: argparse.Namespace, grid: Any, fields: dict[str, dict[str, Any]]) -> None:
@@ -331,7 +347,8 @@ def report(options: argparse.Namespace, grid: Any, fields: dict[str, dict[str, A
 def main() -> int:
     """Reads flags and runs what is left; the status is 0 if all is done, 1 if something failed, 75 if time was up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grid", required=True, help="a file such as configs/quality/h200_8k.py")
+    parser.add_argument("--grid", help="a file such as configs/quality/h200_8k.py")
+    parser.add_argument("--merge", type=pathlib.Path, help="train nothing: put the rows of this result into --json")
     parser.add_argument("--variants", help="comma separated; default: all of the grid")
     parser.add_argument("--folder", type=pathlib.Path, help="of all runs; default: runs/quality/GRID")
     parser.add_argument("--files", nargs="*", default=[], help="folders of the source text instead of all packages")
@@ -345,6 +362,13 @@ def main() -> int:
         own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser.parse_args(own)
     options.flags = flags
+    if options.merge:
+        if not options.json:
+            parser.error("--merge needs --json: the result that the rows are put into")
+        merge(options.json, options.merge, options.plots or options.json.parent)
+        return 0
+    if not options.grid:
+        parser.error("--grid is missing: a file such as configs/quality/h200_8k.py")
     begin = time.monotonic()
     launcher = Launcher(options.parallel)
     os.environ["JAX_PLATFORMS"] = "cpu"  # this process counts parameters, and leaves the device to the others

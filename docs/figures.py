@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "parallel.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "parallel", "quality")))
 
 LENGTHS = (2048, 8192, 32768, 65536, 131072)
 SHAPE = (64, 4, 128, 128)  # N, K, H, V of the attention tables
@@ -192,9 +192,24 @@ def generation_rows() -> dict[str, list[str]]:
     }
 
 
+def quality_rows() -> dict[str, list[str]]:
+    """As `attention_rows`: bits per byte at 32,768 tokens by tokens seen, and what far text is worth by position."""
+    rows = {row["variant"]: row for row in results("quality_h200")["rows"] if row["length"] == 32768}
+    found = {}
+    for name, title in (("dense", "dense, bits per byte"), ("nsa", "NSA, bits per byte")):
+        curve = {point["step"]: point["bits_per_byte"] for point in rows[name]["validation"]}
+        found[title] = [f"{curve[step]:.3f}" if step in curve else "" for step in range(190, 1901, 190)]
+        found[title] += [f"{rows[name]['tokens_per_second']:,}"]
+    for part in (part for part in rows["dense"]["context"]["bins"] if part["from"] >= 2048):
+        worth = [part[f"beyond_{cut}"] for cut in (512, 2048, 8192)]
+        title = f"positions {part['from']:,} to {part['to']:,}"
+        found[title] = ["" if nats is None else f"{nats:.3f}" for nats in worth]
+    return found
+
+
 def all_rows() -> dict[str, list[str]]:
     """Cells of all rows with figures."""
-    return attention_rows() | decoding_rows() | generation_rows() | training_rows()
+    return attention_rows() | decoding_rows() | generation_rows() | training_rows() | quality_rows()
 
 
 def quickstart_reaches() -> str:

@@ -253,7 +253,7 @@ def test_times_of_other_projects_are_stated_only_where_they_were_measured(tmp_pa
 
 def test_rows_of_another_commit_are_named(monkeypatch):
     figures = script("figures")
-    case = dict(zip("NKHV", figures.SHAPE, strict=True))
+    case = dict(zip("NKHV", figures.SHAPE, strict=True)) | {"B": 1, "documents": 1, "kernels": "hopper"}
     rows = [case | {"op": op, "T": T} for op in ("dense", "nsa") for T in (2048, 131072)]
     monkeypatch.setattr(figures, "results", lambda name: {"environment": {"commit": "aaa"}, "rows": rows})
     assert figures.attention_origin() == "All figures are of commit aaa."

@@ -142,6 +142,26 @@ def write_variant(folder, name, bits):
         path.write_text(json.dumps({"tasks": {stage_name: result}}))
 
 
+def test_merged_rows_replace_those_of_the_same_variant_and_length(tmp_path):
+    def result(name, **rows):
+        made = [
+            {"variant": variant, "length": 256, "bits_per_byte": bits,
+             "validation": [{"step": 5, "tokens": 1280, "bits_per_byte": bits}]}
+            for variant, bits in rows.items()
+        ]  # fmt: skip
+        (tmp_path / name).write_text(json.dumps({"grid": "cpu_smoke", "rows": made}))
+        return tmp_path / name
+
+    kept, other = result("kept.json", dense=1.0, nsa=2.0), result("other.json", nsa=0.9, window=1.5)
+    quality.merge(kept, other, tmp_path)
+    found = json.loads(kept.read_text())
+    assert found["grid"] == "cpu_smoke"
+    expected = [("dense", 1.0), ("nsa", 0.9), ("window", 1.5)]
+    assert [(row["variant"], row["bits_per_byte"]) for row in found["rows"]] == expected
+    # No row has losses by position or long tasks, so there is one picture.
+    assert [path.name for path in tmp_path.glob("*.png")] == ["kept_256_tokens.png"]
+
+
 def test_results_are_those_of_the_finished_variants(tmp_path, capsys):
     write_variant(tmp_path, "nsa", {0: 8.0, 10: 1.25})
     write_variant(tmp_path, "window", {0: 8.0, 10: 1.5})
