@@ -23,6 +23,7 @@ def dense_attention(query, key, value, *, segment_start=None, deterministic=Fals
 
     On a GPU, cuDNN serves bfloat16 rows of one document, and the window kernels, with a window as long as the row, all
     others (cuDNN takes no document boundaries here): memory is linear in T. Elsewhere XLA with a mask: quadratic.
+    cuDNN makes no programs for a GPU that is not here: the window kernels then serve in its place.
     cuDNN's backward pass adds the query's gradient with atomics, in an order that differs from run to run.
 
     Args:
@@ -37,9 +38,11 @@ def dense_attention(query, key, value, *, segment_start=None, deterministic=Fals
     """
     length, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
     unpacked = segment_start is None and query.dtype == jnp.bfloat16 and head_dim == value_dim
-    if current_target().is_gpu and unpacked and not deterministic and head_dim % 8 == 0 and head_dim <= 128:
+    target = current_target()
+    here = target.is_gpu and not target.ahead_of_time
+    if here and unpacked and not deterministic and head_dim % 8 == 0 and head_dim <= 128:
         return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
-    if current_target().is_gpu:
+    if target.is_gpu:
         return window_attention(query, key, value, window=length, segment_start=segment_start)
     # jax.nn wants H = V: zeros at the end of keys change no score, and at the end of values are cut off again.
     wide = max(head_dim, value_dim)

@@ -19,6 +19,7 @@ from nsa_jax import aot
 from nsa_jax.command_line import load_config
 from nsa_jax.config import ConfigError, NSAConfig, check, default_config, validate
 from nsa_jax.data import make_pipeline
+from nsa_jax.nn.dense import dense_attention
 from nsa_jax.ops import blocks, nsa
 from nsa_jax.ops.target import Target, compile_for
 from nsa_jax.train import env, preflight
@@ -509,14 +510,25 @@ def test_the_mean_distance_of_blocks_in_a_long_row_is_right():
     assert float(found["block_distance"]) == pytest.approx(64 * (own[:, None] - lists).mean(), rel=1e-5)
 
 
+def test_dense_attention_is_planned_on_a_machine_without_cudnn():
+    """It ended in RuntimeError: cuDNN not found."""
+    array = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.bfloat16)
+    with compile_for(Target("gpu", (9, 0))):
+        traced = jax.jit(lambda *x: dense_attention(*x, deterministic=False)).trace(array, array, array)
+    assert "cudnn" not in str(traced.jaxpr) and "pallas_call" in str(traced.jaxpr)
+
+
 @pytest.mark.parametrize(
     ("asked", "found", "says"),
     [(True, [], "yes"), (False, [], "not promised"), (True, ["%x = f32[8] scatter(%a, %b, %c)"], "no: 1 operations")],
 )
 def test_preflight_says_whether_the_compiled_step_is_deterministic(asked, found, says):
     compiled = SimpleNamespace(seconds={}, collectives=[], host=[], nondeterministic=found)
-    facts = dict(program_facts(tiny_config(train__deterministic=asked), compiled))
-    assert facts["deterministic"].startswith(says)
+    facts = dict(program_facts(tiny_config(train__deterministic=asked), compiled, "h100"))
+    assert facts["deterministic"].startswith(says) and "dense attention" not in facts
+    config = tiny_config(train__deterministic=asked, model__attention="dense")
+    assert ("dense attention" in program_facts(config, compiled, "h100")[-2]) != asked
+    assert "dense attention" not in dict(program_facts(config, compiled, ""))
 
 
 def test_rows_of_parameters_are_no_activations():

@@ -237,4 +237,4 @@ def _compile_part(
         report.problems.append(Problem("R026", "error", message, "remove callbacks and prints from the model"))
     report.problems += check_memory(report, gpu, devices)
     report.facts["memory per device"] = memory_facts(report, gpu)
-    report.facts["compiled program"] = program_facts(config, report.compiled)
+    report.facts["compiled program"] = program_facts(config, report.compiled, gpu)
