@@ -19,6 +19,7 @@ import numpy as np
 
 from nsa_jax import inspect, load
 from nsa_jax.evaluate.scoring import held_out_documents, position_bins
+from nsa_jax.hub.export_files import LoadError
 
 
 def held_out_rows(config: Any, tokenizer: Any, length: int, count: int, files: list[str]) -> np.ndarray:
@@ -81,13 +82,20 @@ def main() -> None:
     )
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    model, tokenizer, config = load(options.run)
+    try:
+        model, tokenizer, config = load(options.run)
+        dense = load(options.dense)[0] if options.dense else None
+    except LoadError as error:
+        parser.error(str(error))
+    if not model.config.layers_of("nsa"):
+        parser.error(f"{options.run}: no layer of this model selects blocks; name a model with NSA layers")
+    if dense is not None and (set(dense.config.kinds), dense.config.num_layers) != ({"dense"}, model.config.num_layers):
+        parser.error(f"{options.dense}: --dense needs dense attention in all of {model.config.num_layers} layers")
     rows = held_out_rows(config, tokenizer, options.context or config.data.seq_len, options.rows, options.files)
     found: dict[str, Any] = {"rows": len(rows), "context": rows.shape[1], "queries": options.queries}
     found["own"] = quality(model, rows, options.queries, None, 0)
     show("share of the layer's own dense attention", found["own"])
-    if options.dense:
-        dense = load(options.dense)[0]
+    if dense is not None:
         found["dense"] = quality(model, rows, options.queries, dense, 0)
         show(f"share of the attention of {options.dense}", found["dense"])
     if options.substitutes:

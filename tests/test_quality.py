@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from benchmarks import quality
+from benchmarks import quality, selection
 from nsa_jax.config import validate
 from nsa_jax.nn import ModelConfig
 from nsa_jax.train.state import setup
@@ -160,6 +160,22 @@ def test_merged_rows_replace_those_of_the_same_variant_and_length(tmp_path):
     assert [(row["variant"], row["bits_per_byte"]) for row in found["rows"]] == expected
     # No row has losses by position or long tasks, so there is one picture.
     assert [path.name for path in tmp_path.glob("*.png")] == ["kept_256_tokens.png"]
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "says"),
+    [
+        ("quality", ["--merge", "nowhere.json", "--json", "nothing.json"], "nothing.json is no file"),
+        ("quality", ["--merge", "nowhere.json"], "--merge needs --json"),
+        ("quality", [], "--grid is missing"),
+        ("selection", ["nowhere"], "nowhere is no directory"),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_runs(program, arguments, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        {"quality": quality, "selection": selection}[program].main()
+    assert stopped.value.code == 2 and says in capsys.readouterr().err
 
 
 def test_results_are_those_of_the_finished_variants(tmp_path, capsys):
