@@ -130,9 +130,11 @@ def score_documents(
             jobs.append((piece, counted - first, len(document) >= context or not whole))
     nats = tokens = text_bytes = 0.0
     by_position, counts = np.zeros(context), np.zeros(context)
+    longest = max((len(stream) - 1 for stream, _, _ in jobs), default=0)
+    width = min(-(-longest // 128) * 128, context)  # short documents need no rows of the whole context
     for at in range(0, len(jobs), batch_size):
         part = jobs[at : at + batch_size]
-        inputs, targets = np.zeros((2, batch_size, context), np.int32)
+        inputs, targets = np.zeros((2, batch_size, width), np.int32)
         for row, (stream, _, _) in enumerate(part):
             inputs[row, : len(stream) - 1], targets[row, : len(stream) - 1] = stream[:-1], stream[1:]
         losses = scorer(inputs, targets)

@@ -70,6 +70,22 @@ def test_scores_are_those_of_the_forward_pass(model):
     np.testing.assert_array_equal(found["by_position"]["counts"], [3] * 36 + [2] * 28)
 
 
+def test_rows_are_no_longer_than_the_documents():
+    """A context of a million tokens took as much memory with documents of 300."""
+    seen = []
+
+    def scorer(inputs, targets):
+        seen.append(inputs.shape)
+        return np.ones(inputs.shape, np.float32)
+
+    documents = [np.arange(size) % 256 for size in (300, 20)]
+    sizes = dict(context=1_000_000, stride=500_000, batch_size=2)
+    found = evaluate.score_documents(scorer, documents, np.ones(257, np.int32), 256, **sizes)
+    assert seen == [(2, 384)] and found["tokens"] == 320 and found["loss"] == 1.0
+    by_position = found["by_position"]
+    assert by_position["counts"].sum() == 320 and len(by_position["nats"]) == 1_000_000
+
+
 def test_a_document_that_was_cut_is_not_scored_as_if_it_ended_there(model, tmp_path):
     tokens = np.random.default_rng(0).integers(0, 256, 50).astype(np.int32)
     scorer, token_bytes = evaluate.Scorer(model), np.append(np.ones(256, np.int32), [0] * 4)
