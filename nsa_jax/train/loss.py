@@ -133,6 +133,11 @@ def _num_chunks(rows: int, length: int, vocab: int) -> int:
     return next(k for k in range(1, length + 1) if length % k == 0 and k >= min(need, length))
 
 
+def logit_bytes(rows: int, length: int, vocab: int) -> int:
+    """Bytes of the float32 logits that one device computes at once, of rows of `length` tokens: those of a chunk."""
+    return rows * (length // _num_chunks(rows, length, vocab)) * vocab * 4
+
+
 def _over_chunks(function: Callable, carry, arrays: tuple, vocab: int):
     """(carry, results [B, T, ...]) of `function(carry, *chunks)` over chunks of the sequence of arrays [B, T, ...]."""
     rows, length = arrays[0].shape[:2]

@@ -422,6 +422,14 @@ def test_the_estimate_without_compiling_counts_parameters_exactly():
     assert found.limit == int(0.75 * aot.GPUS["h100"].memory_bytes) and found.fits
 
 
+def test_the_estimate_counts_the_logits_that_the_loss_keeps_at_once():
+    config = tiny_config(data__seq_len=4096, train__batch_size=1, model__implementation="xla")
+    small, large = (memory.estimate(setup(config, vocab, one_device()), "h100") for vocab in (VOCAB, 262_144))
+    chunk = 512 * 2**20  # of the loss; the whole logits are 4 GiB
+    # Compiled for the CPU, the loss and its gradients take 1,072 MiB besides their results.
+    assert 2 * chunk <= large.temporaries - small.temporaries < 2.5 * chunk
+
+
 def test_without_the_compiler_the_facts_are_those_of_the_target(tmp_path, monkeypatch, capsys):
     def unavailable(*_):
         raise aot.AheadOfTimeUnavailable("no compiler")

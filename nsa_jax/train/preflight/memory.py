@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 from nsa_jax import aot
 from nsa_jax.config import ConfigError
 from nsa_jax.nn.sharding import MESH_AXES
-from nsa_jax.train.loss import weighted_loss
+from nsa_jax.train.loss import logit_bytes, weighted_loss
 from nsa_jax.train.preflight import hlo
 from nsa_jax.train.state import Setup, batch_sharding, mesh_problems, setup, state_sharding
 from nsa_jax.train.step import host_transfers, make_eval_step, make_sampler, make_train_step
@@ -231,7 +231,7 @@ def estimate(made: Setup, gpu: str, mesh: AbstractMesh | None = None) -> Memory:
     width = 3 * m.mlp_dim + 4 * m.dim + 3 * m.num_heads * m.value_head_dim * 2 + 2 * m.num_heads * m.head_dim
     layer = 2 * rows * length * width * m.dtype.itemsize
     largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.abstract_state["params"]))
-    logits = 2 * min(128 * 2**20, rows * length * m.vocab_size * 4)
+    logits = 2 * logit_bytes(rows, length, m.vocab_size)
     fixed = _fixed(made, mesh)
     # The optimizer's averages come from the host when activations are no longer needed.
     temporaries = max(layer + logits + largest * (m.dtype.itemsize + 4), fixed["host"] - activations)
