@@ -6,6 +6,7 @@ The colours are distinguishable with every type of colour vision (Okabe and Ito'
 
 from __future__ import annotations
 
+import functools
 import html
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -211,12 +212,14 @@ def draw_gates_by_kind(means: Mapping[str, np.ndarray], layers: Sequence[int] | 
 
 def draw_statistics(capture: Capture) -> Figure:
     """Distance and entropy of each branch's attention, and its share of the output, per layer."""
-    size = capture.sizes.mean((1, 2, 3))
+    # In float64: NumPy adds along the first axes one by one, and sums of float32 go wrong beyond a few million values.
+    mean = functools.partial(np.mean, axis=(1, 2, 3), dtype=np.float64)
+    size = mean(capture.sizes)
     panels = {
         "share of what is added up": size / size.sum(-1, keepdims=True),
-        "entropy, nats": capture.entropy.mean((1, 2, 3)),
-        "mean distance, tokens": capture.distance.mean((1, 2, 3)),
-        "read from beyond the window": capture.beyond_window.mean((1, 2, 3)),
+        "entropy, nats": mean(capture.entropy),
+        "mean distance, tokens": mean(capture.distance),
+        "read from beyond the window": mean(capture.beyond_window),
     }
     figure = _figure(12, 3)
     layers = np.arange(capture.num_layers)

@@ -277,6 +277,15 @@ def test_figures_show_what_was_captured_and_leave_pyplot_alone(found, tmp_path):
     np.testing.assert_allclose(drawn, reading.tokens()[0, 0, 0].mean(0).sum(), rtol=1e-5)
 
 
+def test_drawn_means_of_long_rows_are_right(found):
+    values = np.broadcast_to(np.float32(5.3), (1, 1, 131_072, 64, 3))  # 8 million for each branch
+    names = ("sizes", "entropy", "distance", "beyond_window")
+    capture = dataclasses.replace(found, layers=(0,), lists=found.lists[:1], **dict.fromkeys(names, values))
+    share, *others = ([bar.get_height() for bar in axis.patches] for axis in inspect.draw_statistics(capture).axes)
+    np.testing.assert_allclose(share, 1 / 3, rtol=1e-5)
+    np.testing.assert_allclose(others, 5.3, rtol=1e-5)
+
+
 def test_overlap_of_rows_without_a_choice_is_refused(found):
     short = dataclasses.replace(found, lists=found.lists[:, :, :24], segment_start=found.segment_start[:, :24])
     with pytest.raises(ValueError, match="every query lists all its blocks"):
