@@ -362,6 +362,8 @@ def test_asynchronous_collectives_count_once():
         ("((f32[8]{0}, bf16[8]{0}), (f32[2]{0}, bf16[4]{0})) reduce-scatter-start(%a, %b)", [("f32", 8), ("bf16", 8)]),
         ("((f32[4]{0}), (f32[4]{0}), u32[], u32[]) collective-permute-start(%a)", [("f32", 16)]),
         ("(bf16[4]{0}, /*index=1*/bf16[32]{0}) all-gather(%a, %b)", [("bf16", 72)]),
+        ("(bf16[4]{0}, f8e4m3fn[32]{0}, f8e5m2[8]{0}) all-gather(%a, %b, %c)",
+         [("f8e4m3fn", 32), ("bf16", 8), ("f8e5m2", 8)]),
     ],
 )  # fmt: skip
 def test_combined_collectives_count_whole(instruction, want):

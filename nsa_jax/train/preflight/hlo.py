@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 _ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 _ITEM_BYTES.update({"s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16})
+_ITEM_BYTES.update({"f8e4m3fn": 1, "f8e5m2": 1})
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
