@@ -432,6 +432,19 @@ def test_the_estimate_counts_the_logits_that_the_loss_keeps_at_once():
     assert 2 * chunk <= large.temporaries - small.temporaries < 2.5 * chunk
 
 
+def test_activations_with_the_shape_of_a_weight_are_counted():
+    """A row of 8,192 tokens of nsa_1b: activations [1, T, D] beside weights [1, mlp_dim, D] of unrolled layers."""
+
+    def kept(length):
+        config = tiny_config(data__seq_len=length, train__batch_size=1, model__mlp_dim=56, model__implementation="xla")
+        config.model.scan_layers = False
+        made = setup(config, VOCAB, one_device())
+        with jax.set_mesh(made.mesh):
+            return memory.kept_activations(made)[0]
+
+    assert kept(48) < kept(56) < kept(64)
+
+
 def test_without_the_compiler_the_facts_are_those_of_the_target(tmp_path, monkeypatch, capsys):
     def unavailable(*_):
         raise aot.AheadOfTimeUnavailable("no compiler")

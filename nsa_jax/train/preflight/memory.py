@@ -7,6 +7,7 @@ run must fit into.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -183,12 +184,16 @@ def kept_activations(made: Setup) -> tuple[int, int]:
     # Parameters and their casts are residuals too, but no activations: those have a number for every token.
     params = jax.tree.leaves(made.abstract_state["params"])
     shapes = {leaf.shape for leaf in params}
-    one_layer = {((1, *leaf.shape[1:]), leaf.dtype) for leaf in params}  # of unrolled layers
-    kept = [
-        leaf
-        for leaf in leaves
-        if leaf.size >= rows * length and leaf.shape not in shapes and (leaf.shape, leaf.dtype) not in one_layer
-    ]
+    one_layer: collections.Counter[Any] = collections.Counter()  # of unrolled layers, once for each
+    for leaf in params:
+        one_layer[(1, *leaf.shape[1:]), leaf.dtype] += leaf.shape[0]
+    kept = []
+    for leaf in leaves:
+        if leaf.size < rows * length or leaf.shape in shapes:
+            continue
+        one_layer[leaf.shape, leaf.dtype] -= 1
+        if one_layer[leaf.shape, leaf.dtype] < 0:
+            kept.append(leaf)
     size = {space: 0 for space in jax.memory.Space}
     for leaf in kept:
         size[leaf.memory_space] += leaf.size * leaf.dtype.itemsize // made.token_shards
