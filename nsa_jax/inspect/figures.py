@@ -244,18 +244,21 @@ def draw_reading(reading: Reading, row: int = 0, query: int = 0) -> Figure:
     """
     weights = reading.branches()[:, row, query].mean(1)  # [L, S, 3], mean over heads
     position = int(reading.positions[row, query])
+    edges = np.arange(position + 2) - 0.5  # of tokens
     figure = _figure(9, 1.5 * len(weights) + 0.8)
     for layer, axis in enumerate(np.ravel(figure.subplots(len(weights), 1, sharex=True))):
         below = np.zeros(position + 1)
         for index, branch in enumerate(BRANCHES):
-            height = weights[layer, : position + 1, index]
-            axis.bar(np.arange(position + 1), height, 1.0, bottom=below, color=COLOURS[branch], label=branch)
-            below = below + height
+            above = below + weights[layer, : position + 1, index]
+            # One outline for all tokens: a bar for each would take minutes in long rows.
+            steps = (np.append(edge, edge[-1]) for edge in (below, above))
+            axis.fill_between(edges, *steps, step="post", linewidth=0, color=COLOURS[branch], label=branch)
+            below = above
         axis.set_ylabel(f"layer {reading.layers[layer]}")
         axis.set_xlim(-0.5, position + 0.5)
-        axis.set_ylim(0.0, 1.05 * max(float(below.max()), 1e-12))  # a bar without height above hides the margin
-        for edge in range(0, position + 1, reading.config.select_block):
-            axis.axvline(edge - 0.5, color="#BBBBBB", linewidth=0.5, zorder=0)
+        axis.set_ylim(0.0, 1.05 * max(float(below.max()), 1e-12))
+        borders = edges[: -1 : reading.config.select_block]
+        axis.vlines(borders, 0, 1, transform=axis.get_xaxis_transform(), color="#BBBBBB", linewidth=0.5, zorder=0)
     figure.axes[-1].set_xlabel(f"source token (the query is token {position}; lines are borders of selection blocks)")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     return figure

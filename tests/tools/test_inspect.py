@@ -272,9 +272,23 @@ def test_figures_show_what_was_captured_and_leave_pyplot_alone(found, tmp_path):
     assert states.shape == (LENGTH, 8) and (np.isin(states[63], (2, 3)).sum(), (states[63] == 2).sum()) == (4, 3)
     gates = np.asarray(figures["gates"].axes[1].images[0].get_array())
     chex.assert_trees_all_close(gates, found.gates[..., 1].mean((1, 2)), atol=1e-6)
-    bars = figures["reading"].axes[0].patches
-    drawn = sum(bar.get_height() for bar in bars)
-    np.testing.assert_allclose(drawn, reading.tokens()[0, 0, 0].mean(0).sum(), rtol=1e-5)
+    np.testing.assert_allclose(drawn_area(figures["reading"]), reading.tokens()[0, 0, 0].mean(0).sum(), rtol=1e-5)
+
+
+def drawn_area(figure) -> float:
+    """Of all branches in the first panel of `draw_reading`."""
+    outlines = [area.get_paths()[0].vertices for area in figure.axes[0].collections[:3]]
+    return sum(abs(x @ np.roll(y, 1) - y @ np.roll(x, 1)) / 2 for x, y in (outline.T for outline in outlines))
+
+
+def test_a_query_of_a_long_row_is_drawn_at_once():
+    length, config = 32_768, nsa_jax.NSAConfig()
+    tokens = np.random.default_rng(0).random((1, 1, 1, 1, length), np.float32)
+    compressed = np.zeros((1, 1, 1, 1, blocks.num_compressed(length, config)), np.float32)
+    reading = inspect.Reading(config, np.array([[length - 1]]), compressed, tokens, tokens, (0,))
+    figure = inspect.draw_reading(reading)
+    assert len(figure.axes[0].get_children()) < 100  # an artist for each token would take minutes, and GiB
+    np.testing.assert_allclose(drawn_area(figure), 2 * tokens.sum(dtype=np.float64), rtol=1e-5)
 
 
 def test_drawn_means_of_long_rows_are_right(found):
