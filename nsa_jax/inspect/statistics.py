@@ -84,11 +84,13 @@ def spread_over_tokens(compressed, num_keys: int, config: NSAConfig):
     This is exact for the mean compressor, whose keys and values are means of l tokens. For a learned compressor it says
     which tokens a block was made of, but not which of them mattered.
     """
-    spread = np.zeros((compressed.shape[-1], num_keys), np.float32)
-    for block in range(compressed.shape[-1]):
-        first = block * config.compress_stride
-        spread[block, first : first + config.compress_block] = 1 / config.compress_block
-    return compressed @ spread
+    xp: Any = jnp if isinstance(compressed, jax.Array) else np
+    stride, overlap = config.compress_stride, config.compress_block // config.compress_stride
+    share, leading = compressed / config.compress_block, [(0, 0)] * (compressed.ndim - 1)
+    # Run r of d tokens is in blocks r - l/d + 1 to r. A matrix [C, S] would be quadratic in the row.
+    runs = sum(xp.pad(share, [*leading, (shift, overlap - 1 - shift)]) for shift in range(overlap))
+    tokens = xp.repeat(runs, stride, axis=-1)[..., :num_keys]
+    return xp.pad(tokens, [*leading, (0, num_keys - tokens.shape[-1])])
 
 
 def attention_statistics(

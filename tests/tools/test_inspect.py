@@ -129,6 +129,17 @@ def test_token_weights_of_the_mean_compressor_are_exact():
     chex.assert_trees_all_close(attention.output(jnp.asarray(attended)), out[:, at[0]], atol=1e-5)
 
 
+def test_weights_of_a_row_of_a_million_tokens_are_spread():
+    length, config = 2**20, nsa_jax.NSAConfig()
+    weights = np.arange(blocks.num_compressed(length, config), dtype=np.float32)[None]
+    for given in (weights, jnp.asarray(weights)):
+        spread = np.asarray(inspect.spread_over_tokens(given, length, config))
+        # Token t is in blocks t // 16 - 1 and t // 16, of 32 tokens each; there is none before the first.
+        np.testing.assert_allclose(spread[0, [0, 16, length - 17]], [0, 1 / 32, (2 * 65_534 - 1) / 32])
+        np.testing.assert_allclose(spread.sum(dtype=np.float64), weights.sum(dtype=np.float64), rtol=1e-6)
+    assert not inspect.spread_over_tokens(weights[:, :0], 8, config).any()
+
+
 def test_statistics_are_those_of_the_probabilities(found):
     tokens, start = row()
     at = np.broadcast_to(np.arange(LENGTH), (2, LENGTH))
