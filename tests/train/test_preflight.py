@@ -466,6 +466,19 @@ def test_without_the_compiler_the_facts_are_those_of_the_target(tmp_path, monkey
     assert "not checked: compiled program, self-test" in " ".join(capsys.readouterr().out.split())
 
 
+def dense_config(length=256):
+    config = tiny_config(model__attention="dense", model__compute_dtype="bfloat16", data__seq_len=length)
+    config.data.packing, config.train.deterministic, config.preflight.selftest = False, False, False
+    return config
+
+
+def test_the_estimate_counts_what_the_kernels_of_the_target_keep():
+    """XLA's dense attention, which serves on the CPU, keeps the scores of every query and key."""
+    short, long = (memory.without_compiler(dense_config(length), 2, VOCAB) for length in (256, 512))
+    kept = [memory.estimate(made, "h100", mesh).activations for made, mesh in (short, long)]
+    assert kept[1] == pytest.approx(2 * kept[0], rel=0.01)
+
+
 def test_a_config_that_cannot_run_exits_with_2():
     done = subprocess.run(
         [sys.executable, "train.py", "--config=configs/toy.py", "--preflight", "--config.model.remat=all"],

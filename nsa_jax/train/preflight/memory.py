@@ -138,6 +138,8 @@ def without_compiler(config: ConfigDict, count: int, vocab_size: int) -> tuple[S
     sizes["data"] = count // math.prod(sizes.values())
     share = config.copy_and_resolve_references()
     with share.unlocked():
+        # cuDNN may be missing; the window kernels keep what its dense attention keeps.
+        share.train.deterministic = True
         share.train.batch_size = config.train.batch_size // (sizes["data"] * sizes["fsdp"])
         share.data.seq_len = config.data.seq_len // sizes["context"]
         share.mesh.data = share.mesh.fsdp = share.mesh.tensor = share.mesh.context = 1
@@ -221,14 +223,14 @@ def _fixed(made: Setup, mesh: AbstractMesh | None = None) -> dict[str, int]:
 
 
 def estimate(made: Setup, gpu: str, mesh: AbstractMesh | None = None) -> Memory:
-    """Memory without compiling for the target: activations are traced, temporaries guessed from the shapes.
+    """Memory without compiling for the target: activations are traced for it, temporaries guessed from the shapes.
 
     With a mesh, `made` is one device's share of the batch and the mesh splits the state; see `without_compiler`.
 
     The guess: one layer's activations twice over (what is recomputed, and its gradient), the chunk of logits and its
     gradient, and a copy of the largest parameter in the compute dtype and one in float32.
     """
-    with jax.set_mesh(made.mesh):
+    with _tracing(made, gpu):
         activations, on_host = kept_activations(made)
     m, config = made.model_config, made.config
     rows = config.train.batch_size // config.train.grad_accum // made.batch_shards
