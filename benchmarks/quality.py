@@ -183,7 +183,7 @@ def schedule(
       launch: starts a stage.
       parallel: processes at once.
       deadline: of `time.monotonic`; `reserve` seconds before it, processes get SIGTERM, and at it SIGKILL.
-      reserve: seconds.
+      reserve: seconds; an interruption gives processes as many.
       on_finished: called with the variants whose last stage is done.
       poll: seconds between looks at the processes.
 
@@ -230,8 +230,20 @@ def schedule(
                 return failed
             time.sleep(poll)
     finally:
-        for _, process in running.values():
-            process.terminate()
+        end([process for _, process in running.values()], reserve)
+
+
+def end(processes: Sequence[subprocess.Popen], seconds: float) -> None:
+    """Asks processes to save and stop, and waits until they have, at most so many seconds."""
+    for process in processes:
+        process.terminate()
+    until = time.monotonic() + seconds
+    for process in processes:
+        try:
+            process.wait(max(until - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def without(todo: dict[str, list[Stage]], failed: dict[str, str]) -> dict[str, list[Stage]]:
@@ -345,7 +357,7 @@ def report(options: argparse.Namespace, grid: Any, fields: dict[str, dict[str, A
 
 
 def main() -> int:
-    """Reads flags and runs what is left; the status is 0 if all is done, 1 if something failed, 75 if time was up."""
+    """Reads flags and runs what is left; the status is 0 if all is done, 1 if something failed, 75 if stopped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", help="a file such as configs/quality/h200_8k.py")
     parser.add_argument("--merge", type=pathlib.Path, help="train nothing: put the rows of this result into --json")
@@ -389,14 +401,18 @@ def main() -> int:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupted)
-    failed = schedule(
-        todo,
-        launcher,
-        parallel=options.parallel,
-        deadline=deadline,
-        reserve=options.reserve,
-        on_finished=lambda _: report(options, grid, fields),
-    )
+    try:
+        failed = schedule(
+            todo,
+            launcher,
+            parallel=options.parallel,
+            deadline=deadline,
+            reserve=options.reserve,
+            on_finished=lambda _: report(options, grid, fields),
+        )
+    except KeyboardInterrupt:
+        print("interrupted: the runs were stopped, and the same command resumes them")
+        failed = {}
     left = [f"{name}: {stage.name}" for name, part in todo.items() for stage in part[:1] if name not in failed]
     for name, why in failed.items():
         print(f"failed: {name}: {why}")

@@ -123,6 +123,36 @@ def test_processes_are_stopped_in_time_and_what_is_left_is_kept(tmp_path):
     assert [len(left) for left in todo.values()] == [1, 1, 1]
 
 
+def test_an_interruption_waits_until_processes_have_saved(tmp_path):
+    begun, saved = tmp_path / "begun", tmp_path / "saved"
+    saves = "\n".join((
+        f"saved = lambda *_: (time.sleep(0.5), open({str(saved)!r}, 'w'), sys.exit(75))",
+        f"import signal, sys; signal.signal(15, saved); open({str(begun)!r}, 'w').close()",
+    ))  # fmt: skip
+    wait = f"while not os.path.exists({str(begun)!r}): time.sleep(0.01)"
+    todo = {"a": [stage(tmp_path, "a", "train", wait)], "b": [stage(tmp_path, "b", "train", saves, seconds=60)]}
+
+    def interrupt(names):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(todo, tmp_path, parallel=2, reserve=20.0, on_finished=interrupt)
+    assert saved.exists() and len(todo["b"]) == 1
+
+
+def test_an_interrupted_call_says_what_is_left(tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # which main sets
+    monkeypatch.setattr(quality, "schedule", interrupted)
+    monkeypatch.setattr(quality, "variant_config", lambda grid, name: (grid.get_config(), {}))
+    monkeypatch.setattr(quality.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["quality.py", f"--grid={GRIDS[0]}", f"--folder={tmp_path}", "--variants=nsa"])
+    assert quality.main() == 75
+    assert "left for the next call: nsa: train" in capsys.readouterr().out
+
+
 def write_variant(folder, name, bits):
     """What a finished variant leaves behind."""
     folder = folder / name
