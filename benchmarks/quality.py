@@ -68,20 +68,45 @@ def load_grid(path: str) -> Any:
     spec.loader.exec_module(grid)
     if missing := [name for name in ("get_config", "VARIANTS", "MEASURES") if not hasattr(grid, name)]:
         raise SystemExit(f"{path}: has no {', '.join(missing)}; see configs/quality/h200_8k.py")
+    check_measures(path, grid)
     return grid
 
 
+def check_measures(path: str, grid: Any) -> None:
+    """Refuses before training what could not be measured after it."""
+    from nsa_jax.data import long_tasks
+
+    measures, length = grid.MEASURES, grid.get_config().data.seq_len
+    if missing := [name for name in ("lengths", "samples", "max_tokens", "cuts") if name not in measures]:
+        raise SystemExit(f"{path}: MEASURES has no {', '.join(missing)}; see configs/quality/h200_8k.py")
+    if unknown := [name for name in measures.get("tasks", ()) if name not in long_tasks.TASKS]:
+        raise SystemExit(f"{path}: MEASURES: no task {unknown[0]!r}; there are {', '.join(long_tasks.TASKS)}")
+    if min(measures["cuts"], default=length) >= length:
+        raise SystemExit(f"{path}: MEASURES: no cut is below the {length} tokens of a row")
+
+
+def overrides(fields: dict[str, Any]) -> list[str]:
+    """Fields and values as train.py's flags --config.FIELD=VALUE have them."""
+    return [f"{field}={value if isinstance(value, str) else repr(value)}" for field, value in fields.items()]
+
+
 def variant_config(grid: Any, name: str) -> tuple[Any, dict[str, Any]]:
-    """The config of a variant, with as many parameters as the grid's own, and the fields that differ from it."""
+    """The config of a variant, with as many parameters as the grid's own, and the fields that differ from it.
+
+    Raises:
+      SystemExit: no run could follow.
+    """
     import jax
 
     from benchmarks.train import VOCAB, match_parameters
+    from nsa_jax.command_line import override
+    from nsa_jax.config import validate
     from nsa_jax.train.state import setup
 
     base, config = grid.get_config(), grid.get_config()
-    for field, value in grid.VARIANTS[name].items():
-        section, _, last = field.rpartition(".")
-        config[section][last] = value
+    problems = override(config, overrides(grid.VARIANTS[name])) or validate(config)
+    if errors := [str(problem) for problem in problems if problem.severity == "error"]:
+        raise SystemExit("\n  ".join([f"the variant {name!r} cannot run:", *errors]))
     devices = jax.devices()[:1]
     match_parameters(config, setup(base, VOCAB, devices).num_parameters(), devices)
     return config, {**grid.VARIANTS[name], "model.mlp_dim": config.model.mlp_dim}
@@ -105,7 +130,7 @@ def stages(options: argparse.Namespace, grid: Any, name: str) -> list[Stage]:
     """What is to be done for a variant, in order."""
     workdir, measures = options.folder / name, grid.MEASURES
     config, fields = variant_config(grid, name)
-    flags = [f"--config.{field}={value if isinstance(value, str) else repr(value)}" for field, value in fields.items()]
+    flags = [f"--config.{override}" for override in overrides(fields)]
     if options.files:
         flags.append(f"--config.data.sources.text.files={tuple(options.files)!r}")
     made = [
@@ -314,7 +339,13 @@ def draw(rows: Sequence[dict[str, Any]], folder: pathlib.Path, prefix: str = "")
 
 
 def merge(path: pathlib.Path, other: pathlib.Path, folder: pathlib.Path) -> None:
-    """Puts the rows of another result into that of `path`, in place of those of the same variant and length."""
+    """Puts the rows of another result into that of `path`, in place of those of the same variant and length.
+
+    Raises:
+      SystemExit: one of the results is not there.
+    """
+    if missing := [file for file in (path, other) if not file.is_file()]:
+        raise SystemExit(f"--merge: {missing[0]}: no such file; a result is what --json wrote")
     result, more = (json.loads(file.read_text()) for file in (path, other))
     rows = {(row["variant"], row["length"]): row for row in (*result["rows"], *more["rows"])}
     path.write_text(json.dumps(result | {"rows": list(rows.values())}, indent=1) + "\n")

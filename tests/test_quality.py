@@ -48,6 +48,35 @@ def test_variants_are_valid_and_have_equally_many_parameters(path):
         ModelConfig.from_config(config, 257)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model.nsa.windw": 16}, "config.model.nsa.windw"),
+        ({"nsa.window": 8}, "config.nsa.window"),
+        ({"model.nsa.window": "wide"}, "config.model.nsa.window"),
+        ({"model.attention": "windw"}, "'windw'"),
+    ],
+)
+def test_a_variant_that_cannot_run_is_named(fields, says):
+    grid = quality.load_grid(str(GRIDS[0]))
+    grid.VARIANTS = {"bad": fields}
+    with pytest.raises(SystemExit, match="'bad' cannot run") as error:
+        quality.variant_config(grid, "bad")
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"tasks": ("needl",)}, "no task 'needl'"), ({"cuts": (256,)}, "no cut is below the 256"), (None, "no lengths")],
+)
+def test_what_cannot_be_measured_is_refused_before_training(tmp_path, changes, says):
+    path = tmp_path / "grid.py"
+    measures = {} if changes is None else quality.load_grid(str(GRIDS[0])).MEASURES | changes
+    path.write_text(f"{GRIDS[0].read_text()}\nMEASURES = {measures!r}\n")
+    with pytest.raises(SystemExit, match=says):
+        quality.load_grid(str(path))
+
+
 def stage(tmp_path, variant, name, program="", seconds=0.0, done=True):
     """A program that notes when it began and writes its file after some seconds."""
     file = tmp_path / f"{variant}.{name}"
@@ -188,6 +217,8 @@ def test_merged_rows_replace_those_of_the_same_variant_and_length(tmp_path):
     assert found["grid"] == "cpu_smoke"
     expected = [("dense", 1.0), ("nsa", 0.9), ("window", 1.5)]
     assert [(row["variant"], row["bits_per_byte"]) for row in found["rows"]] == expected
+    with pytest.raises(SystemExit, match="none.json: no such file"):
+        quality.merge(tmp_path / "none.json", other, tmp_path)
     # No row has losses by position or long tasks, so there is one picture.
     assert [path.name for path in tmp_path.glob("*.png")] == ["kept_256_tokens.png"]
 
