@@ -152,16 +152,62 @@ def stages(options: argparse.Namespace, grid: Any, name: str) -> list[Stage]:
     ]
     if "nsa" in (config.model.layer_pattern or (config.model.attention,)):
         dense = options.folder / "dense"
-        of_dense = [f"--dense={dense}"] if "dense" in options.variants else []
+        of_dense = [f"--dense={dense}"] if "dense" in options.variants or _finished(dense) else []
         made.append(
             ("selection", ["benchmarks/selection.py", str(workdir), *of_dense, f"--json={_at(workdir, 'selection')}"])
         )
+
+    check_finished(workdir, config, made[0][1])
+    for kind, command in made[1:]:
+        remove_outdated(workdir, kind, command)
 
     def stage(kind: str, command: list[str]) -> Stage:
         done = (lambda: _finished(workdir)) if kind == "train" else _at(workdir, kind).is_file
         return Stage(name, kind, tuple(command), done, workdir.parent / f"{name}.log")
 
     return [stage(*one) for one in made]
+
+
+def check_finished(workdir: pathlib.Path, config: Any, command: Sequence[str]) -> None:
+    """Refuses a finished run of another config: its results would be shown as those of this one.
+
+    Args:
+      workdir: of the run.
+      config: of the variant.
+      command: arguments of train.py, which override fields.
+
+    Raises:
+      SystemExit: the config is another.
+    """
+    from nsa_jax.command_line import OVERRIDE, collect_overrides, override
+    from nsa_jax.train.preflight import check_workdir
+
+    if not _finished(workdir):
+        return
+    flag = f"--{OVERRIDE}="
+    override(config, [arg.removeprefix(flag) for arg in collect_overrides(command) if arg.startswith(flag)])
+    problems = [problem.message for problem in check_workdir(config, workdir)]
+    try:
+        train = json.loads((workdir / "env.json").read_text())["config"]["train"]
+    except (OSError, ValueError, KeyError):
+        return
+    for name in ("steps", "batch_size"):
+        if train[name] != config.train[name]:
+            problems.append(f"train.{name}: {train[name]} there, {config.train[name]} now")
+    if problems:
+        fix = "name another --folder, or delete the run's"
+        raise SystemExit(f"{workdir} holds a finished run of another config: {'; '.join(problems)}. Fix: {fix}")
+
+
+def remove_outdated(workdir: pathlib.Path, kind: str, command: Sequence[str]) -> None:
+    """Removes what a stage measured in another way, and notes how it measures now."""
+    output, note = _at(workdir, kind), workdir.parent / f"{workdir.name}.{kind}.json"
+    told = [arg.replace(str(workdir.parent), "FOLDER") for arg in command]
+    if output.is_file() and note.is_file() and json.loads(note.read_text()) != told:
+        print(f"{workdir.name}: {kind} is measured again, as MEASURES or the variants have changed", flush=True)
+        output.unlink()
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps(told) + "\n")
 
 
 def ready(stage: Stage, todo: dict[str, list[Stage]]) -> bool:

@@ -182,6 +182,50 @@ def test_an_interrupted_call_says_what_is_left(tmp_path, monkeypatch, capsys):
     assert "left for the next call: nsa: train" in capsys.readouterr().out
 
 
+def options_of(folder, **changes):
+    settings = dict(folder=folder, variants=["nsa"], files=["text"], flags=[], grid=str(GRIDS[0]))
+    return argparse.Namespace(**settings | changes)
+
+
+def finished_run(folder, grid):
+    """A finished run of the grid's own config."""
+    (folder / "nsa").mkdir()
+    config = grid.get_config()
+    config.data.sources.text.files = ("text",)
+    config.model.mlp_dim = 128
+    (folder / "nsa" / "env.json").write_text(json.dumps({"config": json.loads(config.to_json())}))
+    (folder / "nsa" / "summary.json").write_text(json.dumps({"finished": True}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"flags": ["--config.train.steps=5"]}, "train.steps: 4 there, 5 now"),
+        ({"flags": ["--config.model.nsa.window=8"]}, "model.nsa.window: 16 there, 8 now"),
+        ({"files": ["other"]}, "data.sources.text.files"),
+    ],
+)
+def test_results_of_another_config_are_not_taken_for_those_of_this_one(tmp_path, changes, says):
+    grid = quality.load_grid(str(GRIDS[0]))
+    finished_run(tmp_path, grid)
+    assert quality.stages(options_of(tmp_path), grid, "nsa")[0].done()
+    with pytest.raises(SystemExit, match=f"finished run of another config.*{says}"):
+        quality.stages(options_of(tmp_path, **changes), grid, "nsa")
+
+
+def test_what_was_measured_otherwise_is_measured_again(tmp_path):
+    grid = quality.load_grid(str(GRIDS[0]))
+    finished_run(tmp_path, grid)
+    for kind in quality.STAGES[1:]:
+        quality._at(tmp_path / "nsa", kind).parent.mkdir(exist_ok=True)
+        quality._at(tmp_path / "nsa", kind).touch()
+    for _ in range(2):  # the first time nothing is known of how they were measured
+        assert all(stage.done() for stage in quality.stages(options_of(tmp_path), grid, "nsa"))
+    grid.MEASURES = grid.MEASURES | {"samples": 3}
+    made = quality.stages(options_of(tmp_path), grid, "nsa")
+    assert [stage.name for stage in made if not stage.done()] == ["long"]
+
+
 def write_variant(folder, name, bits):
     """What a finished variant leaves behind."""
     folder = folder / name
