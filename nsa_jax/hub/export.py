@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from flax import nnx, traverse_util
 from ml_collections import ConfigDict
 
 from nsa_jax.data import Tokenizer
-from nsa_jax.hub.export_files import Arrays, file_in, load_errors, read_json, write_arrays
+from nsa_jax.hub.export_files import Arrays, LoadError, file_in, load_errors, read_json, write_arrays
 from nsa_jax.hub.saved_config import abstract_model, checked_model_config, config_from_dict, whole
 from nsa_jax.nn import Transformer
 
@@ -70,6 +71,20 @@ def exported_config(directory: str | os.PathLike) -> ConfigDict:
     return config_from_dict(read_json(Path(directory), "config.json").get("config"))
 
 
+def check_kind(directory: Path) -> None:
+    """The config.json is that of an exported model.
+
+    Raises:
+      LoadError: it cannot be read, or is that of another library's model.
+    """
+    kind = read_json(directory, "config.json").get("model_type")
+    if kind != MODEL_TYPE:
+        raise LoadError(
+            f"{directory} holds a model of type {reprlib.repr(kind)}; import it first: "
+            f"python -m nsa_jax.convert {directory} OUTPUT"
+        )
+
+
 def load_exported(directory: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
     """Reads what `export` wrote.
 
@@ -77,6 +92,7 @@ def load_exported(directory: str | os.PathLike) -> tuple[Transformer, Tokenizer,
       LoadError: a file is missing or damaged, or the arrays are not those that the config describes.
     """
     path = Path(directory)
+    check_kind(path)
     described = read_json(path, "config.json")
     config = exported_config(path)
     vocab_size = whole(described, "vocab_size", path)

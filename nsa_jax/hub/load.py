@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import reprlib
 from pathlib import Path
 
 import jax
@@ -16,8 +15,8 @@ from nsa_jax.data import DataError, Tokenizer
 from nsa_jax.data.cache import cache_root
 from nsa_jax.hub.checkpoint_files import best_of, find_steps, finite, load_part, read_info, verify
 from nsa_jax.hub.digests import Damage
-from nsa_jax.hub.export import MODEL_TYPE, load_exported
-from nsa_jax.hub.export_files import LoadError, read_json
+from nsa_jax.hub.export import load_exported
+from nsa_jax.hub.export_files import LoadError
 from nsa_jax.hub.remote_run import local_copy
 from nsa_jax.hub.saved_config import abstract_model, config_from_dict
 from nsa_jax.nn import ModelConfig, Transformer
@@ -154,11 +153,5 @@ def load(path: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
     if (directory / "checkpoints").is_dir():
         return _load_workdir(directory, step)
     if os.path.lexists(directory / "config.json"):
-        kind = read_json(directory, "config.json").get("model_type")
-        if kind != MODEL_TYPE:
-            raise LoadError(
-                f"{directory} holds a model of type {reprlib.repr(kind)}; import it first: "
-                f"python -m nsa_jax.convert {directory} OUTPUT"
-            )
         return load_exported(directory)
     raise LoadError(f"{directory} holds neither checkpoints/ nor config.json: it is no run and no exported model")

@@ -14,7 +14,7 @@ from flax import nnx
 
 from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.config import ConfigError, Problem
-from nsa_jax.hub.export import load_exported
+from nsa_jax.hub.export import check_kind, load_exported
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences
 from nsa_jax.train.env import plain_config
 from nsa_jax.train.state import Setup, State
@@ -59,13 +59,16 @@ def check_source(workdir: Path, other: tuple[Path, int | None] | None, stage: bo
 
     Raises:
       ConfigError: the other run has no checkpoint, or `stage` has no other run or model.
+      LoadError: the model is of another library.
     """
     if any((workdir / "checkpoints").glob("*")):
         return
     if other is None:
         if stage:
             raise _nothing_to_go_on_from()
-    elif not (other[0] / "config.json").is_file() and not any(other[0].glob("[0-9]*")):
+    elif (other[0] / "config.json").is_file():
+        check_kind(other[0])
+    elif not any(other[0].glob("[0-9]*")):
         raise _no_checkpoint(other[0])
 
 

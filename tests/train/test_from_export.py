@@ -8,7 +8,8 @@ from flax import nnx
 from nsa_jax import nn
 from nsa_jax.data import load_tokenizer
 from nsa_jax.export import export
-from nsa_jax.train import CheckpointError
+from nsa_jax.hub.export_files import LoadError
+from nsa_jax.train import CheckpointError, loop
 
 from .tiny import losses, make_run, tiny_config
 
@@ -36,6 +37,13 @@ def test_an_export_of_another_shape_is_refused(tmp_path):
     exported(tmp_path / "export", model__dim=16)
     with pytest.raises(CheckpointError, match="does not fit the exported model"):
         make_run(tmp_path / "run", str(tmp_path / "export"), train__steps=1).run()
+
+
+def test_a_model_of_another_library_is_named_before_data_are_read(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setattr(loop, "make_pipeline", None)
+    with pytest.raises(LoadError, match="type 'llama'; import it first: python -m nsa_jax.convert"):
+        make_run(tmp_path / "run", str(tmp_path), train__steps=1)
 
 
 def test_an_export_that_would_be_another_function_is_refused_field_by_field(tmp_path):
