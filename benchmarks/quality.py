@@ -333,7 +333,8 @@ def read(workdir: pathlib.Path, fields: dict[str, Any], measures: dict[str, Any]
         for row in rows
         if (bits := row.get("val/bits_per_byte/text", row.get("val/bits_per_byte"))) is not None
     ]
-    config = json.loads((workdir / "env.json").read_text())["config"]
+    env = json.loads((workdir / "env.json").read_text())
+    config = env["config"]
     found = {
         "variant": workdir.name,
         "length": config["data"]["seq_len"],
@@ -343,6 +344,7 @@ def read(workdir: pathlib.Path, fields: dict[str, Any], measures: dict[str, Any]
         "tokens_per_second": round(run["tokens_per_second"]),
         "by_position": [{"from": r["from"], "to": r["to"], "nats": r["loss"]} for r in run["by_position"]],
         "fields": fields,
+        "data": env.get("data", {}).get("splits"),
         "validation": curve,
         "device": run["device"],
         "versions": run["versions"],
@@ -430,6 +432,8 @@ def report(options: argparse.Namespace, grid: Any, fields: dict[str, dict[str, A
             f"| {row['variant']} | {row['parameters']:,} | {row['tokens']:,} | {row['bits_per_byte']:.4f} | "
             f"{row['by_position'][-1]['nats']:.4f} | {sum(exact) / len(exact):.1%} | {row['tokens_per_second']:,} |"
         )
+    if other := [row["variant"] for row in rows if row["data"] != rows[0]["data"]]:
+        print(f"\nnot comparable: {', '.join(other)} read other text than {rows[0]['variant']}; the files have changed")
     print(flush=True)
 
 

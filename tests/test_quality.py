@@ -303,6 +303,18 @@ def test_results_are_those_of_the_finished_variants(tmp_path, capsys):
         assert (tmp_path / name).stat().st_size > 5_000
 
 
+def test_variants_that_read_other_text_are_named(tmp_path, capsys):
+    for name, tokens in (("nsa", 100), ("window", 101)):
+        write_variant(tmp_path, name, {0: 8.0, 10: 1.25})
+        env = json.loads((tmp_path / name / "env.json").read_text())
+        env["data"] = {"splits": {"text": {"train": {"tokens": tokens}}}}
+        (tmp_path / name / "env.json").write_text(json.dumps(env))
+    grid = quality.load_grid(str(GRIDS[0]))
+    options = argparse.Namespace(folder=tmp_path, variants=["nsa", "window"], json=None, plots=None, parallel=1)
+    quality.report(options, grid, {"nsa": {}, "window": {}})
+    assert "not comparable: window read other text than nsa" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_two_tiny_variants_from_end_to_end(tmp_path):
     command = [sys.executable, "benchmarks/quality.py", "--grid", "configs/quality/cpu_smoke.py"]
