@@ -51,8 +51,13 @@ def explore_runs(paths: Sequence[str], text: str, max_tokens: int) -> Exploratio
 
 
 def _write(args: argparse.Namespace) -> None:
-    text = sys.stdin.read() if args.text == "-" else Path(args.text).read_text(encoding="utf-8")
+    try:
+        text = sys.stdin.read() if args.text == "-" else Path(args.text).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text={args.text}: not UTF-8 ({error.reason} at byte {error.start:,})") from error
     out = args.html or Path(args.runs[0].partition("@")[0]) / "explore.html"
+    if args.html and not args.html.parent.is_dir():
+        raise ValueError(f"--html={args.html}: there is no directory {args.html.parent}")
     found = explore_runs(args.runs, text, args.tokens)
     if found.left_out:
         print(f"the first {len(found.tokens):,} tokens are shown, {found.left_out:,} are left out (--tokens)")

@@ -94,6 +94,10 @@ def test_what_cannot_be_explored_is_refused_with_what_to_do(runs, tmp_path, caps
     assert "compare runs of the same tokenizer" in refused(str(runs / "one"), str(tmp_path / "other"), "--text", text)
     (tmp_path / "empty.txt").write_text("")
     assert "has no tokens" in refused(str(runs / "one"), "--text", str(tmp_path / "empty.txt"))
+    (tmp_path / "bytes.txt").write_bytes(b"caf\xe9 au lait")
+    assert "bytes.txt: not UTF-8 (invalid" in refused(str(runs / "one"), "--text", str(tmp_path / "bytes.txt"))
+    assert main([str(runs / "one"), "--text", text, "--html", str(tmp_path / "none" / "page.html")]) == 2
+    assert "there is no directory" in capsys.readouterr().err
     assert "No such file" in refused(str(runs / "one"), "--text", str(tmp_path / "none.txt"))
     assert "no such step" in refused(f"{runs / 'one'}@7", "--text", text)
     with pytest.raises(ValueError, match="8,192; give less text"):
