@@ -24,7 +24,7 @@ from nsa_jax.hub.export_files import LoadError
 
 def held_out_rows(config: Any, tokenizer: Any, length: int, count: int, files: list[str]) -> np.ndarray:
     """Rows of held-out documents: int32 [up to count, length]."""
-    documents = held_out_documents(config, files, tokenizer, 4 * count * length).documents
+    documents = held_out_documents(config, files, tokenizer, 4 * count * length, length).documents
     rows = [d[i : i + length] for d in documents for i in range(0, len(d) - length + 1, length)][:count]
     if not rows:
         raise SystemExit(f"no held-out document has {length} tokens: lower --context, or name longer --files")

@@ -94,7 +94,9 @@ class Evaluation:
     @property
     def held_out(self) -> HeldOut:
         if self._held_out is None:
-            self._held_out = held_out_documents(self.config, self.args.files, self.tokenizer, self.args.max_tokens)
+            self._held_out = held_out_documents(
+                self.config, self.args.files, self.tokenizer, self.args.max_tokens, self.context
+            )
         return self._held_out
 
     @property
@@ -259,7 +261,10 @@ class Evaluation:
             what = (
                 f"no cut is below the context {self.context}" if rows else f"no document has {self.context + 1} tokens"
             )
-            raise DataError("--tasks context", what, "lower --context or --cuts, or name longer --files")
+            fix = "lower --context or --cuts, raise --max-tokens, or name longer --files"
+            raise DataError("--tasks context", what, fix)
+        if left_out := sorted(set(self.args.cuts or ()) - set(cuts)):
+            self._say(f"--cuts {', '.join(map(str, left_out))}: left out, not below the context {self.context}.")
         scorer, tokens = Scorer(self.model), np.stack(rows)
         sizes = {"batch_size": self.args.batch_size}
         whole = long_context.context_losses(scorer, tokens, self.context, self.context, **sizes)

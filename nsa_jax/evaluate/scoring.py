@@ -39,6 +39,9 @@ def windows(num_tokens: int, context: int, stride: int) -> Iterator[tuple[int, i
         first = min(first + stride, max(num_tokens - 1, 0)) if stride < context else end
 
 
+_MULTIPLE = 128  # tokens of a row, where it may be shorter than a window
+
+
 class Scorer:
     """Losses of a model on rows of tokens. Rows are spread over devices, each of which holds the whole model.
 
@@ -128,6 +131,8 @@ def score_documents(
         for first, end, counted in windows(len(stream) - 1, context, stride):
             piece = stream[first : end + 1].astype(np.int32)
             jobs.append((piece, counted - first, len(document) >= context or not whole))
+    longest = max((len(piece) - 1 for piece, _, _ in jobs), default=1)
+    width = min(-(-longest // _MULTIPLE) * _MULTIPLE, context)  # documents may all be far shorter than a window
     nats = tokens = text_bytes = 0.0
     by_position, counts = np.zeros(context), np.zeros(context)
     longest = max((len(stream) - 1 for stream, _, _ in jobs), default=0)
@@ -210,10 +215,13 @@ class HeldOut(NamedTuple):
     cut: frozenset[int]
 
 
-def held_out_documents(config: ConfigDict, files: Sequence[str], tokenizer: Tokenizer, max_tokens: int) -> HeldOut:
+def held_out_documents(
+    config: ConfigDict, files: Sequence[str], tokenizer: Tokenizer, max_tokens: int, context: int = 0
+) -> HeldOut:
     """Documents to score: of files if given, else of the run's validation split, up to `max_tokens` tokens.
 
-    Of a held-out document, 16 contexts at most are taken, so that one long document does not stand for all.
+    Of a held-out document, 16 contexts at most are taken, so that one long document does not stand for all. They are
+    of `context` tokens, or of the training length if that is longer.
 
     Raises:
       DataError: there are none.
@@ -230,7 +238,7 @@ def held_out_documents(config: ConfigDict, files: Sequence[str], tokenizer: Toke
             raise DataError(
                 f"config.data.source={config.data.source!r}", "keeps no held-out documents", "name some with --files"
             )
-        longest = 16 * config.data.seq_len
+        longest = 16 * max(context, config.data.seq_len)
         by_turns = itertools.zip_longest(*(itertools.product([s], range(s.stats.documents)) for s in splits))
         each = (found for turn in by_turns for found in turn if found is not None)
         source = (np.asarray(split.document(i), np.int32) for split, i in each)

@@ -102,6 +102,34 @@ def test_a_document_that_was_cut_is_not_scored_as_if_it_ended_there(model, tmp_p
     assert [len(document) for document in found.documents] == [20, 100] and not found.cut
 
 
+def test_rows_are_no_longer_than_the_documents_need():
+    """A context of 100,000 tokens over short documents took minutes and gigabytes for zeros."""
+    shapes = []
+
+    def scorer(inputs, targets):
+        shapes.append(inputs.shape)
+        return np.ones(inputs.shape, np.float32)
+
+    documents = [np.zeros(300, np.int32)]
+    sizes = dict(context=100_000, stride=50_000, batch_size=2)
+    found = evaluate.score_documents(scorer, documents, np.ones(257, np.int32), 256, **sizes)
+    assert shapes == [(2, 384)] and found["tokens"] == 300 and found["by_position"]["counts"].sum() == 300
+
+
+def test_held_out_documents_are_long_enough_for_a_longer_context(tmp_path):
+    config = small_config()
+    config.data.source, config.data.files, config.data.val_fraction = "text", (str(tmp_path / "*.txt"),), 0.5
+    config.data.cache_dir = str(tmp_path / "cache")
+    for i in range(12):
+        (tmp_path / f"{i}.txt").write_text(f"{i} " + "text " * 8 * config.data.seq_len)
+    assert all(len(d) == 16 * config.data.seq_len for d in held_out(config).documents)
+    assert all(len(d) > 39 * config.data.seq_len for d in held_out(config, 64 * config.data.seq_len).documents)
+
+
+def held_out(config, *more):
+    return evaluate.held_out_documents(config, (), ByteTokenizer(), 10**6, *more)
+
+
 def test_position_bins_double():
     rows = evaluate.position_bins(np.arange(10.0), np.ones(10))
     assert [(row["from"], row["to"], row["loss"]) for row in rows] == [
