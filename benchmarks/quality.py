@@ -458,8 +458,6 @@ def main() -> int:
     if options.merge:
         if not options.json:
             parser.error("--merge needs --json: the result that the rows are put into")
-        if missing := [str(path) for path in (options.json, options.merge) if not path.is_file()]:
-            parser.error(f"{missing[0]} is no file")
         merge(options.json, options.merge, options.plots or options.json.parent)
         return 0
     if not options.grid:

@@ -270,7 +270,6 @@ def test_merged_rows_replace_those_of_the_same_variant_and_length(tmp_path):
 @pytest.mark.parametrize(
     ("program", "arguments", "says"),
     [
-        ("quality", ["--merge", "nowhere.json", "--json", "nothing.json"], "nothing.json is no file"),
         ("quality", ["--merge", "nowhere.json"], "--merge needs --json"),
         ("quality", [], "--grid is missing"),
         ("selection", ["nowhere"], "nowhere is no directory"),

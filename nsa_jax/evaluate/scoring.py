@@ -131,12 +131,10 @@ def score_documents(
         for first, end, counted in windows(len(stream) - 1, context, stride):
             piece = stream[first : end + 1].astype(np.int32)
             jobs.append((piece, counted - first, len(document) >= context or not whole))
-    longest = max((len(piece) - 1 for piece, _, _ in jobs), default=1)
-    width = min(-(-longest // _MULTIPLE) * _MULTIPLE, context)  # documents may all be far shorter than a window
     nats = tokens = text_bytes = 0.0
     by_position, counts = np.zeros(context), np.zeros(context)
     longest = max((len(stream) - 1 for stream, _, _ in jobs), default=0)
-    width = min(-(-longest // 128) * 128, context)  # short documents need no rows of the whole context
+    width = min(-(-longest // _MULTIPLE) * _MULTIPLE, context)  # documents may all be far shorter than a window
     for at in range(0, len(jobs), batch_size):
         part = jobs[at : at + batch_size]
         inputs, targets = np.zeros((2, batch_size, width), np.int32)

@@ -102,20 +102,6 @@ def test_a_document_that_was_cut_is_not_scored_as_if_it_ended_there(model, tmp_p
     assert [len(document) for document in found.documents] == [20, 100] and not found.cut
 
 
-def test_rows_are_no_longer_than_the_documents_need():
-    """A context of 100,000 tokens over short documents took minutes and gigabytes for zeros."""
-    shapes = []
-
-    def scorer(inputs, targets):
-        shapes.append(inputs.shape)
-        return np.ones(inputs.shape, np.float32)
-
-    documents = [np.zeros(300, np.int32)]
-    sizes = dict(context=100_000, stride=50_000, batch_size=2)
-    found = evaluate.score_documents(scorer, documents, np.ones(257, np.int32), 256, **sizes)
-    assert shapes == [(2, 384)] and found["tokens"] == 300 and found["by_position"]["counts"].sum() == 300
-
-
 def test_held_out_documents_are_long_enough_for_a_longer_context(tmp_path):
     config = small_config()
     config.data.source, config.data.files, config.data.val_fraction = "text", (str(tmp_path / "*.txt"),), 0.5
