@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import sys
 from typing import Any
 
 import numpy as np
 
 from nsa_jax import inspect, load
+from nsa_jax.command_line import number, run_program
 from nsa_jax.evaluate.scoring import held_out_documents, position_bins
-from nsa_jax.hub.export_files import LoadError
 
 
 def held_out_rows(config: Any, tokenizer: Any, length: int, count: int, files: list[str]) -> np.ndarray:
@@ -27,7 +28,7 @@ def held_out_rows(config: Any, tokenizer: Any, length: int, count: int, files: l
     documents = held_out_documents(config, files, tokenizer, 4 * count * length, length).documents
     rows = [d[i : i + length] for d in documents for i in range(0, len(d) - length + 1, length)][:count]
     if not rows:
-        raise SystemExit(f"no held-out document has {length} tokens: lower --context, or name longer --files")
+        raise ValueError(f"no held-out document has {length} tokens: lower --context, or name longer --files")
     return np.stack(rows)
 
 
@@ -36,7 +37,7 @@ def quality(model: Any, rows: np.ndarray, queries: int, dense: Any, seed: int) -
     rng = np.random.default_rng(seed)
     choosing = np.flatnonzero(inspect.choosing_queries(model.config.nsa, np.zeros((1, rows.shape[1]), int))[0])
     if not len(choosing):
-        raise SystemExit(f"rows of {rows.shape[1]} tokens leave no choice to selection: raise --context")
+        raise ValueError(f"rows of {rows.shape[1]} tokens leave no choice to selection: raise --context")
     parts: dict[str, list[np.ndarray]] = {}
     for row in rows:
         positions = np.sort(rng.choice(choosing, min(queries, len(choosing)), replace=False))
@@ -69,28 +70,22 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
         print("| " + " | ".join(f"{v:.4f}" if isinstance(v, float) else f"{v:,}" for v in row.values()) + " |")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="an NSA model: a run's workdir or an export")
-    parser.add_argument("--dense", help="a dense model with as many layers, trained on the same")
-    parser.add_argument("--context", type=int, help="tokens of a row; default: the training length")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--queries", type=int, default=64, help="of each row, at random")
-    parser.add_argument("--files", nargs="+", default=[], help="text files instead of held-out documents")
-    parser.add_argument(
-        "--substitutes", nargs="*", default=["none", "oracle", "all"], choices=inspect.SUBSTITUTES, metavar="NAME"
-    )
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
-    try:
-        model, tokenizer, config = load(options.run)
-        dense = load(options.dense)[0] if options.dense else None
-    except LoadError as error:
-        parser.error(str(error))
-    if not model.config.layers_of("nsa"):
-        parser.error(f"{options.run}: no layer of this model selects blocks; name a model with NSA layers")
-    if dense is not None and (set(dense.config.kinds), dense.config.num_layers) != ({"dense"}, model.config.num_layers):
-        parser.error(f"{options.dense}: --dense needs dense attention in all of {model.config.num_layers} layers")
+def measure(options: argparse.Namespace) -> None:
+    """Measures, prints and writes.
+
+    Raises:
+      ValueError: a model is of the wrong kind, or is not there.
+    """
+    model, tokenizer, config = load(options.run)
+    if "nsa" not in model.config.kinds:
+        raise ValueError(f"{options.run}: has no NSA layers, only {', '.join(model.config.kinds)}")
+    dense, of_dense, _ = load(options.dense) if options.dense else (None, tokenizer, None)
+    if dense is not None and (dense.config.kinds, dense.config.num_layers) != (("dense",), model.config.num_layers):
+        raise ValueError(
+            f"--dense={options.dense}: must have dense attention in all of {model.config.num_layers} layers"
+        )
+    if of_dense.fingerprint != tokenizer.fingerprint:
+        raise ValueError(f"--dense={options.dense}: its tokenizer is not that of {options.run}")
     rows = held_out_rows(config, tokenizer, options.context or config.data.seq_len, options.rows, options.files)
     found: dict[str, Any] = {"rows": len(rows), "context": rows.shape[1], "queries": options.queries}
     found["own"] = quality(model, rows, options.queries, None, 0)
@@ -105,5 +100,22 @@ def main() -> None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
+def main() -> int:
+    """Reads flags and measures; the status is 0, or 2 if the models or flags are at fault."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="an NSA model: a run's workdir or an export")
+    parser.add_argument("--dense", help="a dense model with as many layers, trained on the same")
+    parser.add_argument("--context", type=number(int, 2), help="tokens of a row; default: the training length")
+    parser.add_argument("--rows", type=number(int, 1), default=8)
+    parser.add_argument("--queries", type=number(int, 1), default=64, help="of each row, at random")
+    parser.add_argument("--files", nargs="+", default=[], help="text files instead of held-out documents")
+    parser.add_argument(
+        "--substitutes", nargs="*", default=["none", "oracle", "all"], choices=inspect.SUBSTITUTES, metavar="NAME"
+    )
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args()
+    return run_program(lambda: measure(options))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

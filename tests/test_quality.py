@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from benchmarks import quality, selection
+from benchmarks import quality
 from nsa_jax.config import validate
 from nsa_jax.nn import ModelConfig
 from nsa_jax.train.state import setup
@@ -268,17 +268,12 @@ def test_merged_rows_replace_those_of_the_same_variant_and_length(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("program", "arguments", "says"),
-    [
-        ("quality", ["--merge", "nowhere.json"], "--merge needs --json"),
-        ("quality", [], "--grid is missing"),
-        ("selection", ["nowhere"], "nowhere is no directory"),
-    ],
+    ("arguments", "says"), [(["--merge", "nowhere.json"], "--merge needs --json"), ([], "--grid is missing")]
 )
-def test_what_is_missing_is_said_before_anything_runs(program, arguments, says, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [program, *arguments])
+def test_flags_that_are_missing_are_named(arguments, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["quality.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        {"quality": quality, "selection": selection}[program].main()
+        quality.main()
     assert stopped.value.code == 2 and says in capsys.readouterr().err
 
 

@@ -1,6 +1,8 @@
 """Selection quality and substituted branches against loops over tokens and blocks."""
 
 import dataclasses
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks import selection
 from nsa_jax import inspect
+from nsa_jax.command_line import EXIT_USAGE
+from nsa_jax.hub.export_files import LoadError
 from nsa_jax.nn.observe import run_attention
 from nsa_jax.ops import blocks
 
@@ -161,3 +166,30 @@ def test_what_cannot_be_substituted_is_named():
         inspect.substituted_losses(model_of(selector="mean_key"), tokens, "exact")
     with pytest.raises(ValueError, match="must be 'nsa'"):
         inspect.substituted_losses(model_of(attention="dense"), tokens)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere"], "no directory"),
+        (["window"], "has no NSA layers, only window"),
+        (["nsa", "--dense=window"], "must have dense attention in all of 2 layers"),
+        (["nsa", "--dense=other"], "its tokenizer is not that"),
+        (["nsa", "--context=9999"], "no held-out document has 9999 tokens"),
+        (["nsa", "--context=24"], "raise --context"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments, says, monkeypatch, capsys):
+    def load(path):
+        if path == "nowhere":
+            raise LoadError("nowhere is no directory")
+        kind = path if path in ("nsa", "window") else "dense"
+        model = SimpleNamespace(config=SimpleNamespace(kinds=(kind,), nsa=GEOMETRY, num_layers=2))
+        return model, SimpleNamespace(fingerprint="other" if path == "other" else "same"), None
+
+    documents = SimpleNamespace(documents=[np.zeros(100, np.int32)])
+    monkeypatch.setattr(selection, "load", load)
+    monkeypatch.setattr(selection, "held_out_documents", lambda *_: documents)
+    monkeypatch.setattr(sys, "argv", ["selection.py", *arguments])
+    assert selection.main() == EXIT_USAGE
+    assert says in capsys.readouterr().err
