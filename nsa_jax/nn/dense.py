@@ -15,7 +15,14 @@ from nsa_jax.nn.layers import RMSNorm, add_bias, init_bias, init_normal, product
 from nsa_jax.nn.projection import check_input, project, projection_widths, row_positions, split_heads
 from nsa_jax.nn.sharding import all_tokens, first_token, head_split, on_shards, with_tokens_before
 from nsa_jax.ops.nsa import window_attention
+from nsa_jax.ops.pallas import has_cudnn
 from nsa_jax.ops.target import current_target
+
+
+def cudnn_serves(dtype, head_dim: int, value_dim: int, *, packed: bool, deterministic: bool) -> bool:
+    """Whether `dense_attention` takes cuDNN's kernels on a GPU."""
+    served = dtype == jnp.bfloat16 and head_dim == value_dim and head_dim % 8 == 0 and head_dim <= 128
+    return served and not packed and not deterministic
 
 
 def dense_attention(query, key, value, *, segment_start=None, deterministic=False):
@@ -23,7 +30,7 @@ def dense_attention(query, key, value, *, segment_start=None, deterministic=Fals
 
     On a GPU, cuDNN serves bfloat16 rows of one document, and the window kernels, with a window as long as the row, all
     others (cuDNN takes no document boundaries here): memory is linear in T. Elsewhere XLA with a mask: quadratic.
-    cuDNN makes no programs for a GPU that is not here: the window kernels then serve in its place.
+    Compiled ahead of time on a machine without cuDNN, the window kernels take its place.
     cuDNN's backward pass adds the query's gradient with atomics, in an order that differs from run to run.
 
     Args:
@@ -37,11 +44,10 @@ def dense_attention(query, key, value, *, segment_start=None, deterministic=Fals
       [B, T, N, V] in query's dtype.
     """
     length, head_dim, value_dim = query.shape[1], query.shape[-1], value.shape[-1]
-    unpacked = segment_start is None and query.dtype == jnp.bfloat16 and head_dim == value_dim
-    target = current_target()
-    here = target.is_gpu and not target.ahead_of_time
-    if here and unpacked and not deterministic and head_dim % 8 == 0 and head_dim <= 128:
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+    target, asked = current_target(), {"packed": segment_start is not None, "deterministic": deterministic}
+    if target.is_gpu and cudnn_serves(query.dtype, head_dim, value_dim, **asked):
+        if not target.ahead_of_time or has_cudnn():
+            return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
     if target.is_gpu:
         return window_attention(query, key, value, window=length, segment_start=segment_start)
     # jax.nn wants H = V: zeros at the end of keys change no score, and at the end of values are cut off again.

@@ -19,7 +19,7 @@ from nsa_jax import aot
 from nsa_jax.command_line import load_config
 from nsa_jax.config import ConfigError, NSAConfig, check, default_config, validate
 from nsa_jax.data import make_pipeline
-from nsa_jax.nn.dense import dense_attention
+from nsa_jax.nn import dense
 from nsa_jax.ops import blocks, nsa
 from nsa_jax.ops.target import Target, compile_for
 from nsa_jax.train import env, preflight
@@ -319,6 +319,22 @@ def test_head_dims_that_the_kernels_lack_are_found():
     assert preflight.check_kernels(config, setup(config, VOCAB, one_device()), "h100") == []
 
 
+@pytest.mark.parametrize(
+    ("attention", "changes", "severity"),
+    [
+        ("window", {"model__implementation": "auto"}, "warning"),
+        ("window", {"model__implementation": "pallas"}, "error"),
+        ("window", {"model__implementation": "xla"}, None),
+        ("dense", {}, "warning"),
+        ("dense", {"data__packing": False, "train__deterministic": False}, None),  # cuDNN's
+    ],
+)
+def test_window_and_dense_layers_without_kernels_are_found(attention, changes, severity):
+    config = tiny_config(model__attention=attention, model__compute_dtype="bfloat16", model__head_dim=24, **changes)
+    found = preflight.check_kernels(config, setup(config, VOCAB, one_device()), "h100")
+    assert [(problem.rule, problem.severity) for problem in found] == ([("R018", severity)] if severity else [])
+
+
 # Compiled programs.
 
 
@@ -546,11 +562,12 @@ def test_the_mean_distance_of_blocks_in_a_long_row_is_right():
     assert float(found["block_distance"]) == pytest.approx(64 * (own[:, None] - lists).mean(), rel=1e-5)
 
 
-def test_dense_attention_is_planned_on_a_machine_without_cudnn():
+def test_dense_attention_is_planned_on_a_machine_without_cudnn(monkeypatch):
     """It ended in RuntimeError: cuDNN not found."""
+    monkeypatch.setattr(dense, "has_cudnn", lambda: False)
     array = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.bfloat16)
     with compile_for(Target("gpu", (9, 0))):
-        traced = jax.jit(lambda *x: dense_attention(*x, deterministic=False)).trace(array, array, array)
+        traced = jax.jit(lambda *x: dense.dense_attention(*x, deterministic=False)).trace(array, array, array)
     assert "cudnn" not in str(traced.jaxpr) and "pallas_call" in str(traced.jaxpr)
 
 
@@ -560,11 +577,8 @@ def test_dense_attention_is_planned_on_a_machine_without_cudnn():
 )
 def test_preflight_says_whether_the_compiled_step_is_deterministic(asked, found, says):
     compiled = SimpleNamespace(seconds={}, collectives=[], host=[], nondeterministic=found)
-    facts = dict(program_facts(tiny_config(train__deterministic=asked), compiled, "h100"))
-    assert facts["deterministic"].startswith(says) and "dense attention" not in facts
-    config = tiny_config(train__deterministic=asked, model__attention="dense")
-    assert ("dense attention" in program_facts(config, compiled, "h100")[-2]) != asked
-    assert "dense attention" not in dict(program_facts(config, compiled, ""))
+    facts = dict(program_facts(tiny_config(train__deterministic=asked), compiled))
+    assert facts["deterministic"].startswith(says)
 
 
 def test_rows_of_parameters_are_no_activations():

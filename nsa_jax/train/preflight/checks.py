@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from nsa_jax import aot
 from nsa_jax.command_line import workdir_problems
 from nsa_jax.config import Problem
+from nsa_jax.nn.dense import cudnn_serves
 from nsa_jax.ops import plan
 from nsa_jax.ops.target import Target, current_target
 from nsa_jax.rules import float8_problems
@@ -96,20 +97,32 @@ def check_float8(config: ConfigDict, made: Setup, gpu: str) -> list[Problem]:
     return float8_problems(config, target, device.device_kind)
 
 
+def takes_cudnn(config: ConfigDict, made: Setup) -> bool:
+    """Whether the model's dense layers, if it has any, take cuDNN's kernels on a GPU."""
+    m = made.model_config
+    asked = {"packed": config.data.packing, "deterministic": m.deterministic}
+    whole = config.mesh.context == 1
+    return "dense" in m.kinds and whole and cudnn_serves(m.dtype, m.head_dim, m.value_head_dim, **asked)
+
+
 def check_kernels(config: ConfigDict, made: Setup, gpu: str) -> list[Problem]:
     """R018: the GPU kernels serve this model's head dims and groups."""
-    m = made.model_config
-    live = made.mesh.devices.flat[0].platform
-    if "nsa" not in m.kinds or config.model.implementation in ("xla", "reference") or (not gpu and live != "gpu"):
+    m, implementation = made.model_config, config.model.implementation
+    if m.kinds == ("dense",):  # the window kernels serve whatever the implementation, unless cuDNN does
+        implementation = "auto"
+        if takes_cudnn(config, made):
+            return []
+    if implementation in ("xla", "reference") or (not gpu and made.mesh.devices.flat[0].platform != "gpu"):
         return []
     target = aot.GPUS[gpu].target if gpu else current_target()
     length, dims = config.data.seq_len, (m.num_heads, m.num_kv_heads, m.head_dim, m.value_head_dim)
     shape = plan.Shape(1, length, length, *dims, jnp.dtype(m.dtype).name)
-    found = plan.unsupported("select_blocks", shape, target, select_block=m.nsa.select_block)
+    op = "select_blocks" if "nsa" in m.kinds else "window_attention"
+    found = plan.unsupported(op, shape, target, select_block=m.nsa.select_block)
     if found is None:
         return []
-    severity = "error" if config.model.implementation == "pallas" else "warning"
-    message = f"config.model.implementation={config.model.implementation!r}: {found}"
+    severity = "error" if implementation == "pallas" else "warning"
+    message = f"config.model.implementation={implementation!r}: {found}"
     if severity == "warning":
         message += "; the xla implementation would serve instead, many times slower"
     return [Problem("R018", severity, message, "use head dims and groups that the kernels support, such as 64 or 128")]

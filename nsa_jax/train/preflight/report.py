@@ -133,18 +133,13 @@ def memory_facts(report: Report, gpu: str) -> list[tuple[str, str]]:
     return lines
 
 
-def program_facts(config: ConfigDict, compiled: memory_lib.Compiled, gpu: str) -> list[tuple[str, str]]:
+def program_facts(config: ConfigDict, compiled: memory_lib.Compiled) -> list[tuple[str, str]]:
     lines = [("compiled", ", ".join(f"{name} in {s:.0f} s" for name, s in compiled.seconds.items()))]
     for found in compiled.collectives:
         lines.append((f"{found.kind} {found.dtype}", f"{found.count} per step, {gib(found.bytes)}"))
     if not compiled.collectives:
         lines.append(("collectives", "none"))
     lines.append(("host callbacks", str(len(compiled.host)) if compiled.host else "none"))
-    dense = "dense" in (config.model.layer_pattern or (config.model.attention,))
-    if gpu and dense and not config.train.deterministic:
-        lines.append(
-            ("dense attention", "compiled with this library's kernels; in the run, cuDNN may take their place")
-        )
     return [*lines, ("deterministic", _determinism(config, compiled))]
 
 

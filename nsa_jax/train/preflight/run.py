@@ -15,6 +15,7 @@ from nsa_jax import config as config_lib
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.data import Pipeline
 from nsa_jax.fields import check_fields
+from nsa_jax.ops.pallas import has_cudnn
 from nsa_jax.ops.target import current_target
 from nsa_jax.train.env import explain_step
 from nsa_jax.train.preflight import cost as cost_lib
@@ -28,6 +29,7 @@ from nsa_jax.train.preflight.checks import (
     check_memory,
     check_save_interval,
     check_workdir,
+    takes_cudnn,
 )
 from nsa_jax.train.preflight.data_check import NOT_CHECKED
 from nsa_jax.train.preflight.report import Report, cost_facts, gib, kernel_facts, memory_facts, program_facts
@@ -237,4 +239,7 @@ def _compile_part(
         report.problems.append(Problem("R026", "error", message, "remove callbacks and prints from the model"))
     report.problems += check_memory(report, gpu, devices)
     report.facts["memory per device"] = memory_facts(report, gpu)
-    report.facts["compiled program"] = program_facts(config, report.compiled, gpu)
+    report.facts["compiled program"] = program_facts(config, report.compiled)
+    if gpu and takes_cudnn(config, made) and not has_cudnn():
+        standing_in = "compiled with this library's kernels, which stand in for cuDNN's: cuDNN is not on this machine"
+        report.facts["compiled program"].append(("dense attention", standing_in))
