@@ -7,9 +7,9 @@ with extra("train"):
     from nsa_jax.train.checkpoint import CheckpointError, Checkpoints
     from nsa_jax.train.errors import TrainingError
     from nsa_jax.train.lock import WorkdirInUse
-    from nsa_jax.train.loop import run
     from nsa_jax.train.state import Setup, make_mesh, setup
     from nsa_jax.train.step import make_eval_step, make_train_step
+    from nsa_jax.train.workdir import run
 
 __all__ = [
     "Callback",

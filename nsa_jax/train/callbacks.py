@@ -67,7 +67,7 @@ class Callbacks:
 
 @contextlib.contextmanager
 def _explained(callback: Callback, step: int) -> Iterator[None]:
-    """Turns an error of a callback into a TrainingError; `loop.run` explains a full disk."""
+    """Turns an error of a callback into a TrainingError; `workdir.run` explains a full disk."""
     try:
         yield
     except TrainingError:

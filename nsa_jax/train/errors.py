@@ -50,7 +50,7 @@ def writing_checkpoint(step: int) -> Iterator[None]:
     """Turns whatever goes wrong while checkpoints are written into an explanation.
 
     Raises:
-      TrainingError: with the cause; a full disk is left for `loop.run` to explain.
+      TrainingError: with the cause; a full disk is left for `workdir.run` to explain.
     """
     try:
         yield

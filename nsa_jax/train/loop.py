@@ -1,4 +1,4 @@
-"""The training run: reads top to bottom."""
+"""The training loop and what surrounds it, from the state that a run begins with to its summary."""
 
 from __future__ import annotations
 
@@ -16,21 +16,17 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from nsa_jax import config as config_lib
 from nsa_jax.batch_ramp import BatchRamp
-from nsa_jax.command_line import workdir_problems
 from nsa_jax.data import make_pipeline
-from nsa_jax.data.cache import cache_root
-from nsa_jax.devices import keep_compiled_programs
 from nsa_jax.object_store import scheme_of
 from nsa_jax.ops.implementations import forget_implementations_served, implementations_served
-from nsa_jax.train import disk, env, far_task, flops, lock, metrics, preflight, processes, trackers
+from nsa_jax.train import disk, env, far_task, flops, metrics, preflight, processes
 from nsa_jax.train.batches import Batches
 from nsa_jax.train.callbacks import Callback, Callbacks
 from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
 from nsa_jax.train.errors import TrainingError, check_room, describe_stop, writing_checkpoint
 from nsa_jax.train.goodput import Goodput
-from nsa_jax.train.mirror import Mirror, local_directory, mirroring
+from nsa_jax.train.mirror import Mirror
 from nsa_jax.train.preflight.data_check import loss_floor
 from nsa_jax.train.profiling import Profile, Window, check_window
 from nsa_jax.train.rollback import Rollbacks
@@ -56,11 +52,11 @@ from nsa_jax.train.watch.watchdog import Watchdog
 
 logger = logging.getLogger("nsa_jax")
 
-__all__ = ["HALT", "Run", "TrainingError", "run"]
+__all__ = ["HALT", "Run", "TrainingError"]
 
 
 class Run:
-    """One run from its config to its summary; `run` is the whole of it.
+    """One run from its config to its summary; `workdir.run` is the whole of it.
 
     Args:
       config: validated.
@@ -597,54 +593,3 @@ class Run:
         else:
             writer.say(f"{stopped} at step {step}; the run is in {self.workdir}")
         return summary
-
-
-def run(
-    config: ConfigDict,
-    workdir: str | Path,
-    resume: str | None = None,
-    devices: list | None = None,
-    profile: Window | None = None,
-    callbacks: Sequence[Callback] = (),
-    stage: bool = False,
-    began: float | None = None,
-) -> dict[str, Any]:
-    """Trains as `config` says and returns the summary.
-
-    Args:
-      config: as a get_config() of configs/ returns it.
-      workdir: everything is written there; a run that was interrupted is continued. Of one in an object store, such as
-        s3://bucket/run, the files are in `local_directory(workdir)` too.
-      resume: "DIR[@STEP]" of another run to start from.
-      stage: begin another stage of it: its weights and optimizer averages, and this config's data, steps and schedule.
-      devices: to run on; None means all.
-      profile: steps to trace into the workdir.
-      callbacks: called at the start, after each step and at the end; see `Callback`.
-      began: when the start began, on the clock of `time.perf_counter`; what came before this call is startup then.
-
-    Raises:
-      ConfigError: with everything that is wrong, before any device is touched.
-      WorkdirInUse: another run is at work in the workdir.
-      TrainingError: a guard or a callback stopped the run, a disk is full, or an object store does not answer.
-    """
-    began = time.perf_counter() if began is None else began
-    address = str(workdir) if scheme_of(str(workdir)) else ""
-    problems = workdir_problems(address) if address else []
-    workdir = local_directory(workdir, config.train.local_dir)
-    config_lib.check(config, problems + workdir_problems(workdir))
-    if missing := trackers.problems(config.train.trackers):
-        raise config_lib.ConfigError(missing)
-    keep_compiled_programs(config.compilation_cache_dir)
-    made = None
-    try:
-        with lock.holding(workdir), mirroring(address, workdir, config) as mirror:
-            made = Run(config, workdir, resume, devices, profile, callbacks, stage, began, mirror)
-            made.examine()
-            return made.run()
-    except Exception as error:
-        if not disk.is_full(error):
-            raise
-        full = disk.fullest(workdir, cache_root(config.data.cache_dir))
-        if made is None:
-            raise TrainingError(disk.advice(full), guard="disk_full") from error
-        raise made.stop_on_full_disk(full) from error

@@ -22,10 +22,10 @@ from nsa_jax.config import ConfigError
 from nsa_jax.data.batches import TrainIterator
 from nsa_jax.exit_status import EXIT_AGAIN
 from nsa_jax.ops import nsa
-from nsa_jax.train import loop
+from nsa_jax.train import loop, run
 from nsa_jax.train.checkpoint import Checkpoints
 from nsa_jax.train.errors import TrainingError
-from nsa_jax.train.loop import Run, run
+from nsa_jax.train.loop import Run
 from nsa_jax.train.metrics import MetricsWriter
 from nsa_jax.train.optimizer import schedule_at
 from nsa_jax.train.state import batch_sharding, to_device

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from nsa_jax import train
 from nsa_jax.data import DataError
 from nsa_jax.train import CheckpointError, TrainingError, loop
 from nsa_jax.train.checkpoint import Checkpoints, differences, parse_resume
@@ -119,14 +120,14 @@ def test_a_finished_run_is_not_trained_further(uninterrupted):
 
 def test_a_finished_run_keeps_its_summary(tmp_path, caplog):
     config = tiny_config(**DENSE, train__eval_batches=1, preflight__selftest=False)
-    loop.run(config, tmp_path, devices=one_device())
+    train.run(config, tmp_path, devices=one_device())
     before = (tmp_path / "summary.json").read_text()
     with caplog.at_level(logging.INFO, logger="nsa_jax"):
-        again = loop.run(config, tmp_path, devices=one_device())
+        again = train.run(config, tmp_path, devices=one_device())
     assert (tmp_path / "summary.json").read_text() == before and again["last"] == json.loads(before)["last"] != {}
     assert any("finished already, at step 4" in record.getMessage() for record in caplog.records)
     (tmp_path / "summary.json").unlink()  # killed after the last save
-    loop.run(config, tmp_path, devices=one_device())
+    train.run(config, tmp_path, devices=one_device())
     written, before = json.loads((tmp_path / "summary.json").read_text()), json.loads(before)
     assert written.pop("goodput")["run"]["starts"] == 2 and before.pop("goodput")["run"]["starts"] == 1
     assert {**written, "start_step": 0} == before

@@ -13,8 +13,7 @@ import time
 import pytest
 
 from nsa_jax.config import ConfigError, validate
-from nsa_jax.train import trackers
-from nsa_jax.train.loop import run
+from nsa_jax.train import run, trackers
 from nsa_jax.train.preflight.run import examine
 from nsa_jax.train.trackers import Trackers
 from tests.train.tiny import make_run, one_device, tiny_config
