@@ -271,6 +271,8 @@ _GPU_CASES = {
     "sixty_four": dict(num_heads=64, num_kv=1, h_dim=32, v_dim=16, length=512),
     "float32": dict(num_heads=8, num_kv=1, h_dim=192, v_dim=128, dtype=jnp.float32, length=1024, offset=1024),
     "wide_block": dict(num_heads=8, num_kv=2, h_dim=128, v_dim=64, select_block=128, slots=4),
+    "one_wide_head_per_group": dict(num_heads=2, num_kv=2, h_dim=64, v_dim=64, packed=True),
+    "five_heads": dict(num_heads=5, num_kv=1, h_dim=128, v_dim=64),
     "four_heads": dict(num_heads=8, num_kv=2, h_dim=128, v_dim=128, packed=True),
     "seven_heads": dict(num_heads=7, num_kv=1, h_dim=64, v_dim=128, length=1001, num_keys=1990, offset=989),
 }
