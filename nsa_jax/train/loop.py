@@ -24,6 +24,7 @@ from nsa_jax.train import disk, env, far_task, flops, metrics, preflight, proces
 from nsa_jax.train.batches import Batches
 from nsa_jax.train.callbacks import Callback, Callbacks
 from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
+from nsa_jax.train.compile_ahead import CompileAhead, compiles_the_same_beside_others
 from nsa_jax.train.errors import TrainingError, check_room, describe_stop, writing_checkpoint
 from nsa_jax.train.goodput import Goodput
 from nsa_jax.train.mirror import Mirror
@@ -117,6 +118,7 @@ class Run:
         self.sampler = Sampler(self.setup, self.pipeline) if config.train.sample_tokens else None
         self.health = health.Health(self.setup, self.workdir) if health.wanted(self.setup) else None
         self.preflight: preflight.Report | None = None
+        self._compiling = CompileAhead({})
         self.peers = processes.peers()
         self.rollbacks = Rollbacks(self.workdir, config.guards.roll_back)
         self._floor: float | None = None  # bigram entropy of the data, from the preflight
@@ -141,6 +143,7 @@ class Run:
         Raises:
           ConfigError: with everything that is wrong; nothing has been trained.
         """
+        self._compile_ahead()
         try:
             found = preflight.before_run(
                 self.config,
@@ -149,6 +152,9 @@ class Run:
                 self.pipeline,
                 lambda part: self.terminal.doing(f"preflight: {part}"),
             )
+        except BaseException:
+            self._compiling.abandon()
+            raise
         finally:
             self.terminal.close()
         self.preflight = found
@@ -158,6 +164,18 @@ class Run:
         logger.info("preflight passed: %s", seconds)
         self._floor = loss_floor(self.config, found.data) if found.data else None
         self.guards = Guards(self.config, self.workdir, bigram_entropy=self._floor, active=jax.process_index() == 0)
+
+    def _compile_ahead(self) -> None:
+        """Begins to compile the programs of the first step, whose shapes are known: not those of a batch ramp."""
+        if self.ramp.stages or not compiles_the_same_beside_others(self.setup):
+            return
+        state, batch = self.setup.target(), self.setup.abstract_batch()
+        programs: dict[str, tuple[Any, tuple]] = {"train step": (self.train_step, (state, batch))}
+        if self.config.train.eval_batches:
+            programs["evaluation"] = (self.eval_step, (state["params"], batch))
+        if self.health is not None:
+            programs["health"] = (self.health.program, (state["params"], batch))
+        self._compiling = CompileAhead(programs, lambda: jax.set_mesh(self.setup.mesh))
 
     def _restore(self, checkpoints: Checkpoints, info: dict, data: Any) -> Start:
         """What this workdir holds, else what --resume names, else the initialisation."""
@@ -299,6 +317,7 @@ class Run:
                 self._doing(step, what)
                 if not self.terminal.live:
                     writer.say(what)
+                self._compiling.wait("train step")
             self.profile.before(step + 1, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
                 state, values = self.train_step(state, batch)
@@ -313,6 +332,7 @@ class Run:
             if compiles:
                 if self.health is not None:
                     self.terminal.doing("compiling the health metrics")
+                    self._compiling.wait("health")
                     self.health.warm_up(state["params"], batch)
                 clock.restart()  # compilation is over
                 self.terminal.doing(TRAINING)
@@ -477,6 +497,7 @@ class Run:
 
     def _validate(self, step: int, state: State, writer: metrics.MetricsWriter) -> None:
         self._doing(step, "validating")
+        self._compiling.wait("evaluation", "health")
         weights = state.get("ema", state["params"])
         sharding = batch_sharding(self.setup.mesh)
         row, sums = evaluate(self.eval_step, weights, self.pipeline, sharding)

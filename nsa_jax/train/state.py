@@ -33,6 +33,8 @@ logger = logging.getLogger("nsa_jax")
 
 State = dict[str, Any]
 
+_BATCH = {"inputs": jnp.int32, "targets": jnp.int32, "segment_start": jnp.int32, "loss_mask": jnp.float32}
+
 # Tensor parallelism: which dimension of a parameter its mesh axis splits (a stacked layer axis not counted). All others
 # (norms, biases, the compressors, which every head shares) are whole on each of its devices. Then fsdp splits the
 # largest dimension that it divides.
@@ -243,6 +245,11 @@ class Setup:
             self.abstract_state,
             self.sharding,
         )
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of a batch of `config.train.batch_size` rows."""
+        shape, sharding = (self.config.train.batch_size, self.config.data.seq_len), batch_sharding(self.mesh)
+        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in _BATCH.items()}
 
     def init(self) -> State:
         """A fresh state, created with its sharding: no device ever holds all of a sharded array."""

@@ -29,11 +29,9 @@ from nsa_jax.config import ConfigError
 from nsa_jax.nn.sharding import MESH_AXES
 from nsa_jax.train.loss import logit_bytes, weighted_loss
 from nsa_jax.train.preflight import hlo
-from nsa_jax.train.state import Setup, batch_sharding, mesh_problems, setup, state_sharding
+from nsa_jax.train.state import Setup, mesh_problems, setup, state_sharding
 from nsa_jax.train.step import host_transfers, make_eval_step, make_sampler, make_train_step
 from nsa_jax.train.watch import health
-
-_BATCH = {"inputs": jnp.int32, "targets": jnp.int32, "segment_start": jnp.int32, "loss_mask": jnp.float32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,12 +150,6 @@ def _tracing(made: Setup, gpu: str):
         yield
 
 
-def _batch(made: Setup) -> dict[str, jax.ShapeDtypeStruct]:
-    shape = (made.config.train.batch_size, made.config.data.seq_len)
-    sharding = batch_sharding(made.mesh)
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in _BATCH.items()}
-
-
 def _on_one_device(tree: Any, sharding: Any) -> int:
     sizes = jax.tree.map(lambda leaf, s: math.prod(s.shard_shape(leaf.shape)) * leaf.dtype.itemsize, tree, sharding)
     return sum(jax.tree.leaves(sizes))
@@ -212,7 +204,7 @@ def _fixed(made: Setup, mesh: AbstractMesh | None = None) -> dict[str, int]:
     if made.config.train.offload_optimizer:
         pairs = zip(*(jax.tree.leaves(tree["opt_state"]) for tree in (state, sharding)), strict=True)
         host = _on_one_device(*zip(*(pair for pair in pairs if pair[0].ndim), strict=True))
-    batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(_batch(made))) // made.token_shards
+    batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made.abstract_batch())) // made.token_shards
     return {
         "parameters": parameters,
         "optimizer": rest - host,
@@ -272,7 +264,7 @@ def _token_bytes(made: Setup) -> np.ndarray:
 
 
 def _lower_train_step(made: Setup, gpu: str) -> Any:
-    return _lower(made, gpu, make_train_step(made, _token_bytes(made)), made.target(), _batch(made))
+    return _lower(made, gpu, make_train_step(made, _token_bytes(made)), made.target(), made.abstract_batch())
 
 
 def _train_memory(made: Setup, gpu: str, program: Any) -> Memory:
@@ -301,9 +293,10 @@ def _train_memory(made: Setup, gpu: str, program: Any) -> Memory:
 def _other_programs(made: Setup) -> dict[str, tuple[Any, tuple]]:
     """The jitted functions that a run calls beside the train step, each with its arguments after the parameters."""
     config = made.config
-    found: dict[str, tuple[Any, tuple]] = {"evaluation": (make_eval_step(made, _token_bytes(made)), (_batch(made),))}
+    batch = made.abstract_batch()
+    found: dict[str, tuple[Any, tuple]] = {"evaluation": (make_eval_step(made, _token_bytes(made)), (batch,))}
     if health.wanted(made):
-        found["health"] = health.make_health(made), (_batch(made),)
+        found["health"] = health.make_health(made), (batch,)
     if config.train.sample_tokens:
         length = min(1 + config.train.sample_tokens, config.data.seq_len)
         row, prompt = jax.ShapeDtypeStruct((1, length), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)

@@ -155,26 +155,27 @@ class Health:
       workdir: of the run.
 
     Attributes:
+      program: what `make_health` returns.
       seconds: that one call takes, measured at the first step.
     """
 
     def __init__(self, setup: Setup, workdir: Path):
         self._config = setup.config
         self._layers, self._num_layers = setup.model_config.layers_of("nsa"), setup.model_config.num_layers
-        self._compute = make_health(setup)
+        self.program = make_health(setup)
         self._path = workdir / "health.jsonl"
         self.seconds = 0.0
 
     def warm_up(self, params: Any, batch: dict[str, jax.Array]) -> None:
         """Compiles, and measures what a call costs."""
-        jax.block_until_ready(self._compute(params, batch))
+        jax.block_until_ready(self.program(params, batch))
         start = time.perf_counter()
-        jax.block_until_ready(self._compute(params, batch))
+        jax.block_until_ready(self.program(params, batch))
         self.seconds = time.perf_counter() - start
 
     def start(self, params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Figures of all layers, still being computed."""
-        return self._compute(params, batch)[0]
+        return self.program(params, batch)[0]
 
     def sampled_lists(self, params: Any, batch: dict[str, jax.Array], tokenizer: Tokenizer) -> dict[str, Any]:
         """What a few queries of the batch's first row select, as JSON values.
@@ -183,7 +184,7 @@ class Health:
           queries: positions in the row; start: of their document; text: up to 60 characters that end with each query's
           token; layers: indices of the L NSA layers; lists: [L][P][K][n], as the operator returns them.
         """
-        found = {name: np.asarray(value) for name, value in jax.device_get(self._compute(params, batch)[1]).items()}
+        found = {name: np.asarray(value) for name, value in jax.device_get(self.program(params, batch)[1]).items()}
         start, queries = int(found["start"]), found["queries"].tolist()
         return {
             "queries": queries,

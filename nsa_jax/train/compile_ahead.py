@@ -1,0 +1,61 @@
+"""Programs that threads compile while their run reads data and tests its model: calls then find them compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from nsa_jax.train.state import Setup
+
+
+class CompileAhead:
+    """Compiles jitted functions in threads. JAX keeps the programs, so that a call after `wait` compiles nothing.
+
+    A function that cannot be compiled raises its error when it is called, as it would without this.
+
+    Args:
+      programs: by name, a jitted function and arguments like those of its calls: arrays, or shapes with the sharding
+        that the arrays will have.
+      context: entered by each thread: what the calls will run under, such as a mesh.
+    """
+
+    def __init__(
+        self,
+        programs: Mapping[str, tuple[Any, tuple]],
+        context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ):
+        self._context = context
+        self._abandoned = threading.Event()
+        self._threads = ThreadPoolExecutor(max(len(programs), 1), thread_name_prefix="compile")
+        self._left: dict[str, Future] = {
+            name: self._threads.submit(self._compile, *program) for name, program in programs.items()
+        }
+
+    def _compile(self, function: Any, arguments: tuple) -> None:
+        with self._context():
+            lowered = function.lower(*arguments)
+            if not self._abandoned.is_set():
+                lowered.compile()
+
+    def wait(self, *names: str) -> None:
+        """Waits until programs are compiled, or have failed; those of other names are called as ever."""
+        for name in names:
+            if (future := self._left.pop(name, None)) is not None:
+                future.exception()
+        if not self._left:
+            self._threads.shutdown(wait=False)
+
+    def abandon(self) -> None:
+        """Compiles nothing more: the run has ended. What is being compiled cannot be stopped."""
+        self._abandoned.set()
+        self._left.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def compiles_the_same_beside_others(made: Setup) -> bool:
+    """Whether programs do not depend on what else the device does: on GPUs, XLA must not time kernels to choose."""
+    on_cpu = made.mesh.devices.flat[0].platform == "cpu"
+    return on_cpu or (made.compiler_options or {}).get("xla_gpu_autotune_level") == 0

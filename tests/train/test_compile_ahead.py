@@ -1,0 +1,111 @@
+"""What a run calls first is compiled while its preflight is at work, and compiled once."""
+
+import collections
+import dataclasses
+import logging
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from nsa_jax.config import ConfigError
+from nsa_jax.train import preflight
+from nsa_jax.train.compile_ahead import CompileAhead, compiles_the_same_beside_others
+from nsa_jax.train.loop import Run
+from nsa_jax.train.state import setup
+
+from .tiny import VOCAB, one_device, tiny_config
+
+
+class _Compilations(logging.Handler):
+    """Counts the programs that JAX compiles, by name, with the thread that compiled each."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = collections.Counter()
+        self.threads = collections.defaultdict(set)
+
+    def emit(self, record):
+        message = record.getMessage()
+        if message.startswith("Finished XLA compilation of "):
+            name = message.split()[4]
+            self.count[name] += 1
+            self.threads[name].add(threading.current_thread().name.split("_")[0])
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    handler, logger = _Compilations(), logging.getLogger("jax")
+    logger.addHandler(handler)
+    jax.config.update("jax_log_compiles", True)
+    yield handler
+    jax.config.update("jax_log_compiles", False)
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_a_run_compiles_its_programs_once_and_in_threads(tmp_path, compilations, fsdp):
+    config = tiny_config(
+        guards__health=True, train__steps=3, train__eval_every=2, train__eval_batches=1, train__save_every=2,
+        mesh__fsdp=fsdp,
+    )  # fmt: skip
+    run = Run(config, tmp_path / "run", None, jax.devices()[: 2 * fsdp])
+    run.examine()
+    run.run()
+    assert {name: compilations.count[name] for name in ("jit(step)", "jit(health)", "jit(gradient)")} == {
+        "jit(step)": 2,  # the train step and the evaluation
+        "jit(health)": 1,
+        "jit(gradient)": 1,  # of the self-test
+    }
+    for name in ("jit(step)", "jit(health)", "jit(gradient)"):
+        assert compilations.threads[name] == {"compile"}
+
+
+def test_a_run_that_preflight_refuses_compiles_no_further(tmp_path, monkeypatch):
+    compiled, traced, refused = [], threading.Event(), threading.Event()
+
+    class Function:
+        def lower(self, *arguments):
+            traced.set()
+            assert refused.wait(60)
+            return self
+
+        def compile(self):
+            compiled.append(self)
+
+    def refuse(*arguments):
+        assert traced.wait(60)
+        raise ConfigError([])
+
+    monkeypatch.setattr(preflight, "before_run", refuse)
+    run = Run(tiny_config(), tmp_path / "run", None, one_device())
+    run.train_step = run.eval_step = Function()
+    with pytest.raises(ConfigError):
+        run.examine()
+    refused.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("compile"):
+            thread.join(60)
+    assert compiled == []
+
+
+def test_an_error_of_the_compiler_is_that_of_the_call():
+    def broken(x):
+        raise TypeError("no such program")
+
+    function, argument = jax.jit(broken), jnp.zeros(3)
+    ahead = CompileAhead({"broken": (function, (argument,))})
+    ahead.wait("broken", "one that was never asked for")
+    with pytest.raises(TypeError, match="no such program"):
+        function(argument)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_programs_that_xla_times_kernels_for_are_not_compiled_beside_others(deterministic):
+    made = setup(tiny_config(train__deterministic=deterministic), VOCAB, one_device())
+    assert compiles_the_same_beside_others(made)  # XLA times nothing for CPUs
+    gpu = types.SimpleNamespace(platform="gpu")
+    mesh = types.SimpleNamespace(devices=types.SimpleNamespace(flat=[gpu]))
+    assert compiles_the_same_beside_others(dataclasses.replace(made, mesh=mesh)) is deterministic
