@@ -9,14 +9,16 @@ times the compiled training step of a config (configs/a100_prod.py) on random to
 backward, optimizer. Models see the same tokens per step and have the same number of parameters: the MLP of those
 without NSA's extra projections is wider (`--same_mlp` leaves it). Dense attention is cuDNN's, so rows are unpacked. Of
 several sizes and remat policies the fastest is kept for the table. Memory is the compiler's plan for one device:
-arguments and temporaries. `--profile` lists the kernels that took most. With `--losses N`, a model first trains N steps
-on the source code of Python's library, the same bytes in every case: `loss` is the mean of its last tenth.
+arguments and temporaries. Steps with NSA are compiled side by side, so `compile_seconds` depends on how many there are.
+`--profile` lists the kernels that took most. With `--losses N`, a model first trains N steps on the source code of
+Python's library, the same bytes in every case: `loss` is the mean of its last tenth.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import itertools
 import json
 import math
@@ -25,7 +27,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -36,6 +39,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from benchmarks.timing import environment, load_config  # noqa: E402
 from nsa_jax.data.sources import StdlibSource  # noqa: E402
 from nsa_jax.train import flops  # noqa: E402
+from nsa_jax.train.compile_ahead import compiles_the_same_beside_others  # noqa: E402
 from nsa_jax.train.state import batch_sharding, setup  # noqa: E402
 from nsa_jax.train.step import make_train_step  # noqa: E402
 
@@ -55,8 +59,10 @@ def make_config(options: argparse.Namespace, case: dict[str, Any]) -> Any:
     config.model.scan_layers = case["layers"] == "scanned"
     config.model.matmul_dtype = "" if case["matmul"] == "compute" else case["matmul"]
     config.train.offload_optimizer = case["averages"] == "host"
-    if case["layout"] == "fsdp":
-        config.mesh.fsdp = case["devices"]
+    if case["layout"] != "data":
+        config.mesh[case["layout"]] = case["devices"]
+    if case["layout"] == "tensor":
+        config.model.vocab_size = -(-VOCAB // (64 * case["devices"])) * 64 * case["devices"]
     if options.tiny:
         config.model.dim, config.model.num_layers, config.model.num_heads, config.model.head_dim = 32, 2, 4, 16
     return config
@@ -129,19 +135,33 @@ def kernel_times(directory: str) -> dict[str, float]:
     return dict(totals)
 
 
-def run(options: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
-    """Times one case; returns the case with its figures."""
+def prepare(options: argparse.Namespace, case: dict[str, Any]) -> Any:
+    """The setup of a case."""
     config = make_config(options, case)
     devices = jax.devices()[: case["devices"]]
     if not options.same_mlp:
         widen_mlp(config, devices)
-    made = setup(config, VOCAB, devices)
+    return setup(config, VOCAB, devices)
+
+
+def compile_step(made: Any) -> tuple[Any, float]:
+    """The compiled train step, and the seconds that took."""
+    start = time.perf_counter()
+    with jax.set_mesh(made.mesh):
+        step = (
+            make_train_step(made, np.ones(made.model_config.vocab_size, np.int32))
+            .lower(made.target(), made.abstract_batch())
+            .compile()
+        )
+    return step, time.perf_counter() - start
+
+
+def run(options: argparse.Namespace, case: dict[str, Any], made: Any, step: Any, seconds: float) -> dict[str, Any]:
+    """Times one case, whose step was compiled in so many seconds; returns the case with its figures."""
+    compile_seconds, config = seconds, made.config
     with jax.set_mesh(made.mesh):
         state = made.init()
         batches = random_batches(config, batch_sharding(made.mesh), 3)
-        start = time.perf_counter()
-        step = make_train_step(made, np.ones(VOCAB, np.int32)).lower(state, batches[0]).compile()
-        compile_seconds = time.perf_counter() - start
         plan = step.memory_analysis()
         state, reached = train_on_text(options, made, step, state)
         for batch in batches[:2]:
@@ -229,6 +249,42 @@ def write(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         pathlib.Path(options.json).write_text(text + "\n")
 
 
+def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every combination of the flags that means something."""
+    names = ("lengths", "devices", "layouts", "attention", "tokens", "remat", "layers", "matmul", "averages")
+    lists = [getattr(options, name).split(",") for name in names]
+    for length, devices, layout, attention, tokens, remat, layers, matmul, averages in itertools.product(*lists):
+        case = dict(attention=attention, length=int(length), tokens=int(tokens), devices=int(devices))
+        case |= dict(layout=layout, remat=remat, layers=layers, matmul=matmul, averages=averages)
+        if case["devices"] == 1 and layout != lists[2][0]:
+            continue  # one device has one layout
+        if case["tokens"] < case["length"]:
+            print(f"left out: --tokens {tokens} is less than a row of {length}")
+            continue
+        yield case
+
+
+def _fail(error: Exception) -> Any:
+    raise error
+
+
+def start_compiling(
+    options: argparse.Namespace, case: dict[str, Any], threads: ThreadPoolExecutor
+) -> Callable[[], tuple[Any, Any, float]]:
+    """What returns a case's setup, its compiled step and the seconds that took; what failed is raised then.
+
+    All steps are compiled at once, except those for which XLA times kernels: these wait until they are asked for.
+    """
+    try:
+        made = prepare(options, case)
+    except Exception as error:
+        return functools.partial(_fail, error)
+    if compiles_the_same_beside_others(made):
+        future = threads.submit(compile_step, made)
+        return lambda: (made, *future.result())
+    return lambda: (made, *compile_step(made))
+
+
 def main() -> None:
     """Reads flags, times every case, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -242,7 +298,7 @@ def main() -> None:
     parser.add_argument("--averages", default="device", help="where the optimizer's are between steps: device, host")
     parser.add_argument("--losses", type=int, default=0, help="steps on text before the timing")
     parser.add_argument("--devices", default="1", help="numbers of devices; every device gets --tokens")
-    parser.add_argument("--layouts", default="data", help="data, fsdp")
+    parser.add_argument("--layouts", default="data", help="data, fsdp, tensor, context")
     parser.add_argument("--same_mlp", action="store_true", help="do not give dense models NSA's number of parameters")
     parser.add_argument("--seconds", type=float, default=8, help="of one sample; its start takes up to 26 ms of them")
     parser.add_argument("--steps", type=int, default=0, help="of one sample, instead of --seconds")
@@ -252,24 +308,18 @@ def main() -> None:
     parser.add_argument("--commit", default=None)
     parser.add_argument("--tiny", action="store_true", help="a model for trying this out on a CPU")
     options = parser.parse_args()
-    lists = [getattr(options, name).split(",") for name in ("lengths", "devices", "layouts", "attention", "tokens")]
+    found = list(cases(options))
     rows: list[dict[str, Any]] = []
-    lists += [getattr(options, name).split(",") for name in ("remat", "layers", "matmul", "averages")]
-    for length, devices, layout, attention, tokens, remat, layers, matmul, averages in itertools.product(*lists):
-        case = dict(attention=attention, length=int(length), tokens=int(tokens), devices=int(devices))
-        case |= dict(layout=layout, remat=remat, layers=layers, matmul=matmul, averages=averages)
-        if case["devices"] == 1 and layout != lists[2][0]:
-            continue  # one device has one layout
-        if case["tokens"] < case["length"]:
-            print(f"left out: --tokens {tokens} is less than a row of {length}")
-            continue
-        try:
-            row = run(options, case)
-        except Exception as error:  # out of memory, mostly: the other cases are still worth having
-            row = {**case, "error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-        print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
-        rows.append(row)
-        write(options, rows)  # a later case may take the process down
+    with ThreadPoolExecutor(8) as threads:
+        compiling = [start_compiling(options, case, threads) for case in found]
+        for case, compiled in zip(found, compiling, strict=True):
+            try:
+                row = run(options, case, *compiled())
+            except Exception as error:  # out of memory, mostly: the other cases are still worth having
+                row = {**case, "error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+            print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+            rows.append(row)
+            write(options, rows)  # a later case may take the process down
     show(rows)
     write(options, rows)
 
