@@ -4,6 +4,7 @@
     python benchmarks/train.py --lengths 2048 --tokens 131072,262144 --remat none,attention_saved,block
     python benchmarks/train.py --attention nsa --lengths 2048 --devices 1,2,4 --layouts data,fsdp
     python benchmarks/train.py --attention nsa --lengths 8192 --matmul compute,float8 --losses 200
+    JAX_PLATFORMS=cpu python benchmarks/train.py --attention nsa --lengths 2048 --devices 8 --target h200
 
 times the compiled training step of a config (configs/a100_prod.py) on random tokens of a byte vocabulary: forward,
 backward, optimizer. Models see the same tokens per step and have the same number of parameters: the MLP of those
@@ -11,13 +12,15 @@ without NSA's extra projections is wider (`--same_mlp` leaves it). Dense attenti
 several sizes and remat policies the fastest is kept for the table. Memory is the compiler's plan for one device:
 arguments and temporaries. Steps with NSA are compiled side by side, so `compile_seconds` depends on how many there are.
 `--profile` lists the kernels that took most. With `--losses N`, a model first trains N steps on the source code of
-Python's library, the same bytes in every case: `loss` is the mean of its last tenth.
+Python's library, the same bytes in every case: `loss` is the mean of its last tenth. With `--target`, no GPU is needed:
+rows have the memory that one device needs and what its collectives result in.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import functools
 import itertools
 import json
@@ -37,9 +40,11 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from benchmarks.timing import environment, load_config  # noqa: E402
+from nsa_jax import aot  # noqa: E402
 from nsa_jax.data.sources import StdlibSource  # noqa: E402
 from nsa_jax.train import flops  # noqa: E402
 from nsa_jax.train.compile_ahead import compiles_the_same_beside_others  # noqa: E402
+from nsa_jax.train.preflight import hlo  # noqa: E402
 from nsa_jax.train.state import batch_sharding, setup  # noqa: E402
 from nsa_jax.train.step import make_train_step  # noqa: E402
 
@@ -59,10 +64,11 @@ def make_config(options: argparse.Namespace, case: dict[str, Any]) -> Any:
     config.model.scan_layers = case["layers"] == "scanned"
     config.model.matmul_dtype = "" if case["matmul"] == "compute" else case["matmul"]
     config.train.offload_optimizer = case["averages"] == "host"
-    if case["layout"] != "data":
-        config.mesh[case["layout"]] = case["devices"]
-    if case["layout"] == "tensor":
-        config.model.vocab_size = -(-VOCAB // (64 * case["devices"])) * 64 * case["devices"]
+    axis, _, share = case["layout"].partition("=")
+    if axis != "data":
+        config.mesh[axis] = int(share or case["devices"])
+    if axis == "tensor":
+        config.model.vocab_size = -(-VOCAB // (64 * config.mesh.tensor)) * 64 * config.mesh.tensor
     if options.tiny:
         config.model.dim, config.model.num_layers, config.model.num_heads, config.model.head_dim = 32, 2, 4, 16
     return config
@@ -138,22 +144,38 @@ def kernel_times(directory: str) -> dict[str, float]:
 def prepare(options: argparse.Namespace, case: dict[str, Any]) -> Any:
     """The setup of a case."""
     config = make_config(options, case)
-    devices = jax.devices()[: case["devices"]]
+    devices = aot.devices(options.target, case["devices"]) if options.target else jax.devices()[: case["devices"]]
     if not options.same_mlp:
         widen_mlp(config, devices)
     return setup(config, VOCAB, devices)
 
 
-def compile_step(made: Any) -> tuple[Any, float]:
+def compile_step(options: argparse.Namespace, made: Any) -> tuple[Any, float]:
     """The compiled train step, and the seconds that took."""
     start = time.perf_counter()
-    with jax.set_mesh(made.mesh):
-        step = (
-            make_train_step(made, np.ones(made.model_config.vocab_size, np.int32))
-            .lower(made.target(), made.abstract_batch())
-            .compile()
-        )
-    return step, time.perf_counter() - start
+    step = make_train_step(made, np.ones(made.model_config.vocab_size, np.int32))
+    with aot.tracing_for(options.target, made.mesh) if options.target else jax.set_mesh(made.mesh):
+        traced = step.trace(made.target(), made.abstract_batch())
+        lowered = traced.lower(lowering_platforms=("cuda",) if options.target else None)
+    return lowered.compile(), time.perf_counter() - start
+
+
+def planned_gib(step: Any) -> float:
+    """What the compiler plans to hold on one device."""
+    plan = step.memory_analysis()
+    return round((plan.argument_size_in_bytes + plan.temp_size_in_bytes) / GIB, 2)
+
+
+def count(case: dict[str, Any], made: Any, step: Any, seconds: float) -> dict[str, Any]:
+    """A case with what its compiled step holds and sends on each device."""
+    return {
+        **case,
+        "batch_size": made.config.train.batch_size,
+        "parameters": made.num_parameters(),
+        "planned_gib": planned_gib(step),
+        "collectives": [dataclasses.asdict(found) for found in hlo.collectives(step.as_text())],
+        "compile_seconds": round(seconds, 1),
+    }
 
 
 def run(options: argparse.Namespace, case: dict[str, Any], made: Any, step: Any, seconds: float) -> dict[str, Any]:
@@ -162,7 +184,6 @@ def run(options: argparse.Namespace, case: dict[str, Any], made: Any, step: Any,
     with jax.set_mesh(made.mesh):
         state = made.init()
         batches = random_batches(config, batch_sharding(made.mesh), 3)
-        plan = step.memory_analysis()
         state, reached = train_on_text(options, made, step, state)
         for batch in batches[:2]:
             state, metrics = step(state, batch)
@@ -205,7 +226,7 @@ def run(options: argparse.Namespace, case: dict[str, Any], made: Any, step: Any,
         "tokens_per_second_per_device": round(tokens / second / case["devices"]),
         "mfu": round(useful / peak, 4) if peak else None,
         **reached,
-        "planned_gib": round((plan.argument_size_in_bytes + plan.temp_size_in_bytes) / GIB, 2),
+        "planned_gib": planned_gib(step),
         "compile_seconds": round(compile_seconds, 1),
     }
 
@@ -280,9 +301,9 @@ def start_compiling(
     except Exception as error:
         return functools.partial(_fail, error)
     if compiles_the_same_beside_others(made):
-        future = threads.submit(compile_step, made)
+        future = threads.submit(compile_step, options, made)
         return lambda: (made, *future.result())
-    return lambda: (made, *compile_step(made))
+    return lambda: (made, *compile_step(options, made))
 
 
 def main() -> None:
@@ -298,7 +319,8 @@ def main() -> None:
     parser.add_argument("--averages", default="device", help="where the optimizer's are between steps: device, host")
     parser.add_argument("--losses", type=int, default=0, help="steps on text before the timing")
     parser.add_argument("--devices", default="1", help="numbers of devices; every device gets --tokens")
-    parser.add_argument("--layouts", default="data", help="data, fsdp, tensor, context")
+    parser.add_argument("--layouts", default="data", help="data, fsdp, tensor, context; tensor=2: the rest is data")
+    parser.add_argument("--target", default="", help="time nothing: compile for this GPU, such as h200, and count")
     parser.add_argument("--same_mlp", action="store_true", help="do not give dense models NSA's number of parameters")
     parser.add_argument("--seconds", type=float, default=8, help="of one sample; its start takes up to 26 ms of them")
     parser.add_argument("--steps", type=int, default=0, help="of one sample, instead of --seconds")
@@ -310,17 +332,18 @@ def main() -> None:
     options = parser.parse_args()
     found = list(cases(options))
     rows: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(8) as threads:
+    with ThreadPoolExecutor(1 if options.target else 8) as threads:
         compiling = [start_compiling(options, case, threads) for case in found]
         for case, compiled in zip(found, compiling, strict=True):
             try:
-                row = run(options, case, *compiled())
+                row = count(case, *compiled()) if options.target else run(options, case, *compiled())
             except Exception as error:  # out of memory, mostly: the other cases are still worth having
                 row = {**case, "error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
             print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
             rows.append(row)
             write(options, rows)  # a later case may take the process down
-    show(rows)
+    if not options.target:
+        show(rows)
     write(options, rows)
 
 

@@ -47,7 +47,7 @@ def row(args: argparse.Namespace, tied: bool, pieces: bool) -> dict[str, Any]:
     made = memory.for_target(config, args.target, args.devices, args.vocab)
     step = make_train_step(made, np.ones(args.vocab, np.int32))
     with mock.patch.object(sharding, "PIECE_BYTES", sharding.PIECE_BYTES if pieces else 2**62):
-        program = memory._compile(made, args.target, step, made.target(), memory._batch(made))
+        program = memory._compile(made, args.target, step, made.target(), made.abstract_batch())
     moved = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
     for collective in hlo.collectives(program.as_text()):
         moved[collective.kind] = moved.get(collective.kind, 0) + collective.bytes

@@ -48,7 +48,7 @@ def _step_text(count, gpu, changes):
     made = memory.for_target(config, gpu, count, VOCAB)
     step = make_train_step(made, np.ones(VOCAB, np.int32))
     with hollow_kernels():  # they have no atomics, and what is looked for stands around them
-        return memory._compile(made, gpu, step, made.target(), memory._batch(made)).as_text()
+        return memory._compile(made, gpu, step, made.target(), made.abstract_batch()).as_text()
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def compiled(config, gpu=GPU, count=8):
         pytest.skip(str(error))
     step = make_train_step(made, memory._token_bytes(made))
     with hollow_kernels():
-        return made, memory._compile(made, gpu, step, made.target(), memory._batch(made))
+        return made, memory._compile(made, gpu, step, made.target(), made.abstract_batch())
 
 
 def moved(text):
