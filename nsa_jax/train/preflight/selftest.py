@@ -163,36 +163,24 @@ class _Subject:
         self.segments = np.where(positions >= self.start, self.start, 0).astype(np.int32)[None]
         self._run, self._select = _forward(self.graphdef, packed), _lists(self.graphdef, packed)
         self._gradient = _gradient(self.graphdef, packed)
-        self.compiling = self._compile_ahead()
-
-    def _compile_ahead(self) -> CompileAhead:
-        """Begins to compile what the checks need after the first logits; lists, on GPUs alone (see above)."""
-        arguments = (self.params, self.tokens, self.segments)
-        programs: dict[str, tuple[Any, tuple]] = {"gradient": (self._gradient, arguments)}
-        if "nsa" in self.config.kinds and current_target().is_gpu:
-            nsa = self.config.nsa
-            layers = self.config.kinds.count("nsa")
-            shape = (layers, 1, self.length, self.config.num_kv_heads, nsa.num_selected)
-            programs["lists"] = self._select, arguments
-            programs["with lists"] = self._run, (*arguments, jax.ShapeDtypeStruct(shape, jnp.int32))
         device: Any = jax.config
-        return CompileAhead(programs, functools.partial(jax.default_device, device.jax_default_device))
+        self._compiling = CompileAhead(
+            {"gradient": (self._gradient, (self.params, self.tokens, self.segments))},
+            functools.partial(jax.default_device, device.jax_default_device),
+        )
 
     def logits(self, tokens: np.ndarray | None = None, params: Any = None, lists: Any = None) -> np.ndarray:
         """float32 [T, vocab]; with block lists those are read."""
         tokens = self.tokens if tokens is None else tokens.astype(np.int32)
-        if lists is not None:
-            self.compiling.wait("with lists")
         return np.asarray(self._run(self.params if params is None else params, tokens, self.segments, lists))
 
     def lists(self, tokens: np.ndarray, params: Any = None) -> np.ndarray:
         """The block lists of the layer with NSA: int32 [NSA layers, 1, T, K, n]."""
         params = self.params if params is None else params
-        self.compiling.wait("lists")
         return np.asarray(self._select(params, tokens.astype(np.int32), self.segments))
 
     def gradients(self) -> Any:
-        self.compiling.wait("gradient")
+        self._compiling.wait("gradient")
         return jax.device_get(self._gradient(self.params, self.tokens, self.segments))
 
     def with_attention(self, kind: str, name: str, change) -> Any:
@@ -339,7 +327,6 @@ def selftest(config: ConfigDict, *, seed: int = 0) -> SelfTest:
         problems += _check_keys(subject, base)
     found, count = _check_gradients(subject)
     problems += found
-    subject.compiling.abandon()
     seconds = time.perf_counter() - start
     served = model.implementation or "best for this device"
     checks = len(_positions(model, length))
