@@ -23,14 +23,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from mosaic_sm80_kernel import compressed_forward
-from mosaic_sm80_parts import Variant
-from timing import environment, measure
 
-import nsa_jax
-from nsa_jax.ops import reference
-from nsa_jax.ops.gpus import GPUS
-from nsa_jax.ops.target import Target, compile_for
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import nsa_jax  # noqa: E402
+from benchmarks.mosaic_sm80_kernel import compressed_forward  # noqa: E402
+from benchmarks.mosaic_sm80_parts import Variant  # noqa: E402
+from benchmarks.timing import environment, measure  # noqa: E402
+from nsa_jax.ops import reference  # noqa: E402
+from nsa_jax.ops.gpus import GPUS  # noqa: E402
+from nsa_jax.ops.target import Target, compile_for  # noqa: E402
 
 CONFIG = nsa_jax.NSAConfig()
 HEADS, KV_HEADS, DIM = 64, 4, 128

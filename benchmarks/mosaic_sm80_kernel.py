@@ -13,7 +13,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import mosaic_sm80_parts as parts
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
@@ -21,8 +20,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
-from mosaic_sm80_parts import DIM, Variant
 
+from benchmarks import mosaic_sm80_parts as parts
+from benchmarks.mosaic_sm80_parts import DIM, Variant
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
 
