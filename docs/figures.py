@@ -193,13 +193,23 @@ def generation_rows() -> dict[str, list[str]]:
 
 
 def quality_rows() -> dict[str, list[str]]:
-    """As `attention_rows`: bits per byte at 32,768 tokens by tokens seen, and what far text is worth by position."""
+    """As `attention_rows`: losses at 32,768 tokens by tokens seen and by position, and what far text is worth."""
     rows = {row["variant"]: row for row in results("quality_h200")["rows"] if row["length"] == 32768}
+    names = {"dense": "dense", "window": "window of 512", "nsa": "NSA"}
     found = {}
-    for name, title in (("dense", "dense, bits per byte"), ("nsa", "NSA, bits per byte")):
-        curve = {point["step"]: point["bits_per_byte"] for point in rows[name]["validation"]}
-        found[title] = [f"{curve[step]:.3f}" if step in curve else "" for step in range(190, 1901, 190)]
-        found[title] += [f"{rows[name]['tokens_per_second']:,}"]
+    for variant, name in names.items():
+        row = rows[variant]
+        curve = {point["step"]: point for point in row["validation"]}
+        speed = f"{row['tokens_per_second'] / row['device']['count']:,.0f}"
+        for field, title, end in (
+            ("bits_per_byte", "bits per byte", speed),
+            ("task_nats", "nats per token of tasks", ""),
+        ):
+            found[f"{name}, {title}"] = [f"{curve[step][field]:.3f}" for step in range(190, 1901, 190)] + [end]
+        for field, what in (("by_position", "held-out text"), ("validation_by_position", "the run's validation")):
+            parts = [part for part in row.get(field, []) if part["from"] >= 512]
+            if parts:
+                found[f"{what}, {name}"] = [f"{part['nats']:.3f}" for part in parts]
     for part in (part for part in rows["dense"]["context"]["bins"] if part["from"] >= 2048):
         worth = [part[f"beyond_{cut}"] for cut in (512, 2048, 8192)]
         title = f"positions {part['from']:,} to {part['to']:,}"

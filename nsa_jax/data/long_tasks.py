@@ -75,6 +75,11 @@ class Row:
     answers: tuple[Answer, ...]
 
     @property
+    def asked_first(self) -> list[bool]:
+        """For each answer, whether a statement is its source. False: the same question was answered before."""
+        return [answer.source < self.answers[0].first for answer in self.answers]
+
+    @property
     def mask(self) -> np.ndarray:
         """True where a token belongs to an answer: bool [length]."""
         found = np.zeros(len(self.tokens), bool)

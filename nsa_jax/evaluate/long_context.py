@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,25 +69,24 @@ def task_grid(
       on_length: called with the cells of each length.
 
     Returns:
-      cells: a row per task and length: questions, exact_match, chance, and with selection selection_any and
-      selection_mean (shares of questions, and of heads and layers, whose lists hold the block of the answer's first
-      token in its statement) and selection_chance. distances: the same figures by task and by tokens from statement to
-      answer, in ranges that double.
+      cells: a row per task and length, of questions that were not answered before in their row (keypad asks again what
+      it asked): questions, exact_match, chance, and with selection selection_any and selection_mean (shares of
+      questions, and of heads and layers, whose lists hold the block of the answer's first token in its statement) and
+      selection_chance. distances: the same figures of all questions, by task and by tokens from the source (a statement
+      or an earlier answer) to the answer, in ranges that double.
     """
     cells, everything = [], []
     select_block, n = probe.config.nsa.select_block, probe.config.nsa.num_selected
     for length in lengths:
         fitting = [name for name in names if TASKS[name].least(tokenizer) <= length]
         settings = (length, tokenizer, samples, seed, probe.config.nsa.window)
-        scored = (
-            score_rows(probe, [(name, row) for name in fitting for row in _rows(name, *settings)], batch_size)
-            if fitting
-            else []
-        )
+        rows = [(name, row) for name in fitting for row in _rows(name, *settings)]
+        scored = score_rows(probe, rows, batch_size) if rows else []
         everything += scored
+        stated = list(itertools.compress(scored, itertools.chain(*(row.asked_first for _, row in rows))))
         here = []
         for name in fitting:
-            cell = {"task": name, "length": length, **_summary([s for s in scored if s.task == name])}
+            cell = {"task": name, "length": length, **_summary([s for s in stated if s.task == name])}
             if "selection_any" in cell:
                 cell["selection_chance"] = min(1.0, n / blocks.num_selection_blocks(length, select_block))
             here.append(cell)

@@ -54,6 +54,28 @@ def test_exact_match_by_length_and_distance():
     assert min(recall) >= 64 and max(recall) >= 512  # 8 to 64 windows of 12 tokens
 
 
+class KnowsWhatStandsClose(Knows):
+    """A probe that knows those letters of the keypad that stand among the last tokens before the question."""
+
+    def __call__(self, tokens, positions):
+        answers, lists = super().__call__(tokens, positions)
+        for row, places, answered in zip(tokens, positions, answers, strict=True):
+            for i, at in enumerate(places):
+                if answered[i] not in row[max(at - 200, 0) : at + 1]:
+                    answered[i] = ord("?")
+        return answers, lists
+
+
+def test_questions_that_the_row_has_answered_say_nothing_about_its_length():
+    sizes = dict(names=("keypad",), lengths=(2048,), samples=3, batch_size=2)
+    found = long_context.task_grid(KnowsWhatStandsClose(), ByteTokenizer(), **sizes)
+    (cell,) = found["cells"]
+    assert (cell["questions"], cell["exact_match"]) == (3 * 10, 0.0)  # ten digits, all stated far before
+    assert sum(row["questions"] for row in found["distances"]) == 3 * 256
+    near = [row["exact_match"] for row in found["distances"] if row["to"] <= 128]
+    assert near and min(near) == 1.0
+
+
 def test_selection_is_counted_at_the_blocks_of_the_sources():
     rows = [("needle", TASKS["needle"].row(np.random.default_rng(i), 256, ByteTokenizer())) for i in range(12)]
     scored = score_rows(Knows(), rows, 5)
