@@ -21,6 +21,8 @@ OTHER_SHAPES = {
     "64 heads in 4 groups": SHAPE,
     "32 heads in 8 groups": (32, 8, 128, 128),
     "28 heads in 4 groups": (28, 4, 128, 128),
+    "16 heads in 8 groups": (16, 8, 128, 128),
+    "12 heads in 2 groups, head dim 64": (12, 2, 64, 64),
 }
 DENSE_DECODE = {"cuDNN": "dense_cudnn_us", "XLA": "dense_xla_us", "this library's split kernel": "dense_split_us"}
 BRANCHES = {
@@ -57,6 +59,12 @@ def usual_case(row: dict) -> bool:
     return row["B"] == row["documents"] == 1 and row["kernels"] != "a100"
 
 
+def with_kernels_of_a100() -> dict[tuple, float]:
+    """Milliseconds of NSA at 32,768 tokens with an A100's kernels, by pass and shape."""
+    rows = [row for row in results("attention_h200")["rows"] if row["kernels"] == "a100" and row["op"] == "nsa"]
+    return {(row["pass"], *shape(row)): row["ms"] for row in rows if row["T"] == 32768 and row["lists"] == "selection"}
+
+
 def attention_rows() -> dict[str, list[str]]:
     """Cells of the tables' rows by their first cell."""
     measured = [row for row in results("attention_h200")["rows"] if usual_case(row)]
@@ -66,6 +74,7 @@ def attention_rows() -> dict[str, list[str]]:
         return by_case.get((op, kind, length, "selection" if op == "nsa" else lists, of), {}).get(field)
 
     rows: dict[str, list[str]] = {"speed-up": []}
+    a100 = with_kernels_of_a100()
     for length in LENGTHS:
         pairs = [(cell("dense", kind, length), cell("nsa", kind, length)) for kind in ("fwd", "fwd_bwd")]
         rows["speed-up"].append(" / ".join(f"{dense / nsa:.1f}x" for dense, nsa in pairs if dense and nsa))
@@ -80,6 +89,7 @@ def attention_rows() -> dict[str, list[str]]:
         pairs = [[cell(op, kind, 32768, of=of) for op in ("dense", "nsa")] for kind in ("fwd", "fwd_bwd")]
         rows[name] = [" / ".join(digits(ms) for ms in pair) for pair in pairs]
         rows[name] += [" / ".join(f"{dense / nsa:.1f}x" for dense, nsa in pairs if dense and nsa)]
+        rows[name] += [" / ".join(digits(a100[kind, *of]) for kind in ("fwd", "fwd_bwd") if (kind, *of) in a100)]
     return rows
 
 
