@@ -178,7 +178,20 @@ def training_rows() -> dict[str, list[str]]:
         "reduced and scattered, needed by embedding and head, MiB": mebibytes("needed", "reduce-scatter"),
         "temporaries, GiB": [digits(row["temporaries"] / 2**30) for row in vocabulary],
         "row split over GPUs, peak GiB": [digits(row["peak_gib_so_far"]) for row in split],
-    }
+    } | collective_rows()
+
+
+def collective_rows() -> dict[str, list[str]]:
+    """As `attention_rows`, of steps compiled for eight GPUs: what collectives result in and memory, on one device."""
+    rows = [row for row in results("collectives_h200")["rows"] if row["devices"] == 8]
+    found: dict[str, list[str]] = {}
+    for name in ("a100_prod", "nsa_1b"):
+        of = {row["layout"]: row for row in rows if row["config"] == name}
+        layouts = [of[name] for name in ("data", "fsdp", "tensor=2", "context=2", "context=4", "context=8")]
+        sent = [sum(part["bytes"] for part in row["collectives"]) / 2**30 for row in layouts]
+        found[f"`{name}`, results of collectives, GiB"] = [digits(size) for size in sent]
+        found[f"`{name}`, planned memory, GiB"] = [digits(row["planned_gib"]) for row in layouts]
+    return found
 
 
 def generation_rows() -> dict[str, list[str]]:
