@@ -6,7 +6,7 @@
 The second command checks each variant against the float32 reference and times it on the GPU at hand, in turns with the
 kernel that the library chooses for an A100. On Hopper that kernel is timed as Triton compiles it for an A100, with
 mma.sync, and with wgmma as well. The kernel is in `mosaic_sm80_kernel.py`. A variant that does not compile
-or is wrong is printed and left out.
+or is wrong is printed and left out. Both need JAX 0.11.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import jax.numpy as jnp
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import nsa_jax  # noqa: E402
-from benchmarks.mosaic_sm80_kernel import compressed_forward  # noqa: E402
 from benchmarks.mosaic_sm80_parts import Variant  # noqa: E402
 from benchmarks.timing import environment, measure  # noqa: E402
 from nsa_jax.ops import reference  # noqa: E402
@@ -83,9 +82,11 @@ def compiled_triton(arguments: tuple[jax.Array, ...], warpgroup_products: bool) 
         del os.environ["DISABLE_MMA_V3"]
 
 
-def with_mosaic(variant: Variant):
-    """The prototype as a jitted function, named after its variant."""
-    return jax.jit(functools.partial(compressed_forward, config=CONFIG, variant=variant))
+def prototype(variant: Variant):
+    """A variant as a function of query, keys and values; it needs JAX 0.11."""
+    from benchmarks.mosaic_sm80_kernel import compressed_forward
+
+    return functools.partial(compressed_forward, config=CONFIG, variant=variant)
 
 
 def error(got: jax.Array, want: jax.Array) -> float:
@@ -112,7 +113,7 @@ def compile_only(gpus: list[str]) -> int:
     utils._infer_arch = lambda: GPUS[gpus[0]].compute_capability
     failed = 0
     for variant in VARIANTS:
-        function = functools.partial(compressed_forward, config=CONFIG, variant=variant)
+        function = prototype(variant)
         start = time.perf_counter()
         try:
             compile_for_gpu(function, *shapes(LENGTHS[0]), gpu=gpus[0])
@@ -140,7 +141,7 @@ def check() -> tuple[list[tuple[Variant, Any]], dict[str, Any]]:
         same = bool(((lse > -jnp.inf) == seen).all())
         return {"error": errors[0], "lse_error": errors[1], "right": same and max(errors) <= LARGEST_ERROR}
 
-    functions = [(variant, with_mosaic(variant)) for variant in VARIANTS]
+    functions = [(variant, jax.jit(prototype(variant))) for variant in VARIANTS]
     found = {"triton_mma_sync": compare(compiled_triton(arrays, False))}
     for name, result in found.items():
         print(name, result, flush=True)
