@@ -326,12 +326,14 @@ class Evaluation:
         self.console.print(table)
 
     def run(self) -> dict[str, Any]:
-        """Runs the tasks and writes evaluation.json."""
+        """Runs the tasks, and writes evaluation.json after each; returns what this call found."""
         tasks = self.args.tasks or self.default_tasks()
         if not tasks:
             raise DataError("--tasks", "none fits synthetic data of this kind", "name tasks, with --files for text")
         harness = [task for task in tasks if task not in TASKS]
-        result: dict[str, Any] = {"path": str(self.args.path), "context": self.context, "tasks": {}}
+        model = {"path": str(self.args.path), "step": recorded_metrics(self.args.path).get("step")}
+        result: dict[str, Any] = {**model, "context": self.context, "tasks": {}}
+        kept = self._results_of(model)
         for task in tasks:
             begin = time.perf_counter()
             if task == "needle-multi":
@@ -345,10 +347,26 @@ class Evaluation:
             else:  # it ran with the first
                 continue
             seconds = round(time.perf_counter() - begin, 2)
-            result["tasks"] |= {name: {**values, "seconds": seconds} for name, values in found.items()}
-        (self.output / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
+            result["tasks"] |= {
+                name: {"context": self.context, **values, "seconds": seconds} for name, values in found.items()
+            }
+            self._write({**result, "tasks": kept | result["tasks"]})
         self.console.print(f"written to {self.output}")
         return result
+
+    def _results_of(self, model: dict[str, Any]) -> dict[str, Any]:
+        """What earlier calls found of this model, by task."""
+        try:
+            found = json.loads((self.output / "evaluation.json").read_text())
+            return dict(found["tasks"]) if model.items() <= found.items() else {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def _write(self, result: dict[str, Any]) -> None:
+        path = self.output / "evaluation.json"
+        unfinished = path.with_name(f"{path.name}.tmp")
+        unfinished.write_text(json.dumps(result, indent=1) + "\n")
+        unfinished.replace(path)
 
 
 def _parser() -> argparse.ArgumentParser:

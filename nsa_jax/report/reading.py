@@ -355,8 +355,9 @@ def _evaluation(workdir: Path, notes: list[str]) -> dict[str, Any]:
 
     needles = {task: table(task, "cells", ("length", "depth", "exact_match")) for task in ("needle", "needle-multi")}
     totals = tasks.get("perplexity")
+    position = tasks.get("position")
     return {
-        "context": _finite(found.get("context")),
+        "context": _finite((position if isinstance(position, dict) else {}).get("context", found.get("context"))),
         "position": table("position", "bins", ("from", "to", "loss", "tokens")),
         "needles": {task: cells for task, cells in needles.items() if cells},
         "totals": {k: _finite(v) for k, v in totals.items() if _finite(v) is not None}

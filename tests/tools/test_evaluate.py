@@ -211,6 +211,10 @@ def test_command_line(tmp_path, capsys):
     assert len(found["needle"]["cells"]) == 2 and found["needle-multi"]["cells"][0]["num_keys"] == 2
     for name in ("loss_by_position.png", "needle.png", "needle-multi.png"):
         assert (path / "evaluation" / name).stat().st_size > 5_000
+    assert evaluate.main([*command[:3], "--tasks", "position", "--context", "48"]) == 0
+    later = json.loads((path / "evaluation" / "evaluation.json").read_text())["tasks"]
+    assert set(later) == set(found) and later["needle"] == found["needle"]  # what this call did not run stays
+    assert (found["position"]["context"], later["position"]["context"]) == (96, 48)
     assert evaluate.main([str(tmp_path)]) == EXIT_USAGE
     assert "neither checkpoints" in capsys.readouterr().err
 
