@@ -330,9 +330,11 @@ def read(workdir: pathlib.Path, fields: dict[str, Any], measures: dict[str, Any]
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     curve = [
         {"step": row["step"], "tokens": row["step"] * run["tokens_per_step"], "bits_per_byte": bits}
+        | ({"task_nats": row["val/loss/tasks"]} if "val/loss/tasks" in row else {})
         for row in rows
         if (bits := row.get("val/bits_per_byte/text", row.get("val/bits_per_byte"))) is not None
     ]
+    validated = json.loads((workdir / "validation.jsonl").read_text().splitlines()[-1])["position"]
     env = json.loads((workdir / "env.json").read_text())
     config = env["config"]
     found = {
@@ -343,6 +345,7 @@ def read(workdir: pathlib.Path, fields: dict[str, Any], measures: dict[str, Any]
         "bits_per_byte": curve[-1]["bits_per_byte"],
         "tokens_per_second": round(run["tokens_per_second"]),
         "by_position": [{"from": r["from"], "to": r["to"], "nats": r["loss"]} for r in run["by_position"]],
+        "validation_by_position": [{"nats" if k == "loss" else k: v for k, v in r.items()} for r in validated],
         "fields": fields,
         "data": env.get("data", {}).get("splits"),
         "validation": curve,

@@ -237,6 +237,8 @@ def write_variant(folder, name, bits):
     (folder / "env.json").write_text(json.dumps(env))
     (folder / "summary.json").write_text(json.dumps({"finished": True}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    position = [{"from": 0, "to": 128, "loss": 2.5, "tokens": 64}]
+    (folder / "validation.jsonl").write_text(json.dumps({"step": 10, "position": position}) + "\n")
     bins = [{"from": 0, "to": 128, "loss": 2.0}, {"from": 128, "to": 256, "loss": 1.5}]
     cell = {"task": "needle", "length": 256, "exact_match": 0.5, "chance": 1e-5}
     for stage_name, result in (("position", {"bins": bins}), ("long", {"cells": [cell]}), ("context", {"bins": []})):
@@ -290,6 +292,7 @@ def test_results_are_those_of_the_finished_variants(tmp_path, capsys):
     expected |= {"tokens_per_second": 1024, "by_position": [
         {"from": 0, "to": 128, "nats": 2.0}, {"from": 128, "to": 256, "nats": 1.5}
     ]}  # fmt: skip
+    expected["validation_by_position"] = [{"from": 0, "to": 128, "nats": 2.5, "tokens": 64}]
     assert {name: row[name] for name in expected} == expected and found["parallel"] == 2
     assert row["fields"] == {"model.mlp_dim": 128} and len(row["validation"]) == 2
     assert "| nsa | 1,000 | 5,120 | 1.2500 | 1.5000 | 50.0% | 1,024 |" in capsys.readouterr().out
