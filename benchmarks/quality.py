@@ -1,7 +1,7 @@
 """Trains variants of a model on the same batches and with as many parameters, and measures what each is good for.
 
     python benchmarks/quality.py --grid configs/quality/h200_8k.py --json quality.json --plots plots
-    python benchmarks/quality.py --grid configs/quality/h200_8k.py --variants nsa,dense --parallel 2 --minutes 9.5
+    python benchmarks/quality.py --grid configs/quality/h200_8k.py --variants nsa,dense --gpus 2 --minutes 9.5
     python benchmarks/quality.py --grid configs/quality/cpu_smoke.py --files nsa_jax/data nsa_jax/ops
     python benchmarks/quality.py --merge quality.json --json benchmarks/results/quality_h200.json
 
@@ -10,8 +10,8 @@ through stages: train, position (loss by position), long (long tasks), context (
 (lists against dense attention, for variants with NSA layers). What is finished is skipped; a run that was stopped
 resumes from its checkpoint. With --minutes, runs are asked to save and stop in time, so that the same command may be
 given again and again. Results are written whenever a variant is finished. With --parallel, speeds are of models that
-share the GPU. Flags after -- are passed on to train.py. --merge trains nothing: it puts the rows of another result into
-that of --json, and draws again.
+share the GPU; with --gpus each has its own. Flags after -- are passed on to train.py. --merge trains nothing: it puts
+the rows of another result into that of --json, and draws again.
 """
 
 from __future__ import annotations
@@ -220,21 +220,34 @@ class Launcher:
     """Starts stages as processes, and asks them to stop.
 
     Args:
-      parallel: how many share a device.
+      parallel: how many run at once.
+      gpus: of this machine, of which each has one; 0: all run on all devices.
     """
 
-    def __init__(self, parallel: int):
+    def __init__(self, parallel: int, gpus: int = 0):
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.visible = named.split(",") if named else [str(gpu) for gpu in range(gpus)]
+        if gpus > len(self.visible):
+            raise SystemExit(f"--gpus {gpus}: CUDA_VISIBLE_DEVICES names {len(self.visible)}")
+        self.running: dict[int, subprocess.Popen | None] = dict.fromkeys(range(gpus))
         self.environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        if parallel > 1:
+        if parallel > 1 and not gpus:
             self.environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / parallel:.3f}")
 
     def __call__(self, stage: Stage) -> subprocess.Popen:
         stage.log.parent.mkdir(parents=True, exist_ok=True)
         print(f"+ {stage.variant}: python {' '.join(stage.command)}", flush=True)
+        environment, gpu = self.environment, None
+        if self.running:
+            gpu = next(gpu for gpu, process in self.running.items() if process is None or process.poll() is not None)
+            environment = environment | {"CUDA_VISIBLE_DEVICES": self.visible[gpu]}
         with open(stage.log, "ab") as log:
-            return subprocess.Popen(
-                [sys.executable, *stage.command], cwd=ROOT, env=self.environment, stdout=log, stderr=log
+            process = subprocess.Popen(
+                [sys.executable, *stage.command], cwd=ROOT, env=environment, stdout=log, stderr=log
             )
+        if gpu is not None:
+            self.running[gpu] = process
+        return process
 
 
 def schedule(
@@ -415,7 +428,7 @@ def report(options: argparse.Namespace, grid: Any, fields: dict[str, dict[str, A
     result = {
         "command": ["python", *sys.argv],
         "grid": grid.get_config().name,
-        "parallel": options.parallel,
+        "parallel": 1 if options.gpus else options.parallel,
         "measures": grid.MEASURES,
         "rows": rows,
     }
@@ -449,6 +462,7 @@ def main() -> int:
     parser.add_argument("--folder", type=pathlib.Path, help="of all runs; default: runs/quality/GRID")
     parser.add_argument("--files", nargs="*", default=[], help="folders of the source text instead of all packages")
     parser.add_argument("--parallel", type=int, default=1, help="variants at once, each with its share of the memory")
+    parser.add_argument("--gpus", type=int, default=0, help="variants at once, each on a GPU of its own")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop in time, with everything saved; 0: no limit")
     parser.add_argument("--reserve", type=float, default=60.0, help="seconds of --minutes that saving may take")
     parser.add_argument("--json", type=pathlib.Path, help="default: results.json in the folder")
@@ -466,7 +480,8 @@ def main() -> int:
     if not options.grid:
         parser.error("--grid is missing: a file such as configs/quality/h200_8k.py")
     begin = time.monotonic()
-    launcher = Launcher(options.parallel)
+    options.parallel = options.gpus or options.parallel
+    launcher = Launcher(options.parallel, options.gpus)
     os.environ["JAX_PLATFORMS"] = "cpu"  # this process counts parameters, and leaves the device to the others
     grid = load_grid(options.grid)
     options.variants = options.variants.split(",") if options.variants else list(grid.VARIANTS)

@@ -226,6 +226,32 @@ def test_what_was_measured_otherwise_is_measured_again(tmp_path):
     assert [stage.name for stage in made if not stage.done()] == ["long"]
 
 
+def test_variants_at_once_have_a_gpu_each(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    with pytest.raises(SystemExit, match="--gpus 4: CUDA_VISIBLE_DEVICES names 3"):
+        quality.Launcher(4, 4)
+    launcher = quality.Launcher(2, 2)
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in launcher.environment  # none shares its GPU
+
+    def stage(name, program):
+        return quality.Stage(name, "train", ("-c", program), lambda: True, tmp_path / f"{name}.log")
+
+    tell = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)"
+    wait = f"{tell}; import time; time.sleep(60)"
+    first, second = launcher(stage("first", wait)), launcher(stage("second", tell))
+    try:
+        assert second.wait(60) == 0
+        assert launcher(stage("third", tell)).wait(60) == 0  # the second's GPU is free again
+        assert [(tmp_path / f"{name}.log").read_text() for name in ("second", "third")] == ["6\n", "6\n"]
+        while not (said := (tmp_path / "first.log").read_text()):
+            time.sleep(0.05)
+        assert said == "4\n"
+    finally:
+        first.kill()
+        first.wait()
+
+
 def write_variant(folder, name, bits):
     """What a finished variant leaves behind."""
     folder = folder / name
@@ -284,7 +310,7 @@ def test_results_are_those_of_the_finished_variants(tmp_path, capsys):
     write_variant(tmp_path, "window", {0: 8.0, 10: 1.5})
     (tmp_path / "window" / "evaluation_context" / "evaluation.json").unlink()
     grid = quality.load_grid(str(quality.ROOT / "configs" / "quality" / "cpu_smoke.py"))
-    options = argparse.Namespace(folder=tmp_path, variants=["nsa", "window"], json=None, plots=None, parallel=2)
+    options = argparse.Namespace(folder=tmp_path, variants=["nsa", "window"], json=None, plots=None, gpus=0, parallel=2)
     quality.report(options, grid, {"nsa": {"model.mlp_dim": 128}, "window": {}})
     found = json.loads((tmp_path / "results.json").read_text())
     (row,) = found["rows"]
@@ -307,7 +333,7 @@ def test_variants_that_read_other_text_are_named(tmp_path, capsys):
         env["data"] = {"splits": {"text": {"train": {"tokens": tokens}}}}
         (tmp_path / name / "env.json").write_text(json.dumps(env))
     grid = quality.load_grid(str(GRIDS[0]))
-    options = argparse.Namespace(folder=tmp_path, variants=["nsa", "window"], json=None, plots=None, parallel=1)
+    options = argparse.Namespace(folder=tmp_path, variants=["nsa", "window"], json=None, plots=None, gpus=0, parallel=1)
     quality.report(options, grid, {"nsa": {}, "window": {}})
     assert "not comparable: window read other text than nsa" in capsys.readouterr().out
 
