@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import threading
 import types
 import warnings
 
@@ -15,6 +16,7 @@ logger = logging.getLogger("nsa_jax")
 IMPLEMENTATIONS = ("reference", "xla", "pallas")  # modules of nsa_jax.ops
 
 _SERVED: dict[str, str] = {}
+_SERVING = threading.Lock()  # programs are traced by several threads
 _WARNED: set[str] = set()
 
 
@@ -75,12 +77,13 @@ def choose(
     elif implementation is None:
         implementation, why = "xla", f"no GPU (platform {target.platform})"
     chosen = implementation or "xla"
-    usual = next(iter(_SERVED.values()), None)
-    if usual is None:
-        logger.info("the ops are served by %r (%s)", chosen, why)
-    elif _SERVED.get(op, usual) != chosen:
-        logger.info("%s is served by %r (%s)", op, chosen, why)
-    _SERVED[op] = chosen
+    with _SERVING:
+        usual = next(iter(_SERVED.values()), None)
+        if usual is None:
+            logger.info("the ops are served by %r (%s)", chosen, why)
+        elif _SERVED.get(op, usual) != chosen:
+            logger.info("%s is served by %r (%s)", op, chosen, why)
+        _SERVED[op] = chosen
     return module(chosen)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import nsa_jax
+from nsa_jax.ops import implementations
 from nsa_jax.ops.target import Target, compile_for, current_target
 
 
@@ -44,3 +47,23 @@ def test_the_target_is_the_context_of_the_call():
             assert not current_target().is_hopper
         assert current_target().is_hopper and current_target().ahead_of_time
     assert current_target() == default
+
+
+def test_threads_that_trace_at_once_log_the_implementation_once(monkeypatch):
+    said = []
+
+    def info(message, *values):
+        time.sleep(0.2)  # the others arrive meanwhile
+        said.append(message % values)
+
+    monkeypatch.setattr(implementations.logger, "info", info)
+    implementations.forget_implementations_served()
+    query = jax.ShapeDtypeStruct((1, 32, 2, 8), jnp.float32)
+    key = jax.ShapeDtypeStruct((1, 32, 1, 8), jnp.float32)
+
+    def trace(window):
+        jax.eval_shape(lambda *qkv: nsa_jax.window_attention(*qkv, window=window), query, key, key)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(trace, (3, 4, 5, 6)))
+    assert said == ["the ops are served by 'xla' (no GPU (platform cpu))"]
