@@ -335,6 +335,11 @@ def without(todo: dict[str, list[Stage]], failed: dict[str, str]) -> dict[str, l
     return {name: left for name, left in todo.items() if name not in failed}
 
 
+def _nats(bins: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Losses by position as a result has them."""
+    return [{"from": row["from"], "to": row["to"], "nats": row["loss"]} for row in bins]
+
+
 def read(workdir: pathlib.Path, fields: dict[str, Any], measures: dict[str, Any]) -> dict[str, Any]:
     """The results of a finished variant."""
     from benchmarks import extend
@@ -357,8 +362,8 @@ def read(workdir: pathlib.Path, fields: dict[str, Any], measures: dict[str, Any]
         "parameters": run["parameters"]["total"],
         "bits_per_byte": curve[-1]["bits_per_byte"],
         "tokens_per_second": round(run["tokens_per_second"]),
-        "by_position": [{"from": r["from"], "to": r["to"], "nats": r["loss"]} for r in run["by_position"]],
-        "validation_by_position": [{"nats" if k == "loss" else k: v for k, v in r.items()} for r in validated],
+        "by_position": _nats(run["by_position"]),
+        "validation_by_position": _nats(validated),
         "fields": fields,
         "data": env.get("data", {}).get("splits"),
         "validation": curve,

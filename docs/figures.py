@@ -159,31 +159,27 @@ def training_rows() -> dict[str, list[str]]:
     billion = results("train_1b_h200")["rows"]
     cells = lambda show: [" / ".join(show(row) for row in billion[i : i + 2]) for i in (0, 2)]  # noqa: E731
     mebibytes = lambda part, kind: [f"{row[part][kind] / 2**20:,.0f}" for row in vocabulary]  # noqa: E731
-    return (
-        {
-            "model with NSA, tokens/s": [thousands(speed) for speed in speeds[0]],
-            "model with dense attention, tokens/s": [thousands(speed) for speed in speeds[1]],
-            "NSA over dense": [f"{nsa / dense:.2f}x" for nsa, dense in zip(*speeds, strict=True)],
-            "parameters, NSA / dense": [" / ".join(pair) for pair in zip(*sizes, strict=True)],
-            "speed, tokens/s": [thousands(row["tokens_per_second"]) for row in remat],
-            "memory, GiB": [digits(row["planned_gib"]) for row in remat],
-            "compiling, s": [f"{row['compile_seconds']:.0f}" for row in remat],
-            "eight GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in eight],
-            "share of eight times one GPU": [f"{row['scaling']:.1%}".replace("%", " %") for row in eight],
-            "row split over GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in split],
-            "1.1B, NSA / dense, tokens/s": cells(lambda row: f"{row['tokens_per_second']:,}"),
-            "1.1B, NSA / dense, MFU": cells(lambda row: f"{row['mfu']:.1%}".replace("%", " %")),
-            "1.1B, NSA / dense, planned GiB": cells(lambda row: digits(row["planned_gib"])),
-            "gathered in a step, MiB": mebibytes("bytes", "all-gather"),
-            "gathered, needed by embedding and head, MiB": mebibytes("needed", "all-gather"),
-            "reduced and scattered in a step, MiB": mebibytes("bytes", "reduce-scatter"),
-            "reduced and scattered, needed by embedding and head, MiB": mebibytes("needed", "reduce-scatter"),
-            "temporaries, GiB": [digits(row["temporaries"] / 2**30) for row in vocabulary],
-            "row split over GPUs, peak GiB": [digits(row["peak_gib_so_far"]) for row in split],
-        }
-        | collective_rows()
-        | triton_rows()
-    )
+    return {
+        "model with NSA, tokens/s": [thousands(speed) for speed in speeds[0]],
+        "model with dense attention, tokens/s": [thousands(speed) for speed in speeds[1]],
+        "NSA over dense": [f"{nsa / dense:.2f}x" for nsa, dense in zip(*speeds, strict=True)],
+        "parameters, NSA / dense": [" / ".join(pair) for pair in zip(*sizes, strict=True)],
+        "speed, tokens/s": [thousands(row["tokens_per_second"]) for row in remat],
+        "memory, GiB": [digits(row["planned_gib"]) for row in remat],
+        "compiling, s": [f"{row['compile_seconds']:.0f}" for row in remat],
+        "eight GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in eight],
+        "share of eight times one GPU": [f"{row['scaling']:.1%}".replace("%", " %") for row in eight],
+        "row split over GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in split],
+        "1.1B, NSA / dense, tokens/s": cells(lambda row: f"{row['tokens_per_second']:,}"),
+        "1.1B, NSA / dense, MFU": cells(lambda row: f"{row['mfu']:.1%}".replace("%", " %")),
+        "1.1B, NSA / dense, planned GiB": cells(lambda row: digits(row["planned_gib"])),
+        "gathered in a step, MiB": mebibytes("bytes", "all-gather"),
+        "gathered, needed by embedding and head, MiB": mebibytes("needed", "all-gather"),
+        "reduced and scattered in a step, MiB": mebibytes("bytes", "reduce-scatter"),
+        "reduced and scattered, needed by embedding and head, MiB": mebibytes("needed", "reduce-scatter"),
+        "temporaries, GiB": [digits(row["temporaries"] / 2**30) for row in vocabulary],
+        "row split over GPUs, peak GiB": [digits(row["peak_gib_so_far"]) for row in split],
+    }
 
 
 def triton_rows() -> dict[str, list[str]]:
@@ -261,7 +257,8 @@ def quality_rows() -> dict[str, list[str]]:
 
 def all_rows() -> dict[str, list[str]]:
     """Cells of all rows with figures."""
-    return attention_rows() | decoding_rows() | generation_rows() | training_rows() | quality_rows()
+    of_models = generation_rows() | training_rows() | collective_rows() | quality_rows()
+    return attention_rows() | triton_rows() | decoding_rows() | of_models
 
 
 def quickstart_reaches() -> str:

@@ -60,6 +60,7 @@ from nsa_jax.extras import extra
 from nsa_jax.fields import source_configs
 from nsa_jax.hub.load import load, recorded_metrics
 from nsa_jax.object_store import scheme_of
+from nsa_jax.train.env import write_json
 
 TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall", "far", "long", "context")
 _SAME_LOSS = 1e-3  # relative; kernels and precision of another machine may differ by less
@@ -350,7 +351,7 @@ class Evaluation:
             result["tasks"] |= {
                 name: {"context": self.context, **values, "seconds": seconds} for name, values in found.items()
             }
-            self._write({**result, "tasks": kept | result["tasks"]})
+            write_json(self.output / "evaluation.json", {**result, "tasks": kept | result["tasks"]})
         self.console.print(f"written to {self.output}")
         return result
 
@@ -361,12 +362,6 @@ class Evaluation:
             return dict(found["tasks"]) if model.items() <= found.items() else {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
-
-    def _write(self, result: dict[str, Any]) -> None:
-        path = self.output / "evaluation.json"
-        unfinished = path.with_name(f"{path.name}.tmp")
-        unfinished.write_text(json.dumps(result, indent=1) + "\n")
-        unfinished.replace(path)
 
 
 def _parser() -> argparse.ArgumentParser:

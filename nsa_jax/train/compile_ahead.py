@@ -49,10 +49,28 @@ class CompileAhead:
             self._threads.shutdown(wait=False)
 
     def abandon(self) -> None:
-        """Compiles nothing more: the run has ended. What is being compiled cannot be stopped."""
+        """Compiles nothing more. What is being compiled cannot be stopped."""
         self._abandoned.set()
         self._left.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def first_programs(
+    setup: Setup, train_step: Any, eval_step: Any, health_program: Any | None
+) -> dict[str, tuple[Any, tuple]]:
+    """What a run calls until its first step is done, as `CompileAhead` takes it.
+
+    None of it with a batch ramp, whose batches have other shapes, and none that must be compiled alone.
+    """
+    if setup.config.train.batch_ramp or not compiles_the_same_beside_others(setup):
+        return {}
+    state, batch = setup.target(), setup.abstract_batch()
+    programs: dict[str, tuple[Any, tuple]] = {"train step": (train_step, (state, batch))}
+    if setup.config.train.eval_batches:
+        programs["evaluation"] = (eval_step, (state["params"], batch))
+    if health_program is not None:
+        programs["health"] = (health_program, (state["params"], batch))
+    return programs
 
 
 def compiles_the_same_beside_others(made: Setup) -> bool:

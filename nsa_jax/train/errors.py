@@ -29,10 +29,22 @@ class TrainingError(RuntimeError):
         super().__init__(message)
         self.guard, self.step, self.save = guard, step, save
 
+    def name_checkpoint(self, step: int | None) -> None:
+        """Ends the message with the newest checkpoint."""
+        newest = "there is no checkpoint" if step is None else f"the newest checkpoint is step {step}"
+        self.args = (f"{self}; {newest}",)
+
 
 def describe_stop(error: TrainingError) -> dict[str, Any]:
     """What stopped.json holds."""
     return {"guard": error.guard, "step": error.step, "message": str(error), "time": round(time.time(), 3)}
+
+
+def newest_checkpoint(workdir: Path) -> int | None:
+    """By the names of the directories: for when Orbax cannot be asked."""
+    directory = workdir / "checkpoints"
+    found = directory.iterdir() if directory.is_dir() else ()
+    return max((int(path.name) for path in found if path.name.isdecimal()), default=None)
 
 
 def check_room(workdir: Path, need: int, step: int = 0) -> None:

@@ -24,8 +24,8 @@ from nsa_jax.train import disk, env, far_task, flops, metrics, preflight, proces
 from nsa_jax.train.batches import Batches
 from nsa_jax.train.callbacks import Callback, Callbacks
 from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
-from nsa_jax.train.compile_ahead import CompileAhead, compiles_the_same_beside_others
-from nsa_jax.train.errors import TrainingError, check_room, describe_stop, writing_checkpoint
+from nsa_jax.train.compile_ahead import CompileAhead, first_programs
+from nsa_jax.train.errors import TrainingError, check_room, describe_stop, newest_checkpoint, writing_checkpoint
 from nsa_jax.train.goodput import Goodput
 from nsa_jax.train.mirror import Mirror
 from nsa_jax.train.preflight.data_check import loss_floor
@@ -143,7 +143,10 @@ class Run:
         Raises:
           ConfigError: with everything that is wrong; nothing has been trained.
         """
-        self._compile_ahead()
+        if (newest_checkpoint(self.workdir) or 0) < self.config.train.steps:
+            health_program = self.health.program if self.health is not None else None
+            programs = first_programs(self.setup, self.train_step, self.eval_step, health_program)
+            self._compiling = CompileAhead(programs, lambda: jax.set_mesh(self.setup.mesh))
         try:
             found = preflight.before_run(
                 self.config,
@@ -164,18 +167,6 @@ class Run:
         logger.info("preflight passed: %s", seconds)
         self._floor = loss_floor(self.config, found.data) if found.data else None
         self.guards = Guards(self.config, self.workdir, bigram_entropy=self._floor, active=jax.process_index() == 0)
-
-    def _compile_ahead(self) -> None:
-        """Begins to compile the programs of the first step, whose shapes are known: not those of a batch ramp."""
-        if self.ramp.stages or not compiles_the_same_beside_others(self.setup):
-            return
-        state, batch = self.setup.target(), self.setup.abstract_batch()
-        programs: dict[str, tuple[Any, tuple]] = {"train step": (self.train_step, (state, batch))}
-        if self.config.train.eval_batches:
-            programs["evaluation"] = (self.eval_step, (state["params"], batch))
-        if self.health is not None:
-            programs["health"] = (self.health.program, (state["params"], batch))
-        self._compiling = CompileAhead(programs, lambda: jax.set_mesh(self.setup.mesh))
 
     def _restore(self, checkpoints: Checkpoints, info: dict, data: Any) -> Start:
         """What this workdir holds, else what --resume names, else the initialisation."""
@@ -464,10 +455,7 @@ class Run:
 
     def _write_stopped(self, error: TrainingError, last_checkpoint: int | None, *, write: bool = True) -> None:
         """Completes the error's message with the newest checkpoint, and writes stopped.json."""
-        newest = (
-            "there is no checkpoint" if last_checkpoint is None else f"the newest checkpoint is step {last_checkpoint}"
-        )
-        error.args = (f"{error}; {newest}",)
+        error.name_checkpoint(last_checkpoint)
         stopped = {**describe_stop(error), "last_checkpoint": last_checkpoint, "alarms": self.guards.summary()}
         if write:
             try:
@@ -480,20 +468,14 @@ class Run:
         step = self._live[0] if self._live is not None else 0
         need = self.setup.checkpoint_bytes() if self.config.train.save_every else 0
         error = TrainingError(disk.advice(directory, need), guard="disk_full", step=step)
-        self._write_stopped(error, self._newest_checkpoint())
+        self._write_stopped(error, newest_checkpoint(self.workdir))
         return error
-
-    def _newest_checkpoint(self) -> int | None:
-        """By the names of the directories: for when Orbax cannot be asked."""
-        directory = self.workdir / "checkpoints"
-        found = directory.iterdir() if directory.is_dir() else ()
-        return max((int(path.name) for path in found if path.name.isdecimal()), default=None)
 
     def _on_loss(self, message: str) -> None:
         """Called in another thread when a process is gone, before this one ends."""
         self.watchdog.write("peer lost")
         step = self._live[0] if self._live is not None else 0
-        self._write_stopped(TrainingError(message, guard="peer", step=step), self._newest_checkpoint())
+        self._write_stopped(TrainingError(message, guard="peer", step=step), newest_checkpoint(self.workdir))
 
     def _validate(self, step: int, state: State, writer: metrics.MetricsWriter) -> None:
         self._doing(step, "validating")

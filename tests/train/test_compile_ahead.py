@@ -45,22 +45,51 @@ def compilations(monkeypatch):
     logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize("fsdp", [1, 2])
-def test_a_run_compiles_its_programs_once_and_in_threads(tmp_path, compilations, fsdp):
+PROGRAMS = {
+    "jit(step)": 2,  # the train step and the evaluation
+    "jit(health)": 1,
+    "jit(gradient)": 1,  # of the self-test
+}
+
+OPTIONS = {
+    "one_device": dict(devices=1),
+    "two_devices": dict(devices=2),
+    "fsdp": dict(devices=4, mesh__fsdp=2),
+    "zero_1": dict(devices=2, mesh__shard_optimizer=True),
+    "micro_batches": dict(devices=1, train__grad_accum=2, train__ema_decay=0.9),
+    "averages_on_the_host": dict(devices=1, train__offload_optimizer=True),
+    "spikes": dict(devices=1, guards__skip_spikes=3),
+}
+
+
+def _run(workdir, devices, **changes):
     config = tiny_config(
-        guards__health=True, train__steps=3, train__eval_every=2, train__eval_batches=1, train__save_every=2,
-        mesh__fsdp=fsdp,
-    )  # fmt: skip
-    run = Run(config, tmp_path / "run", None, jax.devices()[: 2 * fsdp])
+        guards__health=True, train__steps=3, train__eval_every=2, train__eval_batches=1, train__save_every=2, **changes
+    )
+    run = Run(config, workdir, None, jax.devices()[:devices])
     run.examine()
     run.run()
-    assert {name: compilations.count[name] for name in ("jit(step)", "jit(health)", "jit(gradient)")} == {
-        "jit(step)": 2,  # the train step and the evaluation
-        "jit(health)": 1,
-        "jit(gradient)": 1,  # of the self-test
-    }
-    for name in ("jit(step)", "jit(health)", "jit(gradient)"):
-        assert compilations.threads[name] == {"compile"}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_run_compiles_its_programs_once_and_in_threads(tmp_path, compilations, name):
+    _run(tmp_path / "run", **OPTIONS[name])
+    assert {name: compilations.count[name] for name in PROGRAMS} == PROGRAMS
+    for program in PROGRAMS:
+        assert compilations.threads[program] == {"compile"}
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_compiles_its_programs_once(tmp_path, compilations):
+    _run(tmp_path / "run", devices=1, model__implementation="auto", model__head_dim=16)
+    assert {name: compilations.count[name] for name in PROGRAMS} == PROGRAMS
+
+
+def test_a_finished_run_compiles_no_step(tmp_path, compilations):
+    _run(tmp_path / "run", devices=1)
+    compilations.count.clear()
+    _run(tmp_path / "run", devices=1)
+    assert compilations.count["jit(step)"] == compilations.count["jit(health)"] == 0
 
 
 def test_a_run_that_preflight_refuses_compiles_no_further(tmp_path, monkeypatch):
