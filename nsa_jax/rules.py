@@ -65,7 +65,7 @@ _AT_LEAST = {
     3: "data.synthetic_vocab",
     1: (
         "model.dim model.num_layers model.num_heads model.num_kv_heads model.head_dim data.seq_len data.prefetch "
-        "data.stream_lanes "
+        "data.stream_lanes train.selection_queries "
         "train.steps train.batch_size train.grad_accum train.log_every train.keep_last mesh.fsdp mesh.tensor "
         "mesh.context preflight.devices"
     ),
@@ -140,6 +140,7 @@ _RANGES = {
     "model.logit_soft_cap": (0.0, True, float("inf"), False),
     "train.ema_decay": (0.0, True, 1.0, False),
     "train.z_loss": (0.0, True, float("inf"), False),
+    "train.selection_loss": (0.0, True, float("inf"), False),
     "model.rope_scaling.factor": (1.0, True, float("inf"), False),
     "model.rope_scaling.attention_factor": (0.0, True, float("inf"), False),
     "model.rope_scaling.low_freq_factor": (0.0, False, float("inf"), False),
@@ -160,7 +161,7 @@ _RANGES = {
 _PATHS = "name compilation_cache_dir train.local_dir data.cache_dir data.tokenizer_path data.hf_path data.hf_name"
 
 # Errors that cannot be accepted by config.preflight.ignore: no run could follow.
-FATAL = frozenset(f"R{i:03}" for i in (0, 1, 2, 3, 4, 5, 7, 8, 10, 20, 21, 22, 55, 56, 57, 58, 59))
+FATAL = frozenset(f"R{i:03}" for i in (0, 1, 2, 3, 4, 5, 7, 8, 10, 20, 21, 22, 55, 56, 57, 58, 59, 62))
 
 _LONG_RUN = 5_000  # steps; beyond, a mistake costs days
 _TOY_PARAMETERS = 5_000_000  # outside the embedding; fewer are for trying things out
@@ -274,6 +275,25 @@ def _check_offload(config: ConfigDict, found: _Findings) -> None:
             "needed again, and memory grows"
         )
         found.error("R060", message, "set config.model.scan_layers=True")
+
+
+def _check_selection_loss(config: ConfigDict, found: _Findings) -> None:
+    if not config.train.selection_loss:
+        return
+    field = f"config.train.selection_loss={config.train.selection_loss}"
+    nsa, seq_len = config.model.nsa, config.data.seq_len
+    reach = nsa.num_selected * nsa.select_block
+    if "nsa" not in attention_kinds(config.model) or nsa.selector != "compressed":
+        found.error("R062", f"{field}: no layer chooses blocks by its compressed branch", "set it to 0")
+    elif nsa.shared_kv and config.model.compressor == "mean":
+        message = f"{field}: means of keys that all branches share have nothing of their own to learn"
+        found.error("R062", message, 'set it to 0, or nsa.shared_kv=False, or compressor="mlp"')
+    elif seq_len <= reach:
+        message = f"{field}: rows of {seq_len} tokens leave no choice, since num_selected * select_block = {reach}"
+        found.error("R062", message, "set it to 0, or use longer rows")
+    if config.mesh.context > 1:
+        message = f"{field} with config.mesh.context={config.mesh.context}: its queries' keys are on other devices"
+        found.error("R062", message, "set either to its default")
 
 
 def _check_mesh(config: ConfigDict, found: _Findings) -> None:
@@ -514,7 +534,16 @@ def _check_ignored(config: ConfigDict, found: _Findings) -> None:
 
 
 _CHECKS = (
-    *(_check_values, _check_paths, _check_model, _check_offload, _check_mesh, _check_data, _check_training),
+    *(
+        _check_values,
+        _check_paths,
+        _check_model,
+        _check_selection_loss,
+        _check_offload,
+        _check_mesh,
+        _check_data,
+        _check_training,
+    ),
     _check_ignored,
 )
 

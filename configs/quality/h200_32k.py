@@ -19,8 +19,10 @@ VARIANTS = {
     "window": {"model.attention": "window"},
     "nsa": {},
     "shared": {"model.nsa.shared_kv": True},
+    "shared_mean": {"model.nsa.shared_kv": True, "model.compressor": "mean"},
     "window_nsa": {"model.layer_pattern": ("window", "nsa")},
     "open_gates": {"model.nsa.gate_bias": 2.0},
+    "selection_loss": {"train.selection_loss": 1.0},
     "n32": {"model.nsa.num_selected": 32},
 }
 

@@ -20,6 +20,7 @@ VARIANTS = {
     "window": {"model.attention": "window"},
     "nsa": {},
     "shared": {"model.nsa.shared_kv": True},
+    "shared_mean": {"model.nsa.shared_kv": True, "model.compressor": "mean"},
     "mean": {"model.compressor": "mean"},
     "n32": {"model.nsa.num_selected": 32},
     "block32": {"model.nsa.select_block": 32, "model.nsa.num_selected": 32},
@@ -27,6 +28,7 @@ VARIANTS = {
     "window_dense": {"model.layer_pattern": ("window", "dense")},
     "dense_first": {"model.layer_pattern": ("dense",) * 2 + ("nsa",) * 10},
     "open_gates": {"model.nsa.gate_bias": 2.0},
+    "selection_loss": {"train.selection_loss": 1.0},
     "rope_500k": {"model.rope_theta": 500_000.0},
     "rope_500k_dense": {"model.rope_theta": 500_000.0, "model.attention": "dense"},
 }

@@ -1,7 +1,7 @@
 """How good selection is: what the listed blocks hold of dense attention, and what better choices would be worth.
 
-Dense attention is the softmax of a query over all tokens that it may use. Its mass in a selection block is the sum over
-the block's tokens, averaged over the heads that share a list. The oracle lists the blocks with the highest mass.
+Dense attention and its mass in a block are those of `nsa_jax.ops.block_mass`. The oracle lists the blocks with the
+highest mass.
 """
 
 from __future__ import annotations
@@ -15,38 +15,14 @@ import numpy as np
 from flax import nnx
 
 from nsa_jax.config import NSAConfig
-from nsa_jax.inspect.statistics import chosen_by_score, in_chunks, probabilities
+from nsa_jax.inspect.statistics import chosen_by_score, in_chunks
 from nsa_jax.nn import NSAttention, Transformer
 from nsa_jax.nn.observe import run_attention, walk_blocks, walk_layers
 from nsa_jax.ops import blocks
+from nsa_jax.ops.block_mass import block_mass, probabilities
 from nsa_jax.ops.nsa import selected_attention, window_attention
 
 SUBSTITUTES = ("none", "oracle", "all", "exact")
-
-
-def block_mass(query, key, config: NSAConfig, segment_start=None, positions=None) -> jax.Array:
-    """Dense attention's mass in every selection block.
-
-    Args:
-      query: [B, P, N, H], of the queries at `positions`.
-      key: [B, S, K, H], of all tokens.
-      config: the operator's, for the size of the blocks.
-      segment_start: int [B, P] or None.
-      positions: int [B, P]; None means that the queries are all of the row's tokens.
-
-    Returns:
-      float32 [B, P, K, J], averaged over the N / K heads of a key/value head; sums to 1 over J.
-    """
-    t, start = blocks.query_positions(query, segment_start, 0)
-    t = t if positions is None else positions
-    token = jnp.arange(key.shape[1])
-    usable = (token >= start[..., None]) & (token <= t[..., None])
-    probs = probabilities(query, key, usable[:, :, None])  # [B, P, N, S]
-    size = config.select_block
-    count = blocks.num_selection_blocks(key.shape[1], size)
-    probs = jnp.pad(probs, [(0, 0)] * 3 + [(0, count * size - key.shape[1])])
-    mass = probs.reshape(*probs.shape[:2], key.shape[2], -1, count, size).sum(-1)
-    return mass.mean(3)
 
 
 def held_mass(mass, lists):

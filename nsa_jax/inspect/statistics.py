@@ -14,6 +14,7 @@ import numpy as np
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks
+from nsa_jax.ops.block_mass import probabilities
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 # Of a selection block to a query: of the future or another document, a candidate, always listed, or listed because the
@@ -22,16 +23,6 @@ KINDS = ("unreadable", "candidate", "forced", "free")
 UNREADABLE, CANDIDATE, FORCED, FREE = range(len(KINDS))
 # Elements of the largest array of probabilities, float32.
 _CHUNK_ELEMENTS = 2**24
-
-
-def probabilities(query: jax.Array, key: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax of query [B, P, N, H] over key [B, S, K, H] under mask [B, P, K or 1, S]; 0 if all keys are masked."""
-    batch, length, num_heads, head_dim = query.shape
-    grouped = query.astype(jnp.float32).reshape(batch, length, key.shape[2], -1, head_dim)
-    scores = jnp.einsum("bpkgh,bskh->bpkgs", grouped, key.astype(jnp.float32), precision=_HIGHEST) * head_dim**-0.5
-    mask = mask[:, :, :, None, :]
-    probs = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0.0)
-    return probs.reshape(batch, length, num_heads, key.shape[1])
 
 
 def branch_probabilities(

@@ -16,6 +16,7 @@ from nsa_jax.nn.attention import NSAttention
 from nsa_jax.nn.config import ModelConfig
 from nsa_jax.nn.dense import DenseAttention
 from nsa_jax.nn.layers import HIDDEN, RMSNorm, SwiGLU, dropout, embed, init_normal, soft_cap
+from nsa_jax.nn.selection_loss import selection_loss
 from nsa_jax.nn.sharding import constrain_tokens
 
 # Named by the ops; saved under every policy, since choosing blocks again could choose differently and costs time.
@@ -112,6 +113,7 @@ class Block(nnx.Module):
         dropout_key: jax.Array | None = None,
         block_indices: Int[Array, "B T K n"] | None = None,
         return_block_indices: bool = False,
+        selection_queries: Int[Array, " P"] | None = None,
     ):
         """One layer.
 
@@ -121,21 +123,29 @@ class Block(nnx.Module):
           dropout_key: PRNG key of this layer's dropout; None means none.
           block_indices: int32 [B, T, K, n], block lists to read; see `NSAttention`.
           return_block_indices: also return the block lists that were read.
+          selection_queries: int [P]; also return the layer's `selection_loss` at these positions.
 
         Returns:
-          [B, T, D] in the compute dtype, or a pair with the block lists.
+          [B, T, D] in the compute dtype, or a pair with a dict of what else was asked for: `block_indices`, int32
+          [B, T, K, n], and `selection_loss`, float32 [B].
         """
 
         attention: Any = self.attention  # one without selection takes no lists
         given = {} if block_indices is None else {"block_indices": block_indices}
 
         def attend(normed):
+            found = {}
+            out = attention(
+                normed, segment_start, **given, **({"return_block_indices": True} if return_block_indices else {})
+            )
             if return_block_indices:
-                return attention(normed, segment_start, **given, return_block_indices=True)
-            return attention(normed, segment_start, **given), None
+                out, found["block_indices"] = out
+            if selection_queries is not None:
+                found["selection_loss"] = selection_loss(attention, normed, segment_start, selection_queries)
+            return out, found
 
-        x, lists = self.forward(x, attend, dropout_key=dropout_key)
-        return (x, lists) if return_block_indices else x
+        x, found = self.forward(x, attend, dropout_key=dropout_key)
+        return (x, found) if found else x
 
     def forward(
         self,
@@ -247,6 +257,7 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs | jax.Array | None = None,
         block_indices: Int[Array, "layers B T K n"] | None = None,
         return_block_indices: bool = False,
+        selection_queries: Int[Array, " P"] | None = None,
     ):
         """The activations that the output head reads, in the compute dtype.
 
@@ -260,19 +271,23 @@ class Transformer(nnx.Module):
             [0, J), such as -1, are padding. Gradients flow as without them, since none flows through selection.
           return_block_indices: also return the block lists that were read, int32 [NSA layers, B, T, K, n], padded
             with J.
+          selection_queries: int [P], positions at which the NSA layers' `selection_loss` is computed.
 
         Returns:
-          [B, T, D], or a pair with the block lists.
+          [B, T, D]; with `return_block_indices` a pair with the block lists; with `selection_queries` a pair with the
+          selection losses, float32 [NSA layers, B].
 
         Raises:
-          ValueError: block lists of a model without NSA layers.
+          ValueError: block lists or selection losses of a model without NSA layers, or both at once.
         """
         config = self.config
         chex.assert_rank(tokens, 2)
         chex.assert_type(tokens, int)
         sparse = len(config.layers_of("nsa"))
-        if not sparse and (block_indices is not None or return_block_indices):
+        if not sparse and (block_indices is not None or return_block_indices or selection_queries is not None):
             raise ValueError(f"model.config.attention={'/'.join(config.kinds)!r}: must be 'nsa' to have block lists")
+        if return_block_indices and selection_queries is not None:
+            raise ValueError("selection_queries: ask for them or for return_block_indices, not for both")
         if block_indices is not None:
             chex.assert_shape(block_indices, (sparse, *tokens.shape, config.num_kv_heads, None))
         if segment_start is not None:
@@ -284,8 +299,13 @@ class Transformer(nnx.Module):
             key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs
             keys = jax.random.split(key, config.num_layers)
         x = constrain_tokens(embed(self.embedding[...], tokens, config.dtype))
-        x, lists = self._run_blocks(x, segment_start, keys, block_indices, return_block_indices)
-        return (self.norm(x), lists) if return_block_indices else self.norm(x)
+        wanted: dict[str, Any] = {}
+        if return_block_indices:
+            wanted["return_block_indices"] = True
+        if selection_queries is not None:
+            wanted["selection_queries"] = selection_queries
+        x, found = self._run_blocks(x, segment_start, keys, block_indices, wanted)
+        return (self.norm(x), *found.values()) if wanted else self.norm(x)
 
     def _run_blocks(
         self,
@@ -293,9 +313,9 @@ class Transformer(nnx.Module):
         segment_start: jax.Array | None,
         keys: jax.Array | None,
         block_indices: jax.Array | None,
-        return_lists: bool,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Activations, and the block lists of the NSA layers if they are asked for."""
+        wanted: dict[str, Any],
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Activations, and what was asked of the NSA layers by arguments of theirs, stacked."""
         config = self.config
         graphdefs, stacks = zip(*map(nnx.split, layer_stacks(self.blocks, config)), strict=True)
         count = len(stacks)
@@ -304,27 +324,28 @@ class Transformer(nnx.Module):
         scanned = config.scan_layers and (count == 1 or periods > 1)
 
         def layer(graphdef, kind):
+            asked = wanted if kind == "nsa" else {}
+
             def run(x, inputs):
                 params, key, given = inputs
                 if not config.scan_layers:
                     rows, index, pieces = params
                     params = jax.tree.map(lambda row, piece: _row(row, index, piece), rows, pieces)
-                wanted = kind == "nsa" and return_lists
-                arguments = dict(dropout_key=key, block_indices=given, return_block_indices=wanted)
+                arguments = dict(dropout_key=key, block_indices=given, **asked)
                 out = nnx.merge(graphdef, params)(checkpoint_name(x, _INPUT), segment_start, **arguments)
-                out, lists = out if wanted else (out, None)
-                return constrain_tokens(out), lists
+                out, found = out if asked else (out, {})
+                return constrain_tokens(out), found
 
             return remat(run, config.remat, scanned=scanned)
 
         layers = [layer(graphdef, kind) for graphdef, kind in zip(graphdefs, config.kinds, strict=True)]
 
         def period(x, inputs):
-            found = []
+            parts = []
             for run, given in zip(layers, inputs, strict=True):
-                x, lists = run(x, given)
-                found += [] if lists is None else [lists]
-            return x, jnp.stack(found) if found else None
+                x, found = run(x, given)
+                parts += [found] if found else []
+            return x, _stacked(parts)
 
         sparse = [position for position, kind in enumerate(config.kinds) if kind == "nsa"]
         stacked = []
@@ -334,22 +355,22 @@ class Transformer(nnx.Module):
                 given = block_indices[sparse.index(position) :: len(sparse)]
             stacked.append((params, None if keys is None else keys[position::count], given))
         if config.scan_layers:
-            x, lists = _scan(period, x, stacked, periods, config)
+            x, found = _scan(period, x, stacked, periods, config)
         else:
             # Cutting by `split` makes the stacked gradient one concatenation instead of one padded sum for each layer.
             pieces = jax.tree.map(lambda a: jax.lax.split(a, (1,) * periods, axis=0), stacked)
-            found = []
+            parts = []
             for index in range(periods):
                 cut = jax.tree.map(lambda _, p, i=index: p[i], stacked, pieces)
                 inputs = [
                     ((jax.lax.stop_gradient(params), index, piece), *jax.tree.map(lambda a: a[0], rest))
                     for (params, *_), (piece, *rest) in zip(stacked, cut, strict=True)
                 ]
-                x, lists = period(x, inputs)
-                found.append(lists)
-            lists = jnp.stack(found) if return_lists else None
+                x, one = period(x, inputs)
+                parts.append(one)
+            found = _stacked(parts)
         # From [periods, NSA layers of a period, ...].
-        return x, None if lists is None else lists.reshape(-1, *lists.shape[2:])
+        return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)
 
     def output_weight(self) -> Float[Array, "vocab D"] | Float[Array, "D vocab"]:
         """The matrix of the output head: the embedding, or `head` with the vocabulary as second axis."""
@@ -380,6 +401,11 @@ class Transformer(nnx.Module):
         chex.assert_shape(logits, (*tokens.shape, self.config.vocab_size))
         chex.assert_type(logits, jnp.float32)
         return (logits, lists) if return_block_indices else logits
+
+
+def _stacked(parts: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """Dicts of arrays as one of stacked arrays; {} of none."""
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts) if parts else {}
 
 
 def _scan(run: Callable, x: jax.Array, stacked, periods: int, config: ModelConfig) -> tuple[jax.Array, Any]:

@@ -69,7 +69,8 @@ def printable(text: str) -> str:
 def train_row(values: dict[str, float]) -> dict[str, float]:
     """Metrics of the train step under their logged names."""
     row = {logged: float(values[name]) for name, logged in TRAIN_NAMES.items()}
-    return {**row, "train/perplexity": perplexity(row["train/loss"])}
+    added = {f"train/{name}": float(values[name]) for name in ("z_loss", "selection_loss") if name in values}
+    return {**row, **added, "train/perplexity": perplexity(row["train/loss"])}
 
 
 def validation_row(nats: float, tokens: float, text_bytes: float) -> dict[str, float]:

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from nsa_jax.nn.selection_loss import selection_queries
 from nsa_jax.nn.sharding import DATA, split_dimension, token_spec
 from nsa_jax.train import spikes
 from nsa_jax.train.loss import token_losses, weighted_loss
@@ -77,8 +78,8 @@ def _summed_once(gradient: Callable, specs: Any) -> Callable:
             return jax.lax.psum(leaf, DATA)
         return jax.lax.psum_scatter(leaf, DATA, scatter_dimension=dimension, tiled=True)
 
-    def local(params, batch, total, key):
-        losses, grads = gradient(params, batch, total, key)
+    def local(params, batch, of_batch, key):
+        losses, grads = gradient(params, batch, of_batch, key)
         return jax.lax.psum(losses, DATA), jax.tree.map(add_up, grads, specs)
 
     return jax.shard_map(local, in_specs=(P(), P(DATA), P(), P()), out_specs=(P(), specs), check_vma=False)
@@ -88,8 +89,9 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
     """The jitted step (state, batch) -> (state, metrics); the state is donated.
 
     The loss is the mean over every token of the global batch that `loss_mask` weights, whatever the number of
-    micro-batches and devices. A step whose loss or gradient norm is not finite (with `config.guards.skip_steps`) or a
-    spike (with `config.guards.skip_spikes`) leaves parameters and all averages as they were.
+    micro-batches and devices. `config.train.z_loss` and `config.train.selection_loss` add to what is minimised. A step
+    whose loss or gradient norm is not finite (with `config.guards.skip_steps`) or a spike (with
+    `config.guards.skip_spikes`) leaves parameters and all averages as they were.
 
     Metrics are float32 scalars on the device, and with `config.guards.health` those of `layer_figures` under "layers";
     nothing is sent to the host.
@@ -103,28 +105,34 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
     packed = config.data.packing
     lengths = jnp.asarray(token_bytes, jnp.float32)
 
-    def micro_loss(params, batch, total, key):
+    def micro_loss(params, batch, of_batch, key):
         model = setup.model(params)
-        hidden = model.hidden(
-            batch["inputs"],
-            batch["segment_start"] if packed else None,
-            deterministic=config.model.dropout == 0,
-            rngs=key,
-        )
-        return weighted_loss(model, hidden, batch["targets"], batch["loss_mask"] / total, config.train.z_loss)
+        arguments = batch["inputs"], batch["segment_start"] if packed else None
+        settings = dict(deterministic=config.model.dropout == 0, rngs=key)
+        weights = batch["loss_mask"] / of_batch["total"]
+        if not config.train.selection_loss:
+            hidden = model.hidden(*arguments, **settings)
+            objective, loss = weighted_loss(model, hidden, batch["targets"], weights, config.train.z_loss)
+            return objective, {"loss": loss, "z_loss": objective - loss}
+        hidden, by_layer = model.hidden(*arguments, **settings, selection_queries=of_batch["queries"])
+        objective, loss = weighted_loss(model, hidden, batch["targets"], weights, config.train.z_loss)
+        selection = by_layer.mean(0).sum() / of_batch["rows"]
+        parts = {"loss": loss, "z_loss": objective - loss, "selection_loss": selection}
+        return objective + config.train.selection_loss * selection, parts
 
-    def gradient(count, params, batch, total, key):
-        """What is minimised and the cross-entropy in it, and the gradients of all micro-batches."""
-        value_and_grad = jax.value_and_grad(micro_loss, has_aux=True)
+    def gradient(count, params, batch, of_batch, key):
+        """The parts of what is minimised, and its gradients, of all micro-batches."""
+        gradient_and_parts = jax.grad(micro_loss, has_aux=True)
         if count == 1:
-            return value_and_grad(params, batch, total, jax.random.fold_in(key, 0))
+            return gradient_and_parts(params, batch, of_batch, jax.random.fold_in(key, 0))[::-1]
 
         def accumulate(carry, inputs):
             index, micro = inputs
-            got = value_and_grad(params, micro, total, jax.random.fold_in(key, index))
-            return jax.tree.map(jnp.add, carry, got), None
+            grads, parts = gradient_and_parts(params, micro, of_batch, jax.random.fold_in(key, index))
+            return jax.tree.map(jnp.add, carry, (parts, grads)), None
 
-        zero = jax.tree.map(jnp.zeros_like, ((jnp.zeros(()), jnp.zeros(())), params))
+        names = ("loss", "z_loss", *(["selection_loss"] if config.train.selection_loss else []))
+        zero = jax.tree.map(jnp.zeros_like, (dict.fromkeys(names, jnp.zeros(())), params))
         return jax.lax.scan(accumulate, zero, (jnp.arange(count), _split_micro_batches(batch, count)))[0]
 
     sums_once = setup.mesh.shape[DATA] == setup.mesh.size > 1 and config.model.dropout == 0
@@ -135,8 +143,16 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         params = state["params"]
         total = jnp.maximum(batch["loss_mask"].sum(), 1.0)
         key = jax.random.fold_in(jax.random.key(config.seed), state["step"])
+        of_batch = {"total": total}
+        if config.train.selection_loss:
+            count, length = config.train.selection_queries, config.data.seq_len
+            # The same for all rows: neither micro-batches nor devices change them. Dropout takes the first numbers.
+            own_key = jax.random.fold_in(key, 2**31 - 1)
+            queries = selection_queries(length, count, setup.model_config.nsa, own_key)
+            of_batch |= {"queries": queries, "rows": jnp.float32(len(batch["inputs"]))}
         whole_gradient = _summed_once(micro_gradients, gradient_spec) if sums_once else micro_gradients
-        (objective, loss), grads = whole_gradient(params, batch, total, key)
+        parts, grads = whole_gradient(params, batch, of_batch, key)
+        loss = parts["loss"]
         if config.mesh.shard_optimizer:
             grads = jax.lax.with_sharding_constraint(grads, gradient_spec)
         # Measured here, before clipping and before anything could reset it.
@@ -174,8 +190,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
             "learning_rate": schedule(state["step"]),
             **extra,
         }
-        if config.train.z_loss:
-            metrics["z_loss"] = objective - loss
+        metrics |= {name: parts[name] for name in ("z_loss", "selection_loss") if config.train[name]}
         chex.assert_rank(list(metrics.values()), 0)
         if config.guards.health:
             trees = {"weights": new["params"], "gradients": grads, "updates": updates}
