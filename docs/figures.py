@@ -230,28 +230,73 @@ def generation_rows() -> dict[str, list[str]]:
     }
 
 
+VARIANTS = {"dense": "dense", "window": "window of 512", "nsa": "NSA", "window_nsa": "window and NSA by turns"}
+
+
+def nats(value: float | None) -> str:
+    """A loss or a difference of losses, or a share: three decimals, and no zero below zero."""
+    return "" if value is None else f"{round(value, 3) + 0.0:.3f}"
+
+
 def quality_rows() -> dict[str, list[str]]:
-    """As `attention_rows`: losses at 32,768 tokens by tokens seen and by position, and what far text is worth."""
+    """As `attention_rows`, of models trained at 32,768 tokens: losses by tokens seen and by position, and recall."""
     rows = {row["variant"]: row for row in results("quality_h200")["rows"] if row["length"] == 32768}
-    names = {"dense": "dense", "window": "window of 512", "nsa": "NSA"}
+    runs = {name: rows[variant] for variant, name in VARIANTS.items()}
+    runs["NSA, earlier run"] = rows["nsa"] | rows["nsa"]["earlier_run"]
     found = {}
-    for variant, name in names.items():
-        row = rows[variant]
+    for name, row in runs.items():
         curve = {point["step"]: point for point in row["validation"]}
         speed = f"{row['tokens_per_second'] / row['device']['count']:,.0f}"
         for field, title, end in (
             ("bits_per_byte", "bits per byte", speed),
             ("task_nats", "nats per token of tasks", ""),
         ):
-            found[f"{name}, {title}"] = [f"{curve[step][field]:.3f}" for step in range(190, 1901, 190)] + [end]
-        for field, what in (("by_position", "held-out text"), ("validation_by_position", "the run's validation")):
-            parts = [part for part in row.get(field, []) if part["from"] >= 512]
-            if parts:
-                found[f"{what}, {name}"] = [f"{part['nats']:.3f}" for part in parts]
-    for part in (part for part in rows["dense"]["context"]["bins"] if part["from"] >= 2048):
-        worth = [part[f"beyond_{cut}"] for cut in (512, 2048, 8192)]
-        title = f"positions {part['from']:,} to {part['to']:,}"
-        found[title] = ["" if nats is None else f"{nats:.3f}" for nats in worth]
+            found[f"{name}, {title}"] = [nats(curve[step][field]) for step in range(190, 1901, 190)] + [end]
+    by_position = {
+        variant: [part["nats"] for part in row["by_position"] if part["from"] >= 128] for variant, row in rows.items()
+    }
+    for variant, name in VARIANTS.items():
+        found[f"held-out text, {name}"] = [nats(loss) for loss in by_position[variant]]
+    for variant in ("dense", "window"):
+        pairs = zip(by_position["nsa"], by_position[variant], strict=True)
+        found[f"NSA minus {VARIANTS[variant]}"] = [nats(nsa - other) for nsa, other in pairs]
+    for variant, name in VARIANTS.items():
+        parts = [part for part in rows[variant]["long"]["distances"] if part["task"] == "recall"]
+        shares = [part["exact_match"] for part in parts if 32 <= part["from"] < 1024]
+        far = [part for part in parts if part["from"] >= 1024]
+        shares.append(
+            sum(part["exact_match"] * part["questions"] for part in far) / sum(part["questions"] for part in far)
+        )
+        found[f"recall, {name}"] = [f"{share:.0%}".replace("%", " %") for share in shares]
+    return found | context_rows(rows) | selection_rows(rows)
+
+
+def context_rows(rows: dict[str, dict]) -> dict[str, list[str]]:
+    """As `attention_rows`: what text further away than a cut is worth to each variant, by position."""
+    found = {}
+    for cut in (512, 2048, 8192):
+        for variant, name in VARIANTS.items():
+            parts = [part for part in rows[variant]["context"]["bins"] if part["from"] >= 2048]
+            found[f"beyond {cut:,}, {name}"] = [nats(part[f"beyond_{cut}"]) for part in parts]
+    return found
+
+
+def selection_rows(rows: dict[str, dict]) -> dict[str, list[str]]:
+    """As `attention_rows`: what lists hold of dense attention by layer, and losses with other lists by position."""
+    found = {}
+    for variant in ("nsa", "window_nsa"):
+        measured, name = rows[variant]["selection"], VARIANTS[variant]
+        layers = {row["layer"]: row for row in measured["own"]}
+        for field, title in (
+            ("listed", "held by lists"),
+            ("random", "held by random lists"),
+            ("oracle", "held by the best lists"),
+            ("overlap", "in common with the best lists"),
+        ):
+            found[f"{title}, {name}"] = [nats(layers.get(layer, {}).get(field)) for layer in range(12)]
+        parts = [part for part in measured["substitutes"] if part["from"] >= 512]
+        for field, title in (("none", "its own lists"), ("oracle", "the best lists"), ("all", "all blocks")):
+            found[f"{name} with {title}"] = [nats(part[field]) for part in parts]
     return found
 
 
@@ -309,7 +354,9 @@ def page(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name = match[1].strip()
-        return f"| {' | '.join([name, *rows[name]])} |".replace("|  |", "| |") if name in rows else match[0]
+        if name not in rows:
+            return match[0]
+        return re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join([name, *rows[name]])} |")
 
     for name, sentence in SENTENCES.items():
         text = re.sub(rf"(<!-- {name} -->).*?(<!-- end -->)", rf"\g<1>{sentence()}\2", text, flags=re.DOTALL)
