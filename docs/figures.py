@@ -157,8 +157,10 @@ def training_rows() -> dict[str, list[str]]:
     split = [row for row in (*context["same"], *context["long"]) if row["attention"] == "nsa"]
     vocabulary = results("vocabulary_h100")["rows"]
     billion = results("train_1b_h200")["rows"]
+    two = results("train_1b_two_h200")["rows"]
     cells = lambda show: [" / ".join(show(row) for row in billion[i : i + 2]) for i in (0, 2)]  # noqa: E731
     mebibytes = lambda part, kind: [f"{row[part][kind] / 2**20:,.0f}" for row in vocabulary]  # noqa: E731
+    percent = lambda share: f"{share:.1%}".replace("%", " %")  # noqa: E731
     return {
         "model with NSA, tokens/s": [thousands(speed) for speed in speeds[0]],
         "model with dense attention, tokens/s": [thousands(speed) for speed in speeds[1]],
@@ -168,11 +170,14 @@ def training_rows() -> dict[str, list[str]]:
         "memory, GiB": [digits(row["planned_gib"]) for row in remat],
         "compiling, s": [f"{row['compile_seconds']:.0f}" for row in remat],
         "eight GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in eight],
-        "share of eight times one GPU": [f"{row['scaling']:.1%}".replace("%", " %") for row in eight],
+        "share of eight times one GPU": [percent(row["scaling"]) for row in eight],
         "row split over GPUs, tokens/s": [thousands(row["tokens_per_second"]) for row in split],
         "1.1B, NSA / dense, tokens/s": cells(lambda row: f"{row['tokens_per_second']:,}"),
-        "1.1B, NSA / dense, MFU": cells(lambda row: f"{row['mfu']:.1%}".replace("%", " %")),
+        "1.1B, NSA / dense, MFU": cells(lambda row: percent(row["mfu"])),
         "1.1B, NSA / dense, planned GiB": cells(lambda row: digits(row["planned_gib"])),
+        "one and two GPUs, tokens/s": [f"{row['tokens_per_second']:,}" for row in two],
+        "share of twice one GPU": [percent(row["scaling"]) if "scaling" in row else "" for row in two],
+        "one and two GPUs, planned GiB": [digits(row["planned_gib"]) for row in two],
         "gathered in a step, MiB": mebibytes("bytes", "all-gather"),
         "gathered, needed by embedding and head, MiB": mebibytes("needed", "all-gather"),
         "reduced and scattered in a step, MiB": mebibytes("bytes", "reduce-scatter"),
