@@ -27,7 +27,7 @@ import jax.numpy as jnp
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import nsa_jax  # noqa: E402
-from benchmarks.mosaic_sm80_parts import Variant  # noqa: E402
+from benchmarks.mosaic_sm80_tiles import Variant  # noqa: E402
 from benchmarks.timing import environment, measure  # noqa: E402
 from nsa_jax.ops import reference  # noqa: E402
 from nsa_jax.ops.gpus import GPUS  # noqa: E402

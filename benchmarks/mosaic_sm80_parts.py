@@ -1,4 +1,4 @@
-"""What `mosaic_sm80_kernel` is made of: instructions of compute capability 8.0 and what one step does with them.
+"""What the kernels in `mosaic_sm80_*.py` are made of: instructions of compute capability 8.0, copies and products.
 
 Shared memory holds rows of 256 bytes, 16 pieces of 16 bytes. Piece c of row r lies where c ^ (r % 8) would, so that
 neither the 8 rows that `ldmatrix` reads at once nor the copies meet in a bank.
@@ -6,9 +6,7 @@ neither the 8 rows that `ldmatrix` reads at once nor the copies meet in a bank.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,37 +21,6 @@ PIECES = ROW_BYTES // PIECE
 TILE = 64  # rows that the four warps of a warpgroup multiply at once
 THREADS = 128  # of a warpgroup
 _PAIR = 16  # columns that one ldmatrix of four matrices covers
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """Tile sizes.
-
-    Attributes:
-      row_tiles: groups of 64 query rows of a warpgroup.
-      warpgroups: of a program.
-      keys: keys per block.
-      stages: blocks of keys and values in shared memory. With one, keys and values are copied in turns.
-    """
-
-    row_tiles: int
-    warpgroups: int
-    keys: int
-    stages: int
-
-    @property
-    def name(self) -> str:
-        return f"rows{self.rows}_wg{self.warpgroups}_keys{self.keys}_stages{self.stages}"
-
-    @property
-    def own_rows(self) -> int:
-        """Query rows of a warpgroup."""
-        return self.row_tiles * TILE
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a program."""
-        return self.own_rows * self.warpgroups
 
 
 def i32() -> ir.Type:
@@ -100,14 +67,14 @@ def scalar(number) -> ir.Value:
     return number.registers.item()
 
 
-def _array(registers, shape: tuple[int, ...], layout: Any) -> Any:
+def array(registers, shape: tuple[int, ...], layout: Any) -> Any:
     """A register array of a thread's registers in the layout's order."""
     shaped = np.empty(layout.registers_shape(shape), object)
     shaped.flat[:] = registers
     return mgpu.FragmentedArray(_registers=shaped, _layout=layout, _is_signed=None)
 
 
-def _pair(first: ir.Value, second: ir.Value) -> ir.Value:
+def pair(first: ir.Value, second: ir.Value) -> ir.Value:
     """Two float32 numbers as one vector register."""
     both = llvm.mlir_undef(ir.VectorType.get((2,), ir.F32Type.get()))
     both = llvm.insertelement(both, first, position=constant(0))
@@ -201,38 +168,65 @@ def warpgroup() -> ir.Value:
     return arith.divui(mgpu.thread_idx(), constant(THREADS))
 
 
-def score_products(query: ir.Value, key: ir.Value, variant: Variant) -> Any:
-    """Products of the warpgroup's query rows with a block of keys, both in shared memory: [own rows, keys]."""
-    layouts = mgpu.MMALayouts(ir.BF16Type.get())
-    rows, keys = variant.own_rows, variant.keys
+def left_rows(address: ir.Value, row_tiles: int) -> Callable[[int], Any]:
+    """Takes rows of the left matrix from shared memory: k -> the warpgroup's rows of columns 16 k to 16 k + 15.
+
+    Args:
+      address: where the program's rows begin; each warpgroup has its own `row_tiles` times 64 of them.
+      row_tiles: of a warpgroup.
+    """
+    rows = row_tiles * TILE
     row, first, second = _lane()
-    query_row = arith.addi(own_row(), arith.addi(times(first, 8), row))
-    query_row = arith.addi(query_row, times(warpgroup(), rows))
-    query_at = _addresses(query, query_row, second, row)
-    key_at = _addresses(key, arith.addi(times(second, 8), row), first, row)
-    scores = mgpu.FragmentedArray.splat(real(0.0), (rows, keys), layouts.acc)
+    own = arith.addi(own_row(), arith.addi(times(first, 8), row))
+    places = _addresses(address, arith.addi(own, times(warpgroup(), rows)), second, row)
+
+    def load(k: int) -> Any:
+        words = [_ldmatrix(places[k], tile * TILE * ROW_BYTES, False) for tile in range(row_tiles)]
+        layout = mgpu.MMALayouts(ir.BF16Type.get()).lhs
+        return array(_halves([x for part in words for x in part]), (rows, _PAIR), layout)
+
+    return load
+
+
+def row_products(left: Callable[[int], Any], right: ir.Value, row_tiles: int, columns: int) -> Any:
+    """Products of the rows of two matrices of 128 columns: float32 [row_tiles * 64, columns].
+
+    Args:
+      left: as `left_rows` gives it.
+      right: where the other matrix begins in shared memory.
+      row_tiles: of a warpgroup.
+      columns: rows of the other matrix.
+    """
+    layouts = mgpu.MMALayouts(ir.BF16Type.get())
+    row, first, second = _lane()
+    places = _addresses(right, arith.addi(times(second, 8), row), first, row)
+    acc = mgpu.FragmentedArray.splat(real(0.0), (row_tiles * TILE, columns), layouts.acc)
     for k in range(DIM // _PAIR):
-        words = [_ldmatrix(query_at[k], tile * TILE * ROW_BYTES, False) for tile in range(variant.row_tiles)]
-        left = _array(_halves([x for part in words for x in part]), (rows, _PAIR), layouts.lhs)
-        words = [_ldmatrix(key_at[k], n * ROW_BYTES, False) for n in range(0, keys, _PAIR)]
-        right = _array(_halves([x for part in words for x in part]), (_PAIR, keys), layouts.rhs)
-        scores = mgpu.mma(scores, left, right)
-    return scores
+        part = left(k)
+        words = [_ldmatrix(places[k], n * ROW_BYTES, False) for n in range(0, columns, _PAIR)]
+        acc = mgpu.mma(acc, part, array(_halves([x for y in words for x in y]), (_PAIR, columns), layouts.rhs))
+    return acc
 
 
-def value_products(acc: Any, weights: list[ir.Value], value: ir.Value, variant: Variant) -> Any:
-    """`acc` plus weights, pairs of bfloat16 in the order of scores, times a block of values in shared memory."""
+def add_products(acc: Any, left: list[ir.Value], right: ir.Value, depth: int) -> Any:
+    """`acc` [R, 128] plus a matrix [R, depth] in registers times one [depth, 128] in shared memory.
+
+    Args:
+      acc: float32.
+      left: pairs of bfloat16 in the order of the registers of products [R, depth].
+      right: where the other matrix begins.
+      depth: its rows.
+    """
     layouts = mgpu.MMALayouts(ir.BF16Type.get())
-    rows, keys = variant.own_rows, variant.keys
-    left = _array(weights, (rows, keys), layouts.lhs)
+    weights = array(left, (acc.shape[0], depth), layouts.lhs)
     row, first, second = _lane()
-    value_at = _addresses(value, arith.addi(times(first, 8), row), second, row)
+    places = _addresses(right, arith.addi(times(first, 8), row), second, row)
     acc = acc.copy()
-    for k in range(0, keys, _PAIR):
+    for k in range(0, depth, _PAIR):
         for n in range(DIM // _PAIR):
-            right = _array(_halves(_ldmatrix(value_at[n], k * ROW_BYTES, True)), (_PAIR, _PAIR), layouts.rhs)
+            part = array(_halves(_ldmatrix(places[n], k * ROW_BYTES, True)), (_PAIR, _PAIR), layouts.rhs)
             columns = slice(n * _PAIR, (n + 1) * _PAIR)
-            acc[:, columns] = mgpu.mma(acc[:, columns], left[:, k : k + _PAIR], right)
+            acc[:, columns] = mgpu.mma(acc[:, columns], weights[:, k : k + _PAIR], part)
     return acc
 
 
@@ -243,52 +237,22 @@ def across(text: str, number: ir.Value) -> ir.Value:
     return number
 
 
-def softmax(scores: Any, acc: Any, peak: Any, total: Any, high, first_key: ir.Value, scale: float, variant: Variant):
-    """One step of the running softmax: the weights as pairs of bfloat16, and the scaled acc, peak and total.
-
-    Args:
-      scores: [own rows, keys], not scaled.
-      acc, peak, total: as before the step; each thread has its own part of the total.
-      high: for each of a thread's rows, the keys it sees, or None where it sees all of the block.
-      first_key: the block's.
-    """
-    tiles, columns = variant.row_tiles, variant.keys // 8
-    numbers = np.array([unpair(x) for x in scores.registers.flat], object).reshape(tiles, columns, 2, 2)
-    sums = np.array([unpair(x) for x in acc.registers.flat], object).reshape(tiles, DIM // 8, 2, 2)
-    peaks = np.array([first_of(x) for x in peak.registers.flat], object).reshape(tiles, 2)
-    totals = np.array([first_of(x) for x in total.registers.flat], object).reshape(tiles, 2)
-    own_key = arith.addi(first_key, times(arith.remui(mgpu.thread_idx(), constant(4)), 2))
-    for tile, half in np.ndindex(tiles, 2):
-        of_row = numbers[tile, :, half]
-        if high is not None:
-            for n, i in np.ndindex(columns, 2):
-                seen = arith.cmpi(arith.CmpIPredicate.slt, plus(own_key, n * 8 + i), high[tile, half])
-                of_row[n, i] = arith.select(seen, of_row[n, i], real(-math.inf))
-        highest = functools.reduce(functools.partial(f32, "max.f32"), of_row.flat)
-        before = peaks[tile, half]
-        now = f32("max.f32", before, arith.mulf(across("max.f32", highest), real(scale)))
-        alpha = f32("ex2.approx.ftz.f32", arith.subf(before, now))
-        minus = arith.negf(now)
-        for n, i in np.ndindex(columns, 2):
-            of_row[n, i] = f32("ex2.approx.ftz.f32", f32("fma.rn.f32", of_row[n, i], real(scale), minus))
-        share = functools.reduce(arith.addf, of_row.flat)
-        peaks[tile, half], totals[tile, half] = now, f32("fma.rn.f32", totals[tile, half], alpha, share)
-        for n, i in np.ndindex(DIM // 8, 2):
-            sums[tile, n, half, i] = arith.mulf(sums[tile, n, half, i], alpha)
-    weights = [narrow(*both) for both in numbers.reshape(-1, 2)]
-    acc = _array([_pair(*both) for both in sums.reshape(-1, 2)], acc.shape, acc.layout)
-    return weights, acc, _numbers(peaks, peak), _numbers(totals, total)
-
-
 def first_of(register: ir.Value) -> ir.Value:
     """The number of a register of an array with one number per row."""
     return llvm.extractelement(register, constant(0))
 
 
-def _numbers(values, like: Any) -> Any:
-    """An array with one number per row."""
+def row_numbers(values: np.ndarray, layout: Any) -> Any:
+    """An array with one number per row, of those of a thread, [row tiles, 2]."""
     single = ir.VectorType.get((1,), ir.F32Type.get())
-    return _array([vector.broadcast(single, x) for x in values.flat], like.shape, like.layout)
+    return array([vector.broadcast(single, x) for x in values.flat], (len(values) * TILE,), layout)
+
+
+def load_pair(pointer: ir.Value) -> list[ir.Value]:
+    """Two float32 numbers next to each other in global memory."""
+    words = llvm.StructType.get_literal([ir.F32Type.get()] * 2)
+    got = asm(words, [pointer], "ld.global.v2.f32 {$0, $1}, [$2];", "=f,=f,l,~{memory}", effects=True)
+    return [llvm.extractvalue(ir.F32Type.get(), got, [i]) for i in range(2)]
 
 
 def narrow(first: ir.Value, second: ir.Value) -> ir.Value:

@@ -20,7 +20,8 @@ from tests.kernels import ptx
 if jax.__version_info__ < (0, 11):
     pytest.skip("the prototype needs JAX 0.11, whose plgpu has Layout.MMA_ACC", allow_module_level=True)
 
-from benchmarks.mosaic_sm80_parts import DIM, Variant  # noqa: E402
+from benchmarks.mosaic_sm80_parts import DIM  # noqa: E402
+from benchmarks.mosaic_sm80_tiles import Variant  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 VARIANTS = {
