@@ -145,13 +145,24 @@ def _lane() -> tuple[ir.Value, ir.Value, ir.Value]:
     return row, first, second
 
 
-def _addresses(base: ir.Value, row: ir.Value, bit: ir.Value, within: ir.Value) -> list[ir.Value]:
-    """Of each pair of pieces, the piece `bit` of it in a row whose number in its 8 rows is `within`."""
-    offset = arith.addi(times(row, ROW_BYTES), times(arith.xori(bit, within), PIECE))
-    return [
-        arith.addi(base, arith.xori(offset, constant(pair * 2 * PIECE)) if pair else offset)
-        for pair in range(PIECES // 2)
-    ]
+def _addresses(base: ir.Value, row: ir.Value, bit: ir.Value, within: ir.Value) -> Callable[[int], ir.Value]:
+    """Where the piece `bit` of a pair of pieces of a row lies, by the number of the pair.
+
+    Each is computed where it is used: kept over the loop, those of all matrices take too many registers.
+
+    Args:
+      base: where the buffer begins, a multiple of 256.
+      row: of the buffer.
+      bit: 0 or 1.
+      within: number of the row in its 8 rows.
+    """
+    first = arith.addi(base, arith.addi(times(row, ROW_BYTES), times(arith.xori(bit, within), PIECE)))
+
+    def place(pair: int) -> ir.Value:
+        text = f"xor.b32 $0, $1, {pair * 2 * PIECE};"
+        return asm(i32(), [first], text, "=r,r", effects=True) if pair else first
+
+    return place
 
 
 def _halves(words: list[ir.Value]) -> list[ir.Value]:
@@ -181,7 +192,7 @@ def left_rows(address: ir.Value, row_tiles: int) -> Callable[[int], Any]:
     places = _addresses(address, arith.addi(own, times(warpgroup(), rows)), second, row)
 
     def load(k: int) -> Any:
-        words = [_ldmatrix(places[k], tile * TILE * ROW_BYTES, False) for tile in range(row_tiles)]
+        words = [_ldmatrix(places(k), tile * TILE * ROW_BYTES, False) for tile in range(row_tiles)]
         layout = mgpu.MMALayouts(ir.BF16Type.get()).lhs
         return array(_halves([x for part in words for x in part]), (rows, _PAIR), layout)
 
@@ -203,7 +214,7 @@ def row_products(left: Callable[[int], Any], right: ir.Value, row_tiles: int, co
     acc = mgpu.FragmentedArray.splat(real(0.0), (row_tiles * TILE, columns), layouts.acc)
     for k in range(DIM // _PAIR):
         part = left(k)
-        words = [_ldmatrix(places[k], n * ROW_BYTES, False) for n in range(0, columns, _PAIR)]
+        words = [_ldmatrix(places(k), n * ROW_BYTES, False) for n in range(0, columns, _PAIR)]
         acc = mgpu.mma(acc, part, array(_halves([x for y in words for x in y]), (_PAIR, columns), layouts.rhs))
     return acc
 
@@ -224,7 +235,7 @@ def add_products(acc: Any, left: list[ir.Value], right: ir.Value, depth: int) ->
     acc = acc.copy()
     for k in range(0, depth, _PAIR):
         for n in range(DIM // _PAIR):
-            part = array(_halves(_ldmatrix(places[n], k * ROW_BYTES, True)), (_PAIR, _PAIR), layouts.rhs)
+            part = array(_halves(_ldmatrix(places(n), k * ROW_BYTES, True)), (_PAIR, _PAIR), layouts.rhs)
             columns = slice(n * _PAIR, (n + 1) * _PAIR)
             acc[:, columns] = mgpu.mma(acc[:, columns], weights[:, k : k + _PAIR], part)
     return acc
