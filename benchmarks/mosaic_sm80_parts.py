@@ -199,6 +199,19 @@ def left_rows(address: ir.Value, row_tiles: int) -> Callable[[int], Any]:
     return load
 
 
+def whole_rows(load: Callable[[int], Any], row_tiles: int) -> Any:
+    """All of a warpgroup's rows that `left_rows` takes from shared memory, in registers: [row_tiles * 64, 128]."""
+    rows = row_tiles * TILE
+    layout = mgpu.MMALayouts(ir.BF16Type.get()).lhs
+    pieces = np.stack([load(k).registers for k in range(DIM // _PAIR)], 1)
+    return array(list(pieces.flat), (rows, DIM), layout)
+
+
+def held_rows(whole: Any) -> Callable[[int], Any]:
+    """What `left_rows` gives, for rows in registers."""
+    return lambda k: whole[:, k * _PAIR : (k + 1) * _PAIR]
+
+
 def row_products(left: Callable[[int], Any], right: ir.Value, row_tiles: int, columns: int) -> Any:
     """Products of the rows of two matrices of 128 columns: float32 [row_tiles * 64, columns].
 
@@ -257,6 +270,14 @@ def row_numbers(values: np.ndarray, layout: Any) -> Any:
     """An array with one number per row, of those of a thread, [row tiles, 2]."""
     single = ir.VectorType.get((1,), ir.F32Type.get())
     return array([vector.broadcast(single, x) for x in values.flat], (len(values) * TILE,), layout)
+
+
+def load_four(address: ir.Value, offset: int) -> list[ir.Value]:
+    """Four float32 numbers next to each other in shared memory."""
+    words = llvm.StructType.get_literal([ir.F32Type.get()] * 4)
+    text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+    got = asm(words, [address], text, "=f,=f,=f,=f,r,~{memory}", effects=True)
+    return [llvm.extractvalue(ir.F32Type.get(), got, [i]) for i in range(4)]
 
 
 def load_pair(pointer: ir.Value) -> list[ir.Value]:

@@ -92,7 +92,7 @@ class Emulator:
 
     Attributes:
       threads: of the program.
-      bank_conflicts: how often threads that access shared memory at once met in a bank.
+      bank_conflicts: how often threads that access shared memory at once met in a bank, at different places.
     """
 
     def __init__(self, text: str, program: Sequence[int], buffers: Sequence[np.ndarray], shared_bytes: int):
@@ -198,8 +198,9 @@ class Emulator:
     def _note_accesses(self, first: np.ndarray, size: int, writes: bool) -> None:
         """Looks for bank conflicts and races of accesses to `size` bytes of shared memory per active thread."""
         at_once = 128 // size  # threads that all 32 banks of 4 bytes serve together
-        banks = np.sort(first[: first.size // at_once * at_once].reshape(-1, at_once) // size % at_once)
-        self.bank_conflicts += int((np.diff(banks) == 0).sum())
+        together = first[: first.size // at_once * at_once].reshape(-1, at_once) // size
+        places, banks = (int((np.diff(np.sort(x)) != 0).sum()) for x in (together, together % at_once))
+        self.bank_conflicts += places - banks
         warp = 1 << (np.flatnonzero(self._active) // WARP)[:, None]
         words = first[:, None] // 4 + np.arange(size // 4)
         np.bitwise_or.at(self._writers if writes else self._readers, words, warp)

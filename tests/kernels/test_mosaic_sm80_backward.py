@@ -19,7 +19,7 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the prototype needs JAX 0.11, whose plgpu has Layout.MMA_ACC", allow_module_level=True)
 
 from benchmarks.mosaic_sm80_parts import DIM  # noqa: E402
-from benchmarks.mosaic_sm80_tiles import Variant  # noqa: E402
+from benchmarks.mosaic_sm80_tiles import KeyVariant, Variant  # noqa: E402
 
 TOLERANCE = 1e-2  # of the largest gradient
 # As in the forward's test: the last tile sees two whole blocks of 64 keys and a part of the third.
@@ -38,16 +38,29 @@ VARIANTS = {
         Variant(row_tiles=1, warpgroups=2, keys=64, stages=2),
     )
 }
+# The 159 keys do not fill the last block. The query tiles of a block are split over `SPLITS` programs.
+SPLITS = 3
+KEY_VARIANTS = {
+    variant.name: variant
+    for variant in (
+        KeyVariant(warpgroups=2, rows=64, stages=2, at_once=64, programs=SPLITS * 2 * KV_HEADS * BATCH),
+        KeyVariant(warpgroups=1, rows=32, stages=3, at_once=16, programs=SPLITS * 3 * KV_HEADS * BATCH),
+        KeyVariant(warpgroups=1, rows=64, stages=2, at_once=32, held=True, programs=SPLITS * 3 * KV_HEADS * BATCH),
+    )
+}
 
 COMPILE = """
 import functools, sys
 from jax.experimental.mosaic.gpu import utils
+from benchmarks.mosaic_sm80_dkv import key_value_gradients
 from benchmarks.mosaic_sm80_dq import query_gradient
 from nsa_jax.aot import compile_for_gpu
 from tests.kernels import test_mosaic_sm80_backward as test
 
 utils._infer_arch = lambda: (8, 0)
-function = functools.partial(query_gradient, config=test.forward.CONFIG, variant=test.VARIANTS[sys.argv[1]])
+variant = (test.VARIANTS | test.KEY_VARIANTS)[sys.argv[1]]
+gradient = query_gradient if sys.argv[1] in test.VARIANTS else key_value_gradients
+function = functools.partial(gradient, config=test.forward.CONFIG, variant=variant)
 compile_for_gpu(function, *test.shapes(), gpu="a100-80gb")
 """
 
@@ -106,3 +119,26 @@ def test_emulated_gradients_of_queries_match_the_reference(name, tmp_path):
         np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * np.abs(want).max())
         out[batch, tokens, heads] = np.nan
         assert np.isnan(out.astype(np.float32)).all(), "wrote outside of its tile"
+
+
+@pytest.mark.parametrize("name", KEY_VARIANTS)
+def test_emulated_gradients_of_keys_and_values_match_the_reference(name, tmp_path):
+    variant = KEY_VARIANTS[name]
+    text = forward.compiled(COMPILE, name, tmp_path)
+    (query, key, value, grad_out), pairs, (_, *wanted) = problem()
+    held = 0 if variant.held else 2 * variant.keys
+    shared_bytes = (held + 2 * variant.stages * variant.rows) * DIM * 2 + variant.stages * variant.rows * 8
+    for block, kv_head, batch in ((0, 1, 0), (-(-forward.KEYS // variant.keys) - 1, 0, 1)):
+        shares = [np.full((SPLITS, *key.shape), np.nan, np.float32) for _ in range(2)]
+        buffers = as_bytes(key, value, pairs, query, grad_out, *shares)
+        for split in range(SPLITS):
+            emulator = ptx.Emulator(text, (batch, kv_head, block * SPLITS + split), buffers, shared_bytes)
+            emulator.run()
+            assert emulator.bank_conflicts == 0
+
+        own = np.arange(block * variant.keys, min((block + 1) * variant.keys, forward.KEYS))
+        for share, gradient in zip(shares, wanted, strict=True):
+            got, want = share[:, batch, own, kv_head].sum(0), gradient[batch, own, kv_head]
+            np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * np.abs(want).max())
+            share[:, batch, own, kv_head] = np.nan
+            assert np.isnan(share).all(), "wrote outside of its block"
