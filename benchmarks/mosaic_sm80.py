@@ -164,7 +164,7 @@ class Run:
         names = [*self.kinds, *(["backward"] if {"dq", "dkv"} <= set(self.kinds) else [])]
         with cases.without_wgmma():
             triton = together({kind: functools.partial(cases.compiled_triton, kind, length) for kind in names})
-        hopper = together({"forward": functools.partial(cases.compiled_triton, "forward", length)})["forward"]
+        hopper = cases.compiled_triton("forward", length)
         functions = self._compile(length, right)
         forward = triton["forward"] if "forward" in triton else hopper
         sets: dict[str, list[cases.Arrays]] = {"forward": [], "dq": []}
@@ -202,7 +202,10 @@ class Run:
         if not isinstance(triton, Exception):
             around.append(timed(triton))
         for name, function in mosaic.items():
-            row["mosaic_ms"][name] = timed(function)
+            try:
+                row["mosaic_ms"][name] = timed(function)
+            except Exception as problem:
+                print(f"{kind} {name}, {length}: {type(problem).__name__}: {str(problem)[:500]}", flush=True)
             self.write()
         if not isinstance(triton, Exception):
             around.append(timed(triton))

@@ -49,9 +49,11 @@ VARIANTS: dict[str, tuple[Variant | KeyVariant, ...]] = {
     ),
     "dkv": (
         KeyVariant(warpgroups=2, rows=64, stages=2, at_once=64),
+        KeyVariant(warpgroups=2, rows=64, stages=2, at_once=64, programs=512),
         KeyVariant(warpgroups=2, rows=32, stages=3, at_once=32),
         KeyVariant(warpgroups=1, rows=64, stages=2, at_once=64),
         KeyVariant(warpgroups=1, rows=32, stages=2, at_once=32),
+        KeyVariant(warpgroups=1, rows=32, stages=2, at_once=32, programs=512),
         KeyVariant(warpgroups=1, rows=64, stages=2, at_once=32, held=True),
         KeyVariant(warpgroups=1, rows=64, stages=2, at_once=16, held=True),
         KeyVariant(warpgroups=2, rows=64, stages=3, at_once=32, held=True),

@@ -82,8 +82,8 @@ class KeyVariant:
 
     @property
     def name(self) -> str:
-        held = "_held" if self.held else ""
-        return f"keys{self.keys}_wg{self.warpgroups}_rows{self.rows}_stages{self.stages}_once{self.at_once}{held}"
+        name = f"keys{self.keys}_wg{self.warpgroups}_rows{self.rows}_stages{self.stages}_once{self.at_once}"
+        return f"{name}{'_held' if self.held else ''}_programs{self.programs}"
 
     @property
     def keys(self) -> int:
