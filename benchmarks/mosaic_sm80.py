@@ -146,7 +146,7 @@ class Run:
                 errors = [cases.error(x, y) for x, y in zip(got, wanted[kind], strict=True)]
                 again = jax.block_until_ready(function(*taken[kind]))
                 same = all(bool((x == y).all()) for x, y in zip(got, again, strict=True))
-                found = {"errors": errors, "deterministic": same}
+                found: dict[str, Any] = {"errors": errors, "deterministic": same}
                 found["right"] = same and max(errors) <= cases.LARGEST_ERROR[kind]
             except Exception as problem:
                 found = {"problem": f"{type(problem).__name__}: {str(problem)[:500]}", "right": False}
@@ -197,7 +197,13 @@ class Run:
         """Milliseconds of Triton before and after the variants, and of these."""
         timed = functools.partial(measure, arguments=sets, repeats=5, min_sample_s=0.05)
         around: list[float] = []
-        row = {"kind": kind, "length": length, "triton_mma_sync_ms": around, "mosaic_ms": {}, "ratio": {}}
+        row: dict[str, Any] = {
+            "kind": kind,
+            "length": length,
+            "triton_mma_sync_ms": around,
+            "mosaic_ms": {},
+            "ratio": {},
+        }
         self.result["times"].append(row)
         if not isinstance(triton, Exception):
             around.append(timed(triton))

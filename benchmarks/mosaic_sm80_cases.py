@@ -166,8 +166,8 @@ def wanted(length: int) -> tuple[dict[str, Arrays], dict[str, Arrays]]:
 
     @jax.jit
     def run(*arrays):
-        *arrays, grad = (x.astype(jnp.float32) for x in arrays)
-        (out, lse), pull = jax.vjp(attend, *arrays)
+        *attended, grad = (x.astype(jnp.float32) for x in arrays)
+        (out, lse), pull = jax.vjp(attend, *attended)
         return (out, lse), pull((grad, jnp.zeros_like(lse)))
 
     result, gradients = run(query, key, value, grad_out)

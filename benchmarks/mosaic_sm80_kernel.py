@@ -83,6 +83,7 @@ def _begin(variant: Variant):
 def _scores(problem: Problem, query_smem, key_smem, slot):
     """The scores of a block of keys, not scaled."""
     variant = problem.variant
+    assert isinstance(variant, Variant)
     shape = variant.own_rows, variant.keys
 
     @plgpu.inline_mgpu(
@@ -100,6 +101,7 @@ def _scores(problem: Problem, query_smem, key_smem, slot):
 def _add(problem: Problem, exact: bool, scores, carry, value_smem, slot, block, tile):
     """The running softmax after a block of keys."""
     variant = problem.variant
+    assert isinstance(variant, Variant)
     rows, scale = variant.own_rows, LOG2E / math.sqrt(DIM)
     shapes = ((rows, DIM), ACC), ((rows,), ROW), ((rows,), ROW)
 
