@@ -23,8 +23,9 @@ from jaxlib.mlir.dialects import arith
 
 from benchmarks import mosaic_sm80_parts as parts
 from benchmarks import mosaic_sm80_tiles as tiles
+from benchmarks.mosaic_sm80_layouts import ACC, PARAMETERS, ROW
 from benchmarks.mosaic_sm80_parts import DIM
-from benchmarks.mosaic_sm80_tiles import ACC, PARAMETERS, ROW, SCALAR, Problem, Variant
+from benchmarks.mosaic_sm80_tiles import SCALAR, Problem, Variant
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
 

@@ -20,10 +20,7 @@ from benchmarks import mosaic_sm80_parts as parts
 from benchmarks.mosaic_sm80_parts import DIM
 from nsa_jax.config import NSAConfig
 
-ACC = plgpu.Layout.MMA_ACC(jnp.bfloat16)
-ROW = ACC.reduce(1)
 SCALAR = plgpu.Layout.WG_SPLAT(())
-PARAMETERS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,6 @@ from benchmarks.timing import environment, load_config  # noqa: E402
 from nsa_jax import aot  # noqa: E402
 from nsa_jax.data.sources import StdlibSource  # noqa: E402
 from nsa_jax.train import flops  # noqa: E402
-from nsa_jax.train.compile_ahead import compiles_the_same_beside_others  # noqa: E402
 from nsa_jax.train.preflight import hlo  # noqa: E402
 from nsa_jax.train.state import batch_sharding, setup  # noqa: E402
 from nsa_jax.train.step import make_train_step  # noqa: E402
@@ -294,16 +293,14 @@ def start_compiling(
 ) -> Callable[[], tuple[Any, Any, float]]:
     """What returns a case's setup, its compiled step and the seconds that took; what failed is raised then.
 
-    All steps are compiled at once, except those for which XLA times kernels: these wait until they are asked for.
+    All steps are compiled at once.
     """
     try:
         made = prepare(options, case)
     except Exception as error:
         return functools.partial(_fail, error)
-    if compiles_the_same_beside_others(made):
-        future = threads.submit(compile_step, options, made)
-        return lambda: (made, *future.result())
-    return lambda: (made, *compile_step(options, made))
+    future = threads.submit(compile_step, options, made)
+    return lambda: (made, *future.result())
 
 
 def main() -> None:

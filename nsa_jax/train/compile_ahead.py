@@ -60,9 +60,10 @@ def first_programs(
 ) -> dict[str, tuple[Any, tuple]]:
     """What a run calls until its first step is done, as `CompileAhead` takes it.
 
-    None of it with a batch ramp, whose batches have other shapes, and none that must be compiled alone.
+    None of it with a batch ramp, whose batches have other shapes. Where XLA times kernels to choose among them (without
+    `config.train.deterministic`), it has the GPU to itself: other programs of the process wait.
     """
-    if setup.config.train.batch_ramp or not compiles_the_same_beside_others(setup):
+    if setup.config.train.batch_ramp:
         return {}
     state, batch = setup.target(), setup.abstract_batch()
     programs: dict[str, tuple[Any, tuple]] = {"train step": (train_step, (state, batch))}
@@ -71,9 +72,3 @@ def first_programs(
     if health_program is not None:
         programs["health"] = (health_program, (state["params"], batch))
     return programs
-
-
-def compiles_the_same_beside_others(made: Setup) -> bool:
-    """Whether programs do not depend on what else the device does: on GPUs, XLA must not time kernels to choose."""
-    on_cpu = made.mesh.devices.flat[0].platform == "cpu"
-    return on_cpu or (made.compiler_options or {}).get("xla_gpu_autotune_level") == 0

@@ -1,22 +1,23 @@
 """What a run calls first is compiled while its preflight is at work, and compiled once."""
 
 import collections
-import dataclasses
 import logging
 import threading
-import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from nsa_jax.config import ConfigError
+from nsa_jax.nn import ModelConfig
+from nsa_jax.ops.target import Target, compile_for
 from nsa_jax.train import preflight
-from nsa_jax.train.compile_ahead import CompileAhead, compiles_the_same_beside_others
+from nsa_jax.train.compile_ahead import CompileAhead
 from nsa_jax.train.loop import Run
-from nsa_jax.train.state import setup
+from nsa_jax.train.preflight import selftest
 
-from .tiny import VOCAB, one_device, tiny_config
+from .tiny import one_device, tiny_config
 
 
 class _Compilations(logging.Handler):
@@ -59,6 +60,8 @@ OPTIONS = {
     "micro_batches": dict(devices=1, train__grad_accum=2, train__ema_decay=0.9),
     "averages_on_the_host": dict(devices=1, train__offload_optimizer=True),
     "spikes": dict(devices=1, guards__skip_spikes=3),
+    "not_deterministic": dict(devices=1, train__deterministic=False),
+    "selection_loss": dict(devices=2, train__selection_loss=1.0),
 }
 
 
@@ -80,9 +83,30 @@ def test_a_run_compiles_its_programs_once_and_in_threads(tmp_path, compilations,
 
 
 @pytest.mark.gpu
-def test_a_run_on_a_gpu_compiles_its_programs_once(tmp_path, compilations):
-    _run(tmp_path / "run", devices=1, model__implementation="auto", model__head_dim=16)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_run_on_a_gpu_compiles_its_programs_once(tmp_path, compilations, deterministic):
+    settings = dict(model__implementation="auto", model__head_dim=16, train__deterministic=deterministic)
+    _run(tmp_path / "run", devices=1, **settings)
     assert {name: compilations.count[name] for name in PROGRAMS} == PROGRAMS
+
+
+def test_what_the_self_test_asks_of_shared_blocks_is_compiled_beside_the_rest(compilations, monkeypatch):
+    """On GPUs whose kernels serve blocks that neighbours share it compares lists, and logits with lists given."""
+    assert not selftest._shares_blocks(*selftest.slice_config(tiny_config())[:2])  # on a CPU
+    with compile_for(Target("gpu", (9, 0))):
+        sizes = dict(dim=768, num_heads=12, num_kv_heads=2, head_dim=64, compute_dtype="bfloat16", vocab_size=8)
+        assert selftest._shares_blocks(ModelConfig(**sizes), 32_768)
+        assert not selftest._shares_blocks(ModelConfig(**sizes), 2048)
+        assert not selftest._shares_blocks(ModelConfig(**sizes, attention="dense"), 32_768)
+    monkeypatch.setattr(selftest, "_shares_blocks", lambda *_: True)
+    model, length, _ = selftest.slice_config(tiny_config(model__num_layers=1, model__nsa__shared_kv=True))
+    subject = selftest._Subject(model, length, True, 0)
+    base, lists = subject.logits(), subject.lists(subject.tokens)
+    np.testing.assert_allclose(subject.logits(lists=lists), base, rtol=1e-4, atol=1e-5)
+    subject.gradients()
+    assert compilations.count["jit(lists)"] == compilations.count["jit(gradient)"] == 1
+    assert compilations.count["jit(forward)"] == 2
+    assert compilations.threads["jit(lists)"] == {"compile"} and "compile" in compilations.threads["jit(forward)"]
 
 
 def test_a_finished_run_compiles_no_step(tmp_path, compilations):
@@ -129,12 +153,3 @@ def test_an_error_of_the_compiler_is_that_of_the_call():
     ahead.wait("broken", "one that was never asked for")
     with pytest.raises(TypeError, match="no such program"):
         function(argument)
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_programs_that_xla_times_kernels_for_are_not_compiled_beside_others(deterministic):
-    made = setup(tiny_config(train__deterministic=deterministic), VOCAB, one_device())
-    assert compiles_the_same_beside_others(made)  # XLA times nothing for CPUs
-    gpu = types.SimpleNamespace(platform="gpu")
-    mesh = types.SimpleNamespace(devices=types.SimpleNamespace(flat=[gpu]))
-    assert compiles_the_same_beside_others(dataclasses.replace(made, mesh=mesh)) is deterministic

@@ -32,7 +32,7 @@ from ml_collections import ConfigDict
 from nsa_jax.config import Problem
 from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.nn.transformer import layer_stacks
-from nsa_jax.ops.explain import explain
+from nsa_jax.ops.explain import Explanation, explain
 from nsa_jax.ops.target import current_target
 from nsa_jax.train.compile_ahead import CompileAhead
 from nsa_jax.train.loss import weighted_loss
@@ -92,13 +92,24 @@ def _on_cpu(model: ModelConfig) -> dict[str, Any]:
     return {"compute_dtype": "float32", "mlp_dim": min(model.mlp_dim, model.dim)}
 
 
-def _kernels(model: ModelConfig, length: int) -> list[str]:
-    """The kernel of each stage and pass of NSA in rows of a length."""
-    explained = explain(
+def _explained(model: ModelConfig, length: int) -> Explanation:
+    """What serves each stage and pass of NSA in rows of a length."""
+    return explain(
         length=length, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim,
         dtype=model.compute_dtype, config=model.nsa, target=current_target(),
     )  # fmt: skip
-    return [row.choice.kernel for row in explained.rows]
+
+
+def _kernels(model: ModelConfig, length: int) -> list[str]:
+    """The kernel of each stage and pass of NSA in rows of a length."""
+    return [row.choice.kernel for row in _explained(model, length).rows]
+
+
+def _shares_blocks(model: ModelConfig, length: int) -> bool:
+    """Whether kernels serve blocks that neighbours share, so that logits change by rounding where lists do not."""
+    if "nsa" not in model.kinds or not current_target().is_gpu:
+        return False
+    return any(row.direction == "forward, shared blocks" for row in _explained(model, length).rows)
 
 
 def _positions(model: ModelConfig, length: int) -> list[int]:
@@ -163,19 +174,25 @@ class _Subject:
         self.segments = np.where(positions >= self.start, self.start, 0).astype(np.int32)[None]
         self._run, self._select = _forward(self.graphdef, packed), _lists(self.graphdef, packed)
         self._gradient = _gradient(self.graphdef, packed)
+        row = (self.params, self.tokens, self.segments)
+        programs: dict[str, tuple[Any, tuple]] = {"gradient": (self._gradient, row)}
+        if _shares_blocks(model, length):
+            shape = (len(model.layers_of("nsa")), 1, length, model.num_kv_heads, model.nsa.num_selected)
+            programs["lists"] = (self._select, row)
+            programs["logits with lists"] = (self._run, (*row, jax.ShapeDtypeStruct(shape, jnp.int32)))
         device: Any = jax.config
-        self._compiling = CompileAhead(
-            {"gradient": (self._gradient, (self.params, self.tokens, self.segments))},
-            functools.partial(jax.default_device, device.jax_default_device),
-        )
+        self._compiling = CompileAhead(programs, functools.partial(jax.default_device, device.jax_default_device))
 
     def logits(self, tokens: np.ndarray | None = None, params: Any = None, lists: Any = None) -> np.ndarray:
         """float32 [T, vocab]; with block lists those are read."""
+        if lists is not None:
+            self._compiling.wait("logits with lists")
         tokens = self.tokens if tokens is None else tokens.astype(np.int32)
         return np.asarray(self._run(self.params if params is None else params, tokens, self.segments, lists))
 
     def lists(self, tokens: np.ndarray, params: Any = None) -> np.ndarray:
         """The block lists of the layer with NSA: int32 [NSA layers, 1, T, K, n]."""
+        self._compiling.wait("lists")
         params = self.params if params is None else params
         return np.asarray(self._select(params, tokens.astype(np.int32), self.segments))
 
