@@ -149,9 +149,7 @@ def default_config() -> ConfigDict:
     t.ema_decay = 0.0  # decay of an average of the weights, such as 0.9995, which is validated and exported; 0: none
     t.local_dir = ""  # where a run with an s3:// or gs:// workdir keeps its files; empty: runs/SCHEME/BUCKET/PATH
     t.z_loss = 0.0  # training adds this times the square of each token's logsumexp of logits, such as 1e-4; 0: none
-    t.selection_loss = (
-        0.0  # times the divergence of the scores that choose blocks from dense attention, such as 1; 0: none
-    )
+    t.selection_loss = 0.0  # times the divergence of the scores that choose blocks from dense attention; 0: none
     t.selection_queries = 64  # queries of each row that selection_loss looks at
     t.deterministic = True  # on GPUs, sums in one order and untuned matrix products: runs are bit-equal
     t.xla_options = ()  # for the compiler, such as ("xla_gpu_enable_latency_hiding_scheduler=True",); docs/parallel.md

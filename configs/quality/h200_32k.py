@@ -24,7 +24,7 @@ VARIANTS = {
     "shared_mean": {"model.nsa.shared_kv": True, "model.compressor": "mean"},
     "window_nsa": {"model.layer_pattern": ("window", "nsa")},
     "open_gates": {"model.nsa.gate_bias": 2.0},
-    "selection_loss": {"train.selection_loss": 1.0},
+    "selection_loss": {"train.selection_loss": 0.1},
     "n32": {"model.nsa.num_selected": 32},
 }
 

@@ -28,7 +28,7 @@ VARIANTS = {
     "window_dense": {"model.layer_pattern": ("window", "dense")},
     "dense_first": {"model.layer_pattern": ("dense",) * 2 + ("nsa",) * 10},
     "open_gates": {"model.nsa.gate_bias": 2.0},
-    "selection_loss": {"train.selection_loss": 1.0},
+    "selection_loss": {"train.selection_loss": 0.1},
     "rope_500k": {"model.rope_theta": 500_000.0},
     "rope_500k_dense": {"model.rope_theta": 500_000.0, "model.attention": "dense"},
 }
