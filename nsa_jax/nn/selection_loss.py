@@ -10,6 +10,7 @@ and keys. It trains the projection of the keys that are compressed, and their co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nsa_jax.nn.attention import NSAttention
-from nsa_jax.nn.projection import split_heads
+from nsa_jax.nn.sharding import TENSOR, constrain_tensor, constrain_tokens, constrain_whole, tensor_size
 from nsa_jax.ops import block_mass, blocks
 from nsa_jax.ops.blocks import NSAConfig
 
@@ -68,14 +69,15 @@ def selection_loss(
     everywhere = jnp.arange(length, dtype=jnp.int32)
 
     def heads(tokens: jax.Array, piece: int, number: int, norm: Any) -> jax.Array:
-        """A piece of the projection, as in `Projections`, before RoPE."""
+        """A piece of the projection, as in `Projections`, before RoPE. Weights travel, not activations."""
         first = sum(attention.widths[:piece])
         columns = slice(first, first + attention.widths[piece])
-        out = tokens @ w_in[:, columns].astype(config.dtype)
+        weights = w_in[:, columns].astype(config.dtype).reshape(x.shape[-1], number, -1)
+        weights = constrain_tensor(weights, 1) if tensor_size() > 1 else constrain_whole(weights)
+        out = constrain_tokens(jnp.einsum("btd,dnh->btnh", tokens, weights), TENSOR)
         if attention.b_in is not None:
-            out += attention.b_in[...][columns].astype(config.dtype)
-        out = split_heads(out, number)
-        return out if norm is None else _frozen(norm)(out)
+            out += attention.b_in[...][columns].astype(config.dtype).reshape(number, -1)
+        return out if norm is None else _with_weights(norm, jax.lax.stop_gradient)(out)
 
     slc = 1 if config.shared_kv else 3
     query = config.rope(heads(x[:, queries], 0, config.num_heads, attention.q_norm), queries, length)
@@ -85,7 +87,7 @@ def selection_loss(
     if config.shared_kv:  # the keys serve all branches
         key_raw = jax.lax.stop_gradient(key_raw)
     assert attention.compress_key is not None
-    key_cmp = attention.compress_key(key_raw)
+    key_cmp = _with_weights(attention.compress_key, constrain_whole)(key_raw)
     last = blocks.compressed_last_position(jnp.arange(key_cmp.shape[1], dtype=jnp.int32), config.nsa)
     key_cmp = config.rope(key_cmp, last, length)
 
@@ -103,7 +105,7 @@ def selection_loss(
     return divergence.sum(1) / jnp.maximum(choice.sum(1), 1.0)
 
 
-def _frozen(module: nnx.Module) -> Any:
-    """The same module, whose parameters no gradient reaches."""
+def _with_weights(module: nnx.Module, change: Callable[[jax.Array], jax.Array]) -> Any:
+    """The same module with changed parameters."""
     graphdef, state = nnx.split(module)
-    return nnx.merge(graphdef, jax.lax.stop_gradient(state))
+    return nnx.merge(graphdef, jax.tree.map(change, state))

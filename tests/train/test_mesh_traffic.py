@@ -184,6 +184,24 @@ def test_a_step_moves_what_its_layout_needs(case):
     check_traffic(made, program.as_text())
 
 
+@pytest.mark.parametrize(
+    "mesh", [dict(fsdp=8), pytest.param(dict(tensor=2, fsdp=4), marks=pytest.mark.slow)], ids=["fsdp", "tensor"]
+)
+def test_the_selection_loss_moves_weights_alone(mesh):
+    def config(weight):
+        c = small_config(train__selection_loss=weight, train__selection_queries=8)
+        c.data.packing = False
+        c.mesh.update(mesh)
+        c.train.batch_size = ROWS * 8 // mesh.get("tensor", 1)
+        return c
+
+    made, with_loss = compiled(config(1.0))
+    _, without = compiled(config(0.0))
+    more = moved(with_loss.as_text()).total() - moved(without.as_text()).total()
+    batch = made.config.train.batch_size * LENGTH * made.model_config.dim * made.model_config.dtype.itemsize
+    assert 0 < more < batch
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
 def test_no_device_holds_a_float32_head_or_its_gradient(tied):
     made, program = compiled(large_vocabulary(tied), "h100", 64)
