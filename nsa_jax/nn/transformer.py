@@ -131,13 +131,11 @@ class Block(nnx.Module):
         """
 
         attention: Any = self.attention  # one without selection takes no lists
-        given = {} if block_indices is None else {"block_indices": block_indices}
+        given: dict[str, Any] = {} if block_indices is None else {"block_indices": block_indices}
+        given |= {"return_block_indices": True} if return_block_indices else {}
 
         def attend(normed):
-            found = {}
-            out = attention(
-                normed, segment_start, **given, **({"return_block_indices": True} if return_block_indices else {})
-            )
+            found, out = {}, attention(normed, segment_start, **given)
             if return_block_indices:
                 out, found["block_indices"] = out
             if selection_queries is not None:
@@ -299,11 +297,8 @@ class Transformer(nnx.Module):
             key = rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs
             keys = jax.random.split(key, config.num_layers)
         x = constrain_tokens(embed(self.embedding[...], tokens, config.dtype))
-        wanted: dict[str, Any] = {}
-        if return_block_indices:
-            wanted["return_block_indices"] = True
-        if selection_queries is not None:
-            wanted["selection_queries"] = selection_queries
+        wanted: dict[str, Any] = {"return_block_indices": True} if return_block_indices else {}
+        wanted |= {} if selection_queries is None else {"selection_queries": selection_queries}
         x, found = self._run_blocks(x, segment_start, keys, block_indices, wanted)
         return (self.norm(x), *found.values()) if wanted else self.norm(x)
 
