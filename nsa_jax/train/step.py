@@ -106,19 +106,22 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
     lengths = jnp.asarray(token_bytes, jnp.float32)
 
     def micro_loss(params, batch, of_batch, key):
-        model = setup.model(params)
-        arguments = batch["inputs"], batch["segment_start"] if packed else None
-        settings = dict(deterministic=config.model.dropout == 0, rngs=key)
+        model, queries = setup.model(params), of_batch["queries"]
+        hidden = model.hidden(
+            batch["inputs"],
+            batch["segment_start"] if packed else None,
+            deterministic=config.model.dropout == 0,
+            rngs=key,
+            selection_queries=queries,
+        )
+        hidden, by_layer = (hidden, None) if queries is None else hidden
         weights = batch["loss_mask"] / of_batch["total"]
-        if not config.train.selection_loss:
-            hidden = model.hidden(*arguments, **settings)
-            objective, loss = weighted_loss(model, hidden, batch["targets"], weights, config.train.z_loss)
-            return objective, {"loss": loss, "z_loss": objective - loss}
-        hidden, by_layer = model.hidden(*arguments, **settings, selection_queries=of_batch["queries"])
         objective, loss = weighted_loss(model, hidden, batch["targets"], weights, config.train.z_loss)
-        selection = by_layer.mean(0).sum() / of_batch["rows"]
-        parts = {"loss": loss, "z_loss": objective - loss, "selection_loss": selection}
-        return objective + config.train.selection_loss * selection, parts
+        parts = {"loss": loss, "z_loss": objective - loss}
+        if by_layer is not None:
+            parts["selection_loss"] = by_layer.mean(0).sum() / of_batch["rows"]
+            objective += config.train.selection_loss * parts["selection_loss"]
+        return objective, parts
 
     def gradient(count, params, batch, of_batch, key):
         """The parts of what is minimised, and its gradients, of all micro-batches."""
@@ -143,13 +146,12 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         params = state["params"]
         total = jnp.maximum(batch["loss_mask"].sum(), 1.0)
         key = jax.random.fold_in(jax.random.key(config.seed), state["step"])
-        of_batch = {"total": total}
+        of_batch = {"total": total, "rows": jnp.float32(len(batch["inputs"])), "queries": None}
         if config.train.selection_loss:
             count, length = config.train.selection_queries, config.data.seq_len
             # The same for all rows: neither micro-batches nor devices change them. Dropout takes the first numbers.
             own_key = jax.random.fold_in(key, 2**31 - 1)
-            queries = selection_queries(length, count, setup.model_config.nsa, own_key)
-            of_batch |= {"queries": queries, "rows": jnp.float32(len(batch["inputs"]))}
+            of_batch["queries"] = selection_queries(length, count, setup.model_config.nsa, own_key)
         whole_gradient = _summed_once(micro_gradients, gradient_spec) if sums_once else micro_gradients
         parts, grads = whole_gradient(params, batch, of_batch, key)
         loss = parts["loss"]
