@@ -6,7 +6,6 @@ computes scores and weights again, and the products of the output's gradient wit
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -157,48 +156,23 @@ def _kernel(problem: Problem, query_ref, key_ref, value_ref, grad_ref, pairs_ref
     variant = problem.variant
     assert isinstance(variant, Variant)
     query_smem, grad_smem, key_smem, value_smem = buffers
-    stages = variant.stages
     # Late queries see most: they go first, so that the end is short.
     tile = problem.tiles - 1 - lax.axis_index("tile")
     place = lax.axis_index("kv_head"), lax.axis_index("batch")
-    whole, end = problem.visits(tile)
-    zero = jnp.int32(0)
+    keys = tiles.KeyBlocks(problem, ((value_ref, value_smem), (key_ref, key_smem)), tile, place)
 
-    def start(slot, block, names):
-        block = jnp.clip(block, 0, jnp.maximum(end - 1, 0))
-        for name, ref, smem in (("k", key_ref, key_smem), ("v", value_ref, value_smem)):
-            if name in names:
-                tiles.start_keys(problem, ref, smem, slot, block, place)
+    def products(slot):
+        # In a ring keys and values are there together, and `_add` takes fewer of both at once.
+        return _value_products(problem, grad_smem, value_smem) if variant.stages == 1 else None
 
-    def in_turns(exact, i, acc):
-        tiles.wait_copies(0)
-        start(zero, i, "k")
-        products = _value_products(problem, grad_smem, value_smem)
-        tiles.wait_copies(0)
-        start(zero, i + 1, "v")
-        return _add(problem, exact, acc, rows, products, buffers, zero, i, tile)
-
-    def in_ring(exact, i, acc):
-        tiles.wait_copies(2 * (stages - 2))
-        ahead = i + stages - 1
-        start(lax.rem(ahead, jnp.int32(stages)), ahead, "kv")
-        slot = lax.rem(i, jnp.int32(stages))
-        return _add(problem, exact, acc, rows, None, buffers, slot, i, tile)
+    def add(exact, products, acc, slot, block):
+        return _add(problem, exact, acc, rows, products, buffers, slot, block, tile)
 
     for ref, smem in ((query_ref, query_smem), (grad_ref, grad_smem)):
-        tiles.start_queries(problem, ref, smem, zero, tile, place)
-    if stages == 1:
-        start(zero, zero, "v")
-        step = in_turns
-    else:
-        for block in range(stages - 1):
-            start(jnp.int32(block), jnp.int32(block), "kv")
-        step = in_ring
+        tiles.start_queries(problem, ref, smem, jnp.int32(0), tile, place)
+    keys.begin()
     rows = _load_pairs(problem, pairs_ref, tile, place)
-    acc = _zeros(variant)
-    acc = lax.fori_loop(0, whole, functools.partial(step, True), acc)
-    acc = lax.fori_loop(whole, end, functools.partial(step, False), acc)
-    tiles.wait_copies(0)
+    acc = keys.visit(_zeros(variant), products, add)
     _store(problem, acc, query_smem, out_ref, tile, place)
 
 

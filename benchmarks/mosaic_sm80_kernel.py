@@ -156,47 +156,20 @@ def _store(problem: Problem, carry, smem, out_ref, lse_ref, tile, place) -> None
 def _kernel(problem: Problem, query_ref, key_ref, value_ref, out_ref, lse_ref, query_smem, key_smem, value_smem):
     variant = problem.variant
     assert isinstance(variant, Variant)
-    stages = variant.stages
     # Late queries see most: they go first, so that the end is short.
     tile = problem.tiles - 1 - lax.axis_index("tile")
     place = lax.axis_index("kv_head"), lax.axis_index("batch")
-    whole, end = problem.visits(tile)
-    zero = jnp.int32(0)
+    keys = tiles.KeyBlocks(problem, ((key_ref, key_smem), (value_ref, value_smem)), tile, place)
 
-    def start(slot, block, names):
-        block = jnp.clip(block, 0, jnp.maximum(end - 1, 0))
-        for name, ref, smem in (("k", key_ref, key_smem), ("v", value_ref, value_smem)):
-            if name in names:
-                tiles.start_keys(problem, ref, smem, slot, block, place)
+    def scores(slot):
+        return _scores(problem, query_smem, key_smem, slot)
 
-    def in_turns(exact, i, carry):
-        tiles.wait_copies(0)
-        start(zero, i, "v")
-        scores = _scores(problem, query_smem, key_smem, zero)
-        tiles.wait_copies(0)
-        start(zero, i + 1, "k")
-        return _add(problem, exact, scores, carry, value_smem, zero, i, tile)
+    def add(exact, scores, carry, slot, block):
+        return _add(problem, exact, scores, carry, value_smem, slot, block, tile)
 
-    def in_ring(exact, i, carry):
-        tiles.wait_copies(2 * (stages - 2))
-        ahead = i + stages - 1
-        start(lax.rem(ahead, jnp.int32(stages)), ahead, "kv")
-        slot = lax.rem(i, jnp.int32(stages))
-        scores = _scores(problem, query_smem, key_smem, slot)
-        return _add(problem, exact, scores, carry, value_smem, slot, i, tile)
-
-    tiles.start_queries(problem, query_ref, query_smem, zero, tile, place)
-    if stages == 1:
-        start(zero, zero, "k")
-        step = in_turns
-    else:
-        for block in range(stages - 1):
-            start(jnp.int32(block), jnp.int32(block), "kv")
-        step = in_ring
-    carry = _begin(variant)
-    carry = lax.fori_loop(0, whole, functools.partial(step, True), carry)
-    carry = lax.fori_loop(whole, end, functools.partial(step, False), carry)
-    tiles.wait_copies(0)
+    tiles.start_queries(problem, query_ref, query_smem, jnp.int32(0), tile, place)
+    keys.begin()
+    carry = keys.visit(_begin(variant), scores, add)
     _store(problem, carry, query_smem, out_ref, lse_ref, tile, place)
 
 

@@ -6,6 +6,8 @@ Query rows are (token, head) pairs of one key/value head, in that order.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -187,30 +189,26 @@ def slot_of(smem, slot: ir.Value, rows: int) -> ir.Value:
     return arith.addi(parts.shared(smem), parts.times(slot, rows * parts.ROW_BYTES))
 
 
-def start_queries(problem: Problem, query_ref, query_smem, slot, tile, place) -> None:
-    """Starts the copy of a tile of query rows to a slot."""
+def _start_copy(problem: Problem, ref, smem, slot, number, place, rows: int, row_of: Callable) -> None:
+    """Starts the copy of a tile to a slot; row r of the tile is row `row_of(r, number, *place)` of the array."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, (SCALAR,) * 2))
-    def start(_, query, smem, slot, tile, place):
-        where = [parts.scalar(x) for x in (tile, *place)]
-        rows = problem.variant.rows
+    def start(_, array, smem, slot, number, place):
+        where = [parts.scalar(x) for x in (number, *place)]
         buffer = slot_of(smem, parts.scalar(slot), rows)
-        parts.copy_rows(buffer, query, lambda row: problem.query_row(row, *where), rows, problem.threads)
+        parts.copy_rows(buffer, array, lambda row: row_of(row, *where), rows, problem.threads)
 
-    start(query_ref, query_smem, slot, tile, place)
+    start(ref, smem, slot, number, place)
+
+
+def start_queries(problem: Problem, query_ref, query_smem, slot, tile, place) -> None:
+    """Starts the copy of a tile of query rows to a slot."""
+    _start_copy(problem, query_ref, query_smem, slot, tile, place, problem.variant.rows, problem.query_row)
 
 
 def start_keys(problem: Problem, key_ref, key_smem, slot, block, place) -> None:
     """Starts the copy of a block of keys, or of values, to a slot."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, (SCALAR,) * 2))
-    def start(_, key, smem, slot, block, place):
-        where = [parts.scalar(x) for x in (block, *place)]
-        keys = problem.variant.keys
-        buffer = slot_of(smem, parts.scalar(slot), keys)
-        parts.copy_rows(buffer, key, lambda row: problem.key_row(row, *where), keys, problem.threads)
-
-    start(key_ref, key_smem, slot, block, place)
+    _start_copy(problem, key_ref, key_smem, slot, block, place, problem.variant.keys, problem.key_row)
 
 
 def wait_copies(groups: int) -> None:
@@ -221,6 +219,71 @@ def wait_copies(groups: int) -> None:
         parts.wait(groups)
 
     wait()
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyBlocks:
+    """The blocks of keys and values that a query tile sees, copied to shared memory before they are used.
+
+    Attributes:
+      problem: of query tiles.
+      arrays: an array and its slots in shared memory, of what is used first, and of the other: keys or values.
+      tile: the query tile.
+      place: key/value head and batch.
+    """
+
+    problem: Problem
+    arrays: tuple[tuple, tuple]
+    tile: jax.Array
+    place: tuple[jax.Array, jax.Array]
+
+    def _start(self, slot, block, arrays) -> None:
+        _, end = self.problem.visits(self.tile)
+        block = jnp.clip(block, 0, jnp.maximum(end - 1, 0))
+        for ref, smem in arrays:
+            start_keys(self.problem, ref, smem, slot, block, self.place)
+
+    def begin(self) -> None:
+        """Starts the first copies."""
+        stages, zero = self.problem.variant.stages, jnp.int32(0)
+        if stages == 1:
+            self._start(zero, zero, self.arrays[:1])
+        for block in range(stages - 1):
+            self._start(jnp.int32(block), jnp.int32(block), self.arrays)
+
+    def visit(self, carry, first: Callable, rest: Callable):
+        """The carry after all blocks.
+
+        With one stage, the two arrays are copied in turns: each while the other is used. With more they are in a ring.
+
+        Args:
+          carry: before the first block.
+          first: slot -> what is computed from the array that is used first.
+          rest: (whether all rows see the whole block, what `first` returned, carry, slot, block) -> carry.
+        """
+        stages, zero = self.problem.variant.stages, jnp.int32(0)
+
+        def in_turns(exact, block, carry):
+            wait_copies(0)
+            self._start(zero, block, self.arrays[1:])
+            found = first(zero)
+            wait_copies(0)
+            self._start(zero, block + 1, self.arrays[:1])
+            return rest(exact, found, carry, zero, block)
+
+        def in_ring(exact, block, carry):
+            wait_copies(2 * (stages - 2))
+            ahead = block + stages - 1
+            self._start(lax.rem(ahead, jnp.int32(stages)), ahead, self.arrays)
+            slot = lax.rem(block, jnp.int32(stages))
+            return rest(exact, first(slot), carry, slot, block)
+
+        step = in_turns if stages == 1 else in_ring
+        whole, end = self.problem.visits(self.tile)
+        carry = lax.fori_loop(0, whole, functools.partial(step, True), carry)
+        carry = lax.fori_loop(whole, end, functools.partial(step, False), carry)
+        wait_copies(0)
+        return carry
 
 
 def row_pairs(lse: jax.Array, delta: jax.Array, kv_heads: int) -> jax.Array:

@@ -107,7 +107,7 @@ def test_emulated_gradients_of_queries_match_the_reference(name, tmp_path):
     for tile, kv_head, batch in ((0, 0, 1), (tiles // 2, 1, 0), (tiles - 1, 1, 1)):
         out = np.full(query.shape, np.nan, ml_dtypes.bfloat16)
         # The kernel's parameters are in the order of their first use. Late tiles go first.
-        used = (value, pairs, key) if variant.stages == 1 else (key, value, pairs)
+        used = (value, pairs, key) if variant.stages == 1 else (value, key, pairs)
         buffers = as_bytes(query, grad_out, *used, out)
         emulator = ptx.Emulator(text, (batch, kv_head, tiles - 1 - tile), buffers, shared_bytes)
         emulator.run()
