@@ -10,8 +10,10 @@
 The next ones convert that folder, train the model on at 32,768 tokens by configs/extend.py and evaluate it: "nsa",
 "dense", and variants of NSA: "shared" keys and values, a gate of the compressed branch that begins "open" or at a tenth
 ("gate10"), blocks chosen by "mean_key", twice or four times as many selected blocks ("more", "more64"), more but
-smaller ones ("block32"), a window of the base model's rows ("window2k"), every fourth layer dense ("mixed"). Their
-commands are printed as they run; "report" compares what is there. Flags after -- are passed on to train.py.
+smaller ones ("block32"), a window of the base model's rows ("window2k"), every fourth layer dense ("mixed"), scores that
+learn from dense attention which blocks to choose ("selection_loss"; "selection_loss_fast": the compressor learns ten
+times as fast as old weights). Their commands are printed as they run; "report" compares what is there, with
+selection.json of a workdir if benchmarks/selection.py wrote it. Flags after -- are passed on to train.py.
 """
 
 from __future__ import annotations
@@ -40,7 +42,18 @@ CONVERSIONS = {
     "window2k": ["--attention=nsa", "--config.model.nsa.window=2048"],
     "window2k_more": ["--attention=nsa", "--config.model.nsa.window=2048", "--config.model.nsa.num_selected=32"],
     "mixed": ["--layer-pattern=nsa,nsa,nsa,dense"],
+    "selection_loss": ["--attention=nsa"],
+    "selection_loss_fast": ["--attention=nsa"],
     "dense": ["--attention=dense"],
+}
+# What differs in training.
+TRAINING = {
+    "selection_loss": ["--config.train.selection_loss=0.1", "--config.train.selection_queries=256"],
+    "selection_loss_fast": [
+        "--config.train.selection_loss=1.0",
+        "--config.train.selection_queries=256",
+        "--config.optim.learning_rate_factor.compressor=10.0",
+    ],
 }
 # The same for all, so that documents are the same; no packing and no exclusion of cuDNN's dense attention, which is the
 # fastest opponent. Source text holds copies, which the guards against leaking targets would take for a leak.
@@ -91,7 +104,7 @@ def extend(options: argparse.Namespace, name: str) -> None:
     train(
         options, config, workdir, f"--resume={model}", "--stage", "--config.train.log_every=5",
         f"--config.train.steps={options.steps}", "--config.train.eval_batches=16", "--config.train.save_every=100000",
-        f"--config.train.eval_every={max(options.steps // 4, 1)}",
+        f"--config.train.eval_every={max(options.steps // 4, 1)}", *TRAINING.get(name, []),
     )  # fmt: skip
     command(
         "-m", "nsa_jax.evaluate", workdir, "--tasks=position", f"--context={options.length}",
@@ -108,6 +121,7 @@ def read(workdir: pathlib.Path) -> dict[str, Any]:
     config = env["config"]
     tokens = config["train"]["batch_size"] * config["data"]["seq_len"]
     evaluation = json.loads((workdir / "evaluation" / "evaluation.json").read_text())
+    selection = workdir / "selection.json"
     return {
         "parameters": env["parameters"],
         "tokens_per_step": tokens,
@@ -118,6 +132,7 @@ def read(workdir: pathlib.Path) -> dict[str, Any]:
         "device": env["devices"],
         "versions": env["versions"],
         "git": env["git"],
+        **({"selection": json.loads(selection.read_text())} if selection.exists() else {}),
     }
 
 

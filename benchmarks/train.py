@@ -56,7 +56,7 @@ def make_config(options: argparse.Namespace, case: dict[str, Any]) -> Any:
     config = load_config(options.config)
     config.model.attention, config.model.remat = case["attention"], case["remat"]
     config.data.tokenizer, config.data.packing, config.data.seq_len = "byte", False, case["length"]
-    config.train.batch_size = case["tokens"] // case["length"] * case["devices"]
+    config.train.batch_size = case["tokens"] * case["devices"] // case["length"]
     config.train.grad_accum = 1
     # Dense attention is measured at its fastest: cuDNN's backward pass is not deterministic.
     config.train.deterministic = case["attention"] != "dense"
@@ -278,8 +278,9 @@ def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         case |= dict(layout=layout, remat=remat, layers=layers, matmul=matmul, averages=averages)
         if case["devices"] == 1 and layout != lists[2][0]:
             continue  # one device has one layout
-        if case["tokens"] < case["length"]:
-            print(f"left out: --tokens {tokens} is less than a row of {length}")
+        shares = int(layout.partition("=")[2] or devices) if layout.startswith("context") else 1
+        if case["tokens"] * shares < case["length"]:
+            print(f"left out: --tokens {tokens} is less than a device's share of a row of {length}")
             continue
         yield case
 
