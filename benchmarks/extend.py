@@ -10,9 +10,9 @@
 The next ones convert that folder, train the model on at 32,768 tokens by configs/extend.py and evaluate it: "nsa",
 "dense", and variants of NSA: "shared" keys and values, a gate of the compressed branch that begins "open" or at a tenth
 ("gate10"), blocks chosen by "mean_key", twice or four times as many selected blocks ("more", "more64"), more but
-smaller ones ("block32"), a window of the base model's rows ("window2k"), every fourth layer dense ("mixed"), scores that
-learn from dense attention which blocks to choose ("selection_loss"; "selection_loss_fast": the compressor learns ten
-times as fast as old weights). Their commands are printed as they run; "report" compares what is there, with
+smaller ones ("block32"), a window of the base model's rows ("window2k"), every fourth layer dense ("mixed"), scores
+that learn from dense attention which blocks to choose ("selection_loss"; "selection_loss_fast": the compressor learns
+ten times as fast as old weights). Their commands are printed as they run; "report" compares what is there, with
 selection.json of a workdir if benchmarks/selection.py wrote it. Flags after -- are passed on to train.py.
 """
 
@@ -88,7 +88,7 @@ def base(options: argparse.Namespace) -> None:
     """The dense model at short rows, as transformers has it."""
     folder = options.folder
     train(
-        options, options.base_config, folder / "base", "--config.model.attention=dense",
+        options, options.base_config, folder / "base", "--config.model.attention=dense", "--config.model.mlp_dim=0",
         f"--config.train.steps={options.base_steps}", "--config.train.batch_size=64", "--config.train.grad_accum=1",
         "--config.train.save_every=100000", "--config.train.eval_every=500", "--config.optim.warmup_steps=100",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A model of 1.1 billion parameters at 8,192 tokens, sized for one H100 or H200.
+"""A model of 1.0 billion parameters at 8,192 tokens, sized for one H100 or H200.
 
 What:    dim 2,048, 16 layers, 32 query heads in 8 key/value groups of head dim 64, the paper's block geometry. What
          attention returns is kept for the backward pass; all else of a layer is computed again.
@@ -6,7 +6,7 @@ Data:    FineWeb-Edu, sample-100BT, packed, with a byte-pair vocabulary of 32,76
          21 billion tokens.
 Takes:   56,500 tokens/s on one H200 at 8,192 tokens and 52,900 at 32,768, where dense attention takes 55,500 and
          32,200, all with scanned layers (benchmarks/results/train_1b_h200.json). 35 GiB at 32,768 tokens, as compiled
-         for an H200.
+         for an H200. All these are of the paper's form, with 1.1 billion parameters (see a100_prod).
 Reaches: not measured.
 Command: python train.py --config=configs/nsa_1b.py
 Other:   --config.data.seq_len=32768 --config.train.batch_size=16 for longer rows. Several GPUs:

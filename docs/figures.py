@@ -6,6 +6,7 @@ those before the point.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -188,12 +189,13 @@ def training_rows() -> dict[str, list[str]]:
 
 
 def triton_rows() -> dict[str, list[str]]:
-    """As `attention_rows`, of what could replace Pallas's Triton: milliseconds by length, and by branch and length."""
-    times = results("mosaic_sm80_h200")["times"]
+    """As `attention_rows`, of what could replace Pallas's Triton: milliseconds by pass or branch and length."""
+    timed = {(row["kind"], row["length"]): row for row in results("mosaic_sm80_h100")["times"]}
+    times = [timed[key] for key in (("forward", 8192), ("forward", 32_768), ("dq", 8192), ("dkv", 8192))]
     plain = results("plain_triton_h200")["summary"]
     return {
         "Triton with an A100's instructions": [digits(mean(row["triton_mma_sync_ms"])) for row in times],
-        "Triton with Hopper's instructions": [digits(row["triton_wgmma_ms"]) for row in times],
+        "Triton with Hopper's instructions": [digits(row.get("triton_wgmma_ms")) for row in times],
         "Mosaic GPU with an A100's instructions": [digits(min(row["mosaic_ms"].values())) for row in times],
         "Pallas's Triton": [digits(row["pallas_ms"]) for row in plain],
         "the `triton` package": [digits(row["plain_ms"]) for row in plain],
@@ -212,6 +214,19 @@ def collective_rows() -> dict[str, list[str]]:
         found[f"`{name}`, results of collectives, GiB"] = [digits(size) for size in sent]
         found[f"`{name}`, planned memory, GiB"] = [digits(row["planned_gib"]) for row in layouts]
     return found
+
+
+def two_gpu_rows() -> dict[str, list[str]]:
+    """As `attention_rows`, of steps of a100_prod on one and on two GPUs."""
+    rows = results("train_a100_two_h100")["rows"]
+    short, long = [row for row in rows if row["length"] == 2048], [row for row in rows if row["length"] != 2048]
+    one = short[0]["tokens_per_second"]
+    shares = [f"{row['tokens_per_second_per_device'] / one:.1%}".replace("%", " %") for row in short[1:]]
+    return {
+        "`a100_prod`, tokens/s": [f"{row['tokens_per_second']:,}" for row in short + long],
+        "`a100_prod`, share of twice one GPU": ["", *shares, *("" for _ in long)],
+        "`a100_prod`, planned GiB": [digits(row["planned_gib"]) for row in short + long],
+    }
 
 
 def generation_rows() -> dict[str, list[str]]:
@@ -235,7 +250,13 @@ def generation_rows() -> dict[str, list[str]]:
     }
 
 
-VARIANTS = {"dense": "dense", "window": "window of 512", "nsa": "NSA", "window_nsa": "window and NSA by turns"}
+VARIANTS = {
+    "dense": "dense",
+    "window": "window of 512",
+    "nsa": "NSA",
+    "window_nsa": "window and NSA by turns",
+    "shared_mean": "shared NSA",
+}
 
 
 def nats(value: float | None) -> str:
@@ -247,7 +268,8 @@ def quality_rows() -> dict[str, list[str]]:
     """As `attention_rows`, of models trained at 32,768 tokens: losses by tokens seen and by position, and recall."""
     rows = {row["variant"]: row for row in results("quality_h200")["rows"] if row["length"] == 32768}
     runs = {name: rows[variant] for variant, name in VARIANTS.items()}
-    runs["NSA, earlier run"] = rows["nsa"] | rows["nsa"]["earlier_run"]
+    for variant in ("nsa", "shared_mean"):
+        runs[f"{VARIANTS[variant]}, earlier run"] = rows[variant] | rows[variant]["earlier_run"]
     found = {}
     for name, row in runs.items():
         curve = {point["step"]: point for point in row["validation"]}
@@ -256,22 +278,25 @@ def quality_rows() -> dict[str, list[str]]:
             ("bits_per_byte", "bits per byte", speed),
             ("task_nats", "nats per token of tasks", ""),
         ):
-            found[f"{name}, {title}"] = [nats(curve[step][field]) for step in range(190, 1901, 190)] + [end]
+            losses = [curve[step][field] if step in curve else None for step in range(190, 1901, 190)]
+            found[f"{name}, {title}"] = [*map(nats, losses), end]
     by_position = {
         variant: [part["nats"] for part in row["by_position"] if part["from"] >= 128] for variant, row in rows.items()
     }
     for variant, name in VARIANTS.items():
         found[f"held-out text, {name}"] = [nats(loss) for loss in by_position[variant]]
-    for variant in ("dense", "window"):
-        pairs = zip(by_position["nsa"], by_position[variant], strict=True)
-        found[f"NSA minus {VARIANTS[variant]}"] = [nats(nsa - other) for nsa, other in pairs]
+    for one, variant in itertools.combinations(("shared_mean", "nsa", "dense", "window"), 2):
+        if one == "dense":
+            continue
+        pairs = zip(by_position[one], by_position[variant], strict=True)
+        found[f"{VARIANTS[one]} minus {VARIANTS[variant]}"] = [nats(nsa - other) for nsa, other in pairs]
     for variant, name in VARIANTS.items():
         parts = [part for part in rows[variant]["long"]["distances"] if part["task"] == "recall"]
-        shares = [part["exact_match"] for part in parts if 32 <= part["from"] < 1024]
-        far = [part for part in parts if part["from"] >= 1024]
-        shares.append(
-            sum(part["exact_match"] * part["questions"] for part in far) / sum(part["questions"] for part in far)
-        )
+        shares = []
+        for first, end in ((32, 512), (512, 4096), (4096, 8192), (8192, 16_384), (16_384, 32_768)):
+            asked = [part for part in parts if first <= part["from"] < end]
+            right = sum(part["exact_match"] * part["questions"] for part in asked)
+            shares.append(right / sum(part["questions"] for part in asked))
         found[f"recall, {name}"] = [f"{share:.0%}".replace("%", " %") for share in shares]
     return found | context_rows(rows) | selection_rows(rows)
 
@@ -289,7 +314,7 @@ def context_rows(rows: dict[str, dict]) -> dict[str, list[str]]:
 def selection_rows(rows: dict[str, dict]) -> dict[str, list[str]]:
     """As `attention_rows`: what lists hold of dense attention by layer, and losses with other lists by position."""
     found = {}
-    for variant in ("nsa", "window_nsa"):
+    for variant in ("nsa", "window_nsa", "shared_mean"):
         measured, name = rows[variant]["selection"], VARIANTS[variant]
         layers = {row["layer"]: row for row in measured["own"]}
         for field, title in (
@@ -307,7 +332,7 @@ def selection_rows(rows: dict[str, dict]) -> dict[str, list[str]]:
 
 def all_rows() -> dict[str, list[str]]:
     """Cells of all rows with figures."""
-    of_models = generation_rows() | training_rows() | collective_rows() | quality_rows()
+    of_models = generation_rows() | training_rows() | collective_rows() | two_gpu_rows() | quality_rows()
     return attention_rows() | triton_rows() | decoding_rows() | of_models
 
 
