@@ -152,6 +152,8 @@ _RANGES = {
     "guards.late_floor_ratio": (0.0, True, 1.0, False),
     "guards.max_gate_share": (0.0, False, 1.0, True),
     "guards.max_collapsed": (0.0, True, 1.0, True),
+    "guards.min_selection_gain": (0.0, True, 1.0, True),
+    "guards.selection_from": (0.0, True, 1.0, True),
     "guards.heartbeat_seconds": (0.0, False, float("inf"), False),
     "guards.peer_seconds": (2.0, True, 600.0, True),
     **dict.fromkeys(_FACTORS, (0.0, True, float("inf"), False)),

@@ -19,54 +19,10 @@ from nsa_jax.inspect.statistics import chosen_by_score, in_chunks
 from nsa_jax.nn import NSAttention, Transformer
 from nsa_jax.nn.observe import run_attention, walk_blocks, walk_layers
 from nsa_jax.ops import blocks
-from nsa_jax.ops.block_mass import block_mass, probabilities
+from nsa_jax.ops.block_mass import block_mass, held_mass, oracle_lists, probabilities, random_mass
 from nsa_jax.ops.nsa import selected_attention, window_attention
 
 SUBSTITUTES = ("none", "oracle", "all", "exact")
-
-
-def held_mass(mass, lists):
-    """The share of the mass [..., J] that the blocks of lists int32 [..., n] hold: [...]."""
-    return (mass * blocks.listed_blocks(lists, mass.shape[-1])).sum(-1)
-
-
-def oracle_lists(mass: jax.Array, config: NSAConfig, positions: jax.Array, segment_start: jax.Array) -> jax.Array:
-    """The lists that hold the most mass, with the blocks that every list must hold.
-
-    Args:
-      mass: float32 [B, P, K, J].
-      config: the operator's.
-      positions: int [B, P] of the queries.
-      segment_start: int [B, P] of the queries.
-
-    Returns:
-      int32 [B, P, K, n].
-    """
-    t, start = (jnp.broadcast_to(x[..., None], mass.shape[:-1]) for x in (positions, segment_start))
-    return blocks.select_from_importance(mass, t, start, config)
-
-
-def random_mass(mass, config: NSAConfig, positions, segment_start):
-    """The share of the mass that lists hold on average if all but the blocks that every list must hold are random.
-
-    Args:
-      mass: float [B, P, K, J].
-      config: the operator's.
-      positions: int [B, P].
-      segment_start: int [B, P].
-
-    Returns:
-      float [B, P, K].
-    """
-    j = np.arange(mass.shape[-1])
-    first, last = blocks.candidate_range(
-        positions[..., None, None], segment_start[..., None, None], config.select_block
-    )
-    candidate = (j >= first) & (j <= last)
-    forced = blocks.forced_blocks(j, first, last, config)
-    free = (candidate & ~forced).sum(-1)
-    chance = ((config.num_selected - forced.sum(-1)) / jnp.maximum(free, 1)).clip(0, 1)
-    return (mass * forced).sum(-1) + chance * (mass * (candidate & ~forced)).sum(-1)
 
 
 def _measure(mass, lists, config: NSAConfig, positions, start) -> dict[str, jax.Array]:

@@ -94,12 +94,8 @@ def selection_loss(
     t = jnp.broadcast_to(queries, (batch, count))
     start = jnp.zeros_like(t) if segment_start is None else segment_start[:, queries]
 
-    def mass_of(one):
-        query, t, start = (part[:, None] for part in one)
-        return block_mass.block_mass(query, key_slc, config.nsa, start, t)[:, 0]
-
-    by_query = jax.tree.map(lambda part: jnp.moveaxis(part, 1, 0), (query, t, start))
-    mass = jax.lax.stop_gradient(jnp.moveaxis(jax.lax.map(mass_of, by_query, batch_size=_CHUNK), 0, 1))
+    mass = block_mass.block_mass(query, key_slc, config.nsa, start, t, at_once=_CHUNK)
+    mass = jax.lax.stop_gradient(mass)
     scores = block_mass.importance(query, key_cmp, mass.shape[-1], config.nsa, start, t)
     divergence, choice = block_mass.ranking_loss(mass, scores, config.nsa, start, t)
     return divergence.sum(1) / jnp.maximum(choice.sum(1), 1.0)

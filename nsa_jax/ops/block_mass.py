@@ -1,4 +1,4 @@
-"""Dense attention's mass in selection blocks, and a loss by which the scores that choose blocks learn to rank them so.
+"""Dense attention's mass in selection blocks, what lists hold of it, and a loss that teaches scores to rank blocks so.
 
 Dense attention is the softmax of a query over all tokens that it may use. Its mass in a selection block is the sum over
 the block's tokens, averaged over the heads that share a list. B batch, P queries, N query heads, K key/value heads, S
@@ -28,7 +28,7 @@ def probabilities(query: jax.Array, key: jax.Array, mask: jax.Array) -> jax.Arra
     return probs.reshape(batch, length, num_heads, key.shape[1])
 
 
-def block_mass(query, key, config: NSAConfig, segment_start=None, positions=None) -> jax.Array:
+def block_mass(query, key, config: NSAConfig, segment_start=None, positions=None, at_once: int = 0) -> jax.Array:
     """Dense attention's mass in every selection block.
 
     Args:
@@ -37,12 +37,21 @@ def block_mass(query, key, config: NSAConfig, segment_start=None, positions=None
       config: the operator's, for the size of the blocks.
       segment_start: int [B, P] or None.
       positions: int [B, P]; None means that the queries are all of the row's tokens.
+      at_once: queries whose probabilities are in memory at once; 0: all.
 
     Returns:
       float32 [B, P, K, J], averaged over the N / K heads of a key/value head; sums to 1 over J.
     """
     t, start = blocks.query_positions(query, segment_start, 0)
     t = t if positions is None else positions
+    if not at_once:
+        return _block_mass(query, key, config, start, t)
+    by_query = jax.tree.map(lambda part: jnp.moveaxis(part, 1, 0)[:, :, None], (query, start, t))
+    found = jax.lax.map(lambda one: _block_mass(one[0], key, config, *one[1:])[:, 0], by_query, batch_size=at_once)
+    return jnp.moveaxis(found, 0, 1)
+
+
+def _block_mass(query, key, config: NSAConfig, start, t) -> jax.Array:
     token = jnp.arange(key.shape[1])
     usable = (token >= start[..., None]) & (token <= t[..., None])
     probs = probabilities(query, key, usable[:, :, None])  # [B, P, N, S]
@@ -51,6 +60,50 @@ def block_mass(query, key, config: NSAConfig, segment_start=None, positions=None
     probs = jnp.pad(probs, [(0, 0)] * 3 + [(0, count * size - key.shape[1])])
     mass = probs.reshape(*probs.shape[:2], key.shape[2], -1, count, size).sum(-1)
     return mass.mean(3)
+
+
+def held_mass(mass, lists):
+    """The share of the mass [..., J] that the blocks of lists int32 [..., n] hold: [...]."""
+    return (mass * blocks.listed_blocks(lists, mass.shape[-1])).sum(-1)
+
+
+def oracle_lists(mass: jax.Array, config: NSAConfig, positions: jax.Array, segment_start: jax.Array) -> jax.Array:
+    """The lists that hold the most mass, with the blocks that every list must hold.
+
+    Args:
+      mass: float32 [B, P, K, J].
+      config: the operator's.
+      positions: int [B, P] of the queries.
+      segment_start: int [B, P] of the queries.
+
+    Returns:
+      int32 [B, P, K, n].
+    """
+    t, start = (jnp.broadcast_to(x[..., None], mass.shape[:-1]) for x in (positions, segment_start))
+    return blocks.select_from_importance(mass, t, start, config)
+
+
+def random_mass(mass, config: NSAConfig, positions, segment_start):
+    """The share of the mass that lists hold on average if all but the blocks that every list must hold are random.
+
+    Args:
+      mass: float [B, P, K, J].
+      config: the operator's.
+      positions: int [B, P].
+      segment_start: int [B, P].
+
+    Returns:
+      float [B, P, K].
+    """
+    j = jnp.arange(mass.shape[-1])
+    first, last = blocks.candidate_range(
+        positions[..., None, None], segment_start[..., None, None], config.select_block
+    )
+    candidate = (j >= first) & (j <= last)
+    forced = blocks.forced_blocks(j, first, last, config)
+    free = (candidate & ~forced).sum(-1)
+    chance = ((config.num_selected - forced.sum(-1)) / jnp.maximum(free, 1)).clip(0, 1)
+    return (mass * forced).sum(-1) + chance * (mass * (candidate & ~forced)).sum(-1)
 
 
 def importance(query, key_cmp, num_blocks: int, config: NSAConfig, segment_start, positions) -> jax.Array:

@@ -25,8 +25,12 @@ const MAPS = [
   },
   {
     title: "Selection",
-    about: "Which blocks the selected branch reads.",
+    about:
+      "Which blocks the selected branch reads, and what they hold of dense attention: selection has learned where lists hold more than random ones.",
     maps: [
+      ["selection_held", "Attention held by lists", "share of dense attention, a few queries", "share"],
+      ["selection_random", "Attention held by random lists", "share of dense attention", "share"],
+      ["selection_best", "Attention held by the best lists", "share of dense attention", "share"],
       ["blocks_beyond", "Blocks chosen by score", "share of listed blocks, beyond the forced ones", "share"],
       ["block_distance", "Distance of the blocks", "tokens before the query, mean", "free"],
       ["block_overlap", "Blocks shared with the neighbour", "share that the query before also reads", "share"],

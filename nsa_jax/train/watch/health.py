@@ -13,6 +13,9 @@ step uses, and looks at what lies between: gates, the three branches' outputs, a
   blocks_beyond       share of the listed blocks that were chosen by score, beyond the forced ones
   block_distance      mean distance of a listed block from the query's own, tokens
   block_overlap       share of a query's blocks that its neighbour before also reads
+  selection_held      share of dense attention by the selected branch's queries and keys that lies in listed blocks
+  selection_random    the same of lists that are random but for the forced blocks, and
+  selection_best      of the best lists of as many blocks; all three of a few queries that have a choice, 0 without any
   keys_counted        keys per query that the lists in use hold
   keys_predicted      the same by the formula; key_mismatches counts queries where they differ, and must be 0
 """
@@ -33,7 +36,7 @@ import numpy as np
 from nsa_jax.config import NSAConfig
 from nsa_jax.data import Tokenizer
 from nsa_jax.nn.observe import BRANCHES, NSAArrays, walk_layers
-from nsa_jax.ops import blocks
+from nsa_jax.ops import block_mass, blocks
 from nsa_jax.train.errors import TrainingError
 from nsa_jax.train.state import Setup, batch_sharding, replicated
 from nsa_jax.train.watch.guards import Guards
@@ -41,6 +44,8 @@ from nsa_jax.train.watch.guards import Guards
 _COLLAPSED = 0.95
 _EPSILON = 1e-9
 _QUERIES = 4  # whose block lists are kept at each validation
+_MEASURED, _AT_ONCE = 16, 4  # queries whose lists are compared with dense attention, and those in memory at once
+_LEAST_GAIN = 0.02  # by which the best lists must hold more than random ones for the difference to be judged
 
 
 def _gate_health(gates: jax.Array, outputs: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -89,6 +94,36 @@ def selection_health(block_indices: jax.Array, start: jax.Array, config: NSAConf
     }
 
 
+def choosing_queries(start: jax.Array, config: NSAConfig) -> tuple[jax.Array, jax.Array]:
+    """Queries at equal distances among those of a row that have more blocks than they read.
+
+    Args:
+      start: int32 [T], segment starts.
+      config: the operator's.
+
+    Returns:
+      int32 [16] positions, and whether there are any.
+    """
+    t = jnp.arange(start.shape[0], dtype=jnp.int32)
+    seen = jnp.cumsum(blocks.has_choice(t, start, config).astype(jnp.int32))
+    nth = (jnp.arange(_MEASURED, dtype=jnp.int32) * 2 + 1) * seen[-1] // (2 * _MEASURED)
+    return jnp.minimum(jnp.searchsorted(seen, nth, side="right"), t[-1]).astype(jnp.int32), seen[-1] > 0
+
+
+def selection_shares(arrays: NSAArrays, start: jax.Array, config: NSAConfig) -> dict[str, jax.Array]:
+    """What lists hold of dense attention, beside random and the best lists: means over queries of the first row."""
+    t, any_choice = choosing_queries(start[0], config)
+    positions, starts = t[None], start[:1, t]
+    mass = block_mass.block_mass(arrays.query[:1, t], arrays.key_slc[:1], config, starts, positions, at_once=_AT_ONCE)
+    best = block_mass.oracle_lists(mass, config, positions, starts)
+    found = {
+        "selection_held": block_mass.held_mass(mass, arrays.lists[:1, t]),
+        "selection_random": block_mass.random_mass(mass, config, positions, starts),
+        "selection_best": block_mass.held_mass(mass, best),
+    }
+    return {name: jnp.where(any_choice, value.mean(), 0.0) for name, value in found.items()}
+
+
 def sampled_queries(segment_start: jax.Array) -> jax.Array:
     """Positions of a few queries, spread evenly over the longest document of a row: int32 [queries] for int32 [T]."""
     length = jnp.arange(segment_start.shape[0], dtype=jnp.int32) - segment_start + 1
@@ -117,6 +152,7 @@ def forward_with_health(
 
     def look(arrays: NSAArrays) -> dict[str, jax.Array]:
         found = {**_gate_health(arrays.gates, arrays.outputs), **selection_health(arrays.lists, start, geometry)}
+        found |= selection_shares(arrays, start, geometry)
         values = {name: value.astype(jnp.float32) for name, value in found.items()}
         return values if queries is None else {**values, "lists": arrays.lists[0, queries]}
 
@@ -208,9 +244,17 @@ class Health:
         return {**summarise(values), "perf/health_seconds": self.seconds}
 
 
+def selection_gain(figures: dict[str, np.ndarray]) -> float | None:
+    """How far lists come from random ones to the best, over all layers; None if these hardly differ."""
+    held, random, best = (float(figures[f"selection_{name}"].mean()) for name in ("held", "random", "best"))
+    return (held - random) / (best - random) if best - random > _LEAST_GAIN else None
+
+
 def summarise(figures: dict[str, np.ndarray]) -> dict[str, float]:
     """Figures of all layers as a few metrics: the layer that is worst off, and means."""
+    gain = selection_gain(figures)
     return {
+        **({} if gain is None else {"health/selection_gain": gain}),
         "health/gate_entropy_min": float(figures["gate_entropy"].min()),
         "health/gate_share_max": float(figures["gate_share_max"].max()),
         "health/gate_collapsed_max": float(figures["gate_collapsed"].max()),
@@ -228,7 +272,7 @@ def summarise(figures: dict[str, np.ndarray]) -> dict[str, float]:
 def check(
     figures: dict[str, np.ndarray], step: int, config: Any, guards: Guards, layers: Sequence[int] | None = None
 ) -> None:
-    """Raises alarms for gates beyond the thresholds in `config.guards`.
+    """Raises alarms for gates beyond the thresholds in `config.guards`, and for selection that does not learn.
 
     Args:
       figures: {name: [NSA layers]}.
@@ -272,3 +316,12 @@ def check(
         layer = int(np.argmax(collapsed))
         message = f"{at(layer)}: {collapsed[layer]:.0%} of tokens use a single branch (limit {g.max_collapsed:.0%})"
         guards.alarm("gate_collapse", step, f"{message}: {fix}")
+    gain = selection_gain(figures)
+    if gain is not None and gain < g.min_selection_gain and step >= g.selection_from * config.train.steps:
+        guards.alarm(
+            "selection",
+            step,
+            f"lists come {gain:.0%} of the way from random blocks to the best (limit {g.min_selection_gain:.0%}): "
+            "selection does not learn; let branches share their keys (model.nsa.shared_kv=True, "
+            'model.compressor="mean"), or set train.selection_loss (docs/quality.md)',
+        )
