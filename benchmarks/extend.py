@@ -8,7 +8,8 @@
 
 "base" trains a dense model (configs/a100_prod.py with bytes as tokens) at 2,048 tokens and exports it for transformers.
 The next ones convert that folder, train the model on at 32,768 tokens by configs/extend.py and evaluate it: "nsa",
-"dense", and variants of NSA: "shared" keys and values, a gate of the compressed branch that begins "open" or at a tenth
+"dense", and variants of NSA: "shared" keys and values, these with blocks compressed to their means ("shared_mean",
+"shared_mean_open"), a gate of the compressed branch that begins "open" or at a tenth
 ("gate10"), blocks chosen by "mean_key", twice or four times as many selected blocks ("more", "more64"), more but
 smaller ones ("block32"), a window of the base model's rows ("window2k"), every fourth layer dense ("mixed"), scores
 that learn from dense attention which blocks to choose ("selection_loss"; "selection_loss_fast": the compressor learns
@@ -32,6 +33,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONVERSIONS = {
     "nsa": ["--attention=nsa"],
     "shared": ["--attention=nsa", "--shared_kv"],
+    "shared_mean": ["--attention=nsa", "--shared_kv", "--config.model.compressor=mean"],
+    "shared_mean_open": ["--attention=nsa", "--shared_kv", "--config.model.compressor=mean", "--gate=0.333"],
     "open": ["--attention=nsa", "--gate=0.333"],
     "gate10": ["--attention=nsa", "--gate=0.1"],
     "mean_key": ["--attention=nsa", "--config.model.nsa.selector=mean_key"],

@@ -24,7 +24,7 @@ from nsa_jax.ops import block_mass, blocks
 from nsa_jax.ops.blocks import NSAConfig
 
 # Queries whose dense attention is in memory at once.
-_CHUNK = 8
+_CHUNK = 16
 
 
 def selection_queries(length: int, count: int, config: NSAConfig, key: jax.Array) -> Int[Array, " P"]:

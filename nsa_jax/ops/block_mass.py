@@ -19,10 +19,14 @@ _LEAST = 1e-20
 
 
 def probabilities(query: jax.Array, key: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax of query [B, P, N, H] over key [B, S, K, H] under mask [B, P, K or 1, S]; 0 if all keys are masked."""
+    """Softmax of query [B, P, N, H] over key [B, S, K, H] under mask [B, P, K or 1, S]; 0 if all keys are masked.
+
+    Products are summed in float32, of arrays in bfloat16 too.
+    """
     batch, length, num_heads, head_dim = query.shape
-    grouped = query.astype(jnp.float32).reshape(batch, length, key.shape[2], -1, head_dim)
-    scores = jnp.einsum("bpkgh,bskh->bpkgs", grouped, key.astype(jnp.float32), precision=_HIGHEST) * head_dim**-0.5
+    grouped = query.reshape(batch, length, key.shape[2], -1, head_dim)
+    exact = {"precision": _HIGHEST, "preferred_element_type": jnp.float32}
+    scores = jnp.einsum("bpkgh,bskh->bpkgs", grouped, key, **exact) * head_dim**-0.5
     mask = mask[:, :, :, None, :]
     probs = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0.0)
     return probs.reshape(batch, length, num_heads, key.shape[1])

@@ -12,7 +12,7 @@ import pytest
 from nsa_jax import inspect
 from nsa_jax.ops import block_mass, blocks
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.train.state import setup
+from nsa_jax.train.state import batch_sharding, setup
 from nsa_jax.train.watch import health
 from nsa_jax.train.watch.guards import Guards
 
@@ -39,6 +39,22 @@ def test_figures_are_those_of_inspect(packed):
         np.testing.assert_allclose(figures[f"selection_{name}"], wanted[other].mean((1, 2, 3)), rtol=1e-5)
     spread = np.asarray(figures["selection_best"] - figures["selection_random"])
     assert (spread > 0).all()
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4, "tensor": 2}, {"context": 4, "fsdp": 2}], ids=str)
+def test_devices_agree(mesh):
+    """The program of a run finds the same on eight devices as on one, but for a block where two scores nearly tie."""
+    changes = dict(data__packing=True, model__nsa__num_selected=3, model__nsa__num_local=1, model__init_std=0.5)
+    found = []
+    for axes, devices in (({}, one_device()), (mesh, jax.devices())):
+        config = tiny_config(**changes, **{f"mesh__{axis}": size for axis, size in axes.items()})
+        made = setup(config, VOCAB, devices)
+        with jax.set_mesh(made.mesh):
+            batch = jax.device_put(packed_batch(config, 0), batch_sharding(made.mesh))
+            found.append(jax.device_get(health.make_health(made)(made.init()["params"], batch)[0]))
+    assert (found[0]["selection_best"] > found[0]["selection_random"]).all()
+    for name, value in found[0].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=0.02, atol=1e-6, err_msg=name)
 
 
 def test_queries_are_spread_over_those_with_a_choice():
