@@ -43,8 +43,8 @@ def test_figures_are_those_of_inspect(packed):
 
 @pytest.mark.parametrize("mesh", [{"data": 4, "tensor": 2}, {"context": 4, "fsdp": 2}], ids=str)
 def test_devices_agree(mesh):
-    """The program of a run finds the same on eight devices as on one, but for a block where two scores nearly tie."""
-    changes = dict(data__packing=True, model__nsa__num_selected=3, model__nsa__num_local=1, model__init_std=0.5)
+    """The program of a run finds the same on eight devices as on one."""
+    changes = dict(data__packing=True, model__nsa__num_selected=3, model__nsa__num_local=1, model__init_std=0.2)
     found = []
     for axes, devices in (({}, one_device()), (mesh, jax.devices())):
         config = tiny_config(**changes, **{f"mesh__{axis}": size for axis, size in axes.items()})
@@ -54,7 +54,7 @@ def test_devices_agree(mesh):
             found.append(jax.device_get(health.make_health(made)(made.init()["params"], batch)[0]))
     assert (found[0]["selection_best"] > found[0]["selection_random"]).all()
     for name, value in found[0].items():
-        np.testing.assert_allclose(found[1][name], value, rtol=0.02, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(found[1][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_queries_are_spread_over_those_with_a_choice():
