@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -50,9 +51,10 @@ class RowTiles:
     def pad(self) -> int:
         return self.tiles * self.tile - self.length * self.group
 
-    def per_token(self, x: jax.Array, fill) -> jax.Array:
-        """[B, T] repeated for every head of a group: [B, rows], with `fill` in rows past the end."""
-        return jnp.pad(jnp.repeat(x, self.group, axis=1), ((0, 0), (0, self.pad)), constant_values=fill)
+    def per_token(self, x, fill):
+        """[B, T] of JAX or NumPy repeated for every head of a group: [B, rows], with `fill` in rows past the end."""
+        xp = np if isinstance(x, np.ndarray) else jnp
+        return xp.pad(xp.repeat(x, self.group, axis=1), ((0, 0), (0, self.pad)), constant_values=fill)
 
     def per_row(self, x: jax.Array, fill) -> jax.Array:
         """[B, T, N] as [B, K, rows], with `fill` in rows past the end."""

@@ -20,6 +20,7 @@ from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.choices import NSAPlan
 from nsa_jax.ops.kernels.layer import gate_kernels
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
+from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges
 from nsa_jax.ops.kernels.selected.attention import selected_forward
 from nsa_jax.ops.kernels.selected.backward import selected_backward
 from nsa_jax.ops.kernels.selection.select import select_blocks
@@ -41,6 +42,7 @@ class _Static:
     fold_gates: bool  # no gate is negative: the backward pass takes them into the log-sum-exp
     kv_heads: int  # how many key/value heads of a batch entry have become batch entries; 1 if they have not
     offset: int | None  # query_offset, where it is a Python int
+    window_start: int | None  # of the window's keys, where it is a Python int
     separate: bool  # the branches' gradients of the query are handed out one by one, not added up
 
 
@@ -116,13 +118,11 @@ def nsa_attention_by_kv_head(
     elif kv_heads > 1:
         segment_start = jnp.repeat(segment_start, kv_heads, axis=0)
     offset = jnp.asarray(query_offset, jnp.int32)
-    static_offset = query_offset if isinstance(query_offset, int) else None
-    static = _Static(config, plan, packed, nonnegative_gates, kv_heads, static_offset, len(queries) > 1)
-    positions = (
-        segment_start.astype(jnp.int32),
-        offset,
-        jnp.asarray(0 if window_start is None else window_start, jnp.int32),
-    )
+    window_start = 0 if window_start is None else window_start
+    static_offset, static_window = (x if isinstance(x, int) else None for x in (query_offset, window_start))
+    separate = len(queries) > 1
+    static = _Static(config, plan, packed, nonnegative_gates, kv_heads, static_offset, static_window, separate)
+    positions = segment_start.astype(jnp.int32), offset, jnp.asarray(window_start, jnp.int32)
     out, indices = _nsa(static, queries, others, positions)
     if kv_heads > 1:
         indices = indices.reshape(-1, kv_heads, *indices.shape[1:2], indices.shape[-1]).swapaxes(1, 2)
@@ -151,6 +151,16 @@ def _ranges(static: _Static, query, key_cmp, key_win, positions):
     return clip(*compressed, key_cmp.shape[1]), clip(*window, key_win.shape[1])
 
 
+def _known_ranges(static: _Static, query, key_cmp, key_win) -> tuple[KnownRanges | None, KnownRanges | None]:
+    """What `_ranges` returns, where tracing knows it."""
+    if static.packed or static.offset is None or static.window_start is None:
+        return None, None
+    length, offset = query.shape[1], static.offset
+    compressed = range_attention.known_compressed_ranges(length, offset, key_cmp.shape[1], static.config)
+    in_window = offset - static.window_start, key_win.shape[1], static.config.window
+    return compressed, range_attention.known_window_ranges(length, *in_window)
+
+
 def _forward(static: _Static, queries, others, positions):
     """((output, block lists), residuals); positions are (segment_start, query_offset, window_start)."""
     segment_start, offset, _ = positions
@@ -158,13 +168,19 @@ def _forward(static: _Static, queries, others, positions):
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = others
     config = static.config
     (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, positions)
+    known_cmp, known_win = _known_ranges(static, query, key_cmp, key_win)
+    known_offset = offset if static.offset is None else static.offset
     # One branch after the other: some kernels work on rearranged copies as large as the query. The barrier is on keys
     # and not on the query, so that branches that rearrange the query alike share one copy.
     plan = static.plan
-    out_win, lse_win = range_attention.forward(query, key_win, value_win, low_win, high_win, plan.window, config.window)
+    out_win, lse_win = range_attention.forward(
+        query, key_win, value_win, low_win, high_win, plan.window, config.window, known_win
+    )
     key_cmp, out_win = lax.optimization_barrier((key_cmp, out_win))
     if plan.compressed is not None:
-        out_cmp, lse_cmp = range_attention.forward(query, key_cmp, value_cmp, low_cmp, high_cmp, plan.compressed, None)
+        out_cmp, lse_cmp = range_attention.forward(
+            query, key_cmp, value_cmp, low_cmp, high_cmp, plan.compressed, None, known_cmp
+        )
     else:
         out_cmp = jnp.zeros((*query.shape[:3], value_cmp.shape[-1]), query.dtype)
         lse_cmp = jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
@@ -175,12 +191,12 @@ def _forward(static: _Static, queries, others, positions):
         config=config,
         num_keys=key_slc.shape[1],
         segment_start=segment_start if static.packed else None,
-        query_offset=offset if static.offset is None else static.offset,
+        query_offset=known_offset,
         plan=plan.selection,
     )
     indices = checkpoint_name(indices, _INDICES)
     lists = config.select_block, static.packed, plan.selected.forward
-    out_slc, lse_slc = selected_forward(query, key_slc, value_slc, indices, segment_start, offset, *lists)
+    out_slc, lse_slc = selected_forward(query, key_slc, value_slc, indices, segment_start, known_offset, *lists)
     # The barrier hides the kernels from XLA's dynamic-slice fusion. In a scan over layers that keeps their results, JAX
     # 0.11's lets a kernel write into the array of all layers, and runs it again for whoever else reads them.
     branches = (lax.optimization_barrier(x) for x in ((out_cmp, lse_cmp), (out_slc, lse_slc), (out_win, lse_win)))
@@ -205,6 +221,7 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
     # From here on the outputs are not needed.
     d_out, d_gates = lax.optimization_barrier((d_out, d_gates))
     (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, positions)
+    known_cmp, known_win = _known_ranges(static, query, key_cmp, key_win)
 
     def branch(i: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(delta, lse, cotangent) of a branch's backward pass."""
@@ -242,21 +259,22 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
         *branch(1),
         select_block=static.config.select_block,
         segment_start=segment_start,
-        query_offset=offset,
+        query_offset=offset if static.offset is None else static.offset,
+        packed=static.packed,
         plan=plan.selected.backward,
     )
     add(d_query)
     if plan.compressed is not None:
         key_cmp = after(key_cmp)
         d_query, d_key_cmp, d_value_cmp = range_attention.backward(
-            query, key_cmp, value_cmp, low_cmp, high_cmp, *branch(0), plan.compressed
+            query, key_cmp, value_cmp, low_cmp, high_cmp, *branch(0), plan.compressed, known_cmp
         )
         add(d_query)
     else:
         d_key_cmp, d_value_cmp = jnp.zeros_like(key_cmp), jnp.zeros_like(value_cmp)
     key_win = after(key_win)
     d_query, d_key_win, d_value_win = range_attention.backward(
-        query, key_win, value_win, low_win, high_win, *branch(2), plan.window
+        query, key_win, value_win, low_win, high_win, *branch(2), plan.window, known_win
     )
     add(d_query)
     if static.separate and len(d_queries) < 3:

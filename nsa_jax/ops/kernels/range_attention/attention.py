@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
@@ -23,6 +24,7 @@ from nsa_jax.ops.kernels.range_attention import (
     triton_forward,
     window_cudnn,
 )
+from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, known_ranges
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.kernels.triton import first_derivative, row_delta
 
@@ -51,6 +53,21 @@ def window_ranges(query, segment_start, query_offset, window: int) -> tuple[jax.
     return jnp.maximum(start, t - window + 1), t + 1
 
 
+def known_compressed_ranges(length: int, offset: int, num_keys: int, config: NSAConfig) -> KnownRanges | None:
+    """`compressed_ranges` of rows that hold one document, clipped, where tracing knows their offset."""
+    t = np.arange(length, dtype=np.int32) + offset
+    low, high = blocks.compressed_range(t, np.zeros_like(t), config)
+    low, high = clip_ranges(low, high, num_keys)
+    return known_ranges(low, high, num_keys)
+
+
+def known_window_ranges(length: int, offset: int, num_keys: int, window: int) -> KnownRanges | None:
+    """`window_ranges` of rows that hold one document, clipped; `offset` is the first query's place in the keys."""
+    t = np.arange(length, dtype=np.int32) + offset
+    low, high = clip_ranges(np.maximum(t - window + 1, 0), t + 1, num_keys)
+    return known_ranges(low, high, num_keys)
+
+
 def ranged_attention(
     query, key, value, low, high, plan: RangePlan, window: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -77,25 +94,34 @@ def ranged_attention(
     return _ranged(query, key, value, *clip_ranges(low, high, num_keys), plan, window)
 
 
-def clip_ranges(low, high, num_keys: int) -> tuple[jax.Array, jax.Array]:
-    """Ranges within the keys, and (S, 0) for queries that see nothing: what the kernels expect."""
-    low, high = jnp.clip(low, 0, num_keys), jnp.clip(high, 0, num_keys)
+def clip_ranges(low, high, num_keys: int):
+    """Ranges, of NumPy or JAX, within the keys, and (S, 0) for queries that see nothing: what the kernels expect."""
+    xp = np if isinstance(low, np.ndarray) else jnp
+    low, high = xp.clip(low, 0, num_keys), xp.clip(high, 0, num_keys)
     empty = high <= low
-    return jnp.where(empty, num_keys, low), jnp.where(empty, 0, high)
+    return xp.where(empty, num_keys, low), xp.where(empty, 0, high)
 
 
-def forward(query, key, value, low, high, plan: RangePlan, window: int | None) -> tuple[jax.Array, jax.Array]:
-    """The forward pass; arguments as `ranged_attention`, with low = S and high = 0 where a query sees nothing."""
+def forward(
+    query, key, value, low, high, plan: RangePlan, window: int | None, known: KnownRanges | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The forward pass.
+
+    Args:
+      query, key, value, low, high, plan, window: as `ranged_attention`, with low = S and high = 0 where a query sees
+        nothing.
+      known: the same ranges, if tracing knows them: what tiles visit is then a constant of the program.
+    """
     chosen = plan.forward
     if chosen.kernel == "range_attention.sm90_forward":
-        return sm90_forward.ranged_forward(query, key, value, low, high, chosen.tiles)
+        return sm90_forward.ranged_forward(query, key, value, low, high, chosen.tiles, known)
     if chosen.kernel == "range_attention.window_cudnn":
         assert window is not None
         return window_cudnn.window_forward(query, key, value, window)
     return triton_forward.ranged_forward(query, key, value, low, high, chosen.tiles)
 
 
-def backward(query, key, value, low, high, delta, lse, grad_out, plan: RangePlan):
+def backward(query, key, value, low, high, delta, lse, grad_out, plan: RangePlan, known: KnownRanges | None = None):
     """Gradients of `ranged_attention`'s output for query, key and value.
 
     Args:
@@ -104,13 +130,14 @@ def backward(query, key, value, low, high, delta, lse, grad_out, plan: RangePlan
       lse: as it returned it.
       grad_out: [B, T, N, V].
       plan: the kernels.
+      known: as `forward` took it.
     """
     lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
     args = (query, key, value, grad_out, lse, delta, low, high)
     if plan.grad_query.kernel == "range_attention.triton_backward":
-        return triton_backward.gradients(*args, plan.grad_query.tiles, plan.grad_key_value.tiles)
-    grad_query = sm90_backward.grad_query(*args, plan.grad_query.tiles)
-    return grad_query, *sm90_backward.grad_key_value(*args, plan.grad_key_value.tiles)
+        return triton_backward.gradients(*args, plan.grad_query.tiles, plan.grad_key_value.tiles, known)
+    grad_query = sm90_backward.grad_query(*args, plan.grad_query.tiles, known)
+    return grad_query, *sm90_backward.grad_key_value(*args, plan.grad_key_value.tiles, known)
 
 
 _ranged = jax.custom_vjp(forward, nondiff_argnums=(5, 6))

@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.range_attention.tiles import query_tile_ranges, splits_for
+from nsa_jax.ops.kernels.range_attention.tiles import (
+    KnownRanges,
+    for_batch,
+    known_tile_ranges,
+    query_tile_ranges,
+    splits_for,
+)
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS
 
 
-def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig):
+def grad_query(
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig,
+    known: KnownRanges | None = None,
+):  # fmt: skip
     """dq [B, T, N, H].
 
     Args:
@@ -29,21 +39,23 @@ def grad_query(query, key, value, grad_out, lse, delta, low, high, config: tunin
       lse: float32 [B, T, N], base 2, `NO_WEIGHT` where a query sees nothing.
       delta: float32 [B, T, N], the sums over V of out * grad_out.
       config: tiles.
+      known: the ranges, if tracing knows them.
     """
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     arrays = query, key, value, grad_out, lse, delta, low, high
-    return _grad_query(*arrays, config, sm90_visibility.KeyRange)
+    return _grad_query(*arrays, config, functools.partial(sm90_visibility.KeyRange, known=known))
 
 
 def block_masked_grad_query(
-    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig, listed
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig, known, listed
 ):  # fmt: skip
     """`grad_query` of `sm90_forward.block_masked_forward`."""
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     arrays = query, key, value, grad_out, lse, delta, low, high
-    return _grad_query(*arrays, config, functools.partial(sm90_visibility.BlockMask, listed=listed))
+    visibility = functools.partial(sm90_visibility.BlockMask, known=known, listed=listed)
+    return _grad_query(*arrays, config, visibility)
 
 
 class _Tile(NamedTuple):
@@ -207,26 +219,30 @@ def _grad_query(
     return rows.restore(dq)
 
 
-def grad_key_value(query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperKeysConfig):
+def grad_key_value(
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperKeysConfig,
+    known: KnownRanges | None = None,
+):  # fmt: skip
     """dk [B, S, K, H] and dv [B, S, K, V]; arguments as `grad_query`."""
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     arrays = query, key, value, grad_out, lse, delta, low, high
-    return _grad_key_value(*arrays, config, sm90_visibility.KeyBlockRange())
+    return _grad_key_value(*arrays, config, sm90_visibility.KeyBlockRange(), known)
 
 
 def block_masked_grad_key_value(
-    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperKeysConfig, listed
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperKeysConfig, known, listed
 ):  # fmt: skip
     """`grad_key_value` of `sm90_forward.block_masked_forward`, whose blocks have 64 keys."""
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     arrays = query, key, value, grad_out, lse, delta, low, high
-    return _grad_key_value(*arrays, config, sm90_visibility.KeyBlockMask(config.warpgroups, listed))
+    return _grad_key_value(*arrays, config, sm90_visibility.KeyBlockMask(config.warpgroups, listed), known)
 
 
 def _grad_key_value(
-    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperKeysConfig, visibility
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperKeysConfig, visibility,
+    known: KnownRanges | None,
 ):  # fmt: skip
     """The kernel; `visibility` is one of `sm90_visibility`'s classes for blocks of keys."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -242,7 +258,12 @@ def _grad_key_value(
     keys = warpgroups * ROWS  # 64 keys per warpgroup
     blocks = pl.cdiv(num_keys, keys)
     splits = config.splits or splits_for(key, value, length * group, keys=keys, rows=ROWS)
-    own_ranges, ranges = _warpgroup_ranges(query_tile_ranges(low, high, group, ROWS, ROWS, num_keys), warpgroups)
+    by_block: Any
+    if known is None:
+        by_block = query_tile_ranges(low, high, group, ROWS, ROWS, num_keys)
+    else:
+        by_block = known_tile_ranges(known, group, ROWS, ROWS)
+    own_ranges, ranges = (for_batch(x, batch) for x in _warpgroup_ranges(by_block, warpgroups))
     row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
     lse, delta = rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)
@@ -415,15 +436,16 @@ def _grad_key_value(
     return total(dk), total(dv)
 
 
-def _warpgroup_ranges(ranges: jax.Array, warpgroups: int) -> tuple[jax.Array, jax.Array]:
+def _warpgroup_ranges(ranges, warpgroups: int):
     """Query tiles of each warpgroup's 64 keys and of each program, [B, 4, blocks * warpgroups] and [B, 2, blocks].
 
     Args:
-      ranges: `query_tile_ranges` of blocks of 64 keys.
+      ranges: `query_tile_ranges` or `known_tile_ranges` of blocks of 64 keys.
       warpgroups: how many of them a program has.
     """
-    ranges = jnp.pad(ranges, ((0, 0), (0, 0), (0, -ranges.shape[2] % warpgroups)))
-    first, _, _, last = jnp.moveaxis(ranges.reshape(*ranges.shape[:2], -1, warpgroups), 1, 0)
+    xp = np if isinstance(ranges, np.ndarray) else jnp
+    ranges = xp.pad(ranges, ((0, 0), (0, 0), (0, -ranges.shape[2] % warpgroups)))
+    first, _, _, last = xp.moveaxis(ranges.reshape(*ranges.shape[:2], -1, warpgroups), 1, 0)
     program_last = last.max(-1)
-    program_first = jnp.where(first < last, first, program_last[..., None]).min(-1)
-    return ranges, jnp.stack([program_first, program_last], axis=1)
+    program_first = xp.where(first < last, first, program_last[..., None]).min(-1)
+    return ranges, xp.stack([program_first, program_last], axis=1)

@@ -17,18 +17,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
 from nsa_jax.ops.tiles import ROWS
 
 
-def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConfig):
-    """As `triton_forward.ranged_forward`, with the Hopper kernel."""
+def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConfig, known: KnownRanges | None = None):
+    """As `triton_forward.ranged_forward`, with the Hopper kernel; `known` are the ranges, if tracing knows them."""
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
-    return _forward(query, key, value, low, high, config, sm90_visibility.KeyRange)
+    return _forward(query, key, value, low, high, config, functools.partial(sm90_visibility.KeyRange, known=known))
 
 
-def block_masked_forward(query, key, value, low, high, config: tuning.RangedHopperConfig, listed):
+def block_masked_forward(
+    query, key, value, low, high, config: tuning.RangedHopperConfig, known: KnownRanges | None, listed
+):  # fmt: skip
     """`ranged_forward` over the keys of some blocks, of config.keys keys each.
 
     Args:
@@ -36,7 +39,8 @@ def block_masked_forward(query, key, value, low, high, config: tuning.RangedHopp
     """
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
-    return _forward(query, key, value, low, high, config, functools.partial(sm90_visibility.BlockMask, listed=listed))
+    visibility = functools.partial(sm90_visibility.BlockMask, known=known, listed=listed)
+    return _forward(query, key, value, low, high, config, visibility)
 
 
 def neighbours_forward(query, key, value, low, high, config: tuning.RangedHopperConfig, neighbours):

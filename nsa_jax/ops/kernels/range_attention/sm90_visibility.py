@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.ops.kernels import sm90
-from nsa_jax.ops.kernels.range_attention.tiles import tile_bounds
+from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, for_batch, tile_bounds
 from nsa_jax.ops.kernels.softmax import NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS
 
@@ -33,9 +33,12 @@ class KeyRange:
     num_words = 0
     begins_masked = True
 
-    def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int):
+    def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None = None):
         self.rows = rows
-        self.bounds = tile_bounds(row_low, row_high, rows.tile, keys)
+        batch = row_low.shape[0]
+        if known is not None:
+            row_low, row_high = rows.per_token(known.low[None], known.num_keys), rows.per_token(known.high[None], 0)
+        self.bounds = for_batch(tile_bounds(row_low, row_high, rows.tile, keys), batch)
 
     def mask_arrays(self) -> tuple[jax.Array, ...]:
         """What kernels take besides `bounds`."""
@@ -81,8 +84,8 @@ class BlockMask(KeyRange):
       listed: int32 [B, T, K, W], bit j % 32 of word j // 32: whether the query sees keys of block j.
     """
 
-    def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int, listed):
-        super().__init__(rows, row_low, row_high, keys)
+    def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None, listed):
+        super().__init__(rows, row_low, row_high, keys, known)
         self.listed, self.num_words = listed, listed.shape[-1]
 
     def mask_arrays(self) -> tuple[jax.Array, ...]:

@@ -7,13 +7,54 @@ stored.
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.triton import dot
+
+# Elements up to which an array that is known while tracing is written out for every batch entry.
+_MOST_KNOWN = 2**16
+
+
+class KnownRanges(NamedTuple):
+    """Ranges of the queries of every batch entry that are known while tracing: which tiles meet which is, too.
+
+    Attributes:
+      low, high: int32 [T], without descents but for queries that see nothing, which come first and have (S, 0).
+      num_keys: S.
+    """
+
+    low: np.ndarray
+    high: np.ndarray
+    num_keys: int
+
+
+def known_ranges(low: np.ndarray, high: np.ndarray, num_keys: int) -> KnownRanges | None:
+    """Clipped ranges [T] as `KnownRanges`; None if they are not as these must be."""
+    seeing = np.flatnonzero(high > low)
+    begin = seeing[0] if len(seeing) else len(low)
+    ascend = all((np.diff(x[begin:]) >= 0).all() for x in (low, high))
+    return KnownRanges(low, high, num_keys) if ascend and len(seeing) == len(low) - begin else None
+
+
+def for_batch(x: np.ndarray | jax.Array, batch: int) -> jax.Array:
+    """The same [1, ...] for every batch entry, int32; a known one of moderate size is a constant of the program."""
+    shape = (batch, *x.shape[1:])
+    if isinstance(x, np.ndarray) and batch * x.size <= _MOST_KNOWN:
+        return jnp.asarray(np.broadcast_to(x, shape), jnp.int32)
+    return jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape)
+
+
+def _numpy_of(x) -> ModuleType | Any:
+    """NumPy for what is known while tracing, else JAX's."""
+    return np if isinstance(x, np.ndarray) else jnp
 
 
 def row_products(a, b) -> jax.Array:
@@ -66,19 +107,45 @@ def key_loops(step, low, high, size: int, carry):
     return lax.fori_loop(exact_end, end, lambda i, c: step(False, i, c), carry)
 
 
-def tile_bounds(low, high, rows: int, keys: int) -> jax.Array:
+def tile_bounds(low, high, rows: int, keys: int):
     """Key blocks that each query tile visits: int32 [B, tiles, 4], (begin, exact_begin, exact_end, end).
 
     Blocks [exact_begin, exact_end) are seen whole by every row, the others need a mask. `low` and `high` are int32
-    [B, a multiple of `rows`]; rows that see nothing have high = 0 and a low that is at least any other row's high.
+    [B, a multiple of `rows`], of NumPy or JAX as the result; rows that see nothing have high = 0 and a low that is at
+    least any other row's high.
     """
+    xp = _numpy_of(low)
     batch = low.shape[0]
     low, high = (x.reshape(batch, -1, rows) for x in (low, high))
     begin = low.min(-1) // keys
-    end = jnp.maximum(-(-high.max(-1) // keys), begin)
-    exact_begin = jnp.clip(-(-low.max(-1) // keys), begin, end)
-    exact_end = jnp.clip(high.min(-1) // keys, exact_begin, end)
-    return jnp.stack([begin, exact_begin, exact_end, end], -1).astype(jnp.int32)
+    end = xp.maximum(-(-high.max(-1) // keys), begin)
+    exact_begin = xp.clip(-(-low.max(-1) // keys), begin, end)
+    exact_end = xp.clip(high.min(-1) // keys, exact_begin, end)
+    return xp.stack([begin, exact_begin, exact_end, end], -1).astype(np.int32)
+
+
+def known_tile_ranges(known: KnownRanges, group: int, rows: int, keys: int) -> np.ndarray:
+    """`query_tile_ranges` of one batch entry, [1, 4, blocks], by searching: ranges and what tiles see only ascend."""
+    low, high = np.repeat(known.low, group), np.repeat(known.high, group)
+    tiles = -(-len(low) // rows)
+    pad, empty = (0, tiles * rows - len(low)), high <= low
+
+    def per_tile(x, fill, reduce):
+        return reduce(np.pad(x, pad, constant_values=fill).reshape(tiles, rows), axis=1)
+
+    lowest, highest = per_tile(low, known.num_keys, np.min), per_tile(high, 0, np.max)
+    low_max = per_tile(np.where(empty, 0, low), 0, np.max)
+    high_min = per_tile(np.where(empty, known.num_keys, high), known.num_keys, np.min)
+    begin = np.arange(0, known.num_keys, keys)
+    end = np.minimum(begin + keys, known.num_keys)
+    blind = int(np.count_nonzero(highest == 0))  # tiles whose rows see nothing: the first ones
+    first = blind + np.searchsorted(highest[blind:], begin, side="right")
+    last = blind + np.searchsorted(lowest[blind:], end, side="left")
+    first, last = (np.where(first < last, x, 0) for x in (first, last))
+    whole_begin = np.maximum(blind + np.searchsorted(high_min[blind:], end, side="left"), first)
+    whole_end = np.minimum(blind + np.searchsorted(low_max[blind:], begin, side="right"), last)
+    whole_begin, whole_end = (np.where(whole_begin < whole_end, x, last) for x in (whole_begin, whole_end))
+    return np.stack([first, whole_begin, whole_end, last])[None].astype(np.int32)
 
 
 def query_tile_ranges(low, high, group: int, rows: int, keys: int, num_keys: int) -> jax.Array:

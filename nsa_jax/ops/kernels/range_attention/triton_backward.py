@@ -14,8 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops.kernels.range_attention.tiles import (
+    KnownRanges,
+    for_batch,
     key_block,
     key_loops,
+    known_tile_ranges,
     query_rows,
     query_tile_ranges,
     row_products,
@@ -27,14 +30,17 @@ from nsa_jax.ops.kernels.triton import dot, load_rows, pieces, store_rows, trito
 from nsa_jax.ops.tiles import RangedConfig
 
 
-def gradients(query, key, value, grad_out, lse, delta, low, high, query_config: RangedConfig, key_config: RangedConfig):
+def gradients(
+    query, key, value, grad_out, lse, delta, low, high, query_config: RangedConfig, key_config: RangedConfig,
+    known: KnownRanges | None = None,
+):  # fmt: skip
     """Gradients of query, key and value; arguments as those of `sm90_backward`'s two functions."""
     batch, length, heads, v_dim = grad_out.shape
     rows, h_dim = (batch, length * heads), query.shape[-1]
     flat_query, flat_grad = query.reshape(*rows, h_dim), grad_out.reshape(*rows, v_dim)
     vectors = lse.reshape(rows), delta.reshape(rows), low, high
     grad_query = grad_query_kernel(flat_query, key, value, flat_grad, *vectors, query_config)
-    grad_key, grad_value = grad_key_value_kernel(flat_query, key, value, flat_grad, *vectors, key_config)
+    grad_key, grad_value = grad_key_value_kernel(flat_query, key, value, flat_grad, *vectors, key_config, known)
     return grad_query.reshape(query.shape), grad_key, grad_value
 
 
@@ -175,7 +181,9 @@ def _dkv_kernel(
     store_rows(dv_ref, position, dv)
 
 
-def grad_key_value_kernel(query, key, value, grad_out, lse, delta, low, high, config: RangedConfig):
+def grad_key_value_kernel(
+    query, key, value, grad_out, lse, delta, low, high, config: RangedConfig, known: KnownRanges | None = None
+):
     """dk [B, S, K, H] and dv [B, S, K, V]; arguments as `grad_query_kernel`.
 
     Few keys (the compressed branch) leave few programs with very long loops, so a key block's queries are split over
@@ -197,7 +205,10 @@ def grad_key_value_kernel(query, key, value, grad_out, lse, delta, low, high, co
         num_keys=num_keys,
         splits=splits,
     )
-    ranges = query_tile_ranges(low, high, group, config.rows, config.keys, num_keys)
+    if known is None:
+        ranges = query_tile_ranges(low, high, group, config.rows, config.keys, num_keys)
+    else:
+        ranges = for_batch(known_tile_ranges(known, group, config.rows, config.keys), batch)
     per_head = lambda dim: pl.BlockSpec((None, num_keys, None, dim), lambda i, h, b: (b, 0, h, 0))  # noqa: E731
     per_split = lambda dim: pl.BlockSpec(  # noqa: E731
         (None, None, num_keys, None, dim), lambda i, h, b: (lax.rem(i, jnp.int32(splits)), b, 0, h, 0)

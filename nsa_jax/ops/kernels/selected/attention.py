@@ -31,14 +31,16 @@ def selected_forward(
     query, key, value, block_indices, segment_start, query_offset, select_block: int, packed: bool,
     plan: SelectedForwardPlan,
 ):  # fmt: skip
-    """Output [B, T, N, V] and natural-log lse float32 [B, T, N]."""
+    """Output [B, T, N, V] and natural-log lse float32 [B, T, N]; query_offset is an int, or a traced scalar."""
     if plan.lists is None:
-        return whole_row_sm90.forward(query, key, value, block_indices, segment_start, query_offset, plan.rest.tiles)
+        return whole_row_sm90.forward(
+            query, key, value, block_indices, segment_start, query_offset, plan.rest.tiles, packed
+        )
     batch, length, num_heads, h_dim = query.shape
     num_keys, num_kv, v_dim = value.shape[1:]
     num_listed = block_indices.shape[-1]
     grouped = query.reshape(batch, length, num_kv, num_heads // num_kv, h_dim)
-    query_offset = query_offset.reshape(1)
+    query_offset = jnp.asarray(query_offset, jnp.int32).reshape(1)
     blocks: dict[str, Any] = dict(select_block=select_block, packed=packed)
     lists, state, tile = block_indices, (), plan.lists.tile
     if plan.neighbours is not None:
@@ -100,7 +102,8 @@ def _selected_bwd(select_block, packed, plan, residuals, d_out):
     (d_out,) = first_derivative(d_out)
     d_query, d_key, d_value = selected_backward(
         query, key, value, block_indices, row_delta(out, d_out), lse, d_out,
-        select_block=select_block, segment_start=segment_start, query_offset=query_offset, plan=plan.backward,
+        select_block=select_block, segment_start=segment_start, query_offset=query_offset, packed=packed,
+        plan=plan.backward,
     )  # fmt: skip
     return d_query, d_key, d_value, None, None, None
 

@@ -77,8 +77,9 @@ def selected_backward(
     *,
     select_block: int,
     segment_start: jax.Array,
-    query_offset: jax.Array,
+    query_offset: jax.Array | int,
     plan: SelectedBackwardPlan,
+    packed: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of selected attention.
 
@@ -93,8 +94,9 @@ def selected_backward(
       d_out: [B, T, N, V], cotangent of the forward result.
       select_block: block size.
       segment_start: int32 [B, T].
-      query_offset: int32 scalar, position of the first query in the keys' row.
+      query_offset: int, or int32 scalar; position of the first query in the keys' row.
       plan: the kernels.
+      packed: False if rows hold one document each.
 
     Returns:
       (d_query, d_key, d_value), like query, key and value.
@@ -104,7 +106,7 @@ def selected_backward(
     config = plan.lists
     if config is None:
         return whole_row_sm90.backward(
-            query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset, plan
+            query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset, plan, packed
         )
     hopper = plan.by_block.kernel.endswith("_sm90")
     layout = make_layout(query, key, value, slots, select_block, config, hopper)

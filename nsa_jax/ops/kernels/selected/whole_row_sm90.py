@@ -15,8 +15,11 @@ from nsa_jax.ops import blocks
 from nsa_jax.ops.choices import SelectedBackwardPlan
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention import sm90_backward, sm90_forward
+from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS, RangedHopperConfig
+
+_WHOLE = 1 << 30  # a window that reaches back to the beginning of any row
 
 
 def list_words(block_indices: jax.Array, num_blocks: int) -> jax.Array:
@@ -31,26 +34,39 @@ def list_words(block_indices: jax.Array, num_blocks: int) -> jax.Array:
 
 def visible_ranges(query, key, segment_start, query_offset) -> tuple[jax.Array, jax.Array]:
     """(low, high), int32 [B, T]: the keys that each query may see at all."""
-    low, high = range_attention.window_ranges(query, segment_start, query_offset, 1 << 30)
+    low, high = range_attention.window_ranges(query, segment_start, query_offset, _WHOLE)
     return range_attention.clip_ranges(low, high, key.shape[1])
 
 
+def _known(query, key, query_offset, packed: bool) -> KnownRanges | None:
+    """`visible_ranges` where tracing knows them."""
+    if packed or not isinstance(query_offset, int):
+        return None
+    return range_attention.known_window_ranges(query.shape[1], query_offset, key.shape[1], _WHOLE)
+
+
 def forward(
-    query, key, value, block_indices, segment_start, query_offset, config: RangedHopperConfig
+    query, key, value, block_indices, segment_start, query_offset, config: RangedHopperConfig, packed: bool = True
 ) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, V] and natural-log lse, float32 [B, T, N]; arguments as `attention.selected_forward`."""
+    """Output [B, T, N, V] and natural-log lse, float32 [B, T, N]; arguments as `attention.selected_forward`.
+
+    With packed=False rows hold one document each, whatever segment_start says.
+    """
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], ROWS))
     low, high = visible_ranges(query, key, segment_start, query_offset)
-    return sm90_forward.block_masked_forward(query, key, value, low, high, config, listed)
+    known = _known(query, key, query_offset, packed)
+    return sm90_forward.block_masked_forward(query, key, value, low, high, config, known, listed)
 
 
 def backward(
-    query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset, plan: SelectedBackwardPlan
-):
+    query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset, plan: SelectedBackwardPlan,
+    packed: bool = True,
+):  # fmt: skip
     """Gradients of query, key and value; arguments as `backward.selected_backward`."""
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], ROWS))
     low, high = visible_ranges(query, key, segment_start, query_offset)
     lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
     args = (query, key, value, d_out.astype(query.dtype), lse, delta, low, high)
-    d_query = sm90_backward.block_masked_grad_query(*args, plan.grad_query.tiles, listed)
-    return d_query, *sm90_backward.block_masked_grad_key_value(*args, plan.by_block.tiles, listed)
+    known = _known(query, key, query_offset, packed)
+    d_query = sm90_backward.block_masked_grad_query(*args, plan.grad_query.tiles, known, listed)
+    return d_query, *sm90_backward.block_masked_grad_key_value(*args, plan.by_block.tiles, known, listed)

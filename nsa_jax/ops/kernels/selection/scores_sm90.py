@@ -12,12 +12,14 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.kernels.range_attention.tiles import for_batch
 from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.tiles import SCORE_KEYS
 
@@ -61,20 +63,31 @@ def prepare(query, key_cmp, lse2, start, query_offset, fold, *, rows, width, con
         query = jnp.pad(query, ((0, 0), (0, -length % 8), (0, 0), (0, 0)))
     pad = ((0, 0), (0, -length % QUERIES))
     lse2 = jnp.pad(lse2, ((0, 0), *pad), constant_values=jnp.inf)
+
+    def ranges(xp, position, start):
+        low, high = blocks.compressed_range(position, xp.zeros_like(position) if start is None else start, config)
+        return tuple(xp.pad(xp.clip(x, 0, key_cmp.shape[1]), pad) for x in (low, high))
+
     position = jnp.arange(length, dtype=jnp.int32)[None] + query_offset
-    position = jnp.broadcast_to(position, (batch, length))
-    low, high = blocks.compressed_range(position, jnp.zeros_like(position) if start is None else start, config)
-    low, high = (jnp.pad(jnp.clip(x, 0, key_cmp.shape[1]), pad) for x in (low, high))
+    low, high = of_rows = ranges(jnp, jnp.broadcast_to(position, (batch, length)), start)
+    if start is None and isinstance(query_offset, int):  # what tiles see is then a constant of the program
+        of_rows = ranges(np, np.arange(length, dtype=np.int32)[None] + query_offset, None)
+    seen = tuple(for_batch(x, batch) for x in _seen_by_all(*of_rows))
     first = None
     if start is not None:
         first = jnp.pad(start, pad, mode="edge").reshape(batch, -1, QUERIES).min(-1)
         first = first // config.select_block + config.num_initial
     shapes = dict(fold=fold, config=config, rows=rows, width=width, num_scored=num_scored)
-    return lambda where: scores(query, keys, lse2, low, high, where, first, **shapes)
+    return lambda where: scores(query, keys, lse2, low, high, seen, where, first, **shapes)
+
+
+def _seen_by_all(low, high):
+    """What all queries of a tile see, [B, tiles] each, from [B, T rounded up]."""
+    return low.reshape(len(low), -1, QUERIES).max(-1), high.reshape(len(high), -1, QUERIES).min(-1)
 
 
 def scores(
-    query, keys, lse2, low, high, where, first, *, fold, config: NSAConfig, rows: int, width: int, num_scored: int
+    query, keys, lse2, low, high, seen, where, first, *, fold, config: NSAConfig, rows: int, width: int, num_scored: int
 ):
     """Scores [B * K, planes, rows, width] of the queries from row where[1] on.
 
@@ -83,6 +96,7 @@ def scores(
       keys: `arrange_keys`' result.
       lse2: [B, N, T rounded up to 64] float32 base-2 log-sum-exp, +inf for rows that see nothing.
       low, high: int32 [B, T rounded up to 64]: the compressed blocks each query sees are [low, high).
+      seen: `_seen_by_all` of these.
       where: int32 [2], the position of query 0 and the first query of this buffer.
       first: int32 [B, T / 64 rounded up], the first selection block whose score a tile of queries needs; None if all
         rows are one document.
@@ -109,8 +123,7 @@ def scores(
     slice_width = _KEYS // fold.padded
     row_layout = plgpu.Layout.WGMMA.reduce(1)
     scale = LOG2E / math.sqrt(head_dim)
-    # What all queries of a tile see: [B, tiles].
-    seen_from, seen_to = low.reshape(batch, -1, QUERIES).max(-1), high.reshape(batch, -1, QUERIES).min(-1)
+    seen_from, seen_to = seen
 
     def kernel(where_ref, query_ref, key_ref, lse_ref, low_ref, high_ref, *refs, buffers, barriers):
         seen_from_ref, seen_to_ref, *first_ref, out_ref = refs

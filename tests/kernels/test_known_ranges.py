@@ -1,0 +1,113 @@
+"""What tiles visit, where tracing knows it: equal to what a program computes, and less of a program."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+import nsa_jax
+from nsa_jax import aot
+from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.kernels import sm90
+from nsa_jax.ops.kernels.range_attention import attention, tiles
+from nsa_jax.ops.kernels.range_attention.sm90_backward import _warpgroup_ranges
+
+CONFIG = NSAConfig(compress_block=32, compress_stride=16, select_block=64, window=100)
+# Tokens, where the first lies, groups: tiles that see nothing, hold several tokens or a part of one, end past the row.
+CASES = ((1, 0, 3), (31, 0, 1), (31, 300, 16), (64, 5, 3), (200, 0, 16), (200, 300, 1), (517, 0, 3), (517, 5, 16))
+
+
+def computed(length, offset, num_keys, config, window):
+    """(low, high) as a program has them, [1, T]."""
+    query = jax.ShapeDtypeStruct((1, length, 1, 1), jnp.float32)
+    if window is None:
+        low, high = attention.compressed_ranges(query, None, offset, config)
+    else:
+        low, high = attention.window_ranges(query, None, offset, window)
+    return attention.clip_ranges(low, high, num_keys)
+
+
+def cases():
+    for length, offset, group in CASES:
+        blocks = max((length + offset - CONFIG.compress_block) // CONFIG.compress_stride + 1, 1)
+        yield group, attention.known_compressed_ranges(length, offset, blocks, CONFIG), (length, offset, blocks, None)
+        for window in (100, 1 << 30):
+            keys = length + offset
+            known = attention.known_window_ranges(length, offset, keys, window)
+            yield group, known, (length, offset, keys, window)
+
+
+TILES = ((64, 64), (32, 128))  # rows, keys
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def by_program(length, num_keys, window, group, rows, offset):
+    """Ranges, bounds of query tiles, and ranges of key blocks by tile sizes and by warpgroups, of a program."""
+    low, high = computed(length, offset, num_keys, CONFIG, window)
+    bounds = tiles.tile_bounds(rows.per_token(low, num_keys), rows.per_token(high, 0), rows.tile, 64)
+    by_block = [tiles.query_tile_ranges(low, high, group, size, keys, num_keys) for size, keys in TILES]
+    return (low, high), bounds, by_block, [_warpgroup_ranges(ranges, 3) for ranges in by_block]
+
+
+def test_known_ranges_and_what_tiles_visit_are_those_of_a_program():
+    """Ranges, bounds of query tiles and ranges of key blocks agree in every entry, for all shapes."""
+    for group, known, (length, offset, num_keys, window) in cases():
+        assert known is not None
+        rows = sm90.RowTiles(length, group, 1, 2)
+        want = by_program(length, num_keys, window, group, rows, offset)
+        low, high = known.low[None], known.high[None]
+        bounds = tiles.tile_bounds(rows.per_token(low, num_keys), rows.per_token(high, 0), rows.tile, 64)
+        by_block = [tiles.known_tile_ranges(known, group, size, keys) for size, keys in TILES]
+        found = (low, high), bounds, by_block, [_warpgroup_ranges(ranges, 3) for ranges in by_block]
+        assert all(isinstance(mine, np.ndarray) for mine in jax.tree.leaves(found))
+        jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=f"{rows} {offset} {window}"), found, want)
+
+
+def test_ranges_that_do_not_ascend_are_left_to_the_program():
+    """Queries past the last key, whose windows hold nothing again, are no `KnownRanges`."""
+    assert attention.known_window_ranges(300, 0, 150, 100) is None
+    assert attention.known_window_ranges(300, 0, 250, 100) is not None
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_constants_of_a_batch(batch):
+    """Small arrays are constants for all entries, large ones are spread by the program; the values are the same."""
+    for size in (5, tiles._MOST_KNOWN):
+        x = np.arange(size, dtype=np.int32)[None]
+        assert (np.asarray(tiles.for_batch(x, batch)) == x).all() and tiles.for_batch(x, batch).shape == (batch, size)
+
+
+def reductions(jaxpr):
+    """How often a program takes a minimum or maximum, kernels left out."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("reduce_min", "reduce_max"):
+            count += 1
+        elif equation.primitive.name not in ("pallas_call", "core_map", "mpmd_map"):
+            count += sum(reductions(inner) for inner in jaxprs_in_params(equation.params))
+    return count
+
+
+@pytest.mark.parametrize("name", ["a100-80gb", "h100"])
+def test_programs_are_smaller(name):
+    """With a traced offset a program computes what tiles visit; with a known one nothing of it is left."""
+    mesh = jax.sharding.Mesh(np.array(aot.devices(name, 1)), ("x",))
+    length, heads, kv_heads, dim = 2048, 16, 4, 128
+    shape = lambda tokens, heads, last=dim: jax.ShapeDtypeStruct((1, tokens, heads, last), jnp.bfloat16)  # noqa: E731
+    blocks = (length - 32) // 16 + 1
+    tensors = [shape(length, heads), *[shape(blocks, kv_heads)] * 2, *[shape(length, kv_heads)] * 4]
+    tensors.append(shape(length, heads, 3))
+
+    def loss(tensors, offset):
+        out = nsa_jax.nsa_attention(*tensors, config=NSAConfig(), query_offset=offset, implementation="pallas")
+        return out.astype(jnp.float32).sum()
+
+    with aot.tracing_for(name, mesh):
+        known = jax.make_jaxpr(jax.grad(lambda tensors: loss(tensors, 0)))(tensors)
+        traced = jax.make_jaxpr(jax.grad(loss))(tensors, jax.ShapeDtypeStruct((), jnp.int32))
+    assert reductions(known.jaxpr) == 0 and reductions(traced.jaxpr) >= 8
