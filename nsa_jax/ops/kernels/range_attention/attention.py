@@ -10,6 +10,8 @@ elsewhere. The backward pass is always ours, because cuDNN's adds dq with atomic
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,7 +142,9 @@ def backward(query, key, value, low, high, delta, lse, grad_out, plan: RangePlan
     return grad_query, *sm90_backward.grad_key_value(*args, plan.grad_key_value.tiles, known)
 
 
-_ranged = jax.custom_vjp(forward, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _ranged(query, key, value, low, high, plan, window):
+    return forward(query, key, value, low, high, plan, window)
 
 
 def _ranged_fwd(query, key, value, low, high, plan, window):
