@@ -2,7 +2,9 @@
 
     python benchmarks/curves.py runs/nsa_8k runs/dense_8k --json curves.json --plot curves.png
 
-The runs of benchmarks/results/nsa_dense_h200 are started by, with --config.model.attention=nsa and dense:
+The runs of benchmarks/results/nsa_dense_h200 and optimizers_h200 are of the paper's form, with these flags too:
+--config.model.nsa.shared_kv=False --config.model.compressor=mlp --config.model.mlp_dim=0. The first are started by,
+with --config.model.attention=nsa and dense:
 
     python train.py --config=configs/a100_prod.py --workdir=runs/nsa_8k --config.model.attention=nsa \\
       --config.data.source=text "--config.data.files=('corpus/*',)" --config.data.tokenizer=byte \\

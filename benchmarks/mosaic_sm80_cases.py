@@ -83,7 +83,7 @@ def inputs(length: int, seed: int) -> Arrays:
 
 def rows_of(out: jax.Array, lse: jax.Array, grad_out: jax.Array) -> Arrays:
     """Log-sum-exp in base 2 and delta, float32 [B, T, N], from the output [B, T, N, V], its lse and its gradient."""
-    # XLA would compute delta where it is stored in another order, with one thread to a row: eight times as slow.
+    # XLA would fuse delta into the loop that stores it in another order, with one thread to a row.
     return jax.lax.optimization_barrier((jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E), row_delta(out, grad_out)))
 
 

@@ -3,7 +3,7 @@
     python benchmarks/quickstart.py --seeds=0,1,2,3,4 --out=quickstart_cpu.json
 
 trains with train.py, one seed after the other, and reads each run's summary.json. A run that is finished in `--workdir`
-is not trained again.
+is not trained again. Other flags are passed on to train.py: --config.model.nsa.shared_kv=False, for example.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def row(seed: int, workdir: pathlib.Path) -> dict[str, Any]:
     summary = json.loads((workdir / "summary.json").read_text())
     bits = summary["validation"]["val/bits_per_byte/text"]
     seconds = json.loads((workdir / "seconds.json").read_text())
-    return {"seed": seed, "bits_per_byte": bits, **summary["far_task"], **seconds}
+    steps = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    gain = [step["health/selection_gain"] for step in steps if "health/selection_gain" in step][-1]
+    return {"seed": seed, "bits_per_byte": bits, "selection_gain": gain, **summary["far_task"], **seconds}
 
 
 def main() -> None:

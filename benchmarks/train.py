@@ -51,12 +51,19 @@ VOCAB = 257  # bytes and the end of a document
 GIB = 2**30
 
 
+def row_shares(layout: str, devices: int) -> int:
+    """Devices that a row is split over."""
+    axis, _, share = layout.partition("=")
+    return int(share or devices) if axis == "context" else 1
+
+
 def make_config(options: argparse.Namespace, case: dict[str, Any]) -> Any:
     """The config file's, changed to what is timed."""
     config = load_config(options.config)
     config.model.attention, config.model.remat = case["attention"], case["remat"]
     config.data.tokenizer, config.data.packing, config.data.seq_len = "byte", False, case["length"]
-    config.train.batch_size = case["tokens"] * case["devices"] // case["length"]
+    shares = row_shares(case["layout"], case["devices"])
+    config.train.batch_size = case["tokens"] * shares // case["length"] * (case["devices"] // shares)
     config.train.grad_accum = 1
     # Dense attention is measured at its fastest: cuDNN's backward pass is not deterministic.
     config.train.deterministic = case["attention"] != "dense"
@@ -278,8 +285,7 @@ def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         case |= dict(layout=layout, remat=remat, layers=layers, matmul=matmul, averages=averages)
         if case["devices"] == 1 and layout != lists[2][0]:
             continue  # one device has one layout
-        shares = int(layout.partition("=")[2] or devices) if layout.startswith("context") else 1
-        if case["tokens"] * shares < case["length"]:
+        if case["tokens"] * row_shares(layout, case["devices"]) < case["length"]:
             print(f"left out: --tokens {tokens} is less than a device's share of a row of {length}")
             continue
         yield case

@@ -6,7 +6,7 @@ Data:    FineWeb-Edu, sample-100BT, packed, with a byte-pair vocabulary of 32,76
          21 billion tokens.
 Takes:   56,500 tokens/s on one H200 at 8,192 tokens and 52,900 at 32,768, where dense attention takes 55,500 and
          32,200, all with scanned layers (benchmarks/results/train_1b_h200.json). 35 GiB at 32,768 tokens, as compiled
-         for an H200. All these are of the paper's form, with 1.1 billion parameters (see a100_prod).
+         for an H200. These figures are for the paper's form, with 1.1 billion parameters (see a100_prod).
 Reaches: not measured.
 Command: python train.py --config=configs/nsa_1b.py
 Other:   --config.data.seq_len=32768 --config.train.batch_size=16 for longer rows. Several GPUs:

@@ -328,10 +328,30 @@ def selection_rows(rows: dict[str, dict]) -> dict[str, list[str]]:
     return found
 
 
+def sharing_rows() -> dict[str, list[str]]:
+    """As `attention_rows`, of quickstarts with keys of each branch's own or shared, and with either compressor."""
+    found: dict[str, list[str]] = {}
+    for shared, compressor in ((False, "mlp"), (False, "mean"), (True, "mlp"), (True, "mean")):
+        rows = [
+            row
+            for row in results("sharing_cpu")["rows"]
+            if (row["shared_kv"], row["compressor"]) == (shared, compressor)
+        ]
+        cells = {
+            "quickstart, share of the way after 20 steps": [f"{row['selection_gain'][0]['gain']:.2f}" for row in rows],
+            "quickstart, share of the way at the end": [f"{row['selection_gain'][-1]['gain']:.2f}" for row in rows],
+            "quickstart, right answers about far tokens": [f"{row['accuracy'] * 100:.1f} %" for row in rows],
+            "quickstart, bits per byte": [f"{row['bits_per_byte']:.2f}" for row in rows],
+        }
+        for name, values in cells.items():
+            found.setdefault(name, []).append(", ".join(values))
+    return found
+
+
 def all_rows() -> dict[str, list[str]]:
     """Cells of all rows with figures."""
-    of_models = generation_rows() | training_rows() | collective_rows() | two_gpu_rows() | quality_rows()
-    return attention_rows() | triton_rows() | decoding_rows() | of_models
+    of_models = generation_rows() | training_rows() | collective_rows() | two_gpu_rows()
+    return attention_rows() | triton_rows() | decoding_rows() | of_models | quality_rows() | sharing_rows()
 
 
 def quickstart_reaches() -> str:

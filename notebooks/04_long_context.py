@@ -263,9 +263,9 @@ say(
 # %% [markdown]
 # ## What a long context costs in generation
 #
-# NSA's cache keeps every token's key and value for the selected branch, one compressed pair every d tokens, and a
-# window: its size is dense's and a little more. What shrinks is what a step must read, and reading is what decoding
-# waits for.
+# NSA's cache keeps every token's key and value for the selected branch, one compressed pair every d tokens and, unless
+# the branches share keys and values as here, a window: its size is dense's and a little more. What shrinks is what a
+# step must read, and reading is what decoding waits for.
 
 # %%
 prod = ModelConfig.from_config(a100_prod.get_config(), vocab_size=32_000)

@@ -1,11 +1,12 @@
 """The selection loss of a layer: its compressed keys learn to find the blocks that its selected branch would read.
 
 No gradient flows through a block list. The scores that choose the blocks are the compressed branch's attention, and
-they learn from that branch's output alone, which need not make them good at choosing: the lists of an 85M-parameter
-model held hardly more of its attention than random ones after 250M tokens of rows of 32,768 (docs/quality.md). This
-loss teaches them with dense attention of a few queries in each row, as DeepSeek-V3.2 teaches its indexer (arXiv
-2512.02556, section 2.1): the KL divergence of the scores from the dense attention of the selected branch's own queries
-and keys. It trains the projection of the keys that are compressed, and their compressor, and nothing else.
+they learn from that branch's output alone, which need not make them good at choosing: with keys of each branch's own,
+the lists of an 85M-parameter model held hardly more of its attention than random ones after 250M tokens in rows of
+32,768 (docs/quality.md). This loss teaches them with dense attention of a few queries in each row, as DeepSeek-V3.2
+teaches its indexer (arXiv 2512.02556, section 2.1): the KL divergence of the scores from the dense attention of the
+selected branch's own queries and keys. It trains the projection of the keys that are compressed, and their compressor,
+and nothing else.
 """
 
 from __future__ import annotations
@@ -95,7 +96,6 @@ def selection_loss(
     start = jnp.zeros_like(t) if segment_start is None else segment_start[:, queries]
 
     mass = block_mass.block_mass(query, key_slc, config.nsa, start, t, at_once=_CHUNK)
-    mass = jax.lax.stop_gradient(mass)
     scores = block_mass.importance(query, key_cmp, mass.shape[-1], config.nsa, start, t)
     divergence, choice = block_mass.ranking_loss(mass, scores, config.nsa, start, t)
     return divergence.sum(1) / jnp.maximum(choice.sum(1), 1.0)

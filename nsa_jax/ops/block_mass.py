@@ -21,7 +21,7 @@ _LEAST = 1e-20
 def probabilities(query: jax.Array, key: jax.Array, mask: jax.Array) -> jax.Array:
     """Softmax of query [B, P, N, H] over key [B, S, K, H] under mask [B, P, K or 1, S]; 0 if all keys are masked.
 
-    Products are summed in float32, of arrays in bfloat16 too.
+    Products are accumulated in float32, also those of bfloat16 arrays.
     """
     batch, length, num_heads, head_dim = query.shape
     grouped = query.reshape(batch, length, key.shape[2], -1, head_dim)

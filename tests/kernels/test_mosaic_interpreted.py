@@ -16,6 +16,7 @@ import pytest
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks, pallas, plan, reference, selected_tiles
 from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.selected import attention as selected
 from nsa_jax.ops.kernels.selected import whole_row_sm90
 from nsa_jax.ops.kernels.selected.grad_layout import make_layout
@@ -168,6 +169,50 @@ def test_selected_attention_under_a_mask_matches_the_reference(name, called, mon
         differentiate, (*inputs, d_out), block_indices, start, offset,
     )  # fmt: skip
     assert called == FORWARD_AND_BACKWARD
+
+
+@pytest.mark.parametrize("window", [None, 40], ids=["compressed", "window"])
+def test_known_ranges_change_no_bit_of_attention(window, called, monkeypatch):
+    """What tiles visit as a constant of the program, and as the program computes it; last tiles are partial."""
+    divide_work(monkeypatch, 2, 2)
+    length, offset = 150, 30
+    num_keys = length + offset if window else blocks.num_compressed(length + offset, COMPRESSED)
+    rng = np.random.default_rng(0)
+    shapes = (length, 6), (num_keys, 1), (num_keys, 1), (length, 6)
+    query, key, value, grad_out = (jnp.asarray(rng.normal(size=(2, *s, 64)), jnp.bfloat16) for s in shapes)
+    if window:
+        known = range_attention.known_window_ranges(length, offset, num_keys, window)
+        low, high = range_attention.window_ranges(query, None, offset, window)
+    else:
+        known = range_attention.known_compressed_ranges(length, offset, num_keys, COMPRESSED)
+        low, high = range_attention.compressed_ranges(query, None, offset, COMPRESSED)
+    ranges = range_attention.clip_ranges(low, high, num_keys)
+    made = plan.plan_range(plan.Shape.of(query, key, value), current_target())
+
+    def run(known):
+        out, lse = range_attention.forward(query, key, value, *ranges, made, None, known)
+        delta = row_delta(out, grad_out)
+        return out, lse, *range_attention.backward(query, key, value, *ranges, delta, lse, grad_out, made, known)
+
+    assert known is not None
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda: run(known))(), jax.jit(lambda: run(None))())
+    assert called == FORWARD_AND_BACKWARD * 2
+
+
+def test_known_ranges_change_no_bit_of_selected_attention(called, monkeypatch):
+    """The same of rows that are read whole under a mask of blocks."""
+    divide_work(monkeypatch, 2, 2)
+    case = SELECTED | dict(length=151, num_keys=151, num_heads=6)
+    *inputs, lists, d_out, start = selected_cases._inputs(0, dtype=jnp.bfloat16, **case)
+    made = plan.plan_selected(plan.Shape.of(*inputs), current_target(), select_block=64, num_selected=lists.shape[-1])
+
+    def run(packed):
+        out, lse = whole_row_sm90.forward(*inputs, lists, start, 0, made.forward.rest.tiles, packed)
+        delta = row_delta(out, d_out)
+        return out, lse, *whole_row_sm90.backward(*inputs, lists, delta, lse, d_out, start, 0, made.backward, packed)
+
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda: run(False))(), jax.jit(lambda: run(True))())
+    assert called == FORWARD_AND_BACKWARD * 2
 
 
 # The kernel, its query tiles per program or, of neighbours_sm90, its programs. Lists have 5 blocks, of which as

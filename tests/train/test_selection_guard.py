@@ -14,7 +14,7 @@ from nsa_jax.ops import block_mass, blocks
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.train.state import batch_sharding, setup
 from nsa_jax.train.watch import health
-from nsa_jax.train.watch.guards import Guards
+from nsa_jax.train.watch.guards import SELECTION_REPORTS, Guards
 
 from .test_mesh import packed_batch
 from .tiny import VOCAB, make_run, one_device, tiny_config
@@ -92,23 +92,49 @@ def figures(held, random=0.2, best=0.6, layers=2):
 
 
 @pytest.mark.parametrize(
-    ("held", "step", "told"),
-    [(0.21, 6, 1), (0.21, 3, 0), (0.3, 6, 0)],
-    ids=["random lists", "too early", "lists that choose"],
+    ("held", "step", "changes", "told"),
+    [
+        (0.21, 6, {}, 1),
+        (0.21, 3, {}, 0),
+        (0.3, 6, {}, 0),
+        (0.15, 6, {"guards__min_selection_gain": 0.0}, 0),
+        (0.21, 6, {"model__nsa__shared_kv": True}, 1),
+    ],
+    ids=["random lists", "too early", "lists that choose", "off", "shared keys"],
 )
-def test_alarm_for_lists_no_better_than_random(tmp_path, held, step, told):
-    """From half of the eight steps on, lists that make 2.5 % of the way raise an alarm that names the remedy."""
-    guards = Guards(tiny_config(), workdir=tmp_path)
-    health.check(figures(held), step, tiny_config(), guards)
+def test_alarm_for_lists_no_better_than_random(tmp_path, held, step, changes, told):
+    """From half of the eight steps on, five reports of lists that make 2.5 % of the way raise an alarm with a fix."""
+    config = tiny_config(**changes)
+    guards = Guards(config, workdir=tmp_path)
+    for reports in range(1, SELECTION_REPORTS + 1):
+        assert not guards.alarms
+        health.check(figures(held), step, config, guards)
+        health.check(figures(0.0, 0.0, 0.0), step, config, guards)  # rows without a choice say nothing
+        assert len(guards.selection) == reports
     assert [alarm.name for alarm in guards.alarms] == ["selection"] * told
-    assert all("2%" in alarm.message and "shared_kv=True" in alarm.message for alarm in guards.alarms)
+    shared = bool(changes.get("model__nsa__shared_kv"))
+    assert all("2%" in alarm.message and ("shared_kv=True" in alarm.message) != shared for alarm in guards.alarms)
+
+
+def test_a_resumed_run_remembers_the_reports(tmp_path):
+    """Reports before an interruption count as those after it; one good report among five keeps the alarm away."""
+    config = tiny_config()
+    before, after = Guards(config, workdir=tmp_path), Guards(config, workdir=tmp_path)
+    for _ in range(SELECTION_REPORTS - 1):
+        health.check(figures(0.21), 6, config, before)
+    after.restore(json.loads(json.dumps(before.state())))
+    before_good = Guards(config, workdir=tmp_path)
+    before_good.restore(before.state())
+    health.check(figures(0.21), 6, config, after)
+    health.check(figures(0.5), 6, config, before_good)
+    assert len(after.alarms) == 1 and not before_good.alarms
 
 
 def test_nothing_is_judged_without_a_difference():
     """Where the best lists hold no more than random ones, or no query has a choice, there is no gain to report."""
-    assert health.selection_gain(figures(0.2, 0.2, 0.21)) is None
-    assert health.selection_gain(figures(0.0, 0.0, 0.0)) is None
-    assert health.selection_gain(figures(0.4)) == pytest.approx(0.5)
+    assert health.selection_gain(0.2, 0.2, 0.21) is None
+    assert health.selection_gain(0.0, 0.0, 0.0) is None
+    assert health.selection_gain(0.4, 0.2, 0.6) == pytest.approx(0.5)
 
 
 def test_a_run_tells(tmp_path):
@@ -121,6 +147,6 @@ def test_a_run_tells(tmp_path):
     gains = [row["health/selection_gain"] for row in rows if "health/selection_gain" in row]
     assert len(gains) == 8 and all(-1 < gain < 1 for gain in gains)
     alarms = [json.loads(line) for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
-    assert [a["step"] for a in alarms if a["alarm"] == "selection"] == [4]
+    assert [a["step"] for a in alarms if a["alarm"] == "selection"] == [5]
     layers = [json.loads(line) for line in (tmp_path / "health.jsonl").read_text().splitlines()]
     assert len(layers[0]["selection_held"]) == 2

@@ -8,7 +8,7 @@ speed and memory in machine.py.
   stop   non_finite, divergence, spike (of which too many in a row were left out), loss_floor, generalisation_gap,
          frozen_loader, recompilation, early stopping, key_count, implementation, disk_full, checkpoint_write
   alarm  spike, spike_skipped, skipped, plateau, throughput, data_wait, memory_slope, gate_entropy, gate_share,
-         gate_collapse
+         gate_collapse, selection
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from nsa_jax.train.watch.memory_use import memory_points
 
 logger = logging.getLogger("nsa_jax")
 
+SELECTION_REPORTS = 5  # over which selection is judged: each looks at a few queries of a single row
 _REPEAT = 20  # reports between repetitions of an alarm
 _RECENT = 256  # batches that a new one is compared with
 _OWN = ("data_wait", "memory_slope")  # alarms about one process; all others are the same on every process
@@ -79,6 +80,7 @@ class Guards:
         self._fresh: list[str] = []  # alarms since the last report
         self._reports = 0
         self._told: dict[str, int] = {}
+        self.selection: collections.deque[list[float]] = collections.deque(maxlen=SELECTION_REPORTS)  # see health.py
         self._recent: collections.OrderedDict[str, int] = collections.OrderedDict()
         self._loss = LossGuards(config, bigram_entropy, self.alarm)
         self._machine = MachineGuards(config.train.steps, self.alarm)
@@ -191,6 +193,7 @@ class Guards:
             "values": {**values, "_reports": self._reports},
             "told": dict(self._told),
             "recent": dict(self._recent),
+            "selection": list(self.selection),
             "alarms": self.summary(),
         }
 
@@ -204,6 +207,7 @@ class Guards:
         recent = sorted(state.get("recent", {}).items(), key=lambda entry: entry[1])
         self._recent = collections.OrderedDict(recent)
         self._before = collections.Counter(state.get("alarms", {}))
+        self.selection.extend(state.get("selection", []))
 
     def alarm(self, name: str, step: int, message: str, *, repeat: bool = False) -> None:
         """Raises an alarm, unless the same one was told a moment ago and `repeat` is False."""

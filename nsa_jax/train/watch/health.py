@@ -244,15 +244,19 @@ class Health:
         return {**summarise(values), "perf/health_seconds": self.seconds}
 
 
-def selection_gain(figures: dict[str, np.ndarray]) -> float | None:
-    """How far lists come from random ones to the best, over all layers; None if these hardly differ."""
-    held, random, best = (float(figures[f"selection_{name}"].mean()) for name in ("held", "random", "best"))
+def selection_gain(held: float, random: float, best: float) -> float | None:
+    """Which share of the way from random lists to the best ones lists come; None if the two hardly differ."""
     return (held - random) / (best - random) if best - random > _LEAST_GAIN else None
+
+
+def _selection(figures: dict[str, np.ndarray]) -> list[float]:
+    """Held, random and best, over all layers."""
+    return [float(figures[f"selection_{name}"].mean()) for name in ("held", "random", "best")]
 
 
 def summarise(figures: dict[str, np.ndarray]) -> dict[str, float]:
     """Figures of all layers as a few metrics: the layer that is worst off, and means."""
-    gain = selection_gain(figures)
+    gain = selection_gain(*_selection(figures))
     return {
         **({} if gain is None else {"health/selection_gain": gain}),
         "health/gate_entropy_min": float(figures["gate_entropy"].min()),
@@ -316,12 +320,33 @@ def check(
         layer = int(np.argmax(collapsed))
         message = f"{at(layer)}: {collapsed[layer]:.0%} of tokens use a single branch (limit {g.max_collapsed:.0%})"
         guards.alarm("gate_collapse", step, f"{message}: {fix}")
-    gain = selection_gain(figures)
-    if gain is not None and gain < g.min_selection_gain and step >= g.selection_from * config.train.steps:
-        guards.alarm(
-            "selection",
-            step,
-            f"lists come {gain:.0%} of the way from random blocks to the best (limit {g.min_selection_gain:.0%}): "
-            "selection does not learn; let branches share their keys (model.nsa.shared_kv=True, "
-            'model.compressor="mean"), or set train.selection_loss (docs/quality.md)',
-        )
+    check_selection(_selection(figures), step, config, guards)
+
+
+def check_selection(shares: list[float], step: int, config: Any, guards: Guards) -> None:
+    """Raises the alarm "selection" where lists have been hardly better than random ones over the last reports.
+
+    Args:
+      shares: held, random and best of this report; zeros if no query had a choice.
+      step: they are of.
+      config: the training config.
+      guards: where the alarm is raised; it keeps the last reports.
+    """
+    g = config.guards
+    if shares[2] > 0:
+        guards.selection.append(shares)
+    full = len(guards.selection) == guards.selection.maxlen
+    if not full or not g.min_selection_gain or step < g.selection_from * config.train.steps:
+        return
+    gain = selection_gain(*np.mean(guards.selection, axis=0).tolist())
+    if gain is None or gain >= g.min_selection_gain:
+        return
+    fix = "lower the learning rate, or warm up for longer"
+    if not config.model.nsa.shared_kv:
+        fix = 'share keys between the branches in a new run (model.nsa.shared_kv=True, model.compressor="mean")'
+    guards.alarm(
+        "selection",
+        step,
+        f"lists come {gain:.0%} of the way from random blocks to the best (limit {g.min_selection_gain:.0%}): "
+        f"selection does not learn; look at selection_held in health.jsonl; {fix}",
+    )
