@@ -15,7 +15,6 @@ from nsa_jax import aot
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels import sm90
 from nsa_jax.ops.kernels.range_attention import attention, tiles
-from nsa_jax.ops.kernels.range_attention.sm90_backward import _warpgroup_ranges
 
 CONFIG = NSAConfig(compress_block=32, compress_stride=16, select_block=64, window=100)
 # Tokens, where the first lies, groups: tiles that see nothing, hold several tokens or a part of one, end past the row.
@@ -51,7 +50,7 @@ def by_program(length, num_keys, window, group, rows, offset):
     low, high = computed(length, offset, num_keys, CONFIG, window)
     bounds = tiles.tile_bounds(rows.per_token(low, num_keys), rows.per_token(high, 0), rows.tile, 64)
     by_block = [tiles.query_tile_ranges(low, high, group, size, keys, num_keys) for size, keys in TILES]
-    return (low, high), bounds, by_block, [_warpgroup_ranges(ranges, 3) for ranges in by_block]
+    return (low, high), bounds, by_block, [tiles.warpgroup_ranges(ranges, 3) for ranges in by_block]
 
 
 def test_known_ranges_and_what_tiles_visit_are_those_of_a_program():
@@ -63,7 +62,7 @@ def test_known_ranges_and_what_tiles_visit_are_those_of_a_program():
         low, high = known.low[None], known.high[None]
         bounds = tiles.tile_bounds(rows.per_token(low, num_keys), rows.per_token(high, 0), rows.tile, 64)
         by_block = [tiles.known_tile_ranges(known, group, size, keys) for size, keys in TILES]
-        found = (low, high), bounds, by_block, [_warpgroup_ranges(ranges, 3) for ranges in by_block]
+        found = (low, high), bounds, by_block, [tiles.warpgroup_ranges(ranges, 3) for ranges in by_block]
         assert all(isinstance(mine, np.ndarray) for mine in jax.tree.leaves(found))
         jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=f"{rows} {offset} {window}"), found, want)
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -22,6 +21,7 @@ from nsa_jax.ops.kernels.range_attention.tiles import (
     known_tile_ranges,
     query_tile_ranges,
     splits_for,
+    warpgroup_ranges,
 )
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS
@@ -263,7 +263,7 @@ def _grad_key_value(
         by_block = query_tile_ranges(low, high, group, ROWS, ROWS, num_keys)
     else:
         by_block = known_tile_ranges(known, group, ROWS, ROWS)
-    own_ranges, ranges = (for_batch(x, batch) for x in _warpgroup_ranges(by_block, warpgroups))
+    own_ranges, ranges = (for_batch(x, batch) for x in warpgroup_ranges(by_block, warpgroups))
     row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
     lse, delta = rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)
@@ -434,18 +434,3 @@ def _grad_key_value(
         return x[0] if splits == 1 else x.astype(jnp.float32).sum(0).astype(x.dtype)
 
     return total(dk), total(dv)
-
-
-def _warpgroup_ranges(ranges, warpgroups: int):
-    """Query tiles of each warpgroup's 64 keys and of each program, [B, 4, blocks * warpgroups] and [B, 2, blocks].
-
-    Args:
-      ranges: `query_tile_ranges` or `known_tile_ranges` of blocks of 64 keys.
-      warpgroups: how many of them a program has.
-    """
-    xp = np if isinstance(ranges, np.ndarray) else jnp
-    ranges = xp.pad(ranges, ((0, 0), (0, 0), (0, -ranges.shape[2] % warpgroups)))
-    first, _, _, last = xp.moveaxis(ranges.reshape(*ranges.shape[:2], -1, warpgroups), 1, 0)
-    program_last = last.max(-1)
-    program_first = xp.where(first < last, first, program_last[..., None]).min(-1)
-    return ranges, xp.stack([program_first, program_last], axis=1)

@@ -190,6 +190,21 @@ def query_tile_ranges(low, high, group: int, rows: int, keys: int, num_keys: int
     return jnp.stack([first, whole_begin, whole_end, last], axis=1)
 
 
+def warpgroup_ranges(ranges, warpgroups: int):
+    """Query tiles of each warpgroup's 64 keys and of each program, [B, 4, blocks * warpgroups] and [B, 2, blocks].
+
+    Args:
+      ranges: `query_tile_ranges` or `known_tile_ranges` of blocks of 64 keys.
+      warpgroups: how many of them a program has.
+    """
+    xp = _numpy_of(ranges)
+    ranges = xp.pad(ranges, ((0, 0), (0, 0), (0, -ranges.shape[2] % warpgroups)))
+    first, _, _, last = xp.moveaxis(ranges.reshape(*ranges.shape[:2], -1, warpgroups), 1, 0)
+    program_last = last.max(-1)
+    program_first = xp.where(first < last, first, program_last[..., None]).min(-1)
+    return ranges, xp.stack([program_first, program_last], axis=1)
+
+
 def splits_for(key, value, num_rows: int, *, keys: int, rows: int) -> int:
     """Programs per block of `keys` keys in the dk, dv kernel, for `num_rows` query rows per key/value head."""
     batch, num_keys, kv_heads, h_dim = key.shape
