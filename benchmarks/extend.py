@@ -10,11 +10,11 @@
 The next ones convert that folder, train the model on at 32,768 tokens by configs/extend.py and evaluate it: "nsa",
 "dense", and variants of NSA: "shared" keys and values, these with blocks compressed to their means ("shared_mean"), and
 with a gate of the compressed branch that begins open ("shared_mean_open"), such a gate alone ("open") or one that
-begins at a tenth ("gate10"), blocks chosen by "mean_key", twice or four times as many selected blocks ("more", "more64"), more
-but smaller ones ("block32"), a window of the base model's rows ("window2k"), every fourth layer dense ("mixed"), scores
-that learn from dense attention which blocks to choose ("selection_loss"; "selection_loss_fast": the compressor learns
-ten times as fast as old weights). Their commands are printed as they run; "report" compares what is there, with
-selection.json of a workdir if benchmarks/selection.py wrote it. Flags after -- are passed on to train.py.
+begins at a tenth ("gate10"), blocks chosen by "mean_key", twice or four times as many selected blocks ("more",
+"more64"), more but smaller ones ("block32"), a window of the base model's rows ("window2k"), every fourth layer dense
+("mixed"), scores that learn from dense attention which blocks to choose ("selection_loss"; "selection_loss_fast": the
+compressor learns ten times as fast as old weights). Their commands are printed as they run; "report" compares what is
+there, with selection.json of a workdir if benchmarks/selection.py wrote it. Flags after -- are passed on to train.py.
 """
 
 from __future__ import annotations
