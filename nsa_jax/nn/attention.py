@@ -209,10 +209,9 @@ class NSAttention(nnx.Module):
     def _kernels_cut(self, x: jax.Array) -> bool:
         """Whether kernels take the fused projection of whole rows as it is."""
         config = self.config
-        # Norms of queries and keys lie between the cut and the turn, which these kernels do in one, for three branches.
+        # Norms of queries and keys lie between the cut and the turn, which these kernels do in one.
         return (
             not config.qk_norm
-            and not config.shared_kv
             and config.selector == "compressed"
             and tensor_size() == 1
             and projected.serves(
@@ -240,7 +239,8 @@ class NSAttention(nnx.Module):
 
         def local(segment_start, first_position, cos, sin, phi, bias, fused):
             sizes = dict(num_heads=config.num_heads, head_dim=config.head_dim, value_dim=config.value_head_dim)
-            pieces = projected.split_projection(fused, cos, sin, num_kv_heads=kv_heads, **sizes)
+            sizes |= dict(num_kv_heads=kv_heads, shared_kv=config.shared_kv)
+            pieces = projected.split_projection(fused, cos, sin, **sizes)
             if first_position.ndim > 1:
                 first_position = jnp.repeat(first_position, kv_heads, axis=0)
             compressors = nnx.merge(graphdef, whole_weights(phi, phi_specs))

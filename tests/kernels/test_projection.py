@@ -28,10 +28,10 @@ THETA = 10_000.0
 ATOL = 5e-4 if ON_GPU else 3e-6
 
 
-def plain(projected, positions, heads, kv_heads, head_dim, value_dim):
+def plain(projected, positions, heads, kv_heads, head_dim, value_dim, shared=False):
     """What `split_projection` does, by slices, `rope` and transpositions."""
     batch, length = projected.shape[:2]
-    widths = (heads * head_dim, *(kv_heads * head_dim, kv_heads * value_dim) * 3, 3 * heads)
+    widths = (heads * head_dim, *(kv_heads * head_dim, kv_heads * value_dim) * (1 if shared else 3), 3 * heads)
     pieces, at = [], 0
     for width in widths:
         pieces.append(projected[..., at : at + width])
@@ -44,15 +44,16 @@ def plain(projected, positions, heads, kv_heads, head_dim, value_dim):
         return jnp.moveaxis(x, 2, 1).reshape(batch * kv_heads, length, count // kv_heads, -1)
 
     query = by_kv_head(pieces[0], heads, True)
-    others = [by_kv_head(piece, kv_heads, index in (2, 4)) for index, piece in enumerate(pieces[1:7])]
-    return projection.Pieces((query,) * 3, *others, pieces[7])
+    keys_values = pieces[1:-1] * (3 if shared else 1)
+    others = [by_kv_head(piece, kv_heads, index in (2, 4)) for index, piece in enumerate(keys_values)]
+    return projection.Pieces((query,) * 3, *others, pieces[-1])
 
 
-def cut(projected, positions, heads, kv_heads, head_dim, value_dim):
+def cut(projected, positions, heads, kv_heads, head_dim, value_dim, shared=False):
     cos, sin = rope_turns(positions, head_dim, THETA)
     if positions.ndim == 1:
         cos, sin = cos[None], sin[None]
-    sizes = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
+    sizes = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, shared_kv=shared)
     return projection.split_projection(projected, cos, sin, **sizes)
 
 
@@ -77,10 +78,12 @@ SHAPES = {
     ids=["positions-float32", "positions_by_row-bfloat16"],
 )
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_pieces_and_gradient_are_those_of_slices_rope_and_transpositions(shape, batched, dtype):
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_pieces_and_gradient_are_those_of_slices_rope_and_transpositions(shared, shape, batched, dtype):
     batch, length, *sizes, padding = shape
     heads, kv_heads, head_dim, value_dim = sizes
-    width = heads * head_dim + 3 * kv_heads * (head_dim + value_dim) + 3 * heads
+    width = heads * head_dim + (1 if shared else 3) * kv_heads * (head_dim + value_dim) + 3 * heads
+    sizes.append(shared)
     rng = np.random.default_rng(length)
     projected = jnp.asarray(rng.normal(size=(batch, length, width + padding)), dtype)
     positions = jnp.arange(length, dtype=jnp.int32) + 3
@@ -106,9 +109,11 @@ def test_pieces_and_gradient_are_those_of_slices_rope_and_transpositions(shape, 
         if not name.startswith(("queries", "key_slc", "key_win")):
             np.testing.assert_array_equal(_wide(got), want, err_msg=name)
     assert gradient.dtype == dtype
-    # Three gradients of the query are added before they are rounded.
+    # Three gradients of the query are added before they are rounded; so are those of keys and values that are shared.
     np.testing.assert_allclose(_wide(gradient), expected_gradient, rtol=rounding, atol=ATOL)
     assert not np.asarray(gradient[..., width:]).any()
+    if shared:
+        return
     start, stop = heads * head_dim, heads * head_dim + kv_heads * (head_dim + value_dim)
     np.testing.assert_array_equal(_wide(gradient[..., start:stop]), expected_gradient[..., start:stop])
 
@@ -137,6 +142,8 @@ CONFIG = ModelConfig(dim=256, num_heads=12, num_kv_heads=2, head_dim=64, init_st
 
 # Options that the kernels serve: a bias is added before the cut, and turns are whatever cosines and sines are given.
 BIASED = dict(qkv_bias=True, out_bias=True, rotary_dim=8, rope_scaling=RopeScaling("yarn", 4.0, 16))
+
+SHARED = dict(shared_kv=True, compressor="mean")
 
 
 def layer_outputs(config, x, segment_start, positions):
@@ -168,8 +175,8 @@ def segments(batch, length, begin):
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     ("packed", "devices", "options"),
-    [(False, 1, BIASED), (True, 1, {}), (True, 2, BIASED)],
-    ids=["plain_biased", "packed_positions_by_row", "rows_split_biased"],
+    [(False, 1, BIASED), (True, 1, {}), (True, 2, BIASED), (True, 2, BIASED | SHARED)],
+    ids=["plain_biased", "packed_positions_by_row", "rows_split_biased", "rows_split_biased_shared"],
 )
 def test_a_layer_on_interpreted_kernels_equals_the_reference(packed, devices, options, monkeypatch):
     monkeypatch.setattr("nsa_jax.ops.plan.moves_heads_to_batch", lambda *args: True)
@@ -200,12 +207,13 @@ def test_a_layer_on_interpreted_kernels_equals_the_reference(packed, devices, op
     [(False, False, 16), (True, True, 3), (True, False, 16), (False, True, 3)],
     ids=["plain", "packed_positions_by_row_forced", "packed", "positions_by_row_forced"],
 )
-def test_a_layer_whose_projection_kernels_cut_equals_the_reference(packed, given, num_selected, monkeypatch):
+@pytest.mark.parametrize("options", [{}, SHARED], ids=["own", "shared"])
+def test_a_layer_whose_projection_kernels_cut_equals_the_reference(options, packed, given, num_selected, monkeypatch):
     batch, length = 2, 650
     x = jax.random.normal(jax.random.key(1), (batch, length, CONFIG.dim), jnp.bfloat16)
     start = segments(batch, length, 301) if packed else None
     positions = jnp.stack([jnp.arange(length) + 40, jnp.arange(length)]) if given else None
-    config = dataclasses.replace(CONFIG, nsa=nsa_jax.NSAConfig(num_selected=num_selected))
+    config = dataclasses.replace(CONFIG, nsa=nsa_jax.NSAConfig(num_selected=num_selected), **options)
     out, lists, gradients = layer_outputs(config, x, start, positions)
     assert nsa_jax.implementations_served()["selected_attention"] == "pallas"
 

@@ -36,7 +36,7 @@ class Pieces(NamedTuple):
     """A projection by key/value head: these are batch entries, with their query heads beside each other.
 
     The query comes three times, once for each branch: the gradients that come back are added in float32 where they are
-    rotated.
+    rotated. So do keys and values that the branches share.
     """
 
     queries: tuple[jax.Array, jax.Array, jax.Array]  # one array [B * K, T, G, H], roped
@@ -50,14 +50,19 @@ class Pieces(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """Where one head lies: columns of the projection, and an array by key/value head, its entry and columns there."""
+    """Where one head lies: columns of the projection, and arrays by key/value head, its entry and columns there."""
 
     column: int
-    array: int  # 0 is the query, then as in `Pieces`
     entry: int
     offset: int
     width: int
-    turned: bool
+    plain: tuple[int, ...]  # arrays that hold it as it is: 0 is the query, then as in `Pieces`
+    turned: tuple[int, ...]  # and those that hold it roped
+
+
+# Arrays that the keys and values of a projection become, by column: (as they are, roped).
+_OWN = (((1,), ()), ((2,), ()), ((), (3,)), ((4,), ()), ((), (5,)), ((6,), ()))
+_SHARED = (((1,), (3, 5)), ((2, 4, 6), ()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,29 +74,50 @@ class _Layout:
     head_dim: int
     value_dim: int
     width: int
+    shared_kv: bool
 
     @property
     def group(self) -> int:
         return self.num_heads // self.kv_heads
 
     @property
+    def keys_values(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        return _SHARED if self.shared_kv else _OWN
+
+    @property
     def logits(self) -> int:
         """Where the gates' logits begin."""
-        return self.num_heads * self.head_dim + 3 * self.kv_heads * (self.head_dim + self.value_dim)
+        pairs = len(self.keys_values) // 2
+        return self.num_heads * self.head_dim + pairs * self.kv_heads * (self.head_dim + self.value_dim)
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Columns of the arrays by key/value head."""
         return (self.group * self.head_dim, *(self.head_dim, self.value_dim) * 3)
 
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The arrays that are written; each of the others is one of them, see `same`."""
+        return tuple(sorted(set(self.same)))
+
+    @property
+    def same(self) -> tuple[int, ...]:
+        """For every array the first that holds the same."""
+        found = list(range(len(self.widths)))
+        for arrays in (arrays for both in self.keys_values for arrays in both):
+            for array in arrays:
+                found[array] = arrays[0]
+        return tuple(found)
+
     def heads(self) -> list[_Head]:
         """All heads in the order of their columns, but the gates."""
         dim, group = self.head_dim, self.group
-        found = [_Head(n * dim, 0, n // group, n % group * dim, dim, True) for n in range(self.num_heads)]
+        found = [_Head(n * dim, n // group, n % group * dim, dim, (), (0,)) for n in range(self.num_heads)]
         column = self.num_heads * dim
-        for array, width in enumerate(self.widths[1:], 1):
+        for plain, turned in self.keys_values:
+            width = self.widths[(plain or turned)[0]]
             for entry in range(self.kv_heads):
-                found.append(_Head(column, array, entry, 0, width, array in (3, 5)))
+                found.append(_Head(column, entry, 0, width, plain, turned))
                 column += width
         return found
 
@@ -143,19 +169,22 @@ def _turn(values: list, turns: list, sign: int) -> list:
 
 
 def _split_kernel(projected_ref, cos_ref, sin_ref, *out_refs, rows: int, length: int, layout: _Layout):
-    """projected_ref [B * T, width], turns [(B *) T, H / 2]; out: arrays by key/value head [B * K * T, columns]."""
+    """projected_ref [B * T, width], turns [(B *) T, H / 2]; out: the written arrays [B * K * T, columns]."""
     row, turn_row, row_of = _where(rows, length, cos_ref.shape[0] > length)
     turns = _load_turns(cos_ref, sin_ref, turn_row)
+    out_of = dict(zip(layout.written, out_refs, strict=True))
     for heads in _batches(layout.heads(), lambda head: len(_head_pieces(head))):
         loaded = [
             [projected_ref[row, pl.ds(head.column + at, size)] for at, size in _head_pieces(head)] for head in heads
         ]
         for head, values in zip(heads, loaded, strict=True):
+            stored = [(array, values) for array in head.plain[:1]]
             if head.turned:
-                values = _turn([x.astype(jnp.float32) for x in values], turns, 1)
-            out_ref, out_row = out_refs[head.array], row_of(layout.kv_heads, head.entry)
-            for (at, size), value in zip(_head_pieces(head), values, strict=True):
-                out_ref[out_row, pl.ds(head.offset + at, size)] = value.astype(out_ref.dtype)
+                stored.append((head.turned[0], _turn([x.astype(jnp.float32) for x in values], turns, 1)))
+            out_row = row_of(layout.kv_heads, head.entry)
+            for array, values in stored:
+                for (at, size), value in zip(_head_pieces(head), values, strict=True):
+                    out_of[array][out_row, pl.ds(head.offset + at, size)] = value.astype(out_of[array].dtype)
 
 
 def _join_kernel(cos_ref, sin_ref, *refs, rows: int, length: int, layout: _Layout):
@@ -166,21 +195,27 @@ def _join_kernel(cos_ref, sin_ref, *refs, rows: int, length: int, layout: _Layou
     row, turn_row, row_of = _where(rows, length, cos_ref.shape[0] > length)
     turns = _load_turns(cos_ref, sin_ref, turn_row)
 
-    def sources(head: _Head) -> list:
-        return queries if head.array == 0 else [others[head.array - 1]]
+    def sources(arrays: tuple[int, ...]) -> list:
+        return [ref for array in arrays for ref in (queries if array == 0 else [others[array - 1]])]
 
-    def load(head: _Head) -> list[list]:
+    def load(head: _Head, arrays: tuple[int, ...]) -> list[list]:
         grad_row = row_of(layout.kv_heads, head.entry)
         columns = [pl.ds(head.offset + at, size) for at, size in _head_pieces(head)]
-        return [[ref[grad_row, column] for ref in sources(head)] for column in columns]
+        return [[ref[grad_row, column] for ref in sources(arrays)] for column in columns]
 
-    for heads in _batches(layout.heads(), lambda head: len(sources(head)) * len(_head_pieces(head))):
-        loaded = [load(head) for head in heads]
-        for head, values in zip(heads, loaded, strict=True):
-            sums = [x[0] for x in values]
+    def total(values: list[list]) -> list:
+        """Sums in float32; a single gradient as it is."""
+        return [x[0] if len(x) == 1 else sum(part.astype(jnp.float32) for part in x) for x in values]
+
+    for heads in _batches(
+        layout.heads(), lambda head: len(sources(head.plain + head.turned)) * len(_head_pieces(head))
+    ):
+        loaded = [(load(head, head.plain), load(head, head.turned)) for head in heads]
+        for head, (plain, turned) in zip(heads, loaded, strict=True):
+            sums = total(plain) if head.plain else []
             if head.turned:
-                wide = [[part.astype(jnp.float32) for part in x] for x in values]
-                sums = _turn([sum(x[1:], x[0]) for x in wide], turns, -1)
+                back = _turn([x.astype(jnp.float32) for x in total(turned)], turns, -1)
+                sums = [x.astype(jnp.float32) + y for x, y in zip(sums, back, strict=True)] if sums else back
             for (at, size), value in zip(_head_pieces(head), sums, strict=True):
                 out_ref[row, pl.ds(head.column + at, size)] = value.astype(out_ref.dtype)
     for at, size in pieces(tail_ref.shape[1]):
@@ -207,7 +242,7 @@ def _flat(x: jax.Array, columns: int) -> jax.Array:
 def _forward(projected: jax.Array, cos: jax.Array, sin: jax.Array, layout: _Layout) -> Pieces:
     batch, length, width = projected.shape
     entries = batch * layout.kv_heads
-    shapes = [jax.ShapeDtypeStruct((entries * length, columns), projected.dtype) for columns in layout.widths]
+    shapes = [jax.ShapeDtypeStruct((entries * length, layout.widths[i]), projected.dtype) for i in layout.written]
     arrays = (_flat(projected, width), *(_flat(x, layout.head_dim // 2) for x in (cos, sin)))
     query, *others = _call(_split_kernel, NAME, shapes, batch, length, layout, *arrays)
     query = query.reshape(entries, length, layout.group, layout.head_dim)
@@ -215,7 +250,8 @@ def _forward(projected: jax.Array, cos: jax.Array, sin: jax.Array, layout: _Layo
     logits = lax.slice_in_dim(projected, layout.logits, layout.logits + 3 * layout.num_heads, axis=2)
     # The barrier hides the kernel from XLA's dynamic-slice fusion, see `layer.nsa`: a scan may keep these arrays.
     query, others, logits = checkpoint_name(lax.optimization_barrier((query, others, logits)), _PIECES)
-    return Pieces._make([(query,) * 3, *others, logits])
+    array = dict(zip(layout.written[1:], others, strict=True))
+    return Pieces._make([(query,) * 3, *(array[i] for i in layout.same[1:]), logits])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -257,6 +293,7 @@ def split_projection(
     num_kv_heads: int,
     head_dim: int,
     value_dim: int,
+    shared_kv: bool = False,
 ) -> Pieces:
     """Cuts a fused projection into its parts, rotates query and keys (RoPE), and puts key/value heads into the batch.
 
@@ -269,6 +306,8 @@ def split_projection(
       num_kv_heads: K.
       head_dim: H.
       value_dim: V.
+      shared_kv: the projection has one key and one value (K*H and K*V columns) for all branches; `Pieces` holds the
+        roped key and the value as often as branches read them, and their gradients are added in float32.
     """
-    layout = _Layout(num_heads, num_kv_heads, head_dim, value_dim, projected.shape[-1])
+    layout = _Layout(num_heads, num_kv_heads, head_dim, value_dim, projected.shape[-1], shared_kv)
     return _split(projected, cos, sin, layout)
