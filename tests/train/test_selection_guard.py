@@ -29,7 +29,7 @@ def test_figures_are_those_of_inspect(packed):
     made = setup(config, VOCAB, one_device())
     model = made.model(made.init()["params"])
     batch = packed_batch(config, 0)
-    tokens, start = batch["inputs"][:1], jnp.asarray(batch["segment_start"][:1]) if packed else None
+    tokens, start = batch["inputs"][:1], batch["segment_start"][:1] if packed else None
     figures = health.forward_with_health(model, tokens, start)[1]
     starts = jnp.zeros(tokens.shape[1], jnp.int32) if start is None else start[0]
     positions, any_choice = health.choosing_queries(starts, model.config.nsa)

@@ -147,7 +147,7 @@ def forward_with_health(
       What `model.hidden` returns, and {name: float32 [NSA layers]}. With `queries`, "lists" are their block lists:
       int32 [NSA layers, P, K, n].
     """
-    start = jnp.zeros_like(tokens) if segment_start is None else segment_start
+    start = jnp.zeros_like(tokens) if segment_start is None else jnp.asarray(segment_start)
     geometry = model.config.nsa
 
     def look(arrays: NSAArrays) -> dict[str, jax.Array]:
