@@ -66,6 +66,8 @@ def get_config() -> ConfigDict:
     c.optim.weight_decay = 0.1
     c.optim.clip = 1.0
 
+    c.guards.min_selection_gain = 0.1  # with shared keys lists come most of the way (docs/quality.md)
+
     c.preflight.target = "a100-80gb"
     c.preflight.devices = 8
     return c

@@ -60,5 +60,4 @@ def get_config() -> ConfigDict:
     # The task can be solved exactly, so a loss near zero does not indicate a leak.
     c.guards.floor_ratio = 0.0
     c.guards.late_floor_ratio = 0.0
-    c.guards.min_selection_gain = 0.0  # the compressed branch answers
     return c

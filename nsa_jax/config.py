@@ -208,7 +208,7 @@ def default_config() -> ConfigDict:
     g.min_gate_entropy = 0.5  # nats, alarm below; three equal gates have 1.10, two have 0.69
     g.max_gate_share = 0.9  # alarm if one branch gets more than this share of the gates
     g.max_collapsed = 0.2  # alarm if more than this share of gates is all on one branch (a healthy layer: up to 0.06)
-    g.min_selection_gain = 0.1  # alarm if lists come less than this share of the way from random to the best; 0: off
+    g.min_selection_gain = 0.0  # alarm if lists come less than this share of the way from random to the best; 0: off
     g.selection_from = 0.5  # share of the steps after which min_selection_gain applies
     g.stall_seconds = 600.0  # without a finished step: all stacks are written; 0: off
     g.stall_exit = False  # end the process then (status 75), for a supervisor to start it again

@@ -104,7 +104,7 @@ def figures(held, random=0.2, best=0.6, layers=2):
 )
 def test_alarm_for_lists_no_better_than_random(tmp_path, held, step, changes, told):
     """From half of the eight steps on, five reports of lists that make 2.5 % of the way raise an alarm with a fix."""
-    config = tiny_config(**changes)
+    config = tiny_config(**{"guards__min_selection_gain": 0.1} | changes)
     guards = Guards(config, workdir=tmp_path)
     for reports in range(1, SELECTION_REPORTS + 1):
         assert not guards.alarms
@@ -118,7 +118,7 @@ def test_alarm_for_lists_no_better_than_random(tmp_path, held, step, changes, to
 
 def test_a_resumed_run_remembers_the_reports(tmp_path):
     """Reports before an interruption count as those after it; one good report among five keeps the alarm away."""
-    config = tiny_config()
+    config = tiny_config(guards__min_selection_gain=0.1)
     before, after = Guards(config, workdir=tmp_path), Guards(config, workdir=tmp_path)
     for _ in range(SELECTION_REPORTS - 1):
         health.check(figures(0.21), 6, config, before)
