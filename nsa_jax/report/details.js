@@ -26,7 +26,7 @@ const MAPS = [
   {
     title: "Selection",
     about:
-      "Which blocks the selected branch reads, and what they hold of dense attention: selection has learned where lists hold more than random ones.",
+      "Which blocks the selected branch reads, and what they hold of dense attention: selection chooses well where lists hold much more than random ones.",
     maps: [
       ["selection_held", "Attention held by lists", "share of dense attention, a few queries", "share"],
       ["selection_random", "Attention held by random lists", "share of dense attention", "share"],

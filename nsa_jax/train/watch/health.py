@@ -276,7 +276,7 @@ def summarise(figures: dict[str, np.ndarray]) -> dict[str, float]:
 def check(
     figures: dict[str, np.ndarray], step: int, config: Any, guards: Guards, layers: Sequence[int] | None = None
 ) -> None:
-    """Raises alarms for gates beyond the thresholds in `config.guards`, and for selection that does not learn.
+    """Raises alarms for gates beyond the thresholds in `config.guards`, and for selection that chooses hardly better than at random.
 
     Args:
       figures: {name: [NSA layers]}.
@@ -348,5 +348,5 @@ def check_selection(shares: list[float], step: int, config: Any, guards: Guards)
         "selection",
         step,
         f"lists come {gain:.0%} of the way from random blocks to the best (limit {g.min_selection_gain:.0%}): "
-        f"selection does not learn; look at selection_held in health.jsonl; {fix}",
+        f"selection hardly chooses; look at selection_held in health.jsonl; {fix}",
     )

@@ -26,7 +26,7 @@ from nsa_jax.ops.kernels.range_attention import (
     triton_forward,
     window_cudnn,
 )
-from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, known_ranges
+from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, known_ranges, numpy_of
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.kernels.triton import first_derivative, row_delta
 
@@ -98,7 +98,7 @@ def ranged_attention(
 
 def clip_ranges(low, high, num_keys: int):
     """Ranges, of NumPy or JAX, within the keys, and (S, 0) for queries that see nothing: what the kernels expect."""
-    xp = np if isinstance(low, np.ndarray) else jnp
+    xp = numpy_of(low)
     low, high = xp.clip(low, 0, num_keys), xp.clip(high, 0, num_keys)
     empty = high <= low
     return xp.where(empty, num_keys, low), xp.where(empty, 0, high)

@@ -24,7 +24,7 @@ _MOST_KNOWN = 2**16
 
 
 class KnownRanges(NamedTuple):
-    """Ranges of the queries of every batch entry that are known while tracing: which tiles meet which is, too.
+    """Ranges of the queries of every batch entry that are known while tracing. What tiles visit follows.
 
     Attributes:
       low, high: int32 [T], without descents but for queries that see nothing, which come first and have (S, 0).
@@ -37,7 +37,7 @@ class KnownRanges(NamedTuple):
 
 
 def known_ranges(low: np.ndarray, high: np.ndarray, num_keys: int) -> KnownRanges | None:
-    """Clipped ranges [T] as `KnownRanges`; None if they are not as these must be."""
+    """Clipped ranges [T] as `KnownRanges`; None if they descend, or if queries after the first see nothing."""
     seeing = np.flatnonzero(high > low)
     begin = seeing[0] if len(seeing) else len(low)
     ascend = all((np.diff(x[begin:]) >= 0).all() for x in (low, high))
@@ -52,7 +52,7 @@ def for_batch(x: np.ndarray | jax.Array, batch: int) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape)
 
 
-def _numpy_of(x) -> ModuleType | Any:
+def numpy_of(x) -> ModuleType | Any:
     """NumPy for what is known while tracing, else JAX's."""
     return np if isinstance(x, np.ndarray) else jnp
 
@@ -114,7 +114,7 @@ def tile_bounds(low, high, rows: int, keys: int):
     [B, a multiple of `rows`], of NumPy or JAX as the result; rows that see nothing have high = 0 and a low that is at
     least any other row's high.
     """
-    xp = _numpy_of(low)
+    xp = numpy_of(low)
     batch = low.shape[0]
     low, high = (x.reshape(batch, -1, rows) for x in (low, high))
     begin = low.min(-1) // keys
@@ -197,7 +197,7 @@ def warpgroup_ranges(ranges, warpgroups: int):
       ranges: `query_tile_ranges` or `known_tile_ranges` of blocks of 64 keys.
       warpgroups: how many of them a program has.
     """
-    xp = _numpy_of(ranges)
+    xp = numpy_of(ranges)
     ranges = xp.pad(ranges, ((0, 0), (0, 0), (0, -ranges.shape[2] % warpgroups)))
     first, _, _, last = xp.moveaxis(ranges.reshape(*ranges.shape[:2], -1, warpgroups), 1, 0)
     program_last = last.max(-1)
