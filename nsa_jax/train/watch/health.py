@@ -276,7 +276,7 @@ def summarise(figures: dict[str, np.ndarray]) -> dict[str, float]:
 def check(
     figures: dict[str, np.ndarray], step: int, config: Any, guards: Guards, layers: Sequence[int] | None = None
 ) -> None:
-    """Raises alarms for gates beyond the thresholds in `config.guards`, and for selection that chooses hardly better than at random.
+    """Raises alarms for gates beyond the thresholds in `config.guards`, and for selection that hardly chooses.
 
     Args:
       figures: {name: [NSA layers]}.
