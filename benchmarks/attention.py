@@ -12,8 +12,10 @@ r"""Times NSA and its branches against dense cuDNN attention, in one process on 
 
 "nsa" is `nsa_attention` with selection, gates and list building, compressed keys given; its gradients are those of all
 eight inputs. "selected" alone reads made-up lists: independent per token ("random") or shared by
-64 neighbours ("shared"). `--kernels a100` times on a Hopper GPU the kernels that an A100 would get. All programs are
-compiled side by side before the first is timed.
+64 neighbours ("shared"). `--kernels a100` times on a Hopper GPU the kernels that an A100 would get, `a100_triton` those
+that it would get before JAX 0.11, where Triton makes range attention too. With DISABLE_MMA_V3=1 in the environment,
+Triton makes instructions of an A100 on a Hopper GPU, as Mosaic GPU does for `a100`. All programs are compiled side by
+side before the first is timed.
 """
 
 from __future__ import annotations
@@ -227,8 +229,11 @@ class AbstractBench(Bench):
 
 def serving(kernels: str) -> contextlib.AbstractContextManager:
     """Ops traced inside choose the kernels of that name."""
+    a100 = Target("gpu", (8, 0))
+    if kernels == "a100_triton":
+        return compile_for(a100)
     other = kernels == "a100" and current_target().is_hopper
-    return compile_for(Target("gpu", (8, 0))) if other else contextlib.nullcontext()
+    return compile_for(a100, ahead_of_time=False) if other else contextlib.nullcontext()
 
 
 def cases(args) -> Iterator[tuple[dict[str, Any], tuple]]:
@@ -271,12 +276,13 @@ def compile_all(args) -> list[dict[str, Any] | Exception]:
 
 def run(args, save) -> list[dict]:
     """All rows; `save(rows)` is called with those so far after each op, so that a run cut short keeps its figures."""
+    programs = compile_all(args)
     # Minutes on a CPU, where the benchmark only serves to check itself: use a size that device can do.
     ceiling = matmul_ceiling(8192 if jax.default_backend() == "gpu" else 512)
     print(f"bf16 matrix product ceiling: {ceiling:.3g} TFLOP/s")
     rows: list[dict] = []
     dense: dict[tuple, float] = {}
-    for (case, sizes), compiled in zip(cases(args), compile_all(args), strict=True):
+    for (case, sizes), compiled in zip(cases(args), programs, strict=True):
         bench, op = Bench(*sizes), case["op"]
         pairs = {name: bench.pairs(name) for name in ("dense", "compressed", "select", "window")}
         lists = None
@@ -395,7 +401,8 @@ def main() -> None:
     parser.add_argument("--no-dense", dest="dense", action="store_false", help="leave the dense baseline out")
     target = current_target()
     own = "hopper" if target.is_hopper else "a100" if target.is_gpu else ""
-    parser.add_argument("--kernels", default=[own], type=words(("hopper", "a100")), help="a100: those of an A100")
+    choices = "hopper", "a100", "a100_triton"
+    parser.add_argument("--kernels", default=[own], type=words(choices), help="a100: those of an A100")
     parser.add_argument("--batch", type=int, default=1, help="rows")
     parser.add_argument("--documents", type=int, default=1, help="packed in a row; --ops nsa alone")
     parser.add_argument("--seed", type=int, default=0)

@@ -3,6 +3,7 @@ r"""Searches the kernel configurations of `nsa_jax.ops.tiles` by timing them on 
     python benchmarks/tune.py --op selected --lists shared --length 65536 --json tuned.json
     python benchmarks/tune.py --op compressed --pass bwd --shape 12,2,64,64 --length 32768
     python benchmarks/tune.py --op selected --pass bwd --shape 32,8,128,128 --length 32768
+    python benchmarks/tune.py --op compressed --gpu a100-80gb      # an A100's kernels, also on a Hopper GPU
     python benchmarks/tune.py --op compressed --dry     # only lists what would be timed; needs no GPU
 
 The search starts from the heuristic's choice and changes one field at a time, keeping what is faster: as many timings
@@ -87,11 +88,18 @@ SPACES: dict[str, _Space] = {
     "ranged_forward_config": _RANGED,
     "ranged_dq_config": _RANGED,
     "ranged_dkv_config": _RANGED | {"splits": (0, 2, 4, 8)},
+    "ranged_sm80_forward_config": {"rows": (64, 128, 192), "keys": (32, 64, 128)},
+    "ranged_sm80_dq_config": {"rows": (64, 128, 192), "keys": (32, 64)},
+    "ranged_sm80_dkv_config": {"rows": (16, 32, 64), "stages": (2, 3), "splits": (0, 1, 2, 4, 8)},
     "ranged_hopper_config": _RANGED_HOPPER,
     "ranged_hopper_dq_config": _RANGED_HOPPER,
     "ranged_hopper_dkv_config": {"stages": (2, 3, 4), "warpgroups": (2, 3), "splits": (0, 1, 2, 4, 8)},
 }
 _RANGED_KERNELS = {"fwd": ("ranged_forward_config",), "bwd": ("ranged_dq_config", "ranged_dkv_config")}
+_RANGED_SM80_KERNELS = {
+    "fwd": ("ranged_sm80_forward_config",),
+    "bwd": ("ranged_sm80_dq_config", "ranged_sm80_dkv_config"),
+}
 _RANGED_HOPPER_KERNELS = {
     "fwd": ("ranged_hopper_config",),
     "bwd": ("ranged_hopper_dq_config", "ranged_hopper_dkv_config"),
@@ -104,7 +112,9 @@ def kernels(op: str, which: str, target: Target) -> tuple[str, ...]:
         return ("selected_config", "selected_gather_config") if which == "fwd" else ("selected_backward_config",)
     if op == "select":
         return ("select_hopper_config",) if target.is_hopper else ("select_config",)
-    return (_RANGED_HOPPER_KERNELS if target.is_hopper else _RANGED_KERNELS)[which]
+    if target.is_hopper:
+        return _RANGED_HOPPER_KERNELS[which]
+    return _RANGED_SM80_KERNELS[which] + _RANGED_KERNELS[which]
 
 
 def neighbours(config: Any, space: _Space) -> Iterator[tuple[str, Any]]:
@@ -275,7 +285,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dry", action="store_true", help="list the candidates and stop; runs on any machine")
-    parser.add_argument("--gpu", default="h100", choices=sorted(GPUS), help="with --dry: the GPU to list them for")
+    parser.add_argument("--gpu", choices=sorted(GPUS), help="whose kernels; default: of the GPU here, or an H100")
     parser.add_argument("--json", help="write the rows and the environment here")
     args = parser.parse_args(argv)
     if args.op == "select" and args.which == "bwd":
@@ -286,11 +296,13 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if not args.dry and not current_target().is_gpu:
         parser.error(f"no GPU here (platform {current_target().platform}): only --dry works")
     if args.dry:
-        rows = listed(args.op, args.which, AbstractBench(*dims), GPUS[args.gpu].target)
+        rows = listed(args.op, args.which, AbstractBench(*dims), GPUS[args.gpu or "h100"].target)
     else:
-        bench = Bench(*dims)
-        lists = bench.lists(64 if args.lists == "shared" else 1) if args.op == "selected" else None
-        rows = timed(args.op, args.which, bench, lists)
+        target = GPUS[args.gpu].target if args.gpu else current_target()
+        with compile_for(target, ahead_of_time=False):
+            bench = Bench(*dims)
+            lists = bench.lists(64 if args.lists == "shared" else 1) if args.op == "selected" else None
+            rows = timed(args.op, args.which, bench, lists)
     print_rows(rows)
     if args.json:
         about = {k: getattr(args, k) for k in ("op", "which", "shape", "length", "lists", "dtype")}

@@ -9,6 +9,9 @@ A kernel's name is its module in `nsa_jax.ops.kernels`.
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 
 from nsa_jax.ops import blocks, selected_tiles, tiles
@@ -27,6 +30,8 @@ from nsa_jax.ops.target import Target
 from nsa_jax.ops.tiles import DIRECT_GROUPS, ROWS
 
 HEAD_DIMS = (16, 32, 64, 128, 192)
+SM80_FAMILIES = (8, 12)  # compute capabilities whose matrix units take mma.sync alone
+SM80_HEAD_DIMS = (64, 128)
 SM90_HEAD_DIMS = (64, 128, 192)
 MAX_GROUP = 64
 MAX_SELECTION_BLOCKS = 32_768  # top-n keeps a row of scores in registers
@@ -77,6 +82,26 @@ def sm90_obstacle(shape: Shape, target: Target, span: int | None = None) -> str 
     return f"groups of {shape.group} heads need rearranged copies, which ranges of {span} keys do not repay"
 
 
+def sm80_obstacle(shape: Shape, target: Target) -> str | None:
+    """Why range attention's kernels in Mosaic GPU for GPUs with mma.sync do not serve, or None if they do.
+
+    Never ahead of time: JAX takes a GPU that is not here for a Hopper GPU, and Mosaic GPU compiles all of a process's
+    kernels for the first GPU that it met.
+    """
+    if not target.is_gpu or (target.compute_capability or (0,))[0] not in SM80_FAMILIES:
+        return f"they are for compute capabilities {SM80_FAMILIES}"
+    if jax.__version_info__ < (0, 11):
+        return f"JAX {jax.__version__} has no mma.sync in Mosaic GPU; 0.11 has"
+    if target.ahead_of_time:
+        return "the GPU is not here"
+    if not shape.is_bfloat16:
+        return f"they take bfloat16, not {shape.dtype}"
+    if shape.head_dim != shape.value_dim or shape.head_dim not in SM80_HEAD_DIMS:
+        return f"they take equal head dims {SM80_HEAD_DIMS}, not {shape.head_dim} and {shape.value_dim}"
+    pieces = max(shape.num_queries * shape.num_heads, shape.num_keys * shape.kv_heads) * shape.batch * 16
+    return "they index pieces of rows with 32 bits" if pieces >= 2**32 else None
+
+
 def moves_heads_to_batch(shape: Shape, target: Target) -> bool:
     """Whether the whole operator makes key/value heads batch entries, so that all branches share the copies."""
     return sm90_obstacle(shape, target) is None and shape.group not in DIRECT_GROUPS
@@ -105,19 +130,38 @@ def plan_range(shape: Shape, target: Target, *, span: int | None = None, cudnn: 
                 )
             )
         )
-    forward = Choice(
-        "range_attention.triton_forward",
-        tiles.ranged_forward_config(shape.head_dim, shape.value_dim, shape.dtype, target),
-        obstacle,
-    )
+    sm80 = sm80_obstacle(shape, target)
+    if sm80 is None:
+        chosen = _sm80_range()
+    else:
+        chosen = _triton_range(shape, target, span, f"{obstacle}; Mosaic GPU's kernels for mma.sync: {sm80}")
     if cudnn and cudnn_serves_window(shape, target):
         reason = f"a window of whole rows, bfloat16, H = V <= 128; {obstacle}"
-        forward = Choice("range_attention.window_cudnn", None, reason, forward.kernel)
-    sizes = shape.head_dim, shape.value_dim, shape.dtype, target, span
+        forward = Choice("range_attention.window_cudnn", None, reason, chosen.forward.kernel)
+        return dataclasses.replace(chosen, forward=forward)
+    return chosen
+
+
+def _sm80_range() -> RangePlan:
+    reason = "mma.sync, bfloat16, H = V of 64 or 128, JAX 0.11"
     return RangePlan(
-        forward,
-        Choice("range_attention.triton_backward", tiles.ranged_dq_config(*sizes), obstacle),
-        Choice("range_attention.triton_backward", tiles.ranged_dkv_config(*sizes), obstacle),
+        *(
+            Choice(f"range_attention.sm80_{kernel}", record, reason, f"range_attention.{otherwise}")
+            for kernel, record, otherwise in (
+                ("forward", tiles.ranged_sm80_forward_config(), "triton_forward"),
+                ("grad_query", tiles.ranged_sm80_dq_config(), "triton_backward"),
+                ("grad_key_value", tiles.ranged_sm80_dkv_config(), "triton_backward"),
+            )
+        )
+    )
+
+
+def _triton_range(shape: Shape, target: Target, span: int | None, reason: str) -> RangePlan:
+    dims = shape.head_dim, shape.value_dim, shape.dtype, target
+    return RangePlan(
+        Choice("range_attention.triton_forward", tiles.ranged_forward_config(*dims), reason),
+        Choice("range_attention.triton_backward", tiles.ranged_dq_config(*dims, span), reason),
+        Choice("range_attention.triton_backward", tiles.ranged_dkv_config(*dims, span), reason),
     )
 
 

@@ -60,9 +60,14 @@ _OVERRIDE = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
-def compile_for(target: Target) -> Iterator[Target]:
-    """Makes ops traced in this context choose for `target` instead of the default device."""
-    with _OVERRIDE(dataclasses.replace(target, ahead_of_time=True)):
+def compile_for(target: Target, *, ahead_of_time: bool = True) -> Iterator[Target]:
+    """Makes ops traced in this context choose for `target` instead of the default device.
+
+    Args:
+      target: a device kind.
+      ahead_of_time: False where what is traced runs here, as an A100's kernels do on a Hopper GPU.
+    """
+    with _OVERRIDE(dataclasses.replace(target, ahead_of_time=ahead_of_time)):
         yield target
 
 

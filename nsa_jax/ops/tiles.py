@@ -174,6 +174,49 @@ def ranged_dkv_config(h_dim: int, v_dim: int, dtype, target: Target, span: int |
 
 
 @dataclasses.dataclass(frozen=True)
+class RangedSm80Config:
+    """Tiles of ranged attention's forward and dq in Mosaic GPU from an A100's instructions.
+
+    Attributes:
+      rows: (query, head) rows of a query tile, a multiple of 64.
+      keys: keys per block, a multiple of 16.
+    """
+
+    rows: int
+    keys: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RangedSm80KeysConfig:
+    """Tiles of its dk, dv kernel, whose programs have 64 keys.
+
+    Attributes:
+      rows: query rows per tile, a multiple of 16.
+      stages: tiles of query rows in shared memory, at least two.
+      splits: programs that share the queries of one key block; 0 picks `ranged_splits`.
+    """
+
+    rows: int
+    stages: int
+    splits: int = 0
+
+
+def ranged_sm80_forward_config() -> RangedSm80Config:
+    """The forward's tiles: 64 KiB of shared memory at head dim 128, so that an A100 has two programs at once."""
+    return RangedSm80Config(rows=128, keys=64)
+
+
+def ranged_sm80_dq_config() -> RangedSm80Config:
+    """The dq kernel's tiles: 80 KiB at head dim 128. It holds the products of two matrices, so blocks are smaller."""
+    return RangedSm80Config(rows=128, keys=32)
+
+
+def ranged_sm80_dkv_config() -> RangedSm80KeysConfig:
+    """The dk, dv kernel's tiles: 65 KiB at head dim 128, for two programs at once."""
+    return RangedSm80KeysConfig(rows=32, stages=2)
+
+
+@dataclasses.dataclass(frozen=True)
 class RangedHopperConfig:
     """Tiles of the Hopper forward and dq of ranged attention.
 

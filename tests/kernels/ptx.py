@@ -1,7 +1,7 @@
 """Runs the PTX of a Mosaic GPU kernel in NumPy: JAX's interpreter cannot run kernels made of an A100's instructions.
 
-`Emulator` runs one program (thread block) with all its threads in lockstep. It knows the instructions that
-benchmarks/mosaic_sm80_kernel.py compiles to. Any other instruction raises, and so do accesses outside of a buffer and
+`Emulator` runs one program (thread block) with all its threads in lockstep. It knows the instructions that kernels made
+of `nsa_jax.ops.kernels.sm80` compile to. Any other instruction raises, and so do accesses outside of a buffer and
 branches on which threads disagree. About shared memory it is stricter than a GPU:
 
 - All bytes are NaN at first. The target of a `cp.async` is NaN until the first barrier after a wait for the copy.
@@ -54,6 +54,9 @@ ARITHMETIC: dict[str, Callable] = {
     "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
     **{"setp.eq": np.equal, "setp.ne": lambda a, b: (a < b) | (a > b), "setp.lt": np.less, "setp.le": np.less_equal},
     **{"setp.gt": np.greater, "setp.ge": np.greater_equal, "cvt.bf16x2": _two_bfloat16},
+    "setp.eq.and": lambda a, b, too: (a == b) & too,
+    "setp.ne.and": lambda a, b, too: (a != b) & too,
+    "setp.lt.and": lambda a, b, too: (a < b) & too,
     **{f"cvt.{x}": functools.partial(np.ndarray.astype, dtype=TYPES[x]) for x in ("u16", "u32", "u64", "s32", "s64")},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import chex
@@ -10,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import nsa_jax
 from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks, pallas, plan, reference
 from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.choices import Shape
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention import sm90_backward, sm90_forward, triton_backward, triton_forward
 from nsa_jax.ops.kernels.range_attention import tiles as range_tiles
 from nsa_jax.ops.kernels.softmax import NO_WEIGHT
-from nsa_jax.ops.target import current_target
+from nsa_jax.ops.target import Target, compile_for, current_target
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -78,8 +81,11 @@ def relative_error(got, want) -> float:
     return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
 
 
-def check_against_reference(branch, arrays, keywords, config=CONFIG, *, forward, gradient):
-    out, lse, grads = run(pallas, branch, arrays, keywords, config)
+def check_against_reference(
+    branch, arrays, keywords, config=CONFIG, *, forward, gradient, serving=contextlib.nullcontext
+):  # fmt: skip
+    with serving():
+        out, lse, grads = run(pallas, branch, arrays, keywords, config)
     assert out.dtype == arrays[0].dtype
     cpu = jax.devices("cpu")[0]  # on a GPU the reference's dense products take much longer to compile than to run
     with jax.default_device(cpu):
@@ -284,6 +290,68 @@ def test_gpu_reruns_are_bit_equal(branch, packed):
     first = run(pallas, branch, arrays, keywords, PAPER)
     for _ in range(3):
         chex.assert_trees_all_equal(run(pallas, branch, arrays, keywords, PAPER), first)
+
+
+@contextlib.contextmanager
+def an_a100_here():
+    """Kernels are those of an A100 with Mosaic GPU; what was traced for the GPU at hand is forgotten."""
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("JAX 0.11 is the first with mma.sync in Mosaic GPU")
+    jax.clear_caches()
+    with compile_for(Target("gpu", (8, 0)), ahead_of_time=False) as target:
+        shape = Shape(1, 8192, 8192, 32, 2, 128, 128, "bfloat16")
+        assert plan.plan_range(shape, target).grad_query.kernel == "range_attention.sm80_grad_query"
+        yield
+    jax.clear_caches()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branch", ["compressed", "window"])
+@pytest.mark.parametrize(
+    ("num_kv", "group", "dim", "packed"),
+    [(2, 16, 128, True), (2, 16, 128, False), (2, 6, 64, True), (1, 5, 64, False)],
+)
+def test_gpu_an_a100s_kernels_match_the_reference(branch, num_kv, group, dim, packed):
+    inputs = real_inputs(branch, 1499, num_kv, group, dim, dim, packed)
+    check_against_reference(branch, *inputs, PAPER, forward=4e-3, gradient=1e-2, serving=an_a100_here)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("branch", ["compressed", "window"])
+def test_gpu_reruns_of_an_a100s_kernels_are_bit_equal(branch, packed):
+    arrays, keywords = real_inputs(branch, 8192, packed=packed)
+    with an_a100_here():
+        first = run(pallas, branch, arrays, keywords, PAPER)
+        for _ in range(3):
+            chex.assert_trees_all_equal(run(pallas, branch, arrays, keywords, PAPER), first)
+
+
+@pytest.mark.gpu
+def test_gpu_an_a100s_kernels_serve_the_operator():
+    """Rows of 1,024 tokens, whose lists hold all blocks, so that kernels of scores cannot choose otherwise."""
+    length, heads, kv_heads, dim = 1024, 12, 2, 64
+    rng = np.random.default_rng(0)
+    count = blocks.num_compressed(length, PAPER)
+    sizes = [(length, heads)] + [(count, kv_heads)] * 2 + [(length, kv_heads)] * 4 + [(length, heads)]
+    *arrays, grad = (jnp.asarray(rng.normal(size=(2, *size, dim)), jnp.bfloat16) for size in sizes)
+    gates = jnp.asarray(rng.uniform(size=(2, length, heads, 3)), jnp.bfloat16)
+
+    def gradients():
+        def attend(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates):
+            return nsa_jax.nsa_attention(
+                query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, config=PAPER,
+                implementation="pallas",
+            )  # fmt: skip
+
+        out, pullback = jax.vjp(attend, *arrays, gates)
+        return out, *pullback(grad)
+
+    want = jax.jit(lambda: gradients())()
+    with an_a100_here():
+        got = jax.jit(lambda: gradients())()
+    for x, y in zip(got, want, strict=True):
+        assert relative_error(x, y) <= 1e-2
 
 
 @pytest.mark.gpu

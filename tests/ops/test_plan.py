@@ -131,11 +131,38 @@ def test_cudnn_serves_windows_of_whole_rows_where_it_is():
     shape = Shape(1, 8192, 8192, 12, 2, 64, 64, "bfloat16")
     here = dataclasses.replace(A100, ahead_of_time=False)
     assert plan.plan_range(shape, here, span=512, cudnn=True).forward.kernel == "range_attention.window_cudnn"
-    for changed in (shape.with_keys(9000), dataclasses.replace(shape, dtype="float32"),
-                    dataclasses.replace(shape, value_dim=128)):  # fmt: skip
+    for changed in (dataclasses.replace(shape, dtype="float32"), dataclasses.replace(shape, value_dim=128)):
         chosen = plan.plan_range(changed, here, span=512, cudnn=True).forward
         assert chosen.kernel == "range_attention.triton_forward"
+    chosen = plan.plan_range(shape.with_keys(9000), here, span=512, cudnn=True).forward
+    assert chosen.kernel != "range_attention.window_cudnn"
     assert plan.plan_range(shape, A100, span=512, cudnn=True).forward.kernel == "range_attention.triton_forward"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (12, 0)])
+def test_gpus_that_are_here_and_multiply_by_mma_sync_get_mosaic_gpu(capability, monkeypatch):
+    monkeypatch.setattr(plan.jax, "__version_info__", (0, 11, 0))
+    shape, here = Shape(1, 8192, 511, 12, 2, 64, 64, "bfloat16"), Target("gpu", capability)
+    made = plan.plan_range(shape, here)
+    chosen = made.forward, made.grad_query, made.grad_key_value
+    names = ["sm80_forward", "sm80_grad_query", "sm80_grad_key_value"]
+    assert [choice.kernel for choice in chosen] == [f"range_attention.{name}" for name in names]
+    assert " ".join(dict.fromkeys(choice.otherwise for choice in chosen)) == TRITON_RANGE
+
+    for other, target, why in (
+        (dataclasses.replace(shape, dtype="float32"), here, "float32"),
+        (dataclasses.replace(shape, value_dim=128), here, "64 and 128"),
+        (dataclasses.replace(shape, head_dim=32, value_dim=32), here, "32 and 32"),
+        (dataclasses.replace(shape, num_queries=2**25), here, "32 bits"),
+        (shape, dataclasses.replace(here, ahead_of_time=True), "not here"),
+        (shape, Target("gpu", (10, 0)), "capabilities"),
+        (shape, Target("cpu", (8, 0)), "capabilities"),
+    ):
+        forward = plan.plan_range(other, target).forward
+        assert forward.kernel == "range_attention.triton_forward"
+        assert why in forward.reason
+    monkeypatch.setattr(plan.jax, "__version_info__", (0, 10, 2))
+    assert "0.11 has" in plan.plan_range(shape, here).forward.reason
 
 
 def test_the_operator_takes_its_plan(monkeypatch):

@@ -4,8 +4,9 @@ Both branches are the same flash attention: the query at t sees the keys [low(t)
 there is to know about causality, blocks, packing and `query_offset`. A query tile's loop runs over the keys that any
 of its queries sees, and it needs no mask where all of them see a whole key block.
 
-A plan chooses the kernels: Triton's anywhere, Mosaic's on Hopper, and cuDNN's forward for windows of unpacked rows
-elsewhere. The backward pass is always ours, because cuDNN's adds dq with atomics, so that two runs differ.
+A plan chooses the kernels: Triton's anywhere, Mosaic GPU's on Hopper (`sm90_*`) and where `mma.sync` multiplies
+(`sm80_*`, as on an A100), and cuDNN's forward for windows of unpacked rows elsewhere than on Hopper. The backward pass
+is always ours, because cuDNN's adds dq with atomics, so that two runs differ.
 """
 
 from __future__ import annotations
@@ -117,6 +118,11 @@ def forward(
     chosen = plan.forward
     if chosen.kernel == "range_attention.sm90_forward":
         return sm90_forward.ranged_forward(query, key, value, low, high, chosen.tiles, known)
+    if chosen.kernel == "range_attention.sm80_forward":
+        # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
+        from nsa_jax.ops.kernels.range_attention import sm80_forward
+
+        return sm80_forward.ranged_forward(query, key, value, low, high, chosen.tiles, known)
     if chosen.kernel == "range_attention.window_cudnn":
         assert window is not None
         return window_cudnn.window_forward(query, key, value, window)
@@ -138,6 +144,11 @@ def backward(query, key, value, low, high, delta, lse, grad_out, plan: RangePlan
     args = (query, key, value, grad_out, lse, delta, low, high)
     if plan.grad_query.kernel == "range_attention.triton_backward":
         return triton_backward.gradients(*args, plan.grad_query.tiles, plan.grad_key_value.tiles, known)
+    if plan.grad_query.kernel == "range_attention.sm80_grad_query":
+        from nsa_jax.ops.kernels.range_attention import sm80_grad_key_value, sm80_grad_query
+
+        grad_query = sm80_grad_query.grad_query(*args, plan.grad_query.tiles, known)
+        return grad_query, *sm80_grad_key_value.grad_key_value(*args, plan.grad_key_value.tiles, known)
     grad_query = sm90_backward.grad_query(*args, plan.grad_query.tiles, known)
     return grad_query, *sm90_backward.grad_key_value(*args, plan.grad_key_value.tiles, known)
 

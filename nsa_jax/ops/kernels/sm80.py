@@ -1,7 +1,9 @@
-"""What the kernels in `mosaic_sm80_*.py` are made of: instructions of compute capability 8.0, copies and products.
+"""What kernels of an A100's instructions are made of: copies, products and registers, in Mosaic GPU.
 
-Shared memory holds rows of 256 bytes, 16 pieces of 16 bytes. Piece c of row r lies where c ^ (r % 8) would, so that
-neither the 8 rows that `ldmatrix` reads at once nor the copies meet in a bank.
+A program has one warpgroup, 128 threads. `cp.async` copies rows to shared memory, `ldmatrix` takes them from there to
+registers in the order of `mma.sync`. Shared memory holds rows of 64 or 128 bfloat16, in pieces of 16 bytes. Piece c of
+row r lies where c ^ (r % 8) would, so that neither the 8 rows that `ldmatrix` reads at once nor the copies meet in a
+bank. All this needs JAX 0.11.
 """
 
 from __future__ import annotations
@@ -9,18 +11,44 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-DIM = 128  # columns of queries, keys and values
-ROW_BYTES = DIM * 2  # bytes
 PIECE = 16  # bytes of one copy
-PIECES = ROW_BYTES // PIECE
-TILE = 64  # rows that the four warps of a warpgroup multiply at once
-THREADS = 128  # of a warpgroup
+TILE = 64  # rows that the four warps multiply at once
+THREADS = 128  # of a program
 _PAIR = 16  # columns that one ldmatrix of four matrices covers
+
+ACC = plgpu.Layout.MMA_ACC(jnp.bfloat16)  # type: ignore[attr-defined]  # registers of products
+ROW = ACC.reduce(1)  # of one number per row of products
+SCALAR = plgpu.Layout.WG_SPLAT(())  # of a number that all threads share
+
+
+def call(entry, grid: tuple[int, int, int], names: tuple[str, str, str], out_type, *args):
+    """Runs a kernel of one warpgroup per program."""
+    return plgpu.kernel(
+        entry,
+        out_type=out_type,
+        grid=grid,
+        grid_names=names,
+        num_threads=1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(*args)
+
+
+def row_bytes(dim: int) -> int:
+    """Bytes of a row of bfloat16."""
+    return dim * 2
+
+
+def row_pieces(dim: int) -> int:
+    """Pieces of a row."""
+    return row_bytes(dim) // PIECE
 
 
 def i32() -> ir.Type:
@@ -97,30 +125,51 @@ def in_global(ref, element: ir.Value, size: int) -> ir.Value:
     return mgpu.utils.getelementptr(base, [offset], ir.Type.parse(f"!llvm.array<{size} x i8>"))
 
 
-def place_of(row: ir.Value, piece: ir.Value) -> ir.Value:
+def place_of(row: ir.Value, piece: ir.Value, dim: int) -> ir.Value:
     """Offset in bytes of a piece of a row in shared memory."""
-    return arith.addi(times(row, ROW_BYTES), times(arith.xori(piece, arith.remui(row, constant(8))), PIECE))
+    return arith.addi(times(row, row_bytes(dim)), times(arith.xori(piece, arith.remui(row, constant(8))), PIECE))
 
 
-def copy_rows(buffer: ir.Value, ref, row_of, rows: int, threads: int) -> None:
-    """Starts copies of rows of 128 columns to shared memory, each thread its pieces, and closes the group.
+def copy_rows(buffer: ir.Value, ref, row_of, rows: int, dim: int) -> None:
+    """Starts copies of rows to shared memory, each thread its pieces, and closes the group.
 
     Args:
       buffer: where the first row goes.
       ref: an array in global memory.
       row_of: row of the buffer -> row of the array, whose last dimension is the columns.
       rows: how many.
-      threads: of the program.
+      dim: columns.
     """
-    at_once = threads // PIECES
-    row, piece = split(mgpu.thread_idx(), PIECES)
-    place = arith.addi(buffer, place_of(row, piece))
+    pieces = row_pieces(dim)
+    at_once = THREADS // pieces
+    row, piece = split(mgpu.thread_idx(), pieces)
+    place = arith.addi(buffer, place_of(row, piece, dim))
     for first in range(0, rows, at_once):
-        number = arith.addi(times(row_of(plus(row, first)), PIECES), piece)
+        number = arith.addi(times(row_of(plus(row, first)), pieces), piece)
         source = in_global(ref, number, PIECE)
-        text = f"cp.async.cg.shared.global [$0 + {first * ROW_BYTES}], [$1], {PIECE};"
+        text = f"cp.async.cg.shared.global [$0 + {first * row_bytes(dim)}], [$1], {PIECE};"
         asm(void(), [place, source], text, "r,l,~{memory}", effects=True)
     asm(void(), [], "cp.async.commit_group;", "~{memory}", effects=True)
+
+
+def copy_pairs(buffer: ir.Value, ref, first: ir.Value, rows: int) -> None:
+    """Starts the copy of two 32-bit numbers of each row to shared memory, in the next group that closes.
+
+    Args:
+      buffer: where those of the first row go.
+      ref: an array in global memory whose last dimension is the two numbers.
+      first: row of the array, an even number.
+      rows: how many, at most 256.
+    """
+    piece, per_piece = mgpu.thread_idx(), PIECE // 8
+    # Threads past the last piece have their address kept in the array and copy nothing.
+    own = arith.minui(piece, constant(rows // per_piece - 1))
+    source = in_global(ref, arith.addi(arith.divui(first, constant(per_piece)), own), PIECE)
+    text = (
+        f"{{ .reg .pred p; setp.lt.u32 p, $2, {rows // per_piece}; @p cp.async.cg.shared.global [$0], [$1], {PIECE}; }}"
+    )
+    place = arith.addi(buffer, times(piece, PIECE))
+    asm(void(), [place, source, piece], text, "r,l,r,~{memory}", effects=True)
 
 
 def wait(groups: int) -> None:
@@ -145,18 +194,19 @@ def _lane() -> tuple[ir.Value, ir.Value, ir.Value]:
     return row, first, second
 
 
-def _addresses(base: ir.Value, row: ir.Value, bit: ir.Value, within: ir.Value) -> Callable[[int], ir.Value]:
+def _addresses(base: ir.Value, row: ir.Value, bit: ir.Value, within: ir.Value, dim: int) -> Callable[[int], ir.Value]:
     """Where the piece `bit` of a pair of pieces of a row lies, by the number of the pair.
 
     Each is computed where it is used: kept over the loop, those of all matrices take too many registers.
 
     Args:
-      base: where the buffer begins, a multiple of 256.
+      base: where the buffer begins, a multiple of the bytes of a row.
       row: of the buffer.
       bit: 0 or 1.
       within: number of the row in its 8 rows.
+      dim: columns of a row.
     """
-    first = arith.addi(base, arith.addi(times(row, ROW_BYTES), times(arith.xori(bit, within), PIECE)))
+    first = arith.addi(base, arith.addi(times(row, row_bytes(dim)), times(arith.xori(bit, within), PIECE)))
 
     def place(pair: int) -> ir.Value:
         text = f"xor.b32 $0, $1, {pair * 2 * PIECE};"
@@ -171,69 +221,63 @@ def _halves(words: list[ir.Value]) -> list[ir.Value]:
 
 
 def own_row() -> ir.Value:
-    """The first row of a warp in its warpgroup's 64."""
-    return times(arith.remui(arith.divui(mgpu.thread_idx(), constant(32)), constant(4)), 16)
+    """The first row of a warp in 64."""
+    return times(arith.divui(mgpu.thread_idx(), constant(32)), 16)
 
 
-def warpgroup() -> ir.Value:
-    return arith.divui(mgpu.thread_idx(), constant(THREADS))
+def thread_row() -> ir.Value:
+    """The first row of a thread in 64; the second is 8 below."""
+    return arith.addi(own_row(), arith.divui(arith.remui(mgpu.thread_idx(), constant(32)), constant(4)))
 
 
-def left_rows(address: ir.Value, row_tiles: int) -> Callable[[int], Any]:
-    """Takes rows of the left matrix from shared memory: k -> the warpgroup's rows of columns 16 k to 16 k + 15.
+def thread_column() -> ir.Value:
+    """The first column of a thread in 8; the second is the next."""
+    return times(arith.remui(mgpu.thread_idx(), constant(4)), 2)
+
+
+def left_rows(address: ir.Value, row_tiles: int, dim: int) -> Callable[[int], Any]:
+    """Takes rows of the left matrix from shared memory: k -> columns 16 k to 16 k + 15 of all rows.
 
     Args:
-      address: where the program's rows begin; each warpgroup has its own `row_tiles` times 64 of them.
-      row_tiles: of a warpgroup.
+      address: where the rows begin.
+      row_tiles: 64 rows each.
+      dim: columns.
     """
-    rows = row_tiles * TILE
     row, first, second = _lane()
     own = arith.addi(own_row(), arith.addi(times(first, 8), row))
-    places = _addresses(address, arith.addi(own, times(warpgroup(), rows)), second, row)
+    places = _addresses(address, own, second, row, dim)
 
     def load(k: int) -> Any:
-        words = [_ldmatrix(places(k), tile * TILE * ROW_BYTES, False) for tile in range(row_tiles)]
+        words = [_ldmatrix(places(k), tile * TILE * row_bytes(dim), False) for tile in range(row_tiles)]
         layout = mgpu.MMALayouts(ir.BF16Type.get()).lhs
-        return array(_halves([x for part in words for x in part]), (rows, _PAIR), layout)
+        return array(_halves([x for part in words for x in part]), (row_tiles * TILE, _PAIR), layout)
 
     return load
 
 
-def whole_rows(load: Callable[[int], Any], row_tiles: int) -> Any:
-    """All of a warpgroup's rows that `left_rows` takes from shared memory, in registers: [row_tiles * 64, 128]."""
-    rows = row_tiles * TILE
-    layout = mgpu.MMALayouts(ir.BF16Type.get()).lhs
-    pieces = np.stack([load(k).registers for k in range(DIM // _PAIR)], 1)
-    return array(list(pieces.flat), (rows, DIM), layout)
-
-
-def held_rows(whole: Any) -> Callable[[int], Any]:
-    """What `left_rows` gives, for rows in registers."""
-    return lambda k: whole[:, k * _PAIR : (k + 1) * _PAIR]
-
-
-def row_products(left: Callable[[int], Any], right: ir.Value, row_tiles: int, columns: int) -> Any:
-    """Products of the rows of two matrices of 128 columns: float32 [row_tiles * 64, columns].
+def row_products(left: Callable[[int], Any], right: ir.Value, row_tiles: int, columns: int, dim: int) -> Any:
+    """Products of the rows of two matrices: float32 [row_tiles * 64, columns].
 
     Args:
       left: as `left_rows` gives it.
       right: where the other matrix begins in shared memory.
-      row_tiles: of a warpgroup.
+      row_tiles: of the left matrix.
       columns: rows of the other matrix.
+      dim: columns of both.
     """
     layouts = mgpu.MMALayouts(ir.BF16Type.get())
     row, first, second = _lane()
-    places = _addresses(right, arith.addi(times(second, 8), row), first, row)
+    places = _addresses(right, arith.addi(times(second, 8), row), first, row, dim)
     acc = mgpu.FragmentedArray.splat(real(0.0), (row_tiles * TILE, columns), layouts.acc)
-    for k in range(DIM // _PAIR):
+    for k in range(dim // _PAIR):
         part = left(k)
-        words = [_ldmatrix(places(k), n * ROW_BYTES, False) for n in range(0, columns, _PAIR)]
+        words = [_ldmatrix(places(k), n * row_bytes(dim), False) for n in range(0, columns, _PAIR)]
         acc = mgpu.mma(acc, part, array(_halves([x for y in words for x in y]), (_PAIR, columns), layouts.rhs))
     return acc
 
 
 def add_products(acc: Any, left: list[ir.Value], right: ir.Value, depth: int) -> Any:
-    """`acc` [R, 128] plus a matrix [R, depth] in registers times one [depth, 128] in shared memory.
+    """`acc` [R, D] plus a matrix [R, depth] in registers times one [depth, D] in shared memory.
 
     Args:
       acc: float32.
@@ -241,14 +285,15 @@ def add_products(acc: Any, left: list[ir.Value], right: ir.Value, depth: int) ->
       right: where the other matrix begins.
       depth: its rows.
     """
+    rows, dim = acc.shape
     layouts = mgpu.MMALayouts(ir.BF16Type.get())
-    weights = array(left, (acc.shape[0], depth), layouts.lhs)
+    weights = array(left, (rows, depth), layouts.lhs)
     row, first, second = _lane()
-    places = _addresses(right, arith.addi(times(first, 8), row), second, row)
+    places = _addresses(right, arith.addi(times(first, 8), row), second, row, dim)
     acc = acc.copy()
     for k in range(0, depth, _PAIR):
-        for n in range(DIM // _PAIR):
-            part = array(_halves(_ldmatrix(places(n), k * ROW_BYTES, True)), (_PAIR, _PAIR), layouts.rhs)
+        for n in range(dim // _PAIR):
+            part = array(_halves(_ldmatrix(places(n), k * row_bytes(dim), True)), (_PAIR, _PAIR), layouts.rhs)
             columns = slice(n * _PAIR, (n + 1) * _PAIR)
             acc[:, columns] = mgpu.mma(acc[:, columns], weights[:, k : k + _PAIR], part)
     return acc
@@ -272,19 +317,27 @@ def row_numbers(values: np.ndarray, layout: Any) -> Any:
     return array([vector.broadcast(single, x) for x in values.flat], (len(values) * TILE,), layout)
 
 
-def load_four(address: ir.Value, offset: int) -> list[ir.Value]:
-    """Four float32 numbers next to each other in shared memory."""
-    words = llvm.StructType.get_literal([ir.F32Type.get()] * 4)
-    text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-    got = asm(words, [address], text, "=f,=f,=f,=f,r,~{memory}", effects=True)
-    return [llvm.extractvalue(ir.F32Type.get(), got, [i]) for i in range(4)]
+def load_four(address: ir.Value, offset: int, kind: ir.Type) -> list[ir.Value]:
+    """Four numbers of 32 bits next to each other in shared memory."""
+    letter = "f" if isinstance(kind, ir.F32Type) else "r"
+    words = llvm.StructType.get_literal([kind] * 4)
+    text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+    got = asm(words, [address], text, ",".join([f"={letter}"] * 4) + ",r,~{memory}", effects=True)
+    return [llvm.extractvalue(kind, got, [i]) for i in range(4)]
 
 
-def load_pair(pointer: ir.Value) -> list[ir.Value]:
-    """Two float32 numbers next to each other in global memory."""
-    words = llvm.StructType.get_literal([ir.F32Type.get()] * 2)
-    got = asm(words, [pointer], "ld.global.v2.f32 {$0, $1}, [$2];", "=f,=f,l,~{memory}", effects=True)
-    return [llvm.extractvalue(ir.F32Type.get(), got, [i]) for i in range(2)]
+def load_pair(pointer: ir.Value, kind: ir.Type) -> list[ir.Value]:
+    """Two numbers of 32 bits next to each other in global memory."""
+    letter = "f" if isinstance(kind, ir.F32Type) else "r"
+    words = llvm.StructType.get_literal([kind] * 2)
+    text = "ld.global.v2.b32 {$0, $1}, [$2];"
+    got = asm(words, [pointer], text, f"={letter},={letter},l,~{{memory}}", effects=True)
+    return [llvm.extractvalue(kind, got, [i]) for i in range(2)]
+
+
+def sees(key: ir.Value, low: ir.Value, width: ir.Value) -> ir.Value:
+    """Whether low <= key < low + width."""
+    return arith.cmpi(arith.CmpIPredicate.ult, arith.subi(key, low), width)
 
 
 def narrow(first: ir.Value, second: ir.Value) -> ir.Value:
