@@ -13,9 +13,8 @@ r"""Times NSA and its branches against dense cuDNN attention, in one process on 
 "nsa" is `nsa_attention` with selection, gates and list building, compressed keys given; its gradients are those of all
 eight inputs. "selected" alone reads made-up lists: independent per token ("random") or shared by
 64 neighbours ("shared"). `--kernels a100` times on a Hopper GPU the kernels that an A100 would get, `a100_triton` those
-that it would get before JAX 0.11, where Triton makes range attention too. With DISABLE_MMA_V3=1 in the environment,
-Triton makes instructions of an A100 on a Hopper GPU, as Mosaic GPU does for `a100`. All programs are compiled side by
-side before the first is timed.
+that it would get before JAX 0.11, where Triton makes range attention too. `--no-wgmma` keeps Triton from Hopper's
+instructions, as Mosaic GPU is for `a100`. All programs are compiled side by side before the first is timed.
 """
 
 from __future__ import annotations
@@ -403,6 +402,7 @@ def main() -> None:
     own = "hopper" if target.is_hopper else "a100" if target.is_gpu else ""
     choices = "hopper", "a100", "a100_triton"
     parser.add_argument("--kernels", default=[own], type=words(choices), help="a100: those of an A100")
+    parser.add_argument("--no-wgmma", action="store_true", help="Triton takes an A100's instructions on a Hopper GPU")
     parser.add_argument("--batch", type=int, default=1, help="rows")
     parser.add_argument("--documents", type=int, default=1, help="packed in a row; --ops nsa alone")
     parser.add_argument("--seed", type=int, default=0)
@@ -418,6 +418,8 @@ def main() -> None:
     if "hopper" in args.kernels and own != "hopper" and not args.merge:
         parser.error("--kernels hopper needs a Hopper GPU")
     args.shape = args.shape or ["64,4,128,128"]
+    if args.no_wgmma:
+        os.environ["DISABLE_MMA_V3"] = "1"  # Triton reads it whenever it compiles
     result: dict = {} if args.merge else {"environment": environment(args.commit)}
 
     def save(rows):

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -188,18 +187,45 @@ def training_rows() -> dict[str, list[str]]:
 
 
 def triton_rows() -> dict[str, list[str]]:
-    """As `attention_rows`, of what could replace Pallas's Triton: milliseconds by pass or branch and length."""
-    timed = {(row["kind"], row["length"]): row for row in results("mosaic_sm80_h100")["times"]}
-    times = [timed[key] for key in (("forward", 8192), ("forward", 32_768), ("dq", 8192), ("dkv", 8192))]
+    """As `attention_rows`, of Pallas's Triton and what replaces it: milliseconds."""
+    rows: dict[str, list[str]] = {}
+    of = {
+        (row["kernels"], row["op"], row["pass"], row["T"], row["H"]): row["ms"]
+        for row in results("mma_sync_h100")["rows"]
+    }
+    kinds = ("compressed", "fwd", "forward"), ("compressed", "bwd", "backward"), ("window", "bwd", "backward")
+    for op, kind, name in kinds:
+        for length, dim, where in ((8192, 128, "8,192"), (32_768, 128, "32,768"), (8192, 64, "4 x 8,192, head dim 64")):
+            triton, mosaic = (of[kernels, op, kind, length, dim] for kernels in ("a100_triton", "a100"))
+            rows[f"{op}, {name}, {where}"] = [digits(triton), digits(mosaic), f"{triton / mosaic:.2f}x"]
     plain = results("plain_triton_h200")["summary"]
-    return {
-        "Triton with an A100's instructions": [digits(mean(row["triton_mma_sync_ms"])) for row in times],
-        "Triton with Hopper's instructions": [digits(row.get("triton_wgmma_ms")) for row in times],
-        "Mosaic GPU with an A100's instructions": [digits(min(row["mosaic_ms"].values())) for row in times],
+    return rows | {
         "Pallas's Triton": [digits(row["pallas_ms"]) for row in plain],
         "the `triton` package": [digits(row["plain_ms"]) for row in plain],
         "this library's kernels for Hopper": [digits(row["hopper_ms"]) for row in plain],
     }
+
+
+def h100_rows() -> dict[str, list[str]]:
+    """As `attention_rows`, of attention on an H100: dense, NSA, and NSA with an A100's kernels."""
+    found: dict[tuple, dict[tuple, float]] = {}
+    for row in results("attention_h100")["rows"]:
+        case = row["B"], row["T"], row["documents"], *shape(row)
+        found.setdefault(case, {})[row["op"], row["kernels"], row["pass"]] = row["ms"]
+    rows = {}
+    for (batch, length, documents, heads, kv_heads, dim, _), ms in found.items():
+        name = f"{batch} x {length:,}, {heads} / {kv_heads} heads of {dim}" + (
+            ", 16 documents" if documents > 1 else ""
+        )
+        timed = {
+            which: [ms.get((*which, kind)) for kind in ("fwd", "fwd_bwd")]
+            for which in (("dense", ""), ("nsa", "hopper"), ("nsa", "a100"))
+        }
+        dense, nsa, a100 = timed.values()
+        faster = [f"{x / y:.2f}x" for x, y in zip(dense, nsa, strict=True) if x and y]
+        rows[name] = [" / ".join(digits(x) for x in both if x) for both in (dense, nsa)]
+        rows[name] += [" / ".join(faster), " / ".join(digits(x) for x in a100)]
+    return rows
 
 
 def collective_rows() -> dict[str, list[str]]:
@@ -351,7 +377,9 @@ def sharing_rows() -> dict[str, list[str]]:
 def all_rows() -> dict[str, list[str]]:
     """Cells of all rows with figures."""
     of_models = generation_rows() | training_rows() | collective_rows() | two_gpu_rows()
-    return attention_rows() | triton_rows() | decoding_rows() | of_models | quality_rows() | sharing_rows()
+    return (
+        attention_rows() | h100_rows() | triton_rows() | decoding_rows() | of_models | quality_rows() | sharing_rows()
+    )
 
 
 def quickstart_reaches() -> str:
