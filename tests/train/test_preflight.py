@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from rich.console import Console
 from nsa_jax import aot
 from nsa_jax.command_line import load_config
 from nsa_jax.config import ConfigError, NSAConfig, check, default_config, validate
-from nsa_jax.data import make_pipeline
+from nsa_jax.data import DataError, make_pipeline
 from nsa_jax.nn import dense
 from nsa_jax.ops import blocks, nsa
 from nsa_jax.ops.target import Target, compile_for
@@ -591,3 +592,20 @@ def test_rows_of_parameters_are_no_activations():
             return memory.kept_activations(made)[0]
 
     assert kept(False) == pytest.approx(kept(True), rel=0.1)
+
+
+def test_data_are_looked_at_while_the_self_test_runs(monkeypatch, tmp_path):
+    running = threading.Event()
+
+    def look(config):
+        assert running.wait(60), "the self-test waits for the data"
+        raise DataError("no such file")
+
+    def test(config):
+        running.set()
+        return selftest.SelfTest([], [("took", "no time")], 0.0)
+
+    monkeypatch.setattr(data_check, "examine_local", look)
+    monkeypatch.setattr(selftest, "selftest", test)
+    with pytest.raises(DataError, match="no such file"):
+        preflight.examine(tiny_config(), tmp_path)

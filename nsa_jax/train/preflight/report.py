@@ -31,7 +31,8 @@ class Report:
       micro_batch: the largest that fits; None if it was not searched or nothing fits.
       cost: of the run.
       data: what the run will read; None if it was not looked at.
-      seconds: that each part took.
+      seconds: that each part took; the data and the self-test have a thread each.
+      took: seconds in all.
     """
 
     problems: list[Problem] = dataclasses.field(default_factory=list)
@@ -42,6 +43,7 @@ class Report:
     cost: cost_lib.Cost | None = None
     data: data_check.DataReport | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    took: float = 0.0
 
     @property
     def exit_code(self) -> int:
@@ -175,10 +177,9 @@ def show(report: Report, console: Console) -> None:
             problems.add_row(*(Text(cell, style=style if i == 1 else "") for i, cell in enumerate(cells)))
         console.print(problems)
     errors = sum(problem.severity == "error" for problem in report.problems)
-    seconds = sum(report.seconds.values())
     verdict, style = "no errors: ready to train", "bold green"
     if errors:
         verdict, style = f"{errors} errors: this run must not start", "bold red"
     elif unchecked := [name for name, lines in report.facts.items() if NOT_CHECKED in dict(lines)]:
         verdict, style = f"no errors in what was checked; not checked: {', '.join(unchecked)}", "bold yellow"
-    console.print(Text(f"preflight: {verdict} ({seconds:.0f} s)", style=style))
+    console.print(Text(f"preflight: {verdict} ({report.took:.0f} s)", style=style))

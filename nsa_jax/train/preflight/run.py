@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -74,10 +75,12 @@ def examine(
             _data_and_selftest(config, report, None, doing)
             assert report.data is not None
             vocab, before, report.facts = report.data.vocab_size or vocab, report.facts, {}
+        began = time.perf_counter()
         _examine_program(config, workdir, gpu, count, vocab, start, report, doing)
         report.facts.update(before)
+        report.seconds["program"] = time.perf_counter() - began
     report.settle(config)
-    report.seconds["program"] = time.perf_counter() - start - sum(report.seconds.values())
+    report.took = time.perf_counter() - start
     return report
 
 
@@ -128,16 +131,29 @@ def _runnable(config: ConfigDict) -> bool:
 def _data_and_selftest(
     config: ConfigDict, report: Report, pipeline: Pipeline | None, doing: Callable[[str], None]
 ) -> None:
-    start = time.perf_counter()
-    doing("data")
-    report.data = data_check.examine(config, pipeline) if pipeline else data_check.examine_local(config)
+    """Looks at the data while the self-test, which mostly waits for the compiler, runs."""
+
+    def look() -> tuple[data_check.DataReport, float]:
+        start = time.perf_counter()
+        found = data_check.examine(config, pipeline) if pipeline else data_check.examine_local(config)
+        return found, time.perf_counter() - start
+
+    tested = None
+    looking = ThreadPoolExecutor(1, thread_name_prefix="data check")
+    try:
+        looked = looking.submit(look)
+        if config.preflight.selftest:
+            doing("data and self-test")
+            with jax.default_device(jax.local_devices()[0]):
+                tested = selftest_lib.selftest(config)
+        if not looked.done():
+            doing("data")
+        report.data, report.seconds["data"] = looked.result()
+    finally:
+        looking.shutdown(wait=False, cancel_futures=True)
     report.problems += report.data.problems
     report.facts["data"] = report.data.facts
-    report.seconds["data"] = time.perf_counter() - start
-    if config.preflight.selftest:
-        doing("self-test")
-        with jax.default_device(jax.local_devices()[0]):
-            tested = selftest_lib.selftest(config)
+    if tested is not None:
         report.problems += tested.problems
         report.facts["self-test"] = tested.facts
         report.seconds["self-test"] = tested.seconds
