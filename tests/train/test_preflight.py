@@ -599,7 +599,7 @@ def test_data_are_looked_at_while_the_self_test_runs(monkeypatch, tmp_path):
 
     def look(config):
         assert running.wait(60), "the self-test waits for the data"
-        raise DataError("no such file")
+        raise DataError("R037", "no such file", "name another")
 
     def test(config):
         running.set()
