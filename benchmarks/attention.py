@@ -12,9 +12,9 @@ r"""Times NSA and its branches against dense cuDNN attention, in one process on 
 
 "nsa" is `nsa_attention` with selection, gates and list building, compressed keys given; its gradients are those of all
 eight inputs. "selected" alone reads made-up lists: independent per token ("random") or shared by
-64 neighbours ("shared"). `--kernels a100` times on a Hopper GPU the kernels that an A100 would get, `a100_triton` those
-that it would get before JAX 0.11, where Triton makes range attention too. `--no-wgmma` keeps Triton from Hopper's
-instructions, as Mosaic GPU is for `a100`. All programs are compiled side by side before the first is timed.
+64 neighbours ("shared"). `--kernels a100` times on a Hopper GPU the kernels that an A100 would get, `a100_triton` has
+Triton for all of range attention, as before JAX 0.11 but without cuDNN for the window. `--no-wgmma` keeps Triton from
+Hopper's instructions, as Mosaic GPU is for `a100`. All programs are compiled side by side before the first is timed.
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ def main() -> None:
     own = "hopper" if target.is_hopper else "a100" if target.is_gpu else ""
     choices = "hopper", "a100", "a100_triton"
     parser.add_argument("--kernels", default=[own], type=words(choices), help="a100: those of an A100")
-    parser.add_argument("--no-wgmma", action="store_true", help="Triton takes an A100's instructions on a Hopper GPU")
+    parser.add_argument("--no-wgmma", action="store_true", help="Triton takes Ampere instructions on a Hopper GPU")
     parser.add_argument("--batch", type=int, default=1, help="rows")
     parser.add_argument("--documents", type=int, default=1, help="packed in a row; --ops nsa alone")
     parser.add_argument("--seed", type=int, default=0)

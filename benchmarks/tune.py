@@ -244,7 +244,7 @@ def abstract_problem(op: str, which: str, bench: AbstractBench) -> tuple[Callabl
 def listed(op: str, which: str, bench: AbstractBench, target: Target) -> list[dict]:
     """What a search would time first: the heuristic's choice and its neighbours, without timing or compiling them."""
     rows: list[dict] = []
-    with compile_for(target):
+    with compile_for(target, ahead_of_time=False):
         for name in kernels(op, which, target):
             base = observe(functools.partial(abstract_problem, op, which, bench), name)
             if base is None:
@@ -295,6 +295,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     dims = (args.length, heads, kv_heads, head, value_head, config, jnp.dtype(args.dtype), args.seed)
     if not args.dry and not current_target().is_gpu:
         parser.error(f"no GPU here (platform {current_target().platform}): only --dry works")
+    if args.gpu and not args.dry and GPUS[args.gpu].target.is_hopper and not current_target().is_hopper:
+        parser.error(f"--gpu {args.gpu}: its kernels need a Hopper GPU; list them with --dry")
     if args.dry:
         rows = listed(args.op, args.which, AbstractBench(*dims), GPUS[args.gpu or "h100"].target)
     else:

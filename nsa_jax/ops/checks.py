@@ -133,4 +133,4 @@ def clip_offset(query_offset, most: int | None = None):
         return 0
     if isinstance(query_offset, jax.core.Tracer):
         return jnp.clip(query_offset, 0, most).astype(jnp.int32)
-    return query_offset
+    return query_offset.astype(jnp.int32) if isinstance(query_offset, jax.Array) else query_offset

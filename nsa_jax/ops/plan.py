@@ -30,7 +30,6 @@ from nsa_jax.ops.target import Target
 from nsa_jax.ops.tiles import DIRECT_GROUPS, ROWS
 
 HEAD_DIMS = (16, 32, 64, 128, 192)
-SM80_FAMILIES = (8, 12)  # compute capabilities whose matrix units take mma.sync alone
 SM80_HEAD_DIMS = (64, 128)
 SM90_HEAD_DIMS = (64, 128, 192)
 MAX_GROUP = 64
@@ -83,23 +82,28 @@ def sm90_obstacle(shape: Shape, target: Target, span: int | None = None) -> str 
 
 
 def sm80_obstacle(shape: Shape, target: Target) -> str | None:
-    """Why range attention's kernels in Mosaic GPU for GPUs with mma.sync do not serve, or None if they do.
+    """Why range attention's sm80 kernels do not serve, or None if they do.
 
     Never ahead of time: JAX takes a GPU that is not here for a Hopper GPU, and Mosaic GPU compiles all of a process's
-    kernels for the first GPU that it met.
+    kernels for the first GPU that it met. Other GPUs with mma.sync have shared memory for one program at a time.
     """
-    if not target.is_gpu or (target.compute_capability or (0,))[0] not in SM80_FAMILIES:
-        return f"they are for compute capabilities {SM80_FAMILIES}"
+    if not target.is_gpu or target.compute_capability != (8, 0):
+        return "the sm80 kernels are for compute capability 8.0 (A100)"
     if jax.__version_info__ < (0, 11):
-        return f"JAX {jax.__version__} has no mma.sync in Mosaic GPU; 0.11 has"
+        return f"JAX {jax.__version__} has no mma.sync in Mosaic GPU, 0.11 and later have"
     if target.ahead_of_time:
-        return "the GPU is not here"
+        return "the sm80 kernels are not compiled for a GPU that is not here"
     if not shape.is_bfloat16:
-        return f"they take bfloat16, not {shape.dtype}"
+        return f"the sm80 kernels take bfloat16, not {shape.dtype}"
     if shape.head_dim != shape.value_dim or shape.head_dim not in SM80_HEAD_DIMS:
-        return f"they take equal head dims {SM80_HEAD_DIMS}, not {shape.head_dim} and {shape.value_dim}"
-    pieces = max(shape.num_queries * shape.num_heads, shape.num_keys * shape.kv_heads) * shape.batch * 16
-    return "they index pieces of rows with 32 bits" if pieces >= 2**32 else None
+        return f"the sm80 kernels take equal head dims {SM80_HEAD_DIMS}, not {shape.head_dim} and {shape.value_dim}"
+    # Pieces of 16 bytes of queries and words of two key gradients have 32-bit indices; a grid has so many tiles.
+    indices = max(shape.num_queries * shape.num_heads * 16, shape.num_keys * shape.kv_heads * 64) * shape.batch
+    key_blocks = -(-shape.num_keys // ROWS)
+    query_tiles = -(-shape.num_queries * shape.group // tiles.ranged_sm80_forward_config().rows)
+    if indices >= 2**32 or max(key_blocks, query_tiles) >= 2**16:
+        return "the sm80 kernels do not index so many rows"
+    return None
 
 
 def moves_heads_to_batch(shape: Shape, target: Target) -> bool:
@@ -134,7 +138,7 @@ def plan_range(shape: Shape, target: Target, *, span: int | None = None, cudnn: 
     if sm80 is None:
         chosen = _sm80_range()
     else:
-        chosen = _triton_range(shape, target, span, f"{obstacle}; Mosaic GPU's kernels for mma.sync: {sm80}")
+        chosen = _triton_range(shape, target, span, f"{obstacle}; {sm80}")
     if cudnn and cudnn_serves_window(shape, target):
         reason = f"a window of whole rows, bfloat16, H = V <= 128; {obstacle}"
         forward = Choice("range_attention.window_cudnn", None, reason, chosen.forward.kernel)
@@ -143,7 +147,7 @@ def plan_range(shape: Shape, target: Target, *, span: int | None = None, cudnn: 
 
 
 def _sm80_range() -> RangePlan:
-    reason = "mma.sync, bfloat16, H = V of 64 or 128, JAX 0.11"
+    reason = "sm80, bfloat16, H = V of 64 or 128, JAX 0.11 or later"
     return RangePlan(
         *(
             Choice(f"range_attention.sm80_{kernel}", record, reason, f"range_attention.{otherwise}")

@@ -175,7 +175,7 @@ def ranged_dkv_config(h_dim: int, v_dim: int, dtype, target: Target, span: int |
 
 @dataclasses.dataclass(frozen=True)
 class RangedSm80Config:
-    """Tiles of ranged attention's forward and dq in Mosaic GPU from an A100's instructions.
+    """Tiles of the sm80 forward and dq of ranged attention.
 
     Attributes:
       rows: (query, head) rows of a query tile, a multiple of 64.

@@ -1,4 +1,4 @@
-"""Runs the PTX of a Mosaic GPU kernel in NumPy: JAX's interpreter cannot run kernels made of an A100's instructions.
+"""Runs the PTX of a Mosaic GPU kernel in NumPy: JAX's interpreter cannot run kernels made of Ampere instructions.
 
 `Emulator` runs one program (thread block) with all its threads in lockstep. It knows the instructions that kernels made
 of `nsa_jax.ops.kernels.sm80` compile to. Any other instruction raises, and so do accesses outside of a buffer and

@@ -1,4 +1,4 @@
-"""Range attention in Mosaic GPU from an A100's instructions, without a GPU: the kernels' PTX, emulated, and in float64.
+"""Range attention with Ampere instructions, without a GPU: the sm80 kernels' PTX, emulated, and in float64.
 
 Kernels are compiled for an A100 with the tiles that the plan chooses for one.
 """
@@ -37,7 +37,6 @@ from nsa_jax.ops.kernels.range_attention import (  # noqa: E402
 )
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-BLOCKS = NSAConfig(compress_block=4, compress_stride=2, select_block=16, num_selected=4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +47,17 @@ class Case:
     group: int
     dim: int
     window: int | None = None  # None: the compressed branch
+    compress_block: int = 4
     kv_heads: int = 2
     batch: int = 2
 
     @property
+    def config(self) -> NSAConfig:
+        return NSAConfig(compress_block=self.compress_block, compress_stride=2, select_block=16, num_selected=4)
+
+    @property
     def num_keys(self) -> int:
-        return self.length if self.window else blocks.num_compressed(self.length, BLOCKS)
+        return self.length if self.window else blocks.num_compressed(self.length, self.config)
 
     @functools.cached_property
     def ranges(self) -> tuple[np.ndarray, np.ndarray]:
@@ -63,7 +67,7 @@ class Case:
         if self.window:
             low, high = np.maximum(start, t - self.window + 1), np.broadcast_to(t + 1, start.shape)
         else:
-            low, high = blocks.compressed_range(np.broadcast_to(t, start.shape), start, BLOCKS)
+            low, high = blocks.compressed_range(np.broadcast_to(t, start.shape), start, self.config)
         return attention.clip_ranges(np.asarray(low), np.asarray(high), self.num_keys)
 
     def shapes(self, kind: str) -> list[jax.ShapeDtypeStruct]:
@@ -79,8 +83,10 @@ CASES = {
     # 3,804 rows of a head do not fill the last tile, nor do 157 keys the last block.
     "compressed": Case(length=317, group=12, dim=128),
     "window": Case(length=211, group=5, dim=64, window=50),
+    "first_tile_sees_nothing": Case(length=101, group=12, dim=64, compress_block=16),
+    "less_than_a_tile": Case(length=3, group=5, dim=64, window=2),
 }
-SPLITS = {"compressed": 3, "window": 1}  # programs that share the query tiles of a block of keys
+SPLITS = {"compressed": 3}  # programs that share the query tiles of a block of keys; 1 of other cases
 
 
 def kernel(kind: str, name: str) -> Callable:
@@ -89,7 +95,7 @@ def kernel(kind: str, name: str) -> Callable:
         return functools.partial(sm80_forward.ranged_forward, config=tiles.ranged_sm80_forward_config())
     if kind == "dq":
         return functools.partial(sm80_grad_query.grad_query, config=tiles.ranged_sm80_dq_config())
-    config = dataclasses.replace(tiles.ranged_sm80_dkv_config(), splits=SPLITS[name])
+    config = dataclasses.replace(tiles.ranged_sm80_dkv_config(), splits=SPLITS.get(name, 1))
     return functools.partial(sm80_grad_key_value.grad_key_value, config=config)
 
 
@@ -149,13 +155,21 @@ def numbers(name: str) -> dict[str, np.ndarray]:
     lse = np.where(some, peak + np.log(total), -np.inf)
     delta = (out * g).sum(-1)
     d_scores = weights * (np.einsum("bktgh,bksh->bktgs", g, v) - delta[..., None]) / np.sqrt(case.dim)
-    return {
+    found = {
         "query": query, "key": key, "value": value, "grad": grad,
         "out": ungrouped(out), "lse": ungrouped(lse)[..., 0], "delta": ungrouped(delta)[..., 0],
         "dq": ungrouped(np.einsum("bktgs,bksh->bktgh", d_scores, k)),
         "dk": np.einsum("bktgs,bktgh->bskh", d_scores, q),
         "dv": np.einsum("bktgs,bktgh->bskh", weights, g),
     }  # fmt: skip
+    return {kind: read_only(x) for kind, x in found.items()}
+
+
+def read_only(x) -> np.ndarray:
+    """A copy into which the emulator cannot store."""
+    x = np.array(x, order="C")
+    x.flags.writeable = False
+    return x
 
 
 def vectors(name: str, rows: int, keys: int) -> dict[str, np.ndarray]:
@@ -168,7 +182,7 @@ def vectors(name: str, rows: int, keys: int) -> dict[str, np.ndarray]:
         "ranges": problem.row_ranges(*map(jnp.asarray, case.ranges)),
         "pairs": problem.row_pairs(jnp.asarray(lse), jnp.asarray(of["delta"], jnp.float32)),
     }
-    return {kind: np.ascontiguousarray(x) for kind, x in found.items()}
+    return {kind: read_only(x) for kind, x in found.items()}
 
 
 def as_bytes(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -195,7 +209,7 @@ def test_emulated_tiles_match_float64_and_write_nothing_else(name, kind, tmp_pat
     count = -(-case.length * case.group // config.rows)
     inputs = 1 if kind == "forward" else 2
     size = shared_bytes(*[(config.rows, 2 * case.dim)] * inputs, *[(config.keys, 2 * case.dim)] * 2)
-    for tile, kv_head, batch in ((0, 0, 1), (count // 2, 1, 0), (count // 2, 0, 1), (count - 1, 1, 1)):
+    for tile, kv_head, batch in {(0, 0, 1), (count // 2, 1, 0), (count // 2, 0, 1), (count - 1, 1, 1)}:
         out = np.full(of["query"].shape, np.nan, ml_dtypes.bfloat16)
         lse = np.full(out.shape[:3], np.nan, np.float32)
         # The kernel's parameters are in the order of their first use. Late tiles go first.
@@ -221,15 +235,17 @@ def test_emulated_tiles_match_float64_and_write_nothing_else(name, kind, tmp_pat
 @pytest.mark.parametrize("name", CASES)
 def test_emulated_gradients_of_keys_and_values_match_float64(name, tmp_path):
     text, case, of = compiled("dkv", name, tmp_path), CASES[name], numbers(name)
-    config, splits = kernel("dkv", name).keywords["config"], SPLITS[name]
+    config = kernel("dkv", name).keywords["config"]
+    splits = config.splits
     dtype = ml_dtypes.bfloat16 if splits == 1 else np.float32
     vector = vectors(name, config.rows, 64)
-    seen = np.ascontiguousarray(
+    seen = read_only(
         attention_tiles.query_tile_ranges(*map(jnp.asarray, case.ranges), case.group, config.rows, 64, case.num_keys)
     )
     row, in_flight = 2 * case.dim, config.stages * config.rows
     size = shared_bytes(*[(64, row)] * 2, *[(in_flight, row)] * 2, *[(in_flight, 8)] * 2)
-    for block, kv_head, batch in ((0, 1, 0), (1, 0, 1), (-(-case.num_keys // 64) - 1, 0, 1)):
+    last = -(-case.num_keys // 64) - 1
+    for block, kv_head, batch in {(0, 1, 0), (last // 2, 0, 1), (last, 0, 1)}:
         shares = [np.full((splits, *of["key"].shape), np.nan, dtype) for _ in range(2)]
         used = seen, of["key"], of["value"], vector["pairs"], vector["ranges"], of["query"], of["grad"], *shares
         for split in range(splits):
@@ -247,7 +263,8 @@ def test_emulated_gradients_of_keys_and_values_match_float64(name, tmp_path):
 
 def test_what_tiles_visit_is_the_same_if_tracing_knows_it():
     query, key = jnp.zeros((3, 317, 12, 128)), jnp.zeros((3, 157, 1, 128))
-    known = attention.known_compressed_ranges(317, 0, 157, BLOCKS)
-    low, high = attention.clip_ranges(*attention.compressed_ranges(query, None, 0, BLOCKS), 157)
+    config = CASES["compressed"].config
+    known = attention.known_compressed_ranges(317, 0, 157, config)
+    low, high = attention.clip_ranges(*attention.compressed_ranges(query, None, 0, config), 157)
     problem = sm80_tiles.Problem.of(query, key, 128, 64)
     np.testing.assert_array_equal(problem.bounds(low, high, known), problem.bounds(low, high, None))

@@ -139,10 +139,9 @@ def test_cudnn_serves_windows_of_whole_rows_where_it_is():
     assert plan.plan_range(shape, A100, span=512, cudnn=True).forward.kernel == "range_attention.triton_forward"
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (12, 0)])
-def test_gpus_that_are_here_and_multiply_by_mma_sync_get_mosaic_gpu(capability, monkeypatch):
+def test_an_a100_that_is_here_gets_mosaic_gpu(monkeypatch):
     monkeypatch.setattr(plan.jax, "__version_info__", (0, 11, 0))
-    shape, here = Shape(1, 8192, 511, 12, 2, 64, 64, "bfloat16"), Target("gpu", capability)
+    shape, here = Shape(1, 8192, 511, 12, 2, 64, 64, "bfloat16"), Target("gpu", (8, 0))
     made = plan.plan_range(shape, here)
     chosen = made.forward, made.grad_query, made.grad_key_value
     names = ["sm80_forward", "sm80_grad_query", "sm80_grad_key_value"]
@@ -153,16 +152,18 @@ def test_gpus_that_are_here_and_multiply_by_mma_sync_get_mosaic_gpu(capability, 
         (dataclasses.replace(shape, dtype="float32"), here, "float32"),
         (dataclasses.replace(shape, value_dim=128), here, "64 and 128"),
         (dataclasses.replace(shape, head_dim=32, value_dim=32), here, "32 and 32"),
-        (dataclasses.replace(shape, num_queries=2**25), here, "32 bits"),
+        (dataclasses.replace(shape, num_queries=2**17, num_heads=64, kv_heads=1), here, "so many rows"),  # 65,536 tiles
+        (dataclasses.replace(shape, num_keys=2**22), here, "so many rows"),
+        (dataclasses.replace(shape, batch=2**12, num_queries=1, num_keys=2**13), here, "so many rows"),
         (shape, dataclasses.replace(here, ahead_of_time=True), "not here"),
-        (shape, Target("gpu", (10, 0)), "capabilities"),
-        (shape, Target("cpu", (8, 0)), "capabilities"),
+        *((shape, Target("gpu", capability), "8.0") for capability in ((8, 6), (8, 9), (10, 0), (12, 0))),
+        (shape, Target("cpu", (8, 0)), "8.0"),
     ):
         forward = plan.plan_range(other, target).forward
         assert forward.kernel == "range_attention.triton_forward"
         assert why in forward.reason
     monkeypatch.setattr(plan.jax, "__version_info__", (0, 10, 2))
-    assert "0.11 has" in plan.plan_range(shape, here).forward.reason
+    assert "0.11 and later" in plan.plan_range(shape, here).forward.reason
 
 
 def test_the_operator_takes_its_plan(monkeypatch):

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -595,15 +596,40 @@ def test_rows_of_parameters_are_no_activations():
 
 
 def test_data_are_looked_at_while_the_self_test_runs(monkeypatch, tmp_path):
-    running = threading.Event()
+    looking, testing = threading.Event(), threading.Event()
 
     def look(config):
-        assert running.wait(60), "the self-test waits for the data"
-        raise DataError("R037", "no such file", "name another")
+        looking.set()
+        assert testing.wait(60), "the self-test waits for the data"
+        return data_check.DataReport(facts=[("documents", "3")])
 
     def test(config):
-        running.set()
+        testing.set()
+        assert looking.wait(60), "the data wait for the self-test"
         return selftest.SelfTest([], [("took", "no time")], 0.0)
+
+    monkeypatch.setattr(data_check, "examine_local", look)
+    monkeypatch.setattr(selftest, "selftest", test)
+    facts = preflight.examine(tiny_config(), tmp_path).facts
+    assert (facts["data"], facts["self-test"]) == ([("documents", "3")], [("took", "no time")])
+
+
+@pytest.mark.parametrize("also_the_selftest", [False, True])
+def test_what_is_wrong_with_the_data_is_said_after_the_self_test(monkeypatch, tmp_path, also_the_selftest):
+    failed = threading.Event()
+
+    def look(config):
+        try:
+            raise DataError("trees", "no such file", "name another")
+        finally:
+            failed.set()
+
+    def test(config):
+        assert failed.wait(60)
+        time.sleep(0.1)  # until the thread has passed the error on
+        if also_the_selftest:
+            raise RuntimeError("out of memory")
+        return selftest.SelfTest([], [], 0.0)
 
     monkeypatch.setattr(data_check, "examine_local", look)
     monkeypatch.setattr(selftest, "selftest", test)

@@ -1,4 +1,4 @@
-"""What kernels of an A100's instructions are made of: copies, products and registers, in Mosaic GPU.
+"""What the sm80 kernels share: Ampere instructions in Mosaic GPU for copies, products and registers.
 
 A program has one warpgroup, 128 threads. `cp.async` copies rows to shared memory, `ldmatrix` takes them from there to
 registers in the order of `mma.sync`. Shared memory holds rows of 64 or 128 bfloat16, in pieces of 16 bytes. Piece c of
@@ -28,17 +28,15 @@ ROW = ACC.reduce(1)  # of one number per row of products
 SCALAR = plgpu.Layout.WG_SPLAT(())  # of a number that all threads share
 
 
-def call(entry, grid: tuple[int, int, int], names: tuple[str, str, str], out_type, *args):
-    """Runs a kernel of one warpgroup per program."""
-    return plgpu.kernel(
-        entry,
-        out_type=out_type,
-        grid=grid,
-        grid_names=names,
-        num_threads=1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(*args)
+def filled(*kinds: tuple[tuple[int, ...], Any, float]) -> Any:
+    """Float32 arrays in registers, of one value each, by (shape, layout, value)."""
+    types = tuple(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout) for shape, layout, _ in kinds)
+
+    @plgpu.inline_mgpu(return_type=types)
+    def make(_):
+        return tuple(mgpu.FragmentedArray.splat(real(value), shape, layout.to_mgpu()) for shape, layout, value in kinds)
+
+    return make()
 
 
 def row_bytes(dim: int) -> int:

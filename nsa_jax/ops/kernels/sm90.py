@@ -261,16 +261,3 @@ def load_blocks(begin, end, before, size: int, streams, index, block_of=lambda i
 def registers(warpgroups: int) -> tuple[int, int]:
     """Registers per thread of the consumer warpgroups and of the producer; there are 512 to divide."""
     return (240, 24) if warpgroups == 2 else (160, 32)
-
-
-def call(entry, grid: tuple[int, int, int], names: tuple[str, str, str], out_type, *args, warpgroups: int):
-    """Runs a kernel of `warpgroups` consumers and one producer."""
-    return plgpu.kernel(
-        entry,
-        out_type=out_type,
-        grid=grid,
-        grid_names=names,
-        num_threads=warpgroups + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(*args)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import jax
@@ -106,6 +107,7 @@ def before_run(
     Raises:
       ConfigError: something is wrong; nothing has been trained.
     """
+    began = time.perf_counter()
     report = Report(problems=check_workdir(config, workdir))
     _data_and_selftest(config, report, pipeline, doing)
     start = time.perf_counter()
@@ -117,6 +119,7 @@ def before_run(
     report.problems += check_kernels(config, made, "") + check_float8(config, made, "")
     report.seconds["program"] = time.perf_counter() - start
     report.problems += [problem for problem in config_lib.validate(config) if problem.severity == "error"]
+    report.took = time.perf_counter() - began
     report.settle(config)
     if report.exit_code:
         raise ConfigError([problem for problem in report.problems if problem.severity == "error"])
@@ -132,25 +135,30 @@ def _data_and_selftest(
     config: ConfigDict, report: Report, pipeline: Pipeline | None, doing: Callable[[str], None]
 ) -> None:
     """Looks at the data while the self-test, which mostly waits for the compiler, runs."""
+    looked: Future[tuple[data_check.DataReport, float]] = Future()
 
-    def look() -> tuple[data_check.DataReport, float]:
+    def look() -> None:
         start = time.perf_counter()
-        found = data_check.examine(config, pipeline) if pipeline else data_check.examine_local(config)
-        return found, time.perf_counter() - start
+        try:
+            found = data_check.examine(config, pipeline) if pipeline else data_check.examine_local(config)
+            looked.set_result((found, time.perf_counter() - start))
+        except BaseException as error:
+            looked.set_exception(error)
 
+    threading.Thread(target=look, name="data check", daemon=True).start()
     tested = None
-    looking = ThreadPoolExecutor(1, thread_name_prefix="data check")
-    try:
-        looked = looking.submit(look)
-        if config.preflight.selftest:
-            doing("data and self-test")
+    if config.preflight.selftest:
+        doing("data and self-test")
+        try:
             with jax.default_device(jax.local_devices()[0]):
                 tested = selftest_lib.selftest(config)
-        if not looked.done():
-            doing("data")
-        report.data, report.seconds["data"] = looked.result()
-    finally:
-        looking.shutdown(wait=False, cancel_futures=True)
+        except Exception as error:
+            if looked.done() and (of_data := looked.exception()):
+                raise of_data from error
+            raise
+    if not looked.done():
+        doing("data")
+    report.data, report.seconds["data"] = looked.result()
     report.problems += report.data.problems
     report.facts["data"] = report.data.facts
     if tested is not None:

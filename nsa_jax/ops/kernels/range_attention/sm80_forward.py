@@ -1,4 +1,4 @@
-"""Forward of range attention in Mosaic GPU from an A100's instructions.
+"""Forward of range attention in Mosaic GPU with Ampere instructions (mma.sync, cp.async, ldmatrix).
 
 A program has a tile of query rows and visits the key blocks that any of them sees. Scores, weights and the output's
 sums stay in registers.
@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from nsa_jax.ops.kernels import sm80
+from nsa_jax.ops.kernels import mosaic, sm80
 from nsa_jax.ops.kernels.range_attention import sm80_tiles as tiles
 from nsa_jax.ops.kernels.range_attention.sm80_tiles import Problem
 from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges
@@ -73,20 +72,6 @@ def _carry_types(problem: Problem):
     """Of the running softmax: acc, peak and total."""
     shapes = ((problem.rows, problem.dim), ACC), ((problem.rows,), ROW), ((problem.rows,), ROW)
     return tuple(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout) for shape, layout in shapes)
-
-
-def _begin(problem: Problem):
-    """The running softmax before any key."""
-    kinds = _carry_types(problem)
-
-    @plgpu.inline_mgpu(return_type=kinds)
-    def make(_):
-        return tuple(
-            mgpu.FragmentedArray.splat(sm80.real(value), kind.shape, kind.layout.to_mgpu())
-            for kind, value in zip(kinds, (0.0, MINUS_INFINITY, 0.0), strict=True)
-        )
-
-    return make()
 
 
 def _scores(problem: Problem, query_smem, key_smem):
@@ -169,7 +154,8 @@ def _kernel(problem: Problem, bounds_ref, ranges_ref, query_ref, key_ref, value_
 
     tiles.start_queries(problem, query_ref, query_smem, jnp.int32(0), tile, place)
     keys.begin()
-    carry = keys.visit(_begin(problem), scores, add)
+    begin = ((problem.rows, problem.dim), ACC, 0.0), ((problem.rows,), ROW, MINUS_INFINITY), ((problem.rows,), ROW, 0.0)
+    carry = keys.visit(sm80.filled(*begin), scores, add)
     _store(problem, carry, query_smem, out_ref, lse_ref, tile, place)
 
 
@@ -185,7 +171,7 @@ def ranged_forward(query, key, value, low, high, config: RangedSm80Config, known
             collective_axes="wg",
         )
 
-    return sm80.call(
+    return mosaic.call(
         nsa_ranged_forward_sm80,
         (problem.tiles, problem.kv_heads, query.shape[0]),
         ("tile", "kv_head", "batch"),
@@ -195,4 +181,5 @@ def ranged_forward(query, key, value, low, high, config: RangedSm80Config, known
         query,
         key,
         value,
+        warpgroups=1,
     )

@@ -1,4 +1,4 @@
-"""Range attention's gradients of keys and values in Mosaic GPU from an A100's instructions.
+"""Range attention's gradients of keys and values in Mosaic GPU with Ampere instructions.
 
 A program has 64 keys and visits its share of the query tiles that see any of them. The products are those of keys with
 queries, [keys, rows], so that weights and the scores' gradient are in registers as the left matrices of both sums. Of
@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from nsa_jax.ops.kernels import sm80
+from nsa_jax.ops.kernels import mosaic, sm80
 from nsa_jax.ops.kernels.range_attention import sm80_tiles as tiles
 from nsa_jax.ops.kernels.range_attention.sm80_tiles import Problem
 from nsa_jax.ops.kernels.range_attention.tiles import (
@@ -84,17 +84,6 @@ def _start_vectors(problem: Problem, refs, smem, slot, tile, place) -> None:
             sm80.copy_pairs(tiles.slot_of(buffer, slot, problem.rows * _PAIR_BYTES), array, first, problem.rows)
 
     start(refs, smem, slot, tile, place)
-
-
-def _begin(problem: Problem):
-    """dk and dv before any row."""
-    sums = plgpu.ShapeDtypeStruct((sm80.TILE, problem.dim), jnp.float32, layout=ACC)
-
-    @plgpu.inline_mgpu(return_type=(sums, sums))
-    def make(_):
-        return tuple(mgpu.FragmentedArray.splat(sm80.real(0.0), sums.shape, ACC.to_mgpu()) for _ in range(2))
-
-    return make()
 
 
 def _add(problem: Problem, exact: bool, carry, buffers, slot, block):
@@ -185,7 +174,8 @@ def _kernel(problem: Problem, stages: int, splits: int, batches: int, seen_ref, 
     tiles.start_keys(problem, value_ref, value_smem, block, place)
     for tile in range(stages - 1):
         start(jnp.int32(tile), begin + tile)
-    carry = lax.fori_loop(begin, whole_begin, functools.partial(step, False), _begin(problem))
+    carry = sm80.filled(*[((sm80.TILE, problem.dim), ACC, 0.0)] * 2)
+    carry = lax.fori_loop(begin, whole_begin, functools.partial(step, False), carry)
     carry = lax.fori_loop(whole_begin, whole_end, functools.partial(step, True), carry)
     carry = lax.fori_loop(whole_end, end, functools.partial(step, False), carry)
     tiles.wait_copies(0)
@@ -216,7 +206,7 @@ def grad_key_value(
         )
 
     share = jax.ShapeDtypeStruct((splits, *key.shape), key.dtype if splits == 1 else jnp.float32)
-    dk, dv = sm80.call(
+    dk, dv = mosaic.call(
         nsa_ranged_dkv_sm80,
         (pl.cdiv(problem.num_keys, problem.keys) * splits, problem.kv_heads, batches),
         ("program", "kv_head", "batch"),
@@ -228,6 +218,7 @@ def grad_key_value(
         grad_out,
         problem.row_pairs(lse, delta),
         problem.row_ranges(low, high),
+        warpgroups=1,
     )
     if splits == 1:
         return dk[0], dv[0]

@@ -1,7 +1,7 @@
-"""Range attention's gradient of the queries in Mosaic GPU from an A100's instructions.
+"""Range attention's gradient of the queries in Mosaic GPU with Ampere instructions.
 
-A program has a tile of query rows and visits the key blocks that any of them sees, as in the forward. Of every block it
-computes scores and weights again, and the products of the output's gradient with the values.
+A program has a tile of query rows and visits the key blocks that any of them sees, as in the forward. It computes the
+scores and weights of every block again, and the products of the output's gradient with the values.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from nsa_jax.ops.kernels import sm80
+from nsa_jax.ops.kernels import mosaic, sm80
 from nsa_jax.ops.kernels.range_attention import sm80_tiles as tiles
 from nsa_jax.ops.kernels.range_attention.sm80_tiles import Problem
 from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges
@@ -80,16 +79,6 @@ def _load_pairs(problem: Problem, pairs_ref, tile, place):
     return load(pairs_ref, tile, place)
 
 
-def _zeros(problem: Problem):
-    kind = plgpu.ShapeDtypeStruct((problem.rows, problem.dim), jnp.float32, layout=ACC)
-
-    @plgpu.inline_mgpu(return_type=kind)
-    def make(_):
-        return mgpu.FragmentedArray.splat(sm80.real(0.0), kind.shape, ACC.to_mgpu())
-
-    return make()
-
-
 def _value_products(problem: Problem, grad_smem, value_smem):
     """Products of the output's gradient with a block of values, [rows, keys]."""
     kind = plgpu.ShapeDtypeStruct((problem.rows, problem.keys), jnp.float32, layout=ACC)
@@ -132,9 +121,9 @@ def _store(problem: Problem, acc, smem, out_ref, tile, place) -> None:
         smem, out = refs
         where = [sm80.scalar(x) for x in (tile, *place)]
         sums = acc.registers.reshape(problem.row_tiles, problem.dim // 8, 2)
-        words = np.empty(sums.shape, object)
+        words, scale = np.empty(sums.shape, object), 1 / math.sqrt(problem.dim)
         for index in np.ndindex(sums.shape):
-            both = [arith.mulf(x, sm80.real(1 / math.sqrt(problem.dim))) for x in sm80.unpair(sums[index])]
+            both = [arith.mulf(x, sm80.real(scale)) for x in sm80.unpair(sums[index])]
             words[index] = sm80.narrow(*both)
         tiles.store_rows(problem, words, smem, out, where)
 
@@ -160,7 +149,8 @@ def _kernel(problem: Problem, bounds_ref, ranges_ref, query_ref, key_ref, value_
         tiles.start_queries(problem, ref, smem, jnp.int32(0), tile, place)
     keys.begin()
     rows = _load_pairs(problem, pairs_ref, tile, place)
-    acc = keys.visit(_zeros(problem), products, add)
+    (acc,) = sm80.filled(((problem.rows, problem.dim), ACC, 0.0))
+    acc = keys.visit(acc, products, add)
     _store(problem, acc, query_smem, out_ref, tile, place)
 
 
@@ -178,7 +168,7 @@ def grad_query(
             collective_axes="wg",
         )
 
-    return sm80.call(
+    return mosaic.call(
         nsa_ranged_dq_sm80,
         (problem.tiles, problem.kv_heads, query.shape[0]),
         ("tile", "kv_head", "batch"),
@@ -190,4 +180,5 @@ def grad_query(
         value,
         grad_out,
         problem.row_pairs(lse, delta),
+        warpgroups=1,
     )

@@ -78,7 +78,7 @@ class Problem:
         return self.tiles * self.rows - self.length * self.group
 
     def row_in_head(self, row: ir.Value, tile: ir.Value) -> ir.Value:
-        """Of a row of a tile, its number among those of its key/value head."""
+        """Index of a tile's row among those of its key/value head."""
         return arith.addi(row, sm80.times(tile, self.rows))
 
     def is_row(self, row: ir.Value, tile: ir.Value) -> ir.Value:
@@ -87,7 +87,7 @@ class Problem:
         return arith.cmpi(arith.CmpIPredicate.ult, self.row_in_head(row, tile), last)
 
     def query_row(self, row: ir.Value, tile: ir.Value, kv_head: ir.Value, batch: ir.Value) -> ir.Value:
-        """Of a row of a tile, its number in the array [B * T * N, H]; past the end it is the last row's."""
+        """Index of a tile's row in the array [B * T * N, H]; past the end it is the last row's."""
         number = self.row_in_head(row, tile)
         if self.ragged:
             number = arith.minui(number, sm80.constant(self.length * self.group - 1))
@@ -96,16 +96,16 @@ class Problem:
         return arith.addi(arith.addi(sm80.times(token, self.heads), sm80.times(kv_head, self.group)), head)
 
     def pair_row(self, row: ir.Value, tile: ir.Value, kv_head: ir.Value, batch: ir.Value) -> ir.Value:
-        """Of a row of a tile, its number in `row_pairs`."""
+        """Index of a tile's row in `row_pairs`."""
         head = arith.addi(sm80.times(batch, self.kv_heads), kv_head)
         return arith.addi(sm80.times(head, self.tiles * self.rows), self.row_in_head(row, tile))
 
     def range_row(self, row: ir.Value, tile: ir.Value, batch: ir.Value) -> ir.Value:
-        """Of a row of a tile, its number in `row_ranges`."""
+        """Index of a tile's row in `row_ranges`."""
         return arith.addi(sm80.times(batch, self.tiles * self.rows), self.row_in_head(row, tile))
 
     def key_row(self, row: ir.Value, block: ir.Value, kv_head: ir.Value, batch: ir.Value) -> ir.Value:
-        """Of a row of a block of keys, its number in the array [B * S * K, H]; past the end it is the last key's."""
+        """Index of a block's key in the array [B * S * K, H]; past the end it is the last key's."""
         key = arith.minui(arith.addi(row, sm80.times(block, self.keys)), sm80.constant(self.num_keys - 1))
         key = arith.addi(key, sm80.times(batch, self.num_keys))
         return arith.addi(sm80.times(key, self.kv_heads), kv_head)
@@ -117,7 +117,8 @@ class Problem:
 
     def row_ranges(self, low: jax.Array, high: jax.Array) -> jax.Array:
         """What rows see, as the first key and how many: int32 [B, tiles * rows, 2]."""
-        return jnp.stack([self._per_row(low, 0), self._per_row(jnp.maximum(high - low, 0), 0)], -1)
+        width = jnp.maximum(high - low, 0)
+        return jnp.stack([self._per_row(low, 0), self._per_row(width, 0)], -1).astype(jnp.int32)
 
     def bounds(self, low, high, known: KnownRanges | None) -> jax.Array:
         """`tile_bounds` of the tiles."""
@@ -142,7 +143,7 @@ class Problem:
             pairs = jnp.pad(pairs, ((0, 0), (0, 0), (0, self.pad), (0, 0)))
             past = jnp.arange(pairs.shape[2]) >= self.length * self.group
             pairs = jnp.where(past[:, None] & (jnp.arange(2) == 0), -NO_WEIGHT, pairs)
-        return pairs
+        return pairs.astype(jnp.float32)
 
 
 def slot_of(smem, slot: ir.Value, size: int) -> ir.Value:
@@ -197,9 +198,7 @@ def ranges_of_rows(problem: Problem, ranges: Any, tile: ir.Value, batch: ir.Valu
 
 @dataclasses.dataclass(frozen=True)
 class KeyBlocks:
-    """The blocks of keys and values that a query tile visits, copied to shared memory in turns.
-
-    Each is copied while the other is used.
+    """The blocks of keys and values that a query tile visits: one is copied to shared memory while the other is used.
 
     Attributes:
       problem: sizes.

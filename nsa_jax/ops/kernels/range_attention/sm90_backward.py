@@ -76,7 +76,7 @@ def _grad_query(
     """The kernel; `make_visibility` makes one of `sm90_visibility`'s classes from (rows, low, high, keys)."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90
+    from nsa_jax.ops.kernels import mosaic, sm90
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
@@ -208,13 +208,13 @@ def _grad_query(
             collective_axes="wg",
         )
 
-    dq = sm90.call(
+    dq = mosaic.call(
         nsa_ranged_dq,
         (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
         ("program", "kv_head", "batch"),
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         *(visibility.bounds, row_low, row_high, lse, delta, query, grad_out, key, value, *masks),
-        warpgroups=warpgroups,
+        warpgroups=warpgroups + 1,
     )
     return rows.restore(dq)
 
@@ -247,7 +247,7 @@ def _grad_key_value(
     """The kernel; `visibility` is one of `sm90_visibility`'s classes for blocks of keys."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90
+    from nsa_jax.ops.kernels import mosaic, sm90
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     stages, warpgroups = config.stages, config.warpgroups
@@ -420,13 +420,13 @@ def _grad_key_value(
             collective_axes="wg",
         )
 
-    dk, dv = sm90.call(
+    dk, dv = mosaic.call(
         nsa_ranged_dkv,
         (blocks * splits, kv_heads, batch),
         ("block", "kv_head", "batch"),
         [jax.ShapeDtypeStruct((splits, *x.shape), x.dtype) for x in (key, value)],
         *(ranges, own_ranges, row_low, row_high, lse, delta, query, grad_out, key, value, *masks),
-        warpgroups=warpgroups,
+        warpgroups=warpgroups + 1,
     )
 
     def total(x):

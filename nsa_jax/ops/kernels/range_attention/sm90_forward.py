@@ -73,7 +73,7 @@ def _forward(query, key, value, low, high, config: tuning.RangedHopperConfig, ma
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90
+    from nsa_jax.ops.kernels import mosaic, sm90
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
@@ -253,7 +253,7 @@ def _forward(query, key, value, low, high, config: tuning.RangedHopperConfig, ma
             collective_axes="wg",
         )
 
-    out, lse = sm90.call(
+    out, lse = mosaic.call(
         nsa_ranged_forward,
         (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
         ("program", "kv_head", "batch"),
@@ -262,6 +262,6 @@ def _forward(query, key, value, low, high, config: tuning.RangedHopperConfig, ma
             jax.ShapeDtypeStruct((batch, kv_heads, rows.tiles * rows.tile), jnp.float32),
         ],
         *(visibility.bounds, row_low, row_high, query, key, value, *masks),
-        warpgroups=warpgroups,
+        warpgroups=warpgroups + 1,
     )
     return rows.restore(out), rows.from_rows(lse)
