@@ -4,11 +4,16 @@ import dataclasses
 import json
 import typing
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from benchmarks import tune
 from nsa_jax.ops import tiles as tuning
+
+A100_BACKWARD = {"ranged_dq_config", "ranged_dkv_config"}
+if jax.__version_info__ >= (0, 11):
+    A100_BACKWARD = {"ranged_sm80_dq_config", "ranged_sm80_dkv_config"}
 
 
 @pytest.mark.parametrize(
@@ -21,7 +26,8 @@ from nsa_jax.ops import tiles as tuning
         (["--op", "select"], {"select_hopper_config"}),
         (["--op", "select", "--gpu", "a100-80gb"], {"select_config"}),
         (["--op", "compressed", "--pass", "bwd"], {"ranged_hopper_dq_config", "ranged_hopper_dkv_config"}),
-        (["--op", "window", "--pass", "bwd", "--gpu", "a100-80gb"], {"ranged_dq_config", "ranged_dkv_config"}),
+        (["--op", "window", "--pass", "bwd", "--gpu", "l40s"], {"ranged_dq_config", "ranged_dkv_config"}),
+        (["--op", "window", "--pass", "bwd", "--gpu", "a100-80gb"], A100_BACKWARD),
     ],
 )
 def test_dry_runs_list_the_neighbours_of_the_heuristics_choice(arguments, kernels, tmp_path, capsys):
