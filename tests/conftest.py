@@ -47,7 +47,7 @@ if not flags.FLAGS.is_parsed():
 
 # Folders whose modules are compiled quickly as a whole, and those of them that read programs for GPUs or take times.
 QUICK_FOLDERS = ("chaos", "hf", "nn", "tools", "train")
-AS_USUAL = ("test_deterministic", "test_mesh_traffic", "test_preflight", "test_scaling")
+AS_USUAL = ("test_deterministic", "test_mesh_traffic", "test_preflight", "test_scaling", "test_selftest")
 
 
 @contextlib.contextmanager

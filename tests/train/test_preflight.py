@@ -1,4 +1,4 @@
-"""Preflight: faults in data, in the model code and in configs are named before a run starts."""
+"""Preflight: faults in configs and what a compiled program takes are named before a run starts."""
 
 import dataclasses
 import json
@@ -18,204 +18,18 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from nsa_jax import aot
-from nsa_jax.command_line import load_config
-from nsa_jax.config import ConfigError, NSAConfig, check, default_config, validate
-from nsa_jax.data import DataError, make_pipeline
+from nsa_jax.config import ConfigError, check, default_config, validate
+from nsa_jax.data import DataError
 from nsa_jax.nn import dense
-from nsa_jax.ops import blocks, nsa
 from nsa_jax.ops.target import Target, compile_for
 from nsa_jax.train import env, preflight
 from nsa_jax.train.preflight import cost, data_check, hlo, memory, selftest
 from nsa_jax.train.preflight.report import kernel_facts, program_facts
 from nsa_jax.train.state import setup
-from nsa_jax.train.watch import health
 
-from .tiny import VOCAB, one_device, random_batch, tiny_config
+from .tiny import VOCAB, one_device, rules, tiny_config
 
 ROOT = Path(__file__).parents[2]
-
-
-def rules(problems, severity="error"):
-    return {problem.rule for problem in problems if problem.severity == severity}
-
-
-# Data.
-
-
-def text_config(tmp_path, documents, **changes):
-    path = tmp_path / "corpus.txt"
-    path.write_text("\n%%\n".join(documents))
-    config = tiny_config(data__source="text", data__files=(str(path),), data__text_separator="\n%%\n", **changes)
-    config.data.val_fraction, config.data.cache_dir = 0.3, str(tmp_path / "cache")
-    config.train.eval_batches, config.train.steps = 2, 2
-    return config
-
-
-def documents(count, seed=0):
-    random = np.random.default_rng(seed)
-    words = ["".join(chr(97 + c) for c in random.integers(0, 26, 5)) for _ in range(500)]
-    return [" ".join(random.choice(words, 60)) for _ in range(count)]
-
-
-def test_sound_text_has_no_finding(tmp_path):
-    report = data_check.examine_local(text_config(tmp_path, documents(60)))
-    assert report.problems == []
-    assert 1.0 < report.bigram_entropy < report.unigram_entropy < np.log(257)
-    facts = dict(report.facts)
-    assert facts["documents in both splits"] == "0" and facts["validation windows seen in training"] == "0.00%"
-    assert all(word.strip(".").isalpha() for word in facts["first text"].split("\\n")[0].split())
-
-
-def test_a_corpus_full_of_duplicates_is_an_error(tmp_path):
-    report = data_check.examine_local(text_config(tmp_path, documents(30) + documents(30)))
-    assert rules(report.problems) >= {"R031"}
-    assert "documents that repeat an earlier one" in str(report.problems)
-
-
-def test_text_that_cannot_be_used_is_an_error(tmp_path):
-    config = text_config(tmp_path, documents(60))
-    config.data.val_fraction = 1e-9
-    (problem,) = data_check.examine_local(config).problems
-    assert (problem.rule, problem.severity) == ("R037", "error") and "no document is held out" in problem.message
-
-
-def test_validation_on_training_data_is_an_error(tmp_path):
-    config = text_config(tmp_path, documents(60))
-    pipeline = make_pipeline(config)
-    rows = pipeline._validation_rows
-    pipeline._validation_rows = dataclasses.replace(rows, tokens=pipeline.corpus.train.tokens)
-    found = data_check.examine(config, pipeline)
-    assert rules(found.problems) == {"R030"} and "are training data" in str(found.problems[0])
-
-
-def test_unshifted_labels_ids_out_of_range_and_empty_masks_are_errors():
-    config = tiny_config()
-    batch = random_batch(config)
-    assert data_check.check_batches([batch], VOCAB) == []
-    found = data_check.check_batches([{**batch, "targets": batch["inputs"]}], VOCAB)
-    assert rules(found) == {"R033"} and "labels are not shifted" in str(found[0])
-    found = data_check.check_batches([batch], VOCAB - 1)
-    assert rules(found) == {"R033"} and "the vocabulary has 31" in str(found[0])
-    found = data_check.check_batches([{**batch, "loss_mask": 0 * batch["loss_mask"]}], VOCAB)
-    assert rules(found) == {"R033"} and "loss mask is 0" in str(found[0])
-
-
-def test_a_loader_that_repeats_rows_and_text_without_content_are_errors():
-    batch = random_batch(tiny_config())
-    assert rules(data_check.check_batches([batch, batch], VOCAB)) == {"R032"}
-    same = np.full_like(batch["inputs"], 3)
-    assert "R036" in rules(data_check.check_batches([{**batch, "inputs": same, "targets": same}], VOCAB))
-
-
-def test_data_that_is_not_here_is_a_warning_and_nothing_is_downloaded(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: pytest.fail("it was loaded"))
-    config = tiny_config(data__source="hf", data__hf_path="some/dataset", data__tokenizer="bpe")
-    config.data.cache_dir = str(tmp_path)
-    report = data_check.examine_local(config)
-    assert rules(report.problems, "warning") == {"R028"} and rules(report.problems) == set()
-    assert [name for name, _ in report.facts] == ["not checked"]
-
-
-# Causality.
-
-
-def roll(op):
-    """Every query gets what the next one should: it sees one token too many."""
-
-    def leaky(*args, **kwargs):
-        out = op(*args, **kwargs)
-        return jax.tree.map(lambda a: jnp.roll(a, -1, axis=1), out)
-
-    return leaky
-
-
-def test_the_model_passes():
-    tested = selftest.selftest(tiny_config())
-    assert tested.problems == []
-    assert dict(tested.facts)["documents apart"] == "passed"
-
-
-@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
-def test_a_leak_of_the_next_token_names_its_branch(branch, monkeypatch):
-    op = f"{branch}_attention"
-    monkeypatch.setattr(nsa, op, roll(getattr(nsa, op)))
-    found = selftest.selftest(tiny_config()).problems
-    assert "R040" in rules(found)
-    assert f"the model sees the future, through the {branch} branch" in str(found[0])
-
-
-def test_rounding_that_depends_on_the_lists_of_later_tokens_is_no_leak(monkeypatch):
-    real = nsa.selected_attention
-
-    def tiled(query, key, value, block_indices, **kwargs):
-        """The last bits depend on what the next token lists, as in kernels that serve neighbours together."""
-        out = real(query, key, value, block_indices, **kwargs)
-        listed = (jnp.roll(block_indices, -1, axis=1) ** 2).sum((2, 3))
-        return out * (1 + 1e-6 * listed[..., None, None])
-
-    monkeypatch.setattr(nsa, "selected_attention", tiled)
-    subject = selftest._Subject(*selftest.slice_config(tiny_config())[:2], True, 0)
-    base, differs = subject.logits(), []
-    for t in selftest._positions(subject.config, subject.length):
-        changed = np.where(np.arange(subject.length) > t, subject.other, subject.tokens)
-        where = selftest._first_difference(base[: t + 1], subject.logits(changed)[: t + 1])
-        differs += [] if where is None else [where == t]
-    assert differs and all(differs)
-    assert selftest.selftest(tiny_config()).problems == []
-
-
-def test_lists_that_depend_on_later_tokens_are_a_leak(monkeypatch):
-    real = nsa.select_blocks
-    monkeypatch.setattr(nsa, "select_blocks", lambda *a, **k: jnp.roll(real(*a, **k), -1, axis=1))
-    assert rules(selftest.selftest(tiny_config()).problems) == {"R040"}
-
-
-def test_the_selftest_runs_the_kernels_that_the_rows_of_the_run_are_served_by():
-    config = load_config("configs/a100_prod.py")
-    with compile_for(Target("gpu", (9, 0))):
-        model, length, _ = selftest.slice_config(config)
-        assert length == 1152 * 3 // 2 and selftest._kernels(model, length) == selftest._kernels(model, 2048)
-        config.data.seq_len = 32_768
-        model, length, _ = selftest.slice_config(config)
-        assert length == 9216 * 3 // 2 and selftest._kernels(model, length) == selftest._kernels(model, 32_768)
-        assert selftest._kernels(model, 1152) != selftest._kernels(model, 32_768)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize(("select_block", "num_selected"), [(64, 16), (32, 32)])
-def test_gpu_kernels_of_long_rows_pass(select_block, num_selected, packing):
-    config = load_config("configs/a100_prod.py")
-    config.data.seq_len, config.data.packing = 32_768, packing
-    config.model.nsa.select_block, config.model.nsa.num_selected = select_block, num_selected
-    assert selftest.selftest(config).problems == []
-
-
-def test_queries_of_the_second_document_choose_among_blocks():
-    model, length, _ = selftest.slice_config(tiny_config())
-    assert length - length // 3 > model.nsa.num_selected * model.nsa.select_block
-
-
-def test_a_document_that_sees_its_neighbour_is_an_error(monkeypatch):
-    real = nsa.window_attention
-    monkeypatch.setattr(nsa, "window_attention", lambda *a, **k: real(*a, **{**k, "segment_start": None}))
-    assert rules(selftest.selftest(tiny_config()).problems) == {"R044"}
-
-
-@pytest.mark.parametrize(("op", "name"), [("selected_attention", "key_slc"), ("window_attention", "key_win")])
-def test_keys_that_are_ignored_are_named(op, name, monkeypatch):
-    real = getattr(nsa, op)
-    monkeypatch.setattr(nsa, op, lambda query, key, *a, **k: real(query, key * 0, *a, **k))
-    found = selftest.selftest(tiny_config()).problems
-    assert rules(found) == {"R041", "R042"}
-    assert all(name in str(problem) for problem in found)
-
-
-def test_an_operation_that_is_not_deterministic_is_an_error(monkeypatch):
-    noise = iter(range(1, 100))
-    logits = selftest._Subject.logits
-    monkeypatch.setattr(selftest._Subject, "logits", lambda *a, **k: logits(*a, **k) + np.float32(next(noise)))
-    assert "R043" in rules(selftest.selftest(tiny_config()).problems)
 
 
 # Configs, workdir, disk, cost.
@@ -507,61 +321,6 @@ def test_a_config_that_cannot_run_exits_with_2():
     )
     assert done.returncode == 2, done.stderr
     assert "R001" in done.stdout and "must not start" in done.stdout
-
-
-# Health.
-
-
-@pytest.mark.parametrize("num_selected", [4, 20])
-def test_keys_by_the_formula_are_those_that_lists_hold(num_selected):
-    config = NSAConfig(8, 4, 8, num_selected, 1, 2, 12)
-    random = np.random.default_rng(num_selected)
-    t = np.tile(np.arange(80), (3, 1))
-    start = np.array([np.zeros(80), np.where(t[0] >= 13, 13, 0), np.where(t[0] >= 40, 40, 0)], np.int32)
-    scores = jnp.asarray(random.random((3, 80, 10), np.float32))
-    lists = blocks.select_from_importance(scores, jnp.asarray(t), jnp.asarray(start), config)
-    read = [
-        [len({p for j in row for p in range(j * 8, j * 8 + 8) if s <= p <= q}) for row, q, s in zip(*rows, strict=True)]
-        for rows in zip(np.asarray(lists), t, start, strict=True)
-    ]
-    np.testing.assert_array_equal(blocks.selected_key_count(t, start, config), read)
-    np.testing.assert_array_equal(blocks.counted_keys(lists, jnp.asarray(t), jnp.asarray(start), 8), read)
-
-
-def test_health_runs_the_same_forward_pass_as_the_model():
-    config = tiny_config()
-    made = setup(config, VOCAB, one_device())
-    params, batch = made.init()["params"], random_batch(config)
-    start = np.where(np.arange(48) >= 17, 17, 0).astype(np.int32)[None].repeat(8, 0)
-    hidden, figures = health.forward_with_health(made.model(params), batch["inputs"], start)
-    np.testing.assert_array_equal(hidden, made.model(params).hidden(batch["inputs"], start))
-    assert set(figures["key_mismatches"].tolist()) == {0.0}
-    shares = [figures[f"gate_share_{name}"] for name in health.BRANCHES]
-    np.testing.assert_allclose(sum(shares), 1.0, rtol=1e-5)
-    assert figures["gate_entropy"].shape == (2,) and 1.0 < figures["gate_entropy"].min() <= np.log(3) + 1e-6
-
-
-def test_selection_figures_on_a_list_written_by_hand():
-    config = NSAConfig(8, 4, 8, 4, 1, 2, 12)
-    lists = np.full((1, 48, 1, 4), 6, np.int32)  # 6: padding
-    for t in range(48):
-        own = t // 8
-        chosen = sorted({0, own, max(own - 1, 0)} | ({1} if own >= 3 else set()))
-        lists[0, t, 0, : len(chosen)] = chosen
-    found = health.selection_health(jnp.asarray(lists), jnp.zeros((1, 48), jnp.int32), config)
-    counts = np.array([1, 2, 3, 4, 4, 4])
-    assert float(found["blocks_distinct"]) == pytest.approx(counts.mean())
-    assert float(found["blocks_beyond"]) == pytest.approx(3 / counts.sum())
-    assert float(found["key_mismatches"]) == 0  # short lists of early queries hold all their candidates
-
-
-def test_the_mean_distance_of_blocks_in_a_long_row_is_right():
-    """Their sum is above 2^31 tokens."""
-    config, length = NSAConfig(), 65_536
-    own = np.arange(length) // config.select_block
-    lists = own[:, None] * np.arange(16) // 16  # evenly spread over the past
-    found = health.selection_health(jnp.asarray(lists[None, :, None]), jnp.zeros((1, length), jnp.int32), config)
-    assert float(found["block_distance"]) == pytest.approx(64 * (own[:, None] - lists).mean(), rel=1e-5)
 
 
 def test_dense_attention_is_planned_on_a_machine_without_cudnn(monkeypatch):

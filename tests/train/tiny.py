@@ -85,3 +85,8 @@ def steps(config, batches, devices=None, token_bytes=None):
             state, values = step(state, batch)
             metrics.append(jax.device_get(values))
     return metrics, state
+
+
+def rules(problems, severity="error"):
+    """The rules that problems of a severity break."""
+    return {problem.rule for problem in problems if problem.severity == severity}

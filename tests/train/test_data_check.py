@@ -1,0 +1,85 @@
+"""Faults in a run's data are named before it starts."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from nsa_jax.data import make_pipeline
+from nsa_jax.train.preflight import data_check
+
+from .tiny import VOCAB, random_batch, rules, tiny_config
+
+
+def text_config(tmp_path, documents, **changes):
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n%%\n".join(documents))
+    config = tiny_config(data__source="text", data__files=(str(path),), data__text_separator="\n%%\n", **changes)
+    config.data.val_fraction, config.data.cache_dir = 0.3, str(tmp_path / "cache")
+    config.train.eval_batches, config.train.steps = 2, 2
+    return config
+
+
+def documents(count, seed=0):
+    random = np.random.default_rng(seed)
+    words = ["".join(chr(97 + c) for c in random.integers(0, 26, 5)) for _ in range(500)]
+    return [" ".join(random.choice(words, 60)) for _ in range(count)]
+
+
+def test_sound_text_has_no_finding(tmp_path):
+    report = data_check.examine_local(text_config(tmp_path, documents(60)))
+    assert report.problems == []
+    assert 1.0 < report.bigram_entropy < report.unigram_entropy < np.log(257)
+    facts = dict(report.facts)
+    assert facts["documents in both splits"] == "0" and facts["validation windows seen in training"] == "0.00%"
+    assert all(word.strip(".").isalpha() for word in facts["first text"].split("\\n")[0].split())
+
+
+def test_a_corpus_full_of_duplicates_is_an_error(tmp_path):
+    report = data_check.examine_local(text_config(tmp_path, documents(30) + documents(30)))
+    assert rules(report.problems) >= {"R031"}
+    assert "documents that repeat an earlier one" in str(report.problems)
+
+
+def test_text_that_cannot_be_used_is_an_error(tmp_path):
+    config = text_config(tmp_path, documents(60))
+    config.data.val_fraction = 1e-9
+    (problem,) = data_check.examine_local(config).problems
+    assert (problem.rule, problem.severity) == ("R037", "error") and "no document is held out" in problem.message
+
+
+def test_validation_on_training_data_is_an_error(tmp_path):
+    config = text_config(tmp_path, documents(60))
+    pipeline = make_pipeline(config)
+    rows = pipeline._validation_rows
+    pipeline._validation_rows = dataclasses.replace(rows, tokens=pipeline.corpus.train.tokens)
+    found = data_check.examine(config, pipeline)
+    assert rules(found.problems) == {"R030"} and "are training data" in str(found.problems[0])
+
+
+def test_unshifted_labels_ids_out_of_range_and_empty_masks_are_errors():
+    config = tiny_config()
+    batch = random_batch(config)
+    assert data_check.check_batches([batch], VOCAB) == []
+    found = data_check.check_batches([{**batch, "targets": batch["inputs"]}], VOCAB)
+    assert rules(found) == {"R033"} and "labels are not shifted" in str(found[0])
+    found = data_check.check_batches([batch], VOCAB - 1)
+    assert rules(found) == {"R033"} and "the vocabulary has 31" in str(found[0])
+    found = data_check.check_batches([{**batch, "loss_mask": 0 * batch["loss_mask"]}], VOCAB)
+    assert rules(found) == {"R033"} and "loss mask is 0" in str(found[0])
+
+
+def test_a_loader_that_repeats_rows_and_text_without_content_are_errors():
+    batch = random_batch(tiny_config())
+    assert rules(data_check.check_batches([batch, batch], VOCAB)) == {"R032"}
+    same = np.full_like(batch["inputs"], 3)
+    assert "R036" in rules(data_check.check_batches([{**batch, "inputs": same, "targets": same}], VOCAB))
+
+
+def test_data_that_is_not_here_is_a_warning_and_nothing_is_downloaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: pytest.fail("it was loaded"))
+    config = tiny_config(data__source="hf", data__hf_path="some/dataset", data__tokenizer="bpe")
+    config.data.cache_dir = str(tmp_path)
+    report = data_check.examine_local(config)
+    assert rules(report.problems, "warning") == {"R028"} and rules(report.problems) == set()
+    assert [name for name, _ in report.facts] == ["not checked"]
