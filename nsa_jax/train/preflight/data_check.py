@@ -238,7 +238,7 @@ def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
     report.unigram_entropy = statistics.unigram_entropy(tokens)
     report.bigram_entropy = statistics.bigram_entropy(tokens)
     if first > 60:
-        message = f"the first batch came after {first:.0f} s, beside the self-test"
+        message = f"the first batch came after {first:.0f} s"
         problems.append(Problem("R035", "warning", message, "look at the disk and config.data.num_workers"))
     text = printable(pipeline.tokenizer.decode(batches[0]["inputs"][0, : min(64, config.data.seq_len)]))
     counts = statistics.token_histogram(tokens, pipeline.tokenizer.vocab_size)

@@ -4,9 +4,9 @@ Both branches are the same flash attention: the query at t sees the keys [low(t)
 there is to know about causality, blocks, packing and `query_offset`. A query tile's loop runs over the keys that any
 of its queries sees, and it needs no mask where all of them see a whole key block.
 
-A plan chooses the kernels: Triton's anywhere, Mosaic GPU's on Hopper (`sm90_*`) and where `mma.sync` multiplies
-(`sm80_*`, as on an A100), and cuDNN's forward for windows of unpacked rows elsewhere than on Hopper. The backward pass
-is always ours, because cuDNN's adds dq with atomics, so that two runs differ.
+A plan chooses the kernels: Triton's anywhere, Mosaic GPU's on Hopper (`sm90_*`) and on an A100 (`sm80_*`), and cuDNN's
+forward for windows of unpacked rows elsewhere than on Hopper. The backward pass is always ours, because cuDNN's adds dq
+with atomics, so that two runs differ.
 """
 
 from __future__ import annotations

@@ -74,18 +74,6 @@ def _carry_types(problem: Problem):
     return tuple(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout) for shape, layout in shapes)
 
 
-def _scores(problem: Problem, query_smem, key_smem):
-    """The scores of a block of keys, not scaled."""
-    kind = plgpu.ShapeDtypeStruct((problem.rows, problem.keys), jnp.float32, layout=ACC)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2, return_type=kind)
-    def multiply(_, query, key):
-        left = sm80.left_rows(sm80.shared(query), problem.row_tiles, problem.dim)
-        return sm80.row_products(left, sm80.shared(key), problem.row_tiles, problem.keys, problem.dim)
-
-    return multiply(query_smem, key_smem)
-
-
 def _add(problem: Problem, exact: bool, scores, carry, value_smem, ranges_ref, block, tile, batch):
     """The running softmax after a block of keys."""
     scale = LOG2E / math.sqrt(problem.dim)
@@ -147,7 +135,7 @@ def _kernel(problem: Problem, bounds_ref, ranges_ref, query_ref, key_ref, value_
     keys = tiles.KeyBlocks(problem, ((key_ref, key_smem), (value_ref, value_smem)), bounds, place)
 
     def scores():
-        return _scores(problem, query_smem, key_smem)
+        return tiles.block_products(problem, query_smem, key_smem)
 
     def add(exact, scores, carry, block):
         return _add(problem, exact, scores, carry, value_smem, ranges_ref, block, tile, place[1])

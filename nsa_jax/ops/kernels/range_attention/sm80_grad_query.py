@@ -79,18 +79,6 @@ def _load_pairs(problem: Problem, pairs_ref, tile, place):
     return load(pairs_ref, tile, place)
 
 
-def _value_products(problem: Problem, grad_smem, value_smem):
-    """Products of the output's gradient with a block of values, [rows, keys]."""
-    kind = plgpu.ShapeDtypeStruct((problem.rows, problem.keys), jnp.float32, layout=ACC)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2, return_type=kind)
-    def multiply(_, grad, value):
-        left = sm80.left_rows(sm80.shared(grad), problem.row_tiles, problem.dim)
-        return sm80.row_products(left, sm80.shared(value), problem.row_tiles, problem.keys, problem.dim)
-
-    return multiply(grad_smem, value_smem)
-
-
 def _add(problem: Problem, exact: bool, products, acc, rows, buffers, ranges_ref, block, tile, batch):
     """`acc` plus a block of keys."""
     scale = LOG2E / math.sqrt(problem.dim)
@@ -139,7 +127,7 @@ def _kernel(problem: Problem, bounds_ref, ranges_ref, query_ref, key_ref, value_
     keys = tiles.KeyBlocks(problem, ((value_ref, value_smem), (key_ref, key_smem)), bounds, place)
 
     def products():
-        return _value_products(problem, grad_smem, value_smem)
+        return tiles.block_products(problem, grad_smem, value_smem)
 
     def add(exact, products, acc, block):
         buffers = query_smem, key_smem

@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from nsa_jax.ops.kernels import sm80
 from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, for_batch, numpy_of, tile_bounds
-from nsa_jax.ops.kernels.sm80 import SCALAR
+from nsa_jax.ops.kernels.sm80 import ACC, SCALAR
 from nsa_jax.ops.kernels.softmax import NO_WEIGHT
 
 
@@ -181,6 +181,18 @@ def wait_copies(groups: int) -> None:
         sm80.wait(groups)
 
     wait()
+
+
+def block_products(problem: Problem, rows_smem, keys_smem):
+    """Products of a tile's query rows with a block of keys, or of its gradients with values: float32 [rows, keys]."""
+    kind = plgpu.ShapeDtypeStruct((problem.rows, problem.keys), jnp.float32, layout=ACC)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2, return_type=kind)
+    def multiply(_, rows, keys):
+        left = sm80.left_rows(sm80.shared(rows), problem.row_tiles, problem.dim)
+        return sm80.row_products(left, sm80.shared(keys), problem.row_tiles, problem.keys, problem.dim)
+
+    return multiply(rows_smem, keys_smem)
 
 
 def ranges_of_rows(problem: Problem, ranges: Any, tile: ir.Value, batch: ir.Value) -> np.ndarray:
