@@ -305,15 +305,20 @@ def ranged_hopper_dkv_config(h_dim: int, v_dim: int, span: int | None, num_keys:
     return RangedHopperKeysConfig(4 if max(h_dim, v_dim) <= 128 and (span is None or span > 1024) else 2)
 
 
-def ranged_splits(programs: int, query_tiles: int, share_bytes: int) -> int:
+def ranged_splits(programs: int, query_tiles: int, share_bytes: int, seen: int | None = None) -> int:
     """Programs per key block of the dk, dv kernel: enough to fill a GPU several times over.
 
     Args:
       programs: key blocks times key/value heads times batch.
       query_tiles: query tiles of a row.
       share_bytes: bytes of one float32 share of dk and dv; all shares together stay within 256 MiB.
+      seen: query tiles that a key block visits on average, if tracing knows it. A program then gets 35 of them, if that
+        leaves programs to fill the GPU twice: each one loads its keys first and writes a share of dk and dv at its end
+        (benchmarks/results/splits_h100.json).
     """
     wanted = -(-1024 // programs)
+    if seen is not None:
+        wanted = min(wanted, max(-(-256 // programs), seen // 35))
     return max(1, min(wanted, query_tiles // 16, 256 * 2**20 // share_bytes))
 
 

@@ -199,6 +199,36 @@ def test_known_ranges_change_no_bit_of_attention(window, called, monkeypatch):
     assert called == FORWARD_AND_BACKWARD * 2
 
 
+@pytest.mark.parametrize("group", [16, 6])
+def test_a_gradient_of_the_query_is_added_onto_another(group, called, monkeypatch):
+    """Summed before rounding where the kernel adds (G = 16): onto its negation remains what rounding cut off."""
+    divide_work(monkeypatch, 2, 2)
+    length = 70
+    rng = np.random.default_rng(0)
+    shapes = (length, 2 * group), (length, 2), (length, 2), (length, 2 * group)
+    query, key, value, grad_out = (jnp.asarray(rng.normal(size=(2, *s, 64)), jnp.bfloat16) for s in shapes)
+    known = range_attention.known_window_ranges(length, 0, length, 40)
+    ranges = range_attention.clip_ranges(*range_attention.window_ranges(query, None, 0, 40), length)
+    made = plan.plan_range(plan.Shape.of(query, key, value), current_target())
+    other = jnp.asarray(rng.normal(size=query.shape), jnp.bfloat16)
+
+    @jax.jit
+    def run():
+        out, lse = range_attention.forward(query, key, value, *ranges, made, None, known)
+        args = query, key, value, *ranges, row_delta(out, grad_out), lse, grad_out, made, known
+        alone, *rest = range_attention.backward(*args)
+        sums = [range_attention.backward(*args, onto)[0] for onto in (-alone, other)]
+        return alone, sums, rest
+
+    alone, (difference, total), _ = run()
+    want = np.asarray(alone, np.float32) + np.asarray(other, np.float32)
+    np.testing.assert_allclose(np.asarray(total, np.float32), want, rtol=2**-7, atol=2**-7 * np.abs(want).max())
+    rounding = np.abs(np.asarray(difference, np.float32))
+    assert (rounding <= 2**-8 * np.abs(np.asarray(alone, np.float32)) + 1e-6).all()
+    assert (np.count_nonzero(rounding) > rounding.size // 2) == (group == 16)
+    assert called == FORWARD_AND_BACKWARD + ["sm90_backward"] * 4
+
+
 def test_known_ranges_change_no_bit_of_selected_attention(called, monkeypatch):
     """The same of rows that are read whole under a mask of blocks."""
     divide_work(monkeypatch, 2, 2)

@@ -237,6 +237,9 @@ def test_shares_of_dk_and_dv_stay_within_their_bound():
     assert tuning.ranged_splits(128, 16384, 2**27) == 2
     assert tuning.ranged_splits(4096, 16384, 2**20) == 1
     assert tuning.ranged_splits(4, 40, 2**10) == 2
+    assert tuning.ranged_splits(64, 512, 2**20, seen=140) == 4  # a window of 512 at 2,048 tokens, groups of 16
+    assert tuning.ranged_splits(512, 512, 2**20, seen=40) == 1  # groups of 4 at 8,192
+    assert tuning.ranged_splits(4, 512, 2**20, seen=505) == 32  # few key blocks: the GPU is filled first
 
 
 PAPER = NSAConfig()
@@ -290,6 +293,36 @@ def test_gpu_reruns_are_bit_equal(branch, packed):
     first = run(pallas, branch, arrays, keywords, PAPER)
     for _ in range(3):
         chex.assert_trees_all_equal(run(pallas, branch, arrays, keywords, PAPER), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("group", "dim"), [(16, 128), (8, 64), (6, 64)])
+@pytest.mark.parametrize("branch", ["compressed", "window"])
+def test_gpu_a_gradient_of_the_query_is_added_onto_another(branch, group, dim):
+    """Onto another array: the sum. Onto its negation: no more than what rounding cut off."""
+    (query, key, value, grad_out), _ = real_inputs(branch, 2999, 2, group, dim, dim)
+    ranges = {
+        "compressed": lambda: range_attention.compressed_ranges(query, None, 0, PAPER),
+        "window": lambda: range_attention.window_ranges(query, None, 0, PAPER.window),
+    }[branch]()
+    ranges = range_attention.clip_ranges(*ranges, key.shape[1])
+    made = plan.plan_range(Shape.of(query, key, value), current_target())
+    other = jax.random.normal(jax.random.key(0), query.shape, query.dtype)
+
+    @jax.jit
+    def run():
+        out, lse = range_attention.forward(query, key, value, *ranges, made, None)
+        delta = jnp.sum(out.astype(jnp.float32) * grad_out.astype(jnp.float32), -1)
+        args = query, key, value, *ranges, delta, lse, grad_out, made, None
+        alone = range_attention.backward(*args)[0]
+        return alone, [range_attention.backward(*args, onto)[0] for onto in (other, -alone)]
+
+    alone, (total, rounding) = run()
+    exact = alone.astype(jnp.float32) + other.astype(jnp.float32)
+    assert relative_error(total, exact) <= 4e-3
+    assert bool(jnp.all(jnp.abs(rounding.astype(jnp.float32)) <= 2**-8 * jnp.abs(alone.astype(jnp.float32)) + 1e-6))
+    for _ in range(3):
+        chex.assert_trees_all_equal(run(), (alone, [total, rounding]))
 
 
 SM80 = ["range_attention.sm80_forward", "range_attention.sm80_grad_query", "range_attention.sm80_grad_key_value"]

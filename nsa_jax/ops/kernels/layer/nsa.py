@@ -236,11 +236,9 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
 
     d_queries: list[jax.Array] = []
 
-    def add(d_query: jax.Array) -> None:
-        """Takes a branch's gradient of the query: beside those of the branches before, or onto their sum."""
-        if d_queries and not static.separate:
-            d_query = _add(d_queries.pop(), d_query)
-        d_queries.append(d_query)
+    def before() -> jax.Array | None:
+        """What the next branch adds its gradient of the query to, unless the gradients are handed out one by one."""
+        return None if static.separate else d_queries.pop()
 
     def after(key: jax.Array) -> jax.Array:
         """Lets the next branch wait for those before: through its key, or its cotangent would be written early."""
@@ -263,28 +261,24 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
         packed=static.packed,
         plan=plan.selected.backward,
     )
-    add(d_query)
+    d_queries.append(d_query)
     if plan.compressed is not None:
         key_cmp = after(key_cmp)
         d_query, d_key_cmp, d_value_cmp = range_attention.backward(
-            query, key_cmp, value_cmp, low_cmp, high_cmp, *branch(0), plan.compressed, known_cmp
+            query, key_cmp, value_cmp, low_cmp, high_cmp, *branch(0), plan.compressed, known_cmp, before()
         )
-        add(d_query)
+        d_queries.append(d_query)
     else:
         d_key_cmp, d_value_cmp = jnp.zeros_like(key_cmp), jnp.zeros_like(value_cmp)
     key_win = after(key_win)
     d_query, d_key_win, d_value_win = range_attention.backward(
-        query, key_win, value_win, low_win, high_win, *branch(2), plan.window, known_win
+        query, key_win, value_win, low_win, high_win, *branch(2), plan.window, known_win, before()
     )
-    add(d_query)
+    d_queries.append(d_query)
     if static.separate and len(d_queries) < 3:
         d_queries.append(jnp.zeros_like(query))
     d_others = (d_key_cmp, d_value_cmp, d_key_slc, d_value_slc, d_key_win, d_value_win, d_gates.astype(gates.dtype))
     return tuple(d_queries), d_others, None
-
-
-def _add(a: jax.Array, b: jax.Array) -> jax.Array:
-    return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
 
 
 _nsa.defvjp(_nsa_fwd, _nsa_bwd)

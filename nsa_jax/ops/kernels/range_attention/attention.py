@@ -30,6 +30,7 @@ from nsa_jax.ops.kernels.range_attention import (
 from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, known_ranges, numpy_of
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.kernels.triton import first_derivative, row_delta
+from nsa_jax.ops.tiles import DIRECT_GROUPS
 
 
 def compressed_attention(query, key_cmp, value_cmp, *, config: NSAConfig, segment_start, query_offset, plan: RangePlan):
@@ -129,7 +130,10 @@ def forward(
     return triton_forward.ranged_forward(query, key, value, low, high, chosen.tiles)
 
 
-def backward(query, key, value, low, high, delta, lse, grad_out, plan: RangePlan, known: KnownRanges | None = None):
+def backward(
+    query, key, value, low, high, delta, lse, grad_out, plan: RangePlan, known: KnownRanges | None = None,
+    onto: jax.Array | None = None,
+):  # fmt: skip
     """Gradients of `ranged_attention`'s output for query, key and value.
 
     Args:
@@ -139,18 +143,28 @@ def backward(query, key, value, low, high, delta, lse, grad_out, plan: RangePlan
       grad_out: [B, T, N, V].
       plan: the kernels.
       known: as `forward` took it.
+      onto: another gradient of the query. The first result is the sum of both.
     """
     lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
     args = (query, key, value, grad_out, lse, delta, low, high)
+    if plan.grad_query.kernel == "range_attention.sm90_backward" and query.shape[2] // key.shape[2] in DIRECT_GROUPS:
+        grad_query = sm90_backward.grad_query(*args, plan.grad_query.tiles, known, onto)
+        return grad_query, *sm90_backward.grad_key_value(*args, plan.grad_key_value.tiles, known)
+    # Other kernels' results, and those that are rearranged afterwards, are added by XLA.
     if plan.grad_query.kernel == "range_attention.triton_backward":
-        return triton_backward.gradients(*args, plan.grad_query.tiles, plan.grad_key_value.tiles, known)
-    if plan.grad_query.kernel == "range_attention.sm80_grad_query":
+        made = triton_backward.gradients(*args, plan.grad_query.tiles, plan.grad_key_value.tiles, known)
+        grad_query, *others = made
+    elif plan.grad_query.kernel == "range_attention.sm80_grad_query":
         from nsa_jax.ops.kernels.range_attention import sm80_grad_key_value, sm80_grad_query
 
         grad_query = sm80_grad_query.grad_query(*args, plan.grad_query.tiles, known)
-        return grad_query, *sm80_grad_key_value.grad_key_value(*args, plan.grad_key_value.tiles, known)
-    grad_query = sm90_backward.grad_query(*args, plan.grad_query.tiles, known)
-    return grad_query, *sm90_backward.grad_key_value(*args, plan.grad_key_value.tiles, known)
+        others = sm80_grad_key_value.grad_key_value(*args, plan.grad_key_value.tiles, known)
+    else:
+        grad_query = sm90_backward.grad_query(*args, plan.grad_query.tiles, known)
+        others = sm90_backward.grad_key_value(*args, plan.grad_key_value.tiles, known)
+    if onto is not None:
+        grad_query = (grad_query.astype(jnp.float32) + onto.astype(jnp.float32)).astype(query.dtype)
+    return grad_query, *others
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))

@@ -29,7 +29,7 @@ from nsa_jax.ops.tiles import ROWS
 
 def grad_query(
     query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig,
-    known: KnownRanges | None = None,
+    known: KnownRanges | None = None, onto: jax.Array | None = None,
 ):  # fmt: skip
     """dq [B, T, N, H].
 
@@ -40,11 +40,12 @@ def grad_query(
       delta: float32 [B, T, N], the sums over V of out * grad_out.
       config: tiles.
       known: the ranges, if tracing knows them.
+      onto: another gradient of the query; the result is the sum of both, rounded once.
     """
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     arrays = query, key, value, grad_out, lse, delta, low, high
-    return _grad_query(*arrays, config, functools.partial(sm90_visibility.KeyRange, known=known))
+    return _grad_query(*arrays, config, functools.partial(sm90_visibility.KeyRange, known=known), onto)
 
 
 def block_masked_grad_query(
@@ -71,7 +72,8 @@ class _Tile(NamedTuple):
 
 
 def _grad_query(
-    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig, make_visibility
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig, make_visibility,
+    onto: jax.Array | None = None,
 ):  # fmt: skip
     """The kernel; `make_visibility` makes one of `sm90_visibility`'s classes from (rows, low, high, keys)."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -89,13 +91,15 @@ def _grad_query(
     lse, delta = rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
     masks, num_words = visibility.mask_arrays(), visibility.num_words
+    others = () if onto is None else (rows.arrange(onto),)
     scale = 1.0 / math.sqrt(h_dim)
     total = rows.tiles * kv_heads * batch
     per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(total, config.most_tiles)
     shape = (ROWS, keys)
 
     def kernel(bounds_ref, low_ref, high_ref, lse_ref, delta_ref, query_ref, grad_ref, key_ref, value_ref, *refs):
-        *mask_refs, dq_ref, buffers, vectors, words_smem2, loaded, freed = refs
+        *mask_refs, dq_ref, buffers, vectors, words_smem2, loaded, freed, others_loaded = refs
+        mask_refs, other_refs = mask_refs[: len(masks)], mask_refs[len(masks) :]
         query_smem2, grad_smem2, out_smem2, key_smem, value_smem = buffers
         low_smem2, high_smem2, lse_smem2, delta_smem2 = (ref.at[i] for ref in vectors for i in range(2))
         rows_loaded, key_loaded, value_loaded = loaded
@@ -147,7 +151,11 @@ def _grad_query(
 
         def compute_tile(n, before, index, begin, exact_begin, exact_end, end):
             buffer = lax.rem(n, jnp.int32(query_buffers))
-            at = buffer * warpgroups + wg
+            at, base = buffer * warpgroups + wg, index * rows.tile + wg * ROWS
+            out_smem = out_smem2.at[wg]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
+            for ref in other_refs:
+                rows.load(ref, out_smem, others_loaded.at[wg], b, kv_head, base)
             plgpu.barrier_wait(rows_loaded.at[at])
             statistics = (sm90.load(x.at[at], sm90_visibility.ROW_LAYOUT) for x in (lse_smem2, delta_smem2))
             tile = _Tile(begin, end, before, buffer, at, *statistics)
@@ -157,11 +165,14 @@ def _grad_query(
             dq = lax.fori_loop(exact_begin, exact_end, whole, dq)
             dq = lax.fori_loop(exact_end, end, masked, dq)
             pl.when(end == begin)(lambda: plgpu.barrier_arrive(rows_freed.at[buffer]))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
-            out_smem = out_smem2.at[wg]
-            out_smem[...] = (dq * scale).astype(dq_ref.dtype)
+            dq *= scale
+            if other_refs:
+                plgpu.barrier_wait(others_loaded.at[wg])
+                dq += sm90.load(out_smem, plgpu.Layout.WGMMA).astype(jnp.float32)
+                plgpu.commit_smem()  # all have read
+            out_smem[...] = dq.astype(dq_ref.dtype)
             plgpu.commit_smem()
-            rows.store(out_smem, dq_ref, b, kv_head, index * rows.tile + wg * ROWS)
+            rows.store(out_smem, dq_ref, b, kv_head, base)
 
         def load_tile(n, before, tile, begin, exact_begin, exact_end, end):
             streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
@@ -205,6 +216,7 @@ def _grad_query(
             plgpu.SMEM((in_flight, num_words, ROWS), jnp.int32) if num_words else None,
             (rows_filled, filled, filled),
             (plgpu.Barrier(num_barriers=query_buffers, num_arrivals=warpgroups), freed, freed),
+            plgpu.Barrier(num_barriers=warpgroups, num_arrivals=rows.copies) if others else None,
             collective_axes="wg",
         )
 
@@ -213,7 +225,7 @@ def _grad_query(
         (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
         ("program", "kv_head", "batch"),
         jax.ShapeDtypeStruct(query.shape, query.dtype),
-        *(visibility.bounds, row_low, row_high, lse, delta, query, grad_out, key, value, *masks),
+        *(visibility.bounds, row_low, row_high, lse, delta, query, grad_out, key, value, *masks, *others),
         warpgroups=warpgroups + 1,
     )
     return rows.restore(dq)
@@ -257,13 +269,14 @@ def _grad_key_value(
     rows = sm90.RowTiles(length, group, kv_heads, warpgroups=1)
     keys = warpgroups * ROWS  # 64 keys per warpgroup
     blocks = pl.cdiv(num_keys, keys)
-    splits = config.splits or splits_for(key, value, length * group, keys=keys, rows=ROWS)
     by_block: Any
     if known is None:
         by_block = query_tile_ranges(low, high, group, ROWS, ROWS, num_keys)
     else:
         by_block = known_tile_ranges(known, group, ROWS, ROWS)
-    own_ranges, ranges = (for_batch(x, batch) for x in warpgroup_ranges(by_block, warpgroups))
+    own_ranges, ranges = warpgroup_ranges(by_block, warpgroups)
+    splits = config.splits or splits_for(key, value, length * group, keys=keys, rows=ROWS, ranges=ranges)
+    own_ranges, ranges = for_batch(own_ranges, batch), for_batch(ranges, batch)
     row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
     lse, delta = rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)

@@ -205,8 +205,13 @@ def warpgroup_ranges(ranges, warpgroups: int):
     return ranges, xp.stack([program_first, program_last], axis=1)
 
 
-def splits_for(key, value, num_rows: int, *, keys: int, rows: int) -> int:
-    """Programs per block of `keys` keys in the dk, dv kernel, for `num_rows` query rows per key/value head."""
+def splits_for(key, value, num_rows: int, *, keys: int, rows: int, ranges=None) -> int:
+    """Programs per block of `keys` keys in the dk, dv kernel, for `num_rows` query rows per key/value head.
+
+    `ranges` [1, 2, blocks] are the query tiles [first, last) that blocks visit; they count where tracing knows them.
+    """
+    seen = int(np.mean(ranges[:, 1] - ranges[:, 0])) if isinstance(ranges, np.ndarray) else None
     batch, num_keys, kv_heads, h_dim = key.shape
     partial_bytes = batch * num_keys * kv_heads * (h_dim + value.shape[-1]) * 4
-    return tuning.ranged_splits(pl.cdiv(num_keys, keys) * kv_heads * batch, pl.cdiv(num_rows, rows), partial_bytes)
+    programs = pl.cdiv(num_keys, keys) * kv_heads * batch
+    return tuning.ranged_splits(programs, pl.cdiv(num_rows, rows), partial_bytes, seen)
