@@ -11,6 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def _whole(value) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. Filters apply in the order of the fields, each to the result of the one before.
@@ -18,7 +22,7 @@ class Sampling:
     Attributes:
       repetition_penalty: divides positive and multiplies negative logits of tokens that the row already holds; 1: off.
       temperature: divides logits; 0: always the most likely token (greedy).
-      top_k: keep this many most likely tokens; 0: all.
+      top_k: keep this many most likely tokens, and those as likely as the last of them; 0: all.
       top_p: keep the most likely tokens that together have at least this probability; 1: all.
       min_p: keep tokens with at least this share of the most likely token's probability; 0: all.
       seed: at least 0, of any size; the same seed, prompt and settings give the same text.
@@ -38,14 +42,10 @@ class Sampling:
         for name, good, rule in (
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be positive and finite"),
             ("temperature", 0 <= self.temperature < math.inf, "must be 0 (greedy) or positive, and finite"),
-            ("top_k", 0 <= self.top_k < 2**31, "must be 0 (off) or positive, below 2**31"),
+            ("top_k", _whole(self.top_k) and self.top_k < 2**31, "must be a whole number, 0 (off) or below 2**31"),
             ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "must be in [0, 1)"),
-            (
-                "seed",
-                isinstance(self.seed, (int, np.integer)) and self.seed >= 0,
-                "must be a whole number of at least 0",
-            ),
+            ("seed", _whole(self.seed), "must be a whole number of at least 0"),
         ):
             if not good:
                 raise ValueError(f"{name}={getattr(self, name)}: {rule}")
@@ -79,7 +79,7 @@ class Settings(NamedTuple):
 
 
 def filtered_logits(logits: jax.Array, seen: jax.Array, settings: Settings, vocab_size: int) -> jax.Array:
-    """Logits after penalty, temperature and filters; -inf where a token may not be drawn.
+    """Logits after penalty, temperature and filters, 0 for the most likely token and -inf where one may not be drawn.
 
     Args:
       logits: float32 [B, vocab].
@@ -93,15 +93,19 @@ def filtered_logits(logits: jax.Array, seen: jax.Array, settings: Settings, voca
     logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
     penalty = jnp.where(logits > 0, 1 / settings.repetition_penalty, settings.repetition_penalty)
     logits = jnp.where(seen, logits * penalty, logits)
-    logits = logits / jnp.where(settings.temperature > 0, settings.temperature, 1.0)
+    logits -= jnp.max(logits, axis=-1, keepdims=True)  # so that the most likely token stays finite
+    tiny = jnp.finfo(jnp.float32).tiny  # numbers below count as 0
+    logits = logits / jnp.where(settings.temperature > 0, jnp.maximum(settings.temperature, tiny), 1.0)
     ranked = -jnp.sort(-logits, axis=-1)
+    vocab_size = min(vocab_size, logits.shape[-1])
     count = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, vocab_size), vocab_size)
     threshold = jnp.take_along_axis(ranked, jnp.broadcast_to(count - 1, (logits.shape[0], 1)), axis=-1)
     ranked = jnp.where(ranked >= threshold, ranked, -jnp.inf)
     probs = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs  # probability of all more likely tokens
-    # The sum of all before the last may round to 1, where 1 means all.
+    # The sum of all before the last may round to 1, where 1 means all. A top_p of 1e-50 is 0 in float32: one stays.
     kept = ((before < settings.top_p) | (settings.top_p >= 1)) & (probs >= settings.min_p * probs[:, :1]) & (probs > 0)
+    kept = kept.at[:, 0].set(True)
     lowest = jnp.min(jnp.where(kept, ranked, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= lowest, logits, -jnp.inf)
 

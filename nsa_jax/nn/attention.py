@@ -30,7 +30,7 @@ from nsa_jax.nn.sharding import (
     with_tokens_after,
     with_tokens_before,
 )
-from nsa_jax.ops import blocks, projected
+from nsa_jax.ops import blocks, checks, projected
 from nsa_jax.ops.mean_key import mean_key_attention, mean_keys
 from nsa_jax.ops.nsa import nsa_attention
 from nsa_jax.ops.target import current_target
@@ -175,8 +175,8 @@ class NSAttention(nnx.Module):
             at_least=max(nsa.compress_block - nsa.compress_stride, 2),
         )
         if block_indices is not None:
-            chex.assert_shape(block_indices, (*x.shape[:2], config.num_kv_heads, None))
-            chex.assert_type(block_indices, jnp.int32)
+            sizes = dict(zip("BTK", (*x.shape[:2], config.num_kv_heads), strict=True))
+            checks.integers("block_indices", block_indices, "BTKn", sizes, "x and config.num_kv_heads")
         if split.context == 1 and block_indices is None and self._kernels_cut(x):
             attended, block_indices = self._attend_cut(x, segment_start, positions, split)
         elif split.context > 1:

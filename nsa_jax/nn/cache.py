@@ -22,7 +22,7 @@ from nsa_jax.nn.dense import DenseAttention
 from nsa_jax.nn.layers import MeanCompressor, MLPCompressor
 from nsa_jax.nn.projection import fused_product
 from nsa_jax.nn.sharding import batch_axes, constrain_batch, sharded_attention, tensor_size
-from nsa_jax.ops import blocks, nsa, pallas, plan
+from nsa_jax.ops import blocks, checks, nsa, pallas, plan
 from nsa_jax.ops.decode import decode_attention, gated_sum, slot_positions
 from nsa_jax.ops.implementations import kernels_wanted
 from nsa_jax.ops.mean_key import decode_mean_key_attention, select_by_mean_key
@@ -106,10 +106,15 @@ class Cache(NamedTuple):
 def capacity_bucket(tokens: int, config: ModelConfig) -> int:
     """The capacity to allocate for this many tokens: a power of two of at least 256, in whole selection blocks.
 
-    Programs are compiled for a capacity, so nearby lengths share one.
+    Programs are compiled for a capacity, so nearby lengths share one. RoPE scaling of the kind "dynamic" bounds it.
+
+    Raises:
+      ValueError: `tokens` is no positive whole number.
     """
+    tokens, block = checks.positive("tokens", tokens), config.nsa.select_block
     power = 1 << (max(tokens, 256) - 1).bit_length()
-    return -(-power // config.nsa.select_block) * config.nsa.select_block
+    most = config.rope_scaling.original_length if config.rope_scaling.kind == "dynamic" else power
+    return -(-max(min(power, most // block * block), tokens) // block) * block
 
 
 def _layer_shapes(config: ModelConfig, batch: int, capacity: int) -> NSALayerCache | DenseLayerCache:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from nsa_jax.config import CHOICES, NSAConfig, Problem, default_config, nsa_config
@@ -77,6 +79,9 @@ def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) ->
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape and numerics of a model; the fields are `config.model`'s (see `nsa_jax.config.default_config`).
+
+    `dataclasses.replace` keeps what was derived from other fields: give it value_head_dim=0 with another head_dim,
+    mlp_dim=0 with another dim, layer_pattern=() with another attention, and nsa with another selector.
 
     Attributes:
       dim: D, model width.
@@ -160,6 +165,7 @@ class ModelConfig:
     deterministic: bool = False
 
     def __post_init__(self):
+        self._check_types()
         if message := pattern_problem(vars(self))[0]:
             raise ValueError(f"ModelConfig.layer_pattern={self.layer_pattern}: {message}")
         if kinds := self.layer_pattern:
@@ -194,6 +200,27 @@ class ModelConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"ModelConfig.{name}={getattr(self, name)!r}: must be one of {allowed}")
+
+    def _check_types(self) -> None:
+        """Raises ValueError for a field of another type than its own, or a number that is not finite or too small."""
+        kinds: dict[str, tuple[tuple[type, ...], str]] = {
+            "int": ((int, np.integer), "a whole number"),
+            "float": ((int, float, np.integer, np.floating), "a finite number"),
+            "bool": ((bool, np.bool_), "True or False"),
+            "NSAConfig": ((NSAConfig,), "an nsa_jax.NSAConfig"),
+            "RopeScaling": ((RopeScaling,), "a RopeScaling"),
+        }
+        least = {"vocab_size": 0, "mlp_dim": 0, "value_head_dim": 0, "norm_eps": 0.0, "init_std": 0.0}
+        for field in dataclasses.fields(self):
+            types, expected = kinds.get(str(field.type), ((), ""))
+            value = getattr(self, field.name)
+            wrong = types and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types))
+            if wrong or (field.type == "float" and not math.isfinite(value)):
+                raise ValueError(f"ModelConfig.{field.name}={value!r}: must be {expected}")
+            if field.name in least and value < least[field.name]:
+                raise ValueError(f"ModelConfig.{field.name}={value!r}: must be at least {least[field.name]}")
+        if self.rope_theta <= 0:
+            raise ValueError(f"ModelConfig.rope_theta={self.rope_theta}: must be positive")
 
     @property
     def branches(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from nsa_jax.nn.cache import Cache, capacity_bucket, init_cache, prefill_attenti
 from nsa_jax.nn.layers import RMSNorm, soft_cap
 from nsa_jax.nn.projection import WIDTH_MULTIPLE
 from nsa_jax.nn.transformer import Block, Transformer, layer_stacks
+from nsa_jax.ops import checks
 
 # Parameters that are used in float32; all others are used in the compute dtype.
 _WIDE = ("scale", "gate_bias")
@@ -40,7 +41,7 @@ class Decoder:
         """
         self.config = config = model.config
         block = config.nsa.select_block
-        self.chunk = max(chunk // block, 1) * block
+        self.chunk = max(checks.positive("chunk", chunk) // block, 1) * block
         self._graphdefs, stacks = zip(*map(nnx.split, layer_stacks(model.blocks, config)), strict=True)
         self._norm, norm = nnx.split(model.norm)
         self._layer_trees = [jax.tree.structure(stacked) for stacked in stacks]
@@ -206,15 +207,28 @@ class Decoder:
           float32 logits [B, vocab] of the token that follows each prompt, and the cache.
 
         Raises:
-          ValueError: a prompt is empty or longer than the cache.
+          ValueError: an argument has the wrong shape or dtype, a prompt is empty or longer than the cache, a token is
+            none of the model's, or the cache holds tokens already.
         """
-        tokens = np.asarray(tokens, np.int32)
+        tokens, sizes = np.asarray(tokens), {"B": cache.lengths.shape[0]}
+        checks.integers("tokens", tokens, "BT", sizes, "the cache")
         batch, length = tokens.shape
-        lengths = np.full((batch,), length, np.int32) if lengths is None else np.asarray(lengths, np.int32)
+        lengths = np.full((batch,), length, np.int32) if lengths is None else np.asarray(lengths)
+        checks.integers("lengths", lengths, "B", sizes, "the cache")
+        if segment_start is not None:
+            segment_start = np.asarray(segment_start)
+            checks.segments(segment_start, sizes, "tokens")
         if length < 1 or lengths.min() < 1 or lengths.max() > length:
             raise ValueError(f"lengths={lengths.tolist()}: every prompt must have 1 to {length} tokens")
         if length > cache.capacity:
             raise ValueError(f"tokens has length {length}: the cache holds {cache.capacity} tokens")
+        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+            raise ValueError(
+                f"tokens has ids {tokens.min()} to {tokens.max()}: must be 0 to {self.config.vocab_size - 1}"
+            )
+        if np.asarray(cache.lengths).any():
+            raise ValueError("cache holds tokens already: prefill fills an empty one; give a new one from init_cache")
+        lengths = lengths.astype(np.int32)
         logits = jnp.zeros((batch, self.config.vocab_size), jnp.float32)
         ends = jnp.asarray(lengths)
         offset, chunk = 0, min(self.chunk, chunk_bucket(length, self.config.nsa.select_block))
@@ -226,7 +240,7 @@ class Decoder:
             start = None
             if segment_start is not None:
                 start = np.zeros((batch, size), np.int32)
-                start[:, : given.shape[1]] = np.asarray(segment_start)[:, offset : offset + size]
+                start[:, : given.shape[1]] = segment_start[:, offset : offset + size]
             at = jnp.int32(offset)
             hidden, cache = self._prefill_chunk(self.params, cache, jnp.asarray(piece), at, ends, start)
             logits = self._pick(self.params, hidden, at, ends, logits)
@@ -236,8 +250,17 @@ class Decoder:
         return logits, cache
 
     def decode(self, cache: Cache, tokens, segment_start=None):
-        """`step`, compiled; the cache is consumed."""
-        return self._step(self.params, cache, jnp.asarray(tokens, jnp.int32), segment_start)
+        """`step`, compiled; the cache is consumed.
+
+        Raises:
+          ValueError: `tokens` or `segment_start` are not integers [B].
+        """
+        tokens, sizes = jnp.asarray(tokens), {"B": cache.lengths.shape[0]}
+        checks.integers("tokens", tokens, "B", sizes, "the cache")
+        if segment_start is not None:
+            segment_start = jnp.asarray(segment_start)
+            checks.integers("segment_start", segment_start, "B", sizes, "the cache")
+        return self._step(self.params, cache, tokens.astype(jnp.int32), segment_start)
 
     def compilations(self) -> dict[str, int]:
         """How many programs have been compiled for prefill chunks and for decode steps."""

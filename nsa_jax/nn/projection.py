@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Iterable
 
-import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,6 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from nsa_jax.nn.config import ModelConfig
 from nsa_jax.nn.layers import product
 from nsa_jax.nn.sharding import TENSOR, constrain_tensor, constrain_tokens, on_shards, tensor_size, token_spec
+from nsa_jax.ops import checks
 from nsa_jax.ops.target import current_target
 
 # A matrix product whose width is no multiple of this misses the fast tensor-core kernels.
@@ -125,17 +125,27 @@ def split_heads(x: jax.Array, count: int) -> jax.Array:
 
 
 def row_positions(x: jax.Array, positions: jax.Array | None) -> jax.Array:
-    """The positions given, or 0..T-1."""
-    return jnp.arange(x.shape[1], dtype=jnp.int32) if positions is None else positions
+    """The positions given, or 0..T-1.
+
+    Raises:
+      ValueError: they are not integers [T] or [B, T].
+    """
+    if positions is None:
+        return jnp.arange(x.shape[1], dtype=jnp.int32)
+    positions = jnp.asarray(positions)
+    sizes = {"B": x.shape[0], "T": x.shape[1]}
+    checks.integers("positions", positions, "T" if positions.ndim < 2 else "BT", sizes, "x")
+    return positions
 
 
 def check_input(x: jax.Array, segment_start: jax.Array | None, config: ModelConfig) -> None:
-    """Raises if a layer's input is not [B, T, D] in the compute dtype, or `segment_start` not integers [B, T]."""
-    chex.assert_shape(x, (None, None, config.dim))
-    chex.assert_type(x, config.dtype)
-    if segment_start is not None:
-        chex.assert_shape(segment_start, x.shape[:2])
-        chex.assert_type(segment_start, int)
+    """Raises ValueError if x is not [B, T, D] in the compute dtype, or `segment_start` not integers [B, T]."""
+    sizes = {"D": config.dim}
+    checks.array("x", x, "BTD", sizes, "config.dim")
+    checks.require(min(x.shape) >= 1, f"x has shape {tuple(x.shape)}: every size must be >= 1")
+    message = f"x has dtype {x.dtype}: must be {config.dtype}; cast it, or set config.compute_dtype"
+    checks.require(x.dtype == config.dtype, message)
+    checks.segments(segment_start, sizes, "x")
 
 
 def projection_widths(config: ModelConfig, attention: str) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from nsa_jax.nn.dense import DenseAttention
 from nsa_jax.nn.layers import HIDDEN, RMSNorm, SwiGLU, dropout, embed, init_normal, soft_cap
 from nsa_jax.nn.selection_loss import selection_loss
 from nsa_jax.nn.sharding import constrain_tokens
+from nsa_jax.ops import checks
 
 # Named by the ops; saved under every policy, since choosing blocks again could choose differently and costs time.
 _INDICES = "nsa_block_indices"
@@ -279,17 +280,18 @@ class Transformer(nnx.Module):
           ValueError: block lists or selection losses of a model without NSA layers, or both at once.
         """
         config = self.config
-        chex.assert_rank(tokens, 2)
-        chex.assert_type(tokens, int)
+        sizes: dict[str, int] = {}
+        checks.integers("tokens", tokens, "BT", sizes)
+        checks.require(min(tokens.shape) >= 1, f"tokens has shape {tuple(tokens.shape)}: every size must be >= 1")
+        checks.segments(segment_start, sizes, "tokens")
         sparse = len(config.layers_of("nsa"))
         if not sparse and (block_indices is not None or return_block_indices or selection_queries is not None):
             raise ValueError(f"model.config.attention={'/'.join(config.kinds)!r}: must be 'nsa' to have block lists")
         if return_block_indices and selection_queries is not None:
             raise ValueError("selection_queries: ask for them or for return_block_indices, not for both")
         if block_indices is not None:
-            chex.assert_shape(block_indices, (sparse, *tokens.shape, config.num_kv_heads, None))
-        if segment_start is not None:
-            chex.assert_equal_shape([tokens, segment_start])
+            sizes |= {"L": sparse, "K": config.num_kv_heads}
+            checks.integers("block_indices", block_indices, "LBTKn", sizes, "tokens and config")
         keys = None
         if not deterministic and config.dropout > 0:
             if rngs is None:

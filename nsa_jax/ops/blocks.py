@@ -50,7 +50,7 @@ class NSAConfig:
         wrong = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not 0 < value < 2**31:
                 wrong.append(f"NSAConfig.{field.name}={value!r}: must be a positive int below 2**31")
         if wrong := wrong or self._impossible():
             raise ValueError("; ".join(wrong))

@@ -20,7 +20,7 @@ def require(condition: bool, message: str) -> None:
 
 def array(name: str, array, symbols: str, sizes: dict[str, int], origin: str = "query") -> None:
     """Checks rank and every dimension already known in `sizes`; learns the others."""
-    require(hasattr(array, "shape"), f"{name}={array!r}: must be an array [{', '.join(symbols)}]")
+    require(hasattr(array, "shape"), f"{name}={repr(array):.80}: must be an array [{', '.join(symbols)}]")
     require(
         len(array.shape) == len(symbols),
         f"{name} has shape {tuple(array.shape)}: must have {len(symbols)} dimensions [{', '.join(symbols)}]",
@@ -78,18 +78,25 @@ def length(name: str, have: int, query_offset, num_queries: int, need: int) -> N
         require(have >= need, f"{name} has length {have}: must be at least {need} to reach the last query")
 
 
-def segments(segment_start, sizes: dict[str, int]) -> None:
+def integers(name: str, x, symbols: str, sizes: dict[str, int], origin: str = "query") -> None:
+    """`array` of any integer type."""
+    array(name, x, symbols, sizes, origin)
+    require(jnp.issubdtype(x.dtype, jnp.integer), f"{name} has dtype {x.dtype}: must be an integer type")
+
+
+def segments(segment_start, sizes: dict[str, int], origin: str = "query") -> None:
     if segment_start is not None:
-        array("segment_start", segment_start, "BT", sizes)
-        require(
-            jnp.issubdtype(segment_start.dtype, jnp.integer),
-            f"segment_start has dtype {segment_start.dtype}: must be an integer type",
-        )
+        integers("segment_start", segment_start, "BT", sizes, origin)
+
+
+def at_most(x, most: int):
+    """The integers x of any type as int32, none above `most`; a bound that their own type cannot hold is none."""
+    return jnp.minimum(x, min(most, jnp.iinfo(x.dtype).max)).astype(jnp.int32)
 
 
 def clip_segments(segment_start):
     """The segment starts that implementations take: int32, with room for block arithmetic around them."""
-    return None if segment_start is None else jnp.clip(segment_start, 0, 2**30).astype(jnp.int32)
+    return None if segment_start is None else jnp.maximum(at_most(segment_start, 2**30), 0)
 
 
 def nsa_config(config) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def count_keys_read(block_indices: jax.Array, t: jax.Array, start: jax.Array, co
     first = block_indices * config.select_block  # padding lies beyond t, so it counts 0
     t, start = t[..., None, None], start[..., None, None]
     listed = jnp.minimum(first + config.select_block, t + 1) - jnp.maximum(first, start)
-    listed = jnp.maximum(listed, 0).sum(-1)
+    listed = jnp.maximum(listed, 0).sum(-1, dtype=jnp.int32)
     window = jnp.minimum(config.window, jnp.maximum(t + 1 - start, 0))[..., 0]
     return listed + jnp.maximum(high - low, 0)[..., None] + window
 
@@ -214,14 +214,16 @@ def decode_attention(
     checks.require(slots >= need, message)
 
     serving = choose("decode_attention", implementation, Shape.of(query, key_slc, value_slc))
-    kernel_lengths, lengths = lengths, jnp.minimum(lengths, capacity)
-    arrays = (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates)
-    serve = {reference: _reference, xla: _xla}.get(serving)
-    if serve is None:  # the kernels bound the lengths themselves, which spares the step one more launch
+    arrays = map(jnp.asarray, (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates))
+    bounded = checks.at_most(lengths, capacity)
+    # The kernels bound int32 lengths themselves, which spares the step one more launch.
+    kernel_lengths, lengths = lengths if lengths.dtype == jnp.int32 else bounded, bounded
+    serve: Any = {reference: _reference, xla: _xla}.get(serving)
+    if serve is None:
         serve, lengths = serving.decode_attention, kernel_lengths
     segment_start = checks.clip_segments(segment_start)
     out, lists = serve(*arrays, lengths, config, segment_start)
     if not return_info:
         return out
-    t, start = positions(jnp.minimum(lengths, capacity), sizes["T"], segment_start)
+    t, start = positions(bounded, sizes["T"], segment_start)
     return out, DecodeInfo(lists, count_keys_read(lists, t, start, config))

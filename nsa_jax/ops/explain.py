@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from nsa_jax.ops import blocks, pallas, plan
+from nsa_jax.ops import blocks, checks, pallas, plan
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.choices import Choice, NSAPlan, Shape
 from nsa_jax.ops.gpus import GPUS
@@ -105,6 +105,8 @@ def explain(
         if target not in _TARGETS:
             raise ValueError(f"target={target!r}: must be one of {sorted(_TARGETS)}, a Target or None")
         target = _TARGETS[target]
+    for name, size in (("length", length), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("batch", batch)):
+        checks.positive(name, size)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
     shape = Shape(batch, length, length, num_heads, num_kv_heads, head_dim, value_dim or head_dim, dtype)

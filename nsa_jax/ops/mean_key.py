@@ -154,7 +154,7 @@ def decode_mean_key_attention(
       [B, T, N, V] in query's dtype, and the block lists, int32 [B, T, K, n].
     """
     _check_blocks(config)
-    lengths = jnp.minimum(lengths, key_slc.shape[1])
+    lengths = checks.at_most(lengths, key_slc.shape[1])
     t, start = positions(lengths, query.shape[1], checks.clip_segments(segment_start))
     where: dict[str, Any] = dict(config=config, segment_start=start, query_offset=t[:, :1])
     mean = _mean_query(query, key_mean.shape[2])

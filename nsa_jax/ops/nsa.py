@@ -285,6 +285,14 @@ def check_branches(
     checks.length("key_cmp", key_cmp.shape[1], query_offset, length, blocks.num_compressed(last, config))
     checks.length("key_slc", sizes["S"], query_offset, length, last)
     checks.segments(segment_start, sizes)
+    if isinstance(window_start, int) and isinstance(query_offset, int):
+        # Where documents begin later, fewer keys are read; how many of them is not known while tracing.
+        first = query_offset if segment_start is not None else max(query_offset - config.window + 1, 0)
+        checks.require(
+            window_start <= first,
+            f"window_start={window_start}: must be at most {first}, the first token that is read by windows of "
+            f"{config.window} tokens from query_offset={query_offset} on",
+        )
     return sizes
 
 
@@ -336,8 +344,9 @@ def nsa_attention(
       query_offset: position of the first query in the keys' row, an int or int32 scalar; None: queries and keys are the
         same tokens (S = T). A traced one is clipped to [0, S - T].
       window_start: row position of the first token of key_win and value_win, an int or a traced int32 scalar, which may
-        then have a length of their own; tokens before position 0 are never read. None means that they cover the row
-        as key_slc does. Needs a query_offset.
+        then have a length of their own; tokens before position 0 are never read. They must begin with the first token
+        that a query's window reads, max(query_offset - w + 1, 0) or before; a traced number is not checked. None means
+        that they cover the row as key_slc does. Needs a query_offset.
       block_indices: int32 [B, T, K, n], lists to read instead of selecting, as `selected_attention` takes them; any n.
         The ops' own kernels then serve one after the other, not the fused ones.
       implementation: "reference", "xla", "pallas", or None for the best that supports the inputs on this device.

@@ -227,7 +227,7 @@ def _attend_bwd(plan: _Plan, num_keys: int, residuals, cotangents):
         dkey = _dot(f"{plan.scores},bqkgh->{plan.keys}h", dscores, chunk.query)
         return (plan.add(totals[0], dkey, chunk), plan.add(totals[1], dvalue, chunk)), dquery
 
-    totals = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
+    totals = (jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32))  # sharded as they are
     (dkey, dvalue), dquery = _over_chunks(plan, body, totals, (rows, out, lse, dout))
     drows = _Chunk(dquery, None, None, None)  # type: ignore[arg-type]  # integers have no gradient
     return drows, dkey.astype(key.dtype), dvalue.astype(value.dtype)
@@ -321,6 +321,7 @@ def selected_attention(query, key, value, block_indices, *, select_block: int, s
 
 def window_attention(query, key, value, *, window: int, segment_start=None, query_offset=0):
     """See `nsa_jax.window_attention`."""
+    window = min(window, key.shape[1])
     batch, length, num_heads, _ = query.shape
     t, start = blocks.query_positions(query, segment_start, query_offset)
     rows = _Chunk(_group(query, key.shape[2]), jnp.maximum(start, t - window + 1), t + 1, None)

@@ -150,6 +150,18 @@ def test_documents(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_lengths_are_integers_of_any_type(dtype, implementation):
+    """The capacity is more than they can hold. Caches may be NumPy's."""
+    arrays, _, _ = filled_cache(SMALL, (20, 90), capacity=320)
+    want, info = decode(arrays, config=SMALL, implementation=implementation)
+    given = (*map(np.asarray, arrays[:-1]), np.asarray([20, 90], dtype))
+    got, same = nsa_jax.decode_attention(*given, config=SMALL, implementation=implementation, return_info=True)
+    chex.assert_trees_all_close((got, same), (want, info), atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
 @pytest.mark.filterwarnings("ignore:.*interpret mode")
 def test_an_empty_row_gives_zero(implementation):
     arrays, _, _ = filled_cache(SMALL, (40, 90))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -125,6 +127,9 @@ def test_rows_that_dynamic_scaling_would_turn_again_have_no_cache():
     decoder.init_cache(1, 256)
     with pytest.raises(ValueError, match="original_length=256"):
         decoder.init_cache(1, 257)
+    short = Decoder(make_model(rope_scaling=RopeScaling("dynamic", 2.0, 200)))
+    block = short.config.nsa.select_block
+    assert short.init_cache(1, 64).capacity == 200 // block * block
 
 
 def test_prefill_is_causal_across_chunks():
@@ -282,6 +287,30 @@ def test_mistakes_are_named():
         decoder.prefill(cache, random_tokens(1, 5), [0])
     with pytest.raises(ValueError, match="multiple of select_block"):
         nn.cache.init_cache(decoder.config, 1, 100)
+    row = np.zeros((1, 5), np.int32)
+    for message, arguments in {
+        "tokens has shape (5,): must have 2 dimensions": (row[0],),
+        "tokens has shape (2, 5): dimension 0 (B) must be 1 to match the cache": (np.zeros((2, 5), np.int32),),
+        "tokens has dtype float32: must be an integer type": (row.astype(np.float32),),
+        "tokens has ids 0 to 31: must be 0 to 30": (row + 31 * (np.arange(5) == 4),),
+        "lengths has shape (2,): dimension 0 (B) must be 1": (row, np.asarray([5, 5])),
+        "lengths has dtype float64: must be an integer type": (row, np.asarray([4.5])),
+        "segment_start has shape (1, 4): dimension 1 (T) must be 5": (row, None, row[:, :4]),
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            decoder.prefill(cache, *arguments)
+    for tokens in (0, -5, 5.5):
+        with pytest.raises(ValueError, match=f"tokens={tokens}: must be a positive int"):
+            decoder.init_cache(1, tokens)
+    with pytest.raises(ValueError, match="chunk=-1: must be a positive int"):
+        Decoder(make_model(num_layers=1), chunk=-1)
+    _, cache = decoder.prefill(cache, row)
+    with pytest.raises(ValueError, match="cache holds tokens already"):
+        decoder.prefill(cache, row)
+    with pytest.raises(ValueError, match=r"tokens has shape \(1, 1\): must have 1 dimensions"):
+        decoder.decode(cache, row[:, :1])
+    with pytest.raises(ValueError, match="tokens has dtype float32"):
+        decoder.decode(cache, np.zeros(1, np.float32))
 
 
 @pytest.mark.usefixtures("usual_compilation")

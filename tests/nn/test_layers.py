@@ -119,10 +119,36 @@ def test_config_mistakes_name_the_field():
         ModelConfig(**{**base, "head_dim": 7})
     with pytest.raises(ValueError, match="remat='some'"):
         ModelConfig(**base, remat="some")
-    with pytest.raises(AssertionError):
-        NSAttention(CONFIG, rngs=nnx.Rngs(0))(jnp.ones((2, 16, 31)))
-    with pytest.raises(AssertionError):
-        NSAttention(CONFIG, rngs=nnx.Rngs(0))(jnp.ones((2, 16, 32), jnp.bfloat16))
+    for name, value, expected in (
+        ("dim", 32.0, "a whole number"),
+        ("num_layers", True, "a whole number"),
+        ("num_heads", "4", "a whole number"),
+        ("vocab_size", -5, "at least 0"),
+        ("nsa", {"window": 8}, "an nsa_jax.NSAConfig"),
+        ("shared_kv", "no", "True or False"),
+        ("gate_bias", float("nan"), "a finite number"),
+        ("norm_eps", -1.0, "at least 0"),
+        ("rope_theta", 0.0, "positive"),
+    ):
+        with pytest.raises(ValueError, match=rf"ModelConfig\.{name}=.*: must be {expected}"):
+            ModelConfig(**{**base, name: value})
+
+
+def test_mistakes_in_a_layers_input_are_named():
+    layer = NSAttention(CONFIG, rngs=nnx.Rngs(0))
+    x = jnp.ones((2, 16, 32))
+    for message, call in {
+        r"x has shape \(2, 16, 31\): dimension 2 \(D\) must be 32": lambda: layer(x[..., :31]),
+        r"x has shape \(0, 16, 32\): every size must be >= 1": lambda: layer(x[:0]),
+        "x has dtype bfloat16: must be float32; cast it": lambda: layer(x.astype(jnp.bfloat16)),
+        r"segment_start has shape \(2, 15\).*must be 16 to match x": lambda: layer(x, jnp.zeros((2, 15), jnp.int32)),
+        r"positions has shape \(1,\): dimension 0 \(T\) must be 16": lambda: layer(
+            x, positions=jnp.zeros(1, jnp.int32)
+        ),
+        "positions has dtype float32: must be an integer": lambda: layer(x, positions=jnp.zeros(16)),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("widths", [(8, 4, 4, 3), (8, 4, 4, 3, 5), (24,)])

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import nsa_jax
 from nsa_jax import NSAConfig
@@ -80,6 +82,8 @@ MISTAKES = {
     "offset_bool": (_nsa, dict(query_offset=True), r"query_offset=True: must be an int or an integer scalar, not bool"),
     "offset_per_row": (_select, dict(query_offset=jnp.zeros(1, jnp.int32), num_keys=40), r"of shape \(1,\)"),
     "window_start": (_nsa, dict(query_offset=0, window_start="0"), r"window_start='0': must be an int or an integer"),
+    "window_start_late": (_nsa, dict(query_offset=0, window_start=1), r"window_start=1: must be at most 0"),
+    "query_list": (_nsa, dict(query=[0.0] * 500), r"query=\[0.0, [0., ]{,80}: must be an array"),
     "window_bool": (_window, dict(window=True), r"window=True: must be a positive int below 2\*\*31"),
     "window_large": (_window, dict(window=2**31), r"window=2147483648: must be a positive int below 2\*\*31"),
     "select_block_bool": (_selected, dict(select_block=True), r"select_block=True: must be a positive int"),
@@ -127,6 +131,47 @@ def test_integers_of_numpy_and_the_largest_window(implementation):
     want = _window(window=40, implementation=implementation)
     for changes in (dict(window=np.int64(40), query_offset=np.int32(0)), dict(window=2**31 - 1)):
         chex.assert_trees_all_close(_window(**changes, implementation=implementation), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32])
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_documents_begin_where_integers_of_any_type_say(dtype, implementation):
+    start = np.repeat([0, 25], [25, 15])[None]
+    want = _nsa(segment_start=jnp.asarray(start, jnp.int32), implementation=implementation)
+    got = _nsa(segment_start=jnp.asarray(start, dtype), implementation=implementation)
+    chex.assert_trees_all_equal(got, want)
+    assert np.abs(want - _nsa(implementation=implementation)).max() > 0.1
+
+
+def test_a_window_that_begins_where_it_is_first_read():
+    """With windows of 8 tokens, queries from position 30 on read tokens from 23 on."""
+    whole = {name: x for name, x in ARRAYS.items() if name not in ("query", "gates")}
+    late = dict(whole, query=ARRAYS["query"][:, 30:], gates=ARRAYS["gates"][:, 30:], query_offset=30)
+    late["config"] = config = NSAConfig(8, 4, 8, 4, window=8)
+    want = _nsa(**late)
+    cut = {name: ARRAYS[name][:, 23:] for name in ("key_win", "value_win")}
+    chex.assert_trees_all_close(_nsa(**{**late, **cut}, window_start=23), want, atol=1e-6)
+    with pytest.raises(ValueError, match="window_start=24: must be at most 23"):
+        _nsa(**{**late, **cut}, window_start=24)
+    assert config.window == 8
+
+
+@pytest.mark.parametrize("wanted", ["nsa", "window"])
+def test_gradients_on_a_mesh_with_explicit_axes(wanted):
+    """Such a mesh is what jax.make_mesh gives unless it is asked for another."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    function = {"nsa": _nsa, "window": _window}[wanted]
+    names = [name for name in ARRAYS if wanted == "nsa" or name in ("query", "key_win", "value_win")]
+    arrays = {name: jnp.concatenate([ARRAYS[name]] * 4) for name in names}
+    if wanted == "window":
+        arrays = {"query": arrays["query"], "key": arrays["key_win"], "value": arrays["value_win"]}
+    loss = jax.grad(lambda arrays: (function(**arrays, implementation="xla") ** 2).sum())
+    want = loss(arrays)
+    with jax.set_mesh(mesh):
+        split = jax.device_put(arrays, NamedSharding(mesh, P("data")))
+        got = jax.jit(loss)(split)
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-5)
 
 
 def test_named_implementation_that_cannot_serve_says_why():
