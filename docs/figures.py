@@ -325,6 +325,44 @@ def quality_rows() -> dict[str, list[str]]:
     return found | context_rows(rows) | selection_rows(rows)
 
 
+def percent(first: float, second: float) -> str:
+    """Two shares."""
+    return f"{100 * first:.0f} / {100 * second:.0f} %"
+
+
+def quality_8k_rows() -> dict[str, list[str]]:
+    """As `attention_rows`, of dense attention and shared NSA at 8,192 tokens; tasks as dense / shared NSA in percent."""
+    rows = {row["variant"]: row for row in results("quality_h200")["rows"] if row["length"] == 8192}
+    dense, shared = rows["dense"], rows["shared_mean"]
+    found = {}
+    for name, row in (("dense", dense), ("shared NSA", shared)):
+        curve = {point["step"]: point for point in row["validation"]}
+        points = [curve[step] for step in range(381, 3811, 381)]
+        speed = f"{row['tokens_per_second']:,.0f}"
+        found[f"8k, {name}, bits per byte"] = [*(nats(point["bits_per_byte"]) for point in points), speed]
+        found[f"8k, {name}, nats per token of tasks"] = [*(nats(point["task_nats"]) for point in points), ""]
+    losses = [[part["nats"] for part in row["by_position"] if part["from"] >= 64] for row in (dense, shared)]
+    found["8k, held-out text, dense"], found["8k, held-out text, shared NSA"] = ([*map(nats, x)] for x in losses)
+    found["8k, shared NSA minus dense"] = [nats(b - a) for a, b in zip(*losses, strict=True)]
+    for cut in (512, 2048):
+        for name, row in (("dense", dense), ("shared NSA", shared)):
+            parts = [part for part in row["context"]["bins"] if part["from"] >= 64]
+            found[f"8k, beyond {cut:,}, {name}"] = [nats(part[f"beyond_{cut}"]) for part in parts]
+    for task in ("needle", "multikey", "recall", "copy", "keypad", "variables1", "variables2", "variables4"):
+        parts = [[part for part in row["long"]["cells"] if part["task"] == task] for row in (dense, shared)]
+        found[f"8k, {task}"] = [percent(a["exact_match"], b["exact_match"]) for a, b in zip(*parts, strict=True)]
+        if task in ("needle", "recall"):
+            shares = [percent(part["selection_mean"], part["selection_chance"]) for part in parts[1]]
+            found[f"8k, {task}, in shared NSA's lists / in random lists"] = shares
+    layers = shared["selection"]["own"]
+    for field, title in (("listed", "lists"), ("random", "random lists"), ("oracle", "the best lists")):
+        found[f"8k, held by {title}, shared NSA"] = [nats(row[field]) for row in layers]
+    parts = [part for part in shared["selection"]["substitutes"] if part["from"] >= 512]
+    for field, title in (("none", "its own lists"), ("oracle", "the best lists"), ("all", "all blocks")):
+        found[f"8k, shared NSA with {title}"] = [nats(part[field]) for part in parts]
+    return found
+
+
 def context_rows(rows: dict[str, dict]) -> dict[str, list[str]]:
     """As `attention_rows`: what text further away than a cut is worth to each variant, by position."""
     found = {}
@@ -377,9 +415,8 @@ def sharing_rows() -> dict[str, list[str]]:
 def all_rows() -> dict[str, list[str]]:
     """Cells of all rows with figures."""
     of_models = generation_rows() | training_rows() | collective_rows() | two_gpu_rows()
-    return (
-        attention_rows() | h100_rows() | triton_rows() | decoding_rows() | of_models | quality_rows() | sharing_rows()
-    )
+    of_quality = quality_rows() | quality_8k_rows() | sharing_rows()
+    return attention_rows() | h100_rows() | triton_rows() | decoding_rows() | of_models | of_quality
 
 
 def quickstart_reaches() -> str:

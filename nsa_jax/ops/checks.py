@@ -128,6 +128,18 @@ def position(name: str, position, least: int = 0):
     return position
 
 
+def window_start(window_start, query_offset, window: int, segment_start) -> None:
+    """The window's keys must begin with the first that is read, as far as tracing knows it, or before."""
+    if isinstance(window_start, int) and isinstance(query_offset, int):
+        # Where documents begin later, fewer keys are read.
+        first = query_offset if segment_start is not None else max(query_offset - window + 1, 0)
+        require(
+            window_start <= first,
+            f"window_start={window_start}: must be at most {first}, the first token that is read by windows of "
+            f"{window} tokens from query_offset={query_offset} on",
+        )
+
+
 def last_position(query_offset, num_queries: int) -> int:
     """One past the last query's position; of a traced offset, the least that it can be."""
     known = query_offset is not None and not isinstance(query_offset, jax.core.Tracer)

@@ -285,14 +285,7 @@ def check_branches(
     checks.length("key_cmp", key_cmp.shape[1], query_offset, length, blocks.num_compressed(last, config))
     checks.length("key_slc", sizes["S"], query_offset, length, last)
     checks.segments(segment_start, sizes)
-    if isinstance(window_start, int) and isinstance(query_offset, int):
-        # Where documents begin later, fewer keys are read; how many of them is not known while tracing.
-        first = query_offset if segment_start is not None else max(query_offset - config.window + 1, 0)
-        checks.require(
-            window_start <= first,
-            f"window_start={window_start}: must be at most {first}, the first token that is read by windows of "
-            f"{config.window} tokens from query_offset={query_offset} on",
-        )
+    checks.window_start(window_start, query_offset, config.window, segment_start)
     return sizes
 
 
