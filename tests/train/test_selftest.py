@@ -64,7 +64,7 @@ def test_lists_that_depend_on_later_tokens_are_a_leak(monkeypatch):
     assert rules(selftest.selftest(tiny_config()).problems) == {"R040"}
 
 
-def test_the_selftest_runs_the_kernels_that_the_rows_of_the_run_are_served_by():
+def test_the_selftest_runs_the_kernels_that_the_rows_of_the_run_are_served_by(capsys):
     config = load_config("configs/a100_prod.py")
     with compile_for(Target("gpu", (9, 0))):
         model, length, _ = selftest.slice_config(config)
@@ -73,6 +73,8 @@ def test_the_selftest_runs_the_kernels_that_the_rows_of_the_run_are_served_by():
         model, length, _ = selftest.slice_config(config)
         assert length == 9216 * 3 // 2 and selftest._kernels(model, length) == selftest._kernels(model, 32_768)
         assert selftest._kernels(model, 1152) != selftest._kernels(model, 32_768)
+        assert selftest._shares_blocks(model, 32_768) and not selftest._shares_blocks(model, 1152)
+    assert capsys.readouterr().out == ""  # tables of kernels do not fill the log of a run
 
 
 @pytest.mark.gpu

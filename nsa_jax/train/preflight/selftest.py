@@ -32,7 +32,8 @@ from ml_collections import ConfigDict
 from nsa_jax.config import Problem
 from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.nn.transformer import layer_stacks
-from nsa_jax.ops.explain import Explanation, explain
+from nsa_jax.ops.choices import Shape
+from nsa_jax.ops.explain import Explanation, explanation_of
 from nsa_jax.ops.target import current_target
 from nsa_jax.train.compile_ahead import CompileAhead
 from nsa_jax.train.loss import weighted_loss
@@ -94,10 +95,9 @@ def _on_cpu(model: ModelConfig) -> dict[str, Any]:
 
 def _explained(model: ModelConfig, length: int) -> Explanation:
     """What serves each stage and pass of NSA in rows of a length."""
-    return explain(
-        length=length, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim,
-        dtype=model.compute_dtype, config=model.nsa, target=current_target(),
-    )  # fmt: skip
+    heads, dims = (model.num_heads, model.num_kv_heads), (model.head_dim, model.value_head_dim)
+    shape = Shape(1, length, length, *heads, *dims, model.compute_dtype)
+    return explanation_of(shape, model.nsa, current_target(), packed=False)
 
 
 def _kernels(model: ModelConfig, length: int) -> list[str]:
