@@ -16,6 +16,7 @@ from nsa_jax.nn.layers import RMSNorm, soft_cap
 from nsa_jax.nn.projection import WIDTH_MULTIPLE
 from nsa_jax.nn.transformer import Block, Transformer, layer_stacks
 from nsa_jax.ops import checks
+from nsa_jax.ops.target import current_target
 
 # Parameters that are used in float32; all others are used in the compute dtype.
 _WIDE = ("scale", "gate_bias")
@@ -139,17 +140,19 @@ class Decoder:
           float32 logits [B, vocab] of the tokens that follow, and the cache.
         """
         start = cache.segment_start if segment_start is None else segment_start
-        x = params["embedding"][tokens[:, None]]
+        x, batch = params["embedding"][tokens[:, None]], len(tokens)
+        if batch == 1 and current_target().is_gpu:  # twice: XLA has kernels for norms and products of two rows
+            x = jax.lax.optimization_barrier(jnp.broadcast_to(x, (2, *x.shape[1:])))
         layers = []
         for block, layer in zip(self._blocks(params), cache.layers, strict=True):
 
             def attend(normed, attention=block.attention, layer=layer):
-                attended, layer = step_attention(attention, normed, layer, cache.lengths, start)
+                attended, layer = step_attention(attention, normed[:batch], layer, cache.lengths, start)
                 return attention.output(attended), layer
 
             x, layer = block.forward(x, attend)
             layers.append(layer)
-        logits = self.logits(params, self._normed(params, x)[:, 0])
+        logits = self.logits(params, self._normed(params, x)[:batch, 0])
         return logits, Cache(tuple(layers), jnp.minimum(cache.lengths + 1, cache.capacity), start)
 
     def steps(self, params, cache: Cache, tokens, draw: Callable, held: Any, count: int):

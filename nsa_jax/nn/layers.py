@@ -30,6 +30,7 @@ from nsa_jax.nn.sharding import (
 from nsa_jax.ops import blocks
 from nsa_jax.ops.nsa import mean_compress
 from nsa_jax.ops.pallas import layer_kernels_serve
+from nsa_jax.ops.target import current_target
 
 # SwiGLU's hidden values, as remat policies name them.
 HIDDEN = "swiglu_hidden"
@@ -47,7 +48,12 @@ def init_bias(features: int, config: ModelConfig) -> nnx.Param:
 
 def product(x: jax.Array, w: jax.Array, config: ModelConfig) -> jax.Array:
     """x [..., D] times w [D, F], in float8 if the config says so."""
-    return float8.product(x, w) if config.matmul_dtype == "float8" else x @ w
+    if config.matmul_dtype == "float8":
+        return float8.product(x, w)
+    if x.size == x.shape[-1] and current_target().is_gpu:
+        # XLA rewrites the product of one row as D * F numbers, rounded and written to memory, and their sum.
+        return (jnp.broadcast_to(x.reshape(1, -1), (2, x.size)) @ w)[0].reshape(*x.shape[:-1], -1)
+    return x @ w
 
 
 def add_bias(x: jax.Array, bias: nnx.Param | None) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import chex
@@ -16,6 +17,7 @@ from nsa_jax import aot, nn
 from nsa_jax.nn.cache import capacity_bucket, memory_report
 from nsa_jax.nn.decoder import Decoder
 from nsa_jax.ops.rope import RopeScaling
+from nsa_jax.ops.target import Target
 from tests.nn.test_model_options import OPTIONS, fill
 
 SMALL = nsa_jax.NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12)
@@ -350,6 +352,55 @@ def test_decode_and_prefill_compile_ahead_of_time(attention, shared_kv):
     assert step.memory_analysis().temp_size_in_bytes < held / 4
     names = ("nsa_decode_append", "nsa_decode_emit", "nsa_decode_rank") if attention == "nsa" else ("dense_decode",)
     assert all(name in step.as_text() for name in names) and '"known_trip_count":{"n":"3"}' in step.as_text()
+
+
+@pytest.mark.usefixtures("usual_compilation")
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_step_of_one_row_writes_nothing_of_a_weights_size(attention):
+    """Nor does it launch more than 14 kernels a layer, 13 with JAX 0.11 and NSA, of which six are attention's."""
+    fields = dict(dim=768, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=512, mlp_dim=2432, shared_kv=True)
+
+    def written(num_layers):
+        config = nn.ModelConfig(**fields, num_layers=num_layers, attention=attention, compressor="mean")
+        decoder = Decoder(nn.Transformer(config, rngs=nnx.Rngs(0)))
+        cache = jax.eval_shape(lambda: nn.cache.init_cache(config, 1, 2048))
+        tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
+        try:
+            step = aot.compile_for_gpu(decoder.step, decoder.params, cache, tokens, gpu="h100", donate_argnums=(1,))
+        except aot.AheadOfTimeUnavailable as error:
+            pytest.skip(str(error))
+        program = step.as_text()
+        program = program[program.index("\nENTRY") :]
+        held = max(x.size for x in jax.tree.leaves(cache.layers))
+        launched = re.findall(r"= (\S+|\([^)]*\)) (?:fusion|custom-call)\(", program)
+        sizes = [math.prod(map(int, dims.split(","))) for x in launched for dims in re.findall(r"\w+\[([\d,]+)\]", x)]
+        assert max(size for size in sizes if size != held) < 768 * 768 / 8
+        return len(launched)
+
+    per_layer = written(3) - written(2)
+    assert per_layer <= 14
+
+
+def test_a_row_by_itself_is_computed_as_in_a_batch(monkeypatch):
+    """On GPUs a single row goes through norms and products twice."""
+    decoder = Decoder(make_model())
+    row = random_tokens(1, 40)
+
+    def decoded():
+        logits, cache = Decoder(make_model()).prefill(decoder.init_cache(1, 100), row)
+        for token in (3, 7):
+            logits, cache = jax.jit(decoder.step)(decoder.params, cache, jnp.asarray([token], jnp.int32))
+        return logits
+
+    want = decoded()
+    for module in (nn.decoder, nn.layers):
+        monkeypatch.setattr(module, "current_target", lambda: Target("gpu", (9, 0)))
+    jax.clear_caches()
+    got = decoded()
+    assert got.shape == want.shape == (1, 31)
+    chex.assert_trees_all_close(got, want, atol=1e-6)
+    program = jax.jit(decoder.step).lower(decoder.params, decoder.init_cache(1, 100), jnp.asarray([3])).as_text()
+    assert "tensor<2x1x16xf32>" in program
 
 
 @pytest.mark.gpu
