@@ -331,7 +331,7 @@ def percent(first: float, second: float) -> str:
 
 
 def quality_8k_rows() -> dict[str, list[str]]:
-    """As `attention_rows`, of dense attention and shared NSA at 8,192 tokens; tasks as dense / shared NSA in percent."""
+    """As `attention_rows`, of dense attention and shared NSA at 8,192 tokens; tasks in percent, dense first."""
     rows = {row["variant"]: row for row in results("quality_h200")["rows"] if row["length"] == 8192}
     dense, shared = rows["dense"], rows["shared_mean"]
     found = {}

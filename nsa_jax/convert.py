@@ -6,8 +6,8 @@
     python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-nsa --config.model.nsa.num_selected=32
 
 CHECKPOINT is a directory with config.json and safetensors, or the id of a model on the Hugging Face hub. OUTPUT is an
-export, which `nsa_jax.load`, generate, evaluate and `train.py --resume` take. The tokenizer and its chat template are
-kept.
+export, which `nsa_jax.load`, generate, evaluate and `train.py --resume` take; an earlier export is replaced. The
+tokenizer, its chat template and the settings of generation are kept.
 
 Supported are Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5 and Qwen3 (dense). What else a checkpoint has is refused
 by name before any of its arrays is read. An NSA model begins close to the dense one (see --gate) and then needs
@@ -34,13 +34,19 @@ from nsa_jax.evaluate.scoring import Scorer, score_documents
 from nsa_jax.fields import ConfigError, Problem
 from nsa_jax.hub.convert import GATE, import_dense
 from nsa_jax.hub.export import export
-from nsa_jax.hub.export_files import LoadError, file_in, shortened
+from nsa_jax.hub.export_files import LoadError, file_in, read_json, shortened
+from nsa_jax.hub.families import sliding_window
+from nsa_jax.hub.generation import keep_generation
+from nsa_jax.hub.output import check_output
 from nsa_jax.nn import Transformer
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
-_NEW_FIELDS = ("model.nsa.", "model.compressor=")  # what a dense checkpoint leaves open
+_NEW_FIELDS = ("model.nsa.", "model.compressor=", "data.tokenizer_eos=")  # what a dense checkpoint leaves open
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+OVERWRITE = "write into a directory that holds something else than an earlier export, unless that is a run"
 
 
 def find_checkpoint(name: str) -> Path:
@@ -81,10 +87,13 @@ def _tokenizer(given: str | None, source: Path, config: ConfigDict) -> Tokenizer
     config.data.tokenizer, config.data.tokenizer_path = "hf", str(path.absolute())
     tokenizer = load_tokenizer(config)
     if tokenizer.vocab_size > config.model.vocab_size:
+        own = f"add rows with transformers, resize_token_embeddings({tokenizer.vocab_size}), and save it again"
         raise LoadError(
             f"{path}: its ids go up to {tokenizer.vocab_size - 1}, but the embedding has {config.model.vocab_size} "
-            "rows. Fix: give the checkpoint's own tokenizer.json"
+            f"rows. Fix: {'give the tokenizer.json of the checkpoint' if given else own}"
         )
+    if not given:
+        keep_generation(tokenizer, source, read_json(source, "config.json"))
     return tokenizer
 
 
@@ -95,7 +104,7 @@ def _set_fields(config: ConfigDict, overrides: Sequence[str]) -> None:
         name = text.partition("=")[0]
         if not problems and not text.startswith(_NEW_FIELDS):
             message = f"--config.{name}: the checkpoint and the other options decide it"
-            fix = "here set fields of config.model.nsa or config.model.compressor alone"
+            fix = "here set fields of config.model.nsa, config.model.compressor or config.data.tokenizer_eos alone"
             problems.append(Problem("R057", "error", message, fix))
     if problems:
         raise ConfigError(problems)
@@ -105,16 +114,20 @@ def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
     """Does what the command line of `nsa_jax.convert` asks for.
 
     Args:
-      args: as `add_arguments` declares them, with `checkpoint` and `output`.
+      args: as `add_arguments` declares them, with `checkpoint`, `output` and `overwrite`.
       overrides: fields of the config that a dense checkpoint leaves open, such as "model.nsa.num_selected=32".
 
     Raises:
-      LoadError, DataError: the checkpoint or its tokenizer cannot be used.
+      LoadError, DataError: the checkpoint or its tokenizer cannot be used, or the output cannot be written.
       ConfigError: an override is wrong.
     """
-    source, target = find_checkpoint(args.checkpoint), Path(args.output)
-    if target.exists() and target.samefile(source):
+    target = Path(args.output)
+    if target.exists() and Path(args.checkpoint).exists() and target.samefile(args.checkpoint):
         raise LoadError(f"{target}: is the checkpoint itself; name another directory to write")
+    check_output(target, args.overwrite)
+    source = find_checkpoint(args.checkpoint)
+    if args.text:
+        TextSource(tuple(args.text))  # raises where a file is not there
     found: list[Tokenizer] = []
 
     def edit(config: ConfigDict) -> None:  # before arrays are read, which may take long
@@ -128,20 +141,27 @@ def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
     tokenizer = found[0]
     if config.data.tokenizer == "hf":
         config.data.tokenizer_path = str((target / "tokenizer.json").absolute())
-    export(model, tokenizer, config, target)
+    export(model, tokenizer, config, target, overwrite=args.overwrite)
     print(f"converted {args.checkpoint} to {kinds} attention: {target}")
     if args.text:
-        models = {"dense": import_dense(source, **options)[0], kinds: model}
-        for name, loss in step_zero_losses(models, tokenizer, args.text, min(config.data.seq_len, 4096)).items():
+        window, _ = sliding_window(read_json(source, "config.json"), source)
+        was = "window" if 0 < window < config.data.seq_len else "dense"
+        models = {was: import_dense(source, attention=was, **options)[0]} if "nsa" in model.config.kinds else {}
+        losses = step_zero_losses(models | {kinds: model}, tokenizer, args.text, min(config.data.seq_len, 4096))
+        for name, loss in losses.items():
             print(f"loss at step 0, {name}: {loss:.4f} nats per token")
 
 
 def step_zero_losses(
     models: dict[str, Transformer], tokenizer: Tokenizer, files: Sequence[str], context: int
 ) -> dict[str, float]:
-    """Nats per token of several models on text files, in windows of `context` tokens."""
+    """Nats per token of several models on text files, in windows of `context` tokens.
+
+    A document begins with what the tokenizer puts before a text in transformers.
+    """
     documents = [tokenizer.encode(text) for text in TextSource(tuple(files)).documents()]
-    documents = [document for document in documents if len(document)]
+    prefix = np.asarray(tokenizer.prefix_ids, np.int32)
+    documents = [np.concatenate([prefix, document]) for document in documents if len(document)]
     longest = 64 * context
     cut = [index for index, document in enumerate(documents) if len(document) > longest]
     documents = [document[:longest] for document in documents]
@@ -194,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="directory of a dense checkpoint, or a hub id")
     parser.add_argument("output", metavar="OUTPUT", help="directory to write")
+    parser.add_argument("--overwrite", action="store_true", help=OVERWRITE)
     add_arguments(parser)
     return parser
 

@@ -5,7 +5,8 @@ r"""Exports a trained model as safetensors: to be loaded here, or by transformer
 
 An export is a directory in the Hugging Face layout: model.safetensors (in shards if large), config.json and the
 tokenizer's files. `nsa_jax.load` reads it back bit-equal; generate and evaluate take it in place of a workdir. The
-metadata of the safetensors files hold a checksum of each array, which is verified when the array is read.
+metadata of the safetensors files hold a checksum of each array, which is verified when the array is read. An earlier
+export is replaced when the new one is whole; a directory that holds something else is refused (see --overwrite).
 
 With --format=transformers a model becomes a folder that transformers loads. That of an NSA model holds PyTorch code,
 which transformers runs with trust_remote_code=True. A model with dense or window attention becomes a Llama, a Mistral,
@@ -22,12 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nsa_jax.command_line import run_program
-from nsa_jax.convert import add_arguments, convert, step_zero_losses
+from nsa_jax.convert import OVERWRITE, add_arguments, convert, step_zero_losses
 from nsa_jax.hub.convert import import_dense, imported_config
 from nsa_jax.hub.export import export, load_exported
 from nsa_jax.hub.export_files import LoadError
-from nsa_jax.hub.load import load, recorded_metrics
+from nsa_jax.hub.load import load, local_directory, recorded_metrics
 from nsa_jax.hub.native import export_native
+from nsa_jax.hub.output import check_output
 
 __all__ = [
     "export",
@@ -46,13 +48,16 @@ def _export(args: argparse.Namespace) -> None:
         return convert(args)
     if not args.output:
         raise LoadError("name the directory to write: python -m nsa_jax.export WORKDIR OUTPUT")
-    if Path(args.output).exists() and Path(args.path).exists() and Path(args.output).samefile(args.path):
+    source, output = local_directory(args.path), Path(args.output)
+    if source is not None and output.exists() and source.exists() and output.samefile(source):
         raise LoadError(f"{args.output}: is what is to be exported; name another directory to write")
+    check_output(args.output, args.overwrite)
     model, tokenizer, config = load(args.path)
     if args.format == "transformers":
-        export_native(model, tokenizer, config, args.output, metrics=recorded_metrics(args.path))
+        metrics = recorded_metrics(args.path)
+        export_native(model, tokenizer, config, args.output, metrics=metrics, overwrite=args.overwrite)
     else:
-        export(model, tokenizer, config, args.output)
+        export(model, tokenizer, config, args.output, overwrite=args.overwrite)
     print(f"exported {args.path} to {args.output}")
 
 
@@ -64,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         "path", help="what to export: a workdir (WORKDIR@STEP, WORKDIR@best); with --import-from: OUTPUT"
     )
     parser.add_argument("output", nargs="?", help="directory to write")
+    parser.add_argument("--overwrite", action="store_true", help=OVERWRITE)
     parser.add_argument(
         "--format",
         choices=("nsa_jax", "transformers"),

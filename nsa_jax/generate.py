@@ -29,6 +29,7 @@ import numpy as np
 from nsa_jax.command_line import number, run_program
 from nsa_jax.data import Tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer
+from nsa_jax.hub.generation import end_ids, is_imported
 from nsa_jax.hub.load import load
 from nsa_jax.nn import Transformer
 from nsa_jax.nn.cache import Cache, memory_report
@@ -154,20 +155,27 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | bytes) -> tuple[np.ndarray
     return tokenizer.encode(raw.decode("utf-8", "replace")), f"{where}: such bytes became U+FFFD"
 
 
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{name}={value!r:.80}: must be a whole number of at least 1")
+
+
 class Generator:
     """Generates with one model; programs are compiled once per batch size and capacity bucket.
 
     Args:
       model: the Transformer.
-      tokenizer: its tokenizer.
+      tokenizer: its tokenizer. Text ends at its end-of-document token, and at those that an imported checkpoint names.
       context: the largest number of tokens of a row, including the prompt; None: no limit. Quality is not guaranteed
         beyond the training length (config.data.seq_len).
       chunk: tokens of a prompt processed at once.
       tokens_per_dispatch: tokens of a row that the device draws in a loop between two looks at them. Text arrives in
         pieces of so many tokens, and after the end of all rows up to twice as many are computed in vain.
+      bos: a prompt of text follows the tokens that the tokenizer puts before a text in transformers. Training here puts
+        none there.
 
     Raises:
-      ValueError: `tokens_per_dispatch` is less than 1.
+      ValueError: a number is not a whole one in its range, or the tokenizer has ids that the model has not.
     """
 
     def __init__(
@@ -178,9 +186,18 @@ class Generator:
         context: int | None = None,
         chunk: int = 2048,
         tokens_per_dispatch: int = 8,
+        bos: bool = False,
     ):
-        if tokens_per_dispatch < 1:
-            raise ValueError(f"tokens_per_dispatch={tokens_per_dispatch}: must be at least 1")
+        for name, value in (("context", context), ("chunk", chunk), ("tokens_per_dispatch", tokens_per_dispatch)):
+            if value is not None or name != "context":
+                _check_count(name, value)
+        if tokenizer.vocab_size > model.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {tokenizer.vocab_size:,} ids and the model {model.config.vocab_size:,}: "
+                "give the tokenizer that the model was trained with"
+            )
+        self._prefix = tokenizer.prefix_ids if bos else ()
+        self._ends = frozenset(end_ids(tokenizer))
         self.tokenizer, self.context, self.tokens_per_dispatch = tokenizer, context, tokens_per_dispatch
         self.decoder = Decoder(model, chunk=chunk)
         self.stats = Stats()
@@ -205,13 +222,15 @@ class Generator:
     def prompt_ids(self, prompt: str | bytes | Sequence[int]) -> np.ndarray:
         """Token ids of a prompt, as at the beginning of a document in training.
 
-        Training never predicts a document's first token, so an empty prompt becomes a line break. A sequence of ids is
-        used as it is.
+        Training never predicts a document's first token, so an empty prompt becomes a line break, unless `bos` puts
+        tokens there. A sequence of ids is used as it is.
         """
         if isinstance(prompt, (str, bytes)):
             ids, note = encode_prompt(self.tokenizer, prompt)
             if note:
                 logging.getLogger("nsa_jax").warning("%s", note)
+            if self._prefix:
+                return np.asarray([*self._prefix, *ids], np.int32)
             if not len(ids):
                 ids = self.tokenizer.encode("\n")
             return np.asarray(ids if len(ids) else [self.tokenizer.eos_id], np.int32)
@@ -239,7 +258,7 @@ class Generator:
         *,
         max_tokens: int = 128,
         sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         num_samples: int = 1,
         on_text: Callable[[int, str], None] | None = None,
         return_block_indices: bool = False,
@@ -250,7 +269,7 @@ class Generator:
           prompts: texts, bytes, or token ids; their lengths may differ.
           max_tokens: new tokens per row at most.
           sampling: how tokens are drawn; default `Sampling()`.
-          stop: a row ends before the first of these strings that it produces.
+          stop: a row ends before the first of these strings (or this one) that it produces.
           num_samples: rows per prompt.
           on_text: called with (row, text) as text becomes final.
           return_block_indices: also record which blocks were read, so that training can read the same ones
@@ -261,13 +280,16 @@ class Generator:
 
         Raises:
           PromptError: a prompt is empty, no prompt or does not fit the context.
-          ValueError: `max_tokens` or `num_samples` is less than 1, or the model has no block lists to return.
+          ValueError: `max_tokens` or `num_samples` is no whole number of at least 1, `sampling` is something else, or
+            the model has no block lists to return.
         """
         begin = time.perf_counter()
-        settings = sampling or Sampling()
-        for name, value in (("max_tokens", max_tokens), ("num_samples", num_samples)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
+        settings = Sampling() if sampling is None else sampling
+        if not isinstance(settings, Sampling):
+            raise ValueError(f"sampling={sampling!r:.80}: must be a Sampling, such as Sampling(temperature=0.8)")
+        stop = [stop] if isinstance(stop, str) else stop
+        _check_count("max_tokens", max_tokens)
+        _check_count("num_samples", num_samples)
         if isinstance(prompts, (str, bytes)):
             raise PromptError(f"prompts={prompts!r:.80}: must be a list of prompts; for one, put it into a list")
         if not len(prompts):
@@ -325,7 +347,7 @@ class Generator:
 
     def _take(self, completion: Completion, stream: _TextStream, token: int, prompt: int, max_tokens: int) -> None:
         completion.tokens.append(token)
-        if token == self.tokenizer.eos_id:
+        if token in self._ends:
             completion.finish = "end"
         else:
             stream.add(token)
@@ -348,7 +370,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("path", help="a run's workdir (WORKDIR@STEP, WORKDIR@best) or an exported model")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="text to continue; empty or absent: a new document, begun by a line break")
+    source.add_argument("--prompt", help="text to continue; empty or absent: a new document")
     source.add_argument("--prompt-file", type=Path, help="continue the contents of this file; - is standard input")
     source.add_argument("--interactive", action="store_true", help="read prompts line by line; /help lists commands")
     parser.add_argument(
@@ -370,6 +392,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, default=0.95, help="1: off (default %(default)s)")
     parser.add_argument("--min-p", type=float, default=0.0, help="0: off")
     parser.add_argument("--repetition-penalty", type=float, default=1.0, help="1: off")
+    begins = parser.add_mutually_exclusive_group()
+    begins.add_argument(
+        "--bos",
+        action="store_true",
+        default=None,
+        help="begin the prompt as the tokenizer begins a text in transformers; default: for imported models",
+    )
+    begins.add_argument("--no-bos", dest="bos", action="store_false", default=None, help="begin it with its own text")
     parser.add_argument("--stop", action="append", default=[], help="end before this string; repeatable")
     parser.add_argument("--seed", type=number(int, 0), default=0)
     parser.add_argument("--quiet", action="store_true", help="print the text only")
@@ -483,12 +513,14 @@ def _generate(args: argparse.Namespace) -> None:
         tokenizer,
         context=args.context or config.data.seq_len,
         tokens_per_dispatch=args.tokens_per_dispatch,
+        bos=is_imported(tokenizer) if args.bos is None else args.bos,
     )
     if args.interactive:
         return _interact(generator, args, sampling)
     prompt = _prompt(args)
     if not prompt and not args.quiet:
-        print("empty prompt: a new document is started with a line break", file=sys.stderr)
+        begin = tokenizer.decode(generator.prompt_ids(""))
+        print(f"empty prompt: a new document is started with {begin!r}", file=sys.stderr)
     elif not args.quiet:
         _write(prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt)
     _run_once(generator, prompt, args, sampling)
@@ -497,7 +529,14 @@ def _generate(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line tool; returns the exit status."""
     args = _parser().parse_args(argv)
-    return run_program(lambda: _generate(args))
+
+    def work() -> None:
+        try:
+            _generate(args)
+        except BrokenPipeError:  # who reads the text, such as head, has enough of it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    return run_program(work)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,18 @@ VARIANTS = {
     "nsa": {},
     "shared": {"model.nsa.shared_kv": True},
     "shared_mean": {"model.nsa.shared_kv": True, "model.compressor": "mean"},
+    "shared_loss": {"model.nsa.shared_kv": True, "train.selection_loss": 0.1},
+    "shared_mean_fine": {
+        "model.nsa.shared_kv": True,
+        "model.compressor": "mean",
+        "model.nsa.compress_block": 16,
+        "model.nsa.compress_stride": 8,
+    },
+    "shared_mean_dense": {
+        "model.nsa.shared_kv": True,
+        "model.compressor": "mean",
+        "model.layer_pattern": ("nsa", "nsa", "nsa", "dense"),
+    },
     "mean": {"model.compressor": "mean"},
     "n32": {"model.nsa.num_selected": 32},
     "block32": {"model.nsa.select_block": 32, "model.nsa.num_selected": 32},

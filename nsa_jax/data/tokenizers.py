@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +43,8 @@ class Tokenizer:
       eos_id: end-of-document token.
       token_bytes: int32 [vocab_size], bytes of text that each token stands for; 0 for tokens that stand for no text.
       fingerprint: hash of everything that decides what `encode` returns.
+      settings: what its tokenizer_config.json says besides, such as a chat template; kept by `save`.
+      prefix_ids: tokens that it puts before a text in transformers, such as one that begins it; `encode` adds none.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Tokenizer:
     eos_id: int
     token_bytes: np.ndarray
     fingerprint: str
+    settings: Mapping[str, Any] = MappingProxyType({})
+    prefix_ids: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> np.dtype:
@@ -261,6 +266,13 @@ class HuggingFaceTokenizer(Tokenizer):
                 counts[given] = 0 if added.get("special") else len(added["content"].encode())
         counts[self.eos_id] = 0
         return counts
+
+    @functools.cached_property
+    def prefix_ids(self) -> tuple[int, ...]:  # type: ignore[override]
+        """See Tokenizer; the post-processor of tokenizer.json puts them there."""
+        plain, whole = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+        starts = range(len(whole) - len(plain) + 1)
+        return tuple(whole[: next((at for at in starts if whole[at : at + len(plain)] == plain), 0)])
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -50,6 +50,7 @@ from nsa_jax.evaluate import long_context, retrieval
 from nsa_jax.evaluate.scoring import (
     HeldOut,
     Scorer,
+    fingerprint,
     held_out_documents,
     plot_positions,
     position_bins,
@@ -58,8 +59,7 @@ from nsa_jax.evaluate.scoring import (
 from nsa_jax.evaluate.validation import repeat_validation
 from nsa_jax.extras import extra
 from nsa_jax.fields import source_configs
-from nsa_jax.hub.load import load, recorded_metrics
-from nsa_jax.object_store import scheme_of
+from nsa_jax.hub.load import load, local_directory, recorded_metrics
 from nsa_jax.train.env import write_json
 
 TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall", "far", "long", "context")
@@ -72,11 +72,12 @@ class Evaluation:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        if scheme_of(args.path) and not args.output:
+        directory = local_directory(args.path)
+        if directory is None and not args.output:
             raise ValueError(f"{args.path}: name a directory for the results with --output")
         self.model, self.tokenizer, self.config = load(args.path)
         self.context = args.context or self.config.data.seq_len
-        self.output = Path(args.output or Path(args.path.rpartition("@")[0] or args.path) / "evaluation")
+        self.output = Path(args.output or Path(directory or "") / "evaluation")
         self.output.mkdir(parents=True, exist_ok=True)
         self.console = Console() if sys.stdout.isatty() else Console(width=120)
         self._held_out: HeldOut | None = None
@@ -90,7 +91,40 @@ class Evaluation:
         validated = ["validation"] if self.config.train.eval_batches and not self.args.files else []
         kinds = {part.data.source for part in source_configs(self.config).values()}
         text = [] if kinds == {"task"} and not self.args.files else ["perplexity", "position", "needle", "needle-multi"]
-        return [*validated, *text, *(["far", "long"] if "task" in kinds else [])]
+        found = []
+        for task in [*validated, *text, *(["far", "long"] if "task" in kinds else [])]:
+            try:
+                self._lengths(task)
+            except DataError as error:
+                self._say(f"{task} is left out: {error}")
+            else:
+                found.append(task)
+        return found
+
+    def _lengths(self, task: str) -> list[int]:
+        """Lengths of a task's rows: those asked for, or the parts of the context that are long enough.
+
+        Raises:
+          DataError: the task's rows do not fit into any of them.
+        """
+        if task == "long":
+            least = room = max(long_tasks.TASKS[name].least(self.tokenizer) for name in self.args.long_tasks)
+            what, fix = "these tasks need", "name others with --long-tasks, or raise --context"
+        elif task in ("needle", "needle-multi"):
+            count = self.args.num_keys if task == "needle-multi" else 1
+            least = retrieval.needle_tokens(self.tokenizer, count)
+            room = 2 * least
+            what, fix = f"{count} facts need", "use fewer with --num-keys, or raise --context"
+        else:
+            return []
+        if self.args.lengths:
+            if task != "long" and min(self.args.lengths) < least:  # of the long tasks, some may fit
+                raise DataError(f"--lengths {min(self.args.lengths)}", f"too short: {what} {least} tokens", "raise it")
+            return list(self.args.lengths)
+        lengths = [length for length in (self.context >> shift for shift in (3, 2, 1, 0)) if length >= room]
+        if not lengths:
+            raise DataError(f"context={self.context}", f"too short: {what} {room} tokens", fix)
+        return lengths
 
     @property
     def held_out(self) -> HeldOut:
@@ -138,7 +172,7 @@ class Evaluation:
         recorded = recorded_metrics(self.args.path).get("val/loss")
         if recorded is not None:
             result["recorded_loss"] = recorded
-        self._table("validation, as in training", [result])
+        self._table("validation" + ("" if recorded is None else ", as in training"), [result])
         if recorded is not None and abs(result["loss"] - recorded) > _SAME_LOSS * abs(recorded):
             self._say(
                 f"The run recorded a loss of {recorded:.6g} here: the data or the precision are not those of training."
@@ -167,12 +201,7 @@ class Evaluation:
 
     def needle(self, num_keys: int = 1, name: str = "needle") -> dict[str, Any]:
         """The tasks needle and needle-multi."""
-        needed = 2 * retrieval.needle_tokens(self.tokenizer, num_keys)
-        lengths = self.args.lengths or [
-            length for length in (self.context >> shift for shift in (3, 2, 1, 0)) if length >= needed
-        ]
-        if not lengths:
-            raise DataError(f"context={self.context}", f"too short for {num_keys} facts", "use fewer with --num-keys")
+        lengths = self._lengths(name)
         haystack = np.concatenate(self.documents)
         haystack = np.tile(haystack, -(-max(lengths) // len(haystack)))
         cells = retrieval.needle_grid(
@@ -226,13 +255,7 @@ class Evaluation:
 
     def long(self) -> dict[str, Any]:
         """The tasks of `data.long_tasks`."""
-        least = max(long_tasks.TASKS[name].least(self.tokenizer) for name in self.args.long_tasks)
-        lengths = self.args.lengths or [
-            length for length in (self.context >> shift for shift in (3, 2, 1, 0)) if length >= least
-        ]
-        if not lengths:
-            fix = "name others with --long-tasks, or raise --context"
-            raise DataError(f"context={self.context}", f"too short: these tasks need {least} tokens", fix)
+        lengths = self._lengths("long")
         result = long_context.task_grid(
             self.probe,
             self.tokenizer,
@@ -243,7 +266,7 @@ class Evaluation:
             batch_size=self.args.batch_size,
         )
         if not result["cells"]:
-            raise DataError(f"--lengths {lengths}", f"too short: these tasks need {least} tokens", "raise them")
+            raise DataError(f"--lengths {lengths}", "too short for these tasks", "raise them")
         long_context.plot_tasks({self.config.name: result["cells"]}, self.output / "long.png")
         self._table("long tasks by length", result["cells"])
         self._table("long tasks by distance", result["distances"])
@@ -331,8 +354,11 @@ class Evaluation:
         tasks = self.args.tasks or self.default_tasks()
         if not tasks:
             raise DataError("--tasks", "none fits synthetic data of this kind", "name tasks, with --files for text")
+        for task in tasks:
+            self._lengths(task)  # raises before anything is computed
         harness = [task for task in tasks if task not in TASKS]
         model = {"path": str(self.args.path), "step": recorded_metrics(self.args.path).get("step")}
+        model["fingerprint"] = fingerprint(self.model)
         result: dict[str, Any] = {**model, "context": self.context, "tasks": {}}
         kept = self._results_of(model)
         for task in tasks:

@@ -6,7 +6,7 @@ Rules, which are those of the harness's own `hf` backend with `add_bos_token=Fal
 - A continuation without a context, and the first token of a rolling log-likelihood, follow the end-of-document token.
 - What does not fit --context loses tokens at its beginning. The prompt of a generation keeps room for all new tokens.
 - A rolling log-likelihood counts every token once, in windows of --context tokens.
-- A generation ends before the first stop string, at the end-of-document token, or after `max_gen_toks` tokens.
+- A generation ends before the first stop string, at an end-of-document token, or after `max_gen_toks` tokens.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,8 +122,8 @@ def score_documents(
       cut: indices of documents that go on beyond their last token: no end is predicted after it.
 
     Returns:
-      loss, perplexity, bits_per_byte, tokens, bytes, documents; by_position: nats [context] and counts [context] of the
-      documents that fill at least one window (of all, if there is none).
+      loss, perplexity, bits_per_byte (None without bytes), tokens, bytes, documents; by_position: nats [context] and
+      counts [context] of the documents that fill at least one window (of all, if there is none).
     """
     jobs = []
     whole = any(len(document) >= context for document in documents)
@@ -153,7 +154,7 @@ def score_documents(
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700)),
-        "bits_per_byte": nats / math.log(2) / max(text_bytes, 1),
+        "bits_per_byte": nats / math.log(2) / text_bytes if text_bytes else None,
         "tokens": int(tokens),
         "bytes": int(text_bytes),
         "documents": len(documents),
@@ -161,6 +162,14 @@ def score_documents(
         "stride": stride,
         "by_position": {"nats": by_position, "counts": counts},
     }
+
+
+def fingerprint(model: Transformer) -> str:
+    """A checksum of a model's parameters, which tells it from others at the same place."""
+    found = 0
+    for leaf in jax.tree.leaves(model):
+        found = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, found)
+    return f"{found:08x}"
 
 
 def position_bins(nats: np.ndarray, counts: np.ndarray) -> list[dict[str, float]]:

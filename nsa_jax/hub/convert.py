@@ -6,10 +6,11 @@ the model keeps: no second copy of the checkpoint is made.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from nsa_jax.hub.export_files import Arrays, LoadError, read_json
+from nsa_jax.hub.export_files import INDEX, MODEL_TYPE, NSA_TYPE, WHOLE, Arrays, LoadError, not_read_back, read_json
 from nsa_jax.hub.families import imported_config, layer_shapes, model_shapes, sliding_window, unsupported
 from nsa_jax.hub.saved_config import abstract_model, checked_model_config
 from nsa_jax.nn import ModelConfig, Transformer
@@ -27,6 +28,8 @@ from nsa_jax.nn.transformer import layer_stacks
 from nsa_jax.rules import attention_kinds
 
 __all__ = ["GATE", "import_dense", "imported_config"]
+
+logger = logging.getLogger("nsa_jax")
 
 # Where the compressed branch's gate begins. On rows that window and selection cover, the output of each attention
 # layer differs from the dense one by this share at most; the sigmoid's slope, eps (1 - eps), is what opens the gate.
@@ -47,9 +50,24 @@ def _refuse(found: list[str], directory: Path) -> None:
 
 
 def _check_window(described: dict[str, Any], config: ConfigDict, path: Path) -> None:
-    """Refuses layers of a sliding window, unless those here attend likewise or rows are no longer than it."""
+    """Refuses layers of a sliding window, unless those here attend likewise or rows are no longer than it.
+
+    A window where the checkpoint has none is refused likewise, unless a layer_pattern asks for it.
+    """
     window, theirs = sliding_window(described, path)
-    ours = attention_kinds(config.model)
+    ours, rows, here = attention_kinds(config.model), config.data.seq_len, config.model.nsa.window
+    if window and "window" in ours and rows > min(window, here) and window != here:
+        raise LoadError(
+            f"{path}: config.model.nsa.window={here} would change what the checkpoint computes: its layers read "
+            f"{window} tokens, and rows have {rows}. Fix: leave the field out, or ask for rows of at most "
+            f"{min(window, here)} tokens (seq_len)"
+        )
+    if not window and ours == ("window",) and not config.model.layer_pattern and rows > here:
+        raise LoadError(
+            f"{path}: attention='window' would change what the checkpoint computes: its layers read whole rows, which "
+            f"have {rows} tokens, and the window has {here}. Fix: ask for attention='dense' or 'nsa', or for rows of "
+            f"at most {here} tokens (seq_len)"
+        )
     # After lcm layers both patterns begin again.
     pairs = {(theirs[i % len(theirs)], ours[i % len(ours)]) for i in range(math.lcm(len(theirs), len(ours)))}
     wrong = [kind for was, kind in sorted(pairs) if was == "window" and kind != "window"]
@@ -80,6 +98,35 @@ def _check_arrays(arrays: Arrays, config: ModelConfig, path: Path) -> None:
         )
 
 
+def _check_format(path: Path) -> None:
+    """Raises LoadError if a checkpoint's weights are there in another format alone."""
+    names = {file.name for file in path.iterdir()}
+    if names & {WHOLE, INDEX}:
+        return
+    if any(name.startswith("consolidated") for name in names):
+        raise LoadError(
+            f"{path}: its weights are in their maker's own format (consolidated.*). Fix: fetch the checkpoint in the "
+            f"layout of transformers, whose files are {WHOLE} or {INDEX} and what it names"
+        )
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+        raise LoadError(
+            f"{path}: its weights are in PyTorch's format, which may run code when it is read. Fix: load it with "
+            "transformers and save it with save_pretrained, which writes safetensors"
+        )
+
+
+def _has_own_head(arrays: Arrays, config: ModelConfig) -> bool:
+    """Whether a checkpoint that calls its embeddings tied holds another head, which transformers then keeps."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if head not in arrays.shapes or embedding not in arrays.shapes:
+        return False
+    arrays.expect(head, (config.vocab_size, config.dim))
+    if arrays.shapes[head] != arrays.shapes[embedding]:
+        return True
+    pairs = zip(arrays.parts(head), arrays.parts(embedding), strict=True)
+    return any(ours.tobytes() != theirs.tobytes() for (_, ours), (_, theirs) in pairs)
+
+
 def _stored_dtype(arrays: Arrays) -> str:
     """The dtype of parameters that holds every number of a checkpoint."""
     return "bfloat16" if {kind for _, kind in arrays.shapes.values()} == {"bfloat16"} else "float32"
@@ -94,20 +141,32 @@ def _empty(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
 
 
 class _Reader:
-    """Copies arrays of a checkpoint into memory of another dtype."""
+    """Copies arrays of a checkpoint into memory of another dtype.
+
+    Attributes:
+      not_finite: names of arrays that hold NaN or infinity in that dtype.
+    """
 
     def __init__(self, arrays: Arrays):
         self._arrays = arrays
+        self.not_finite: set[str] = set()
+
+    def _parts(self, name: str, dtype: np.dtype) -> Iterator[tuple[slice, np.ndarray]]:
+        for rows, stored in self._arrays.parts(name):
+            part = stored.astype(dtype, copy=False)
+            if not np.isfinite(part).all():
+                self.not_finite.add(name)
+            yield rows, part
 
     def copy(self, name: str, target: np.ndarray) -> None:
         """Fills `target`, which has the array's shape."""
-        for rows, part in self._arrays.parts(name):
+        for rows, part in self._parts(name, target.dtype):
             target[rows] = part
 
     def transpose(self, name: str, target: np.ndarray) -> None:
         """Fills `target` [in, out] from a matrix [out, in]."""
-        for rows, part in self._arrays.parts(name):
-            target[:, rows] = part.astype(target.dtype, copy=False).T
+        for rows, part in self._parts(name, target.dtype):
+            target[:, rows] = part.T
 
 
 def _widths(config: ModelConfig) -> tuple[int, int, int]:
@@ -184,6 +243,13 @@ def _read_params(arrays: Arrays, config: ModelConfig, abstract: dict[str, Any], 
     read.copy("model.norm.weight", params["norm"]["scale"])
     if not config.tie_embeddings:
         read.transpose("lm_head.weight", params["head"])
+    if read.not_finite:
+        names = sorted(read.not_finite)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        logger.warning(
+            "%s%s: NaN or infinity as %s; copy the checkpoint again, or try --dtype=float32",
+            ", ".join(names[:3]), more, config.param_dtype,
+        )  # fmt: skip
     return params
 
 
@@ -231,16 +297,19 @@ def import_dense(
         raise ValueError(f"shared_kv=True: must be False for attention={attention!r}, which has one branch")
     path = Path(directory)
     described = read_json(path, "config.json")
+    if described.get("model_type") == MODEL_TYPE:
+        raise LoadError(
+            f"{path}: is a model of nsa_jax already, which load, generate, evaluate and --resume take as it is. To "
+            "begin with other attention, convert the checkpoint that it came from"
+        )
+    if described.get("model_type") == NSA_TYPE:
+        raise not_read_back(path)
     _refuse(unsupported(described, path), path)
     config = imported_config(described, attention, path, layer_pattern)
     config.model.nsa.shared_kv = shared_kv
     if seq_len is not None:
         config.data.seq_len = seq_len
-    if any(path.glob("*.bin")) and not any(path.glob("*.safetensors")):
-        raise LoadError(
-            f"{path}: its weights are in PyTorch's format, which may run code when it is read. Fix: load it with "
-            "transformers and save it with save_pretrained, which writes safetensors"
-        )
+    _check_format(path)
     arrays = Arrays(path)  # their headers
     config.model.param_dtype = dtype or _stored_dtype(arrays)
     if edit is not None:
@@ -248,6 +317,10 @@ def import_dense(
     _check_window(described, config, path)
     model_config = checked_model_config(config, config.model.vocab_size, arrays, path)
     _check_arrays(arrays, model_config, path)
+    if model_config.tie_embeddings and _has_own_head(arrays, model_config):
+        logger.warning("%s: its lm_head.weight is not its embedding, so that they are not tied here", path)
+        config.model.tie_embeddings = False
+        model_config = checked_model_config(config, config.model.vocab_size, arrays, path)
     graphdef, abstract = abstract_model(model_config)
     params = _read_params(arrays, model_config, abstract, config.seed, gate)
     leaves, tree = jax.tree.flatten(params)

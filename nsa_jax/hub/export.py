@@ -12,11 +12,21 @@ from flax import nnx, traverse_util
 from ml_collections import ConfigDict
 
 from nsa_jax.data import Tokenizer
-from nsa_jax.hub.export_files import Arrays, LoadError, file_in, load_errors, read_json, write_arrays
+from nsa_jax.hub.export_files import (
+    MODEL_TYPE,
+    NSA_TYPE,
+    Arrays,
+    LoadError,
+    file_in,
+    load_errors,
+    not_read_back,
+    read_json,
+    write_arrays,
+)
+from nsa_jax.hub.output import whole_export
 from nsa_jax.hub.saved_config import abstract_model, checked_model_config, config_from_dict, whole
 from nsa_jax.nn import Transformer
 
-MODEL_TYPE = "nsa_jax"
 _SHARD_BYTES = 5 * 2**30
 
 
@@ -35,6 +45,7 @@ def export(
     directory: str | os.PathLike,
     *,
     shard_bytes: int = _SHARD_BYTES,
+    overwrite: bool = False,
 ) -> None:
     """Writes a model in the Hugging Face layout.
 
@@ -42,15 +53,13 @@ def export(
       model: the Transformer.
       tokenizer: its tokenizer.
       config: the training config.
-      directory: created if needed; an export that is there is replaced.
+      directory: created if needed; an export that is there is replaced when the new one is whole.
       shard_bytes: size at which another safetensors file is begun.
+      overwrite: write into a directory that holds something else, too, unless that is a run.
+
+    Raises:
+      LoadError: the directory cannot be written, or holds something else.
     """
-    path = Path(directory)
-    path.mkdir(parents=True, exist_ok=True)
-    # config.json goes first and comes last: an export that is cut short cannot be taken for a whole one.
-    (path / "config.json").unlink(missing_ok=True)
-    write_arrays(path, _flat(nnx.to_pure_dict(nnx.state(model, nnx.Param))), shard_bytes)
-    tokenizer.save(path)
     described = {
         "model_type": MODEL_TYPE,
         "architectures": ["Transformer"],
@@ -59,7 +68,10 @@ def export(
         "eos_token_id": int(tokenizer.eos_id),
         "config": json.loads(config.to_json()),
     }
-    (path / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+    with whole_export(directory, overwrite) as path:
+        write_arrays(path, _flat(nnx.to_pure_dict(nnx.state(model, nnx.Param))), shard_bytes)
+        tokenizer.save(path)
+        (path / "config.json").write_text(json.dumps(described, indent=1) + "\n")
 
 
 def exported_config(directory: str | os.PathLike) -> ConfigDict:
@@ -78,6 +90,8 @@ def check_kind(directory: Path) -> None:
       LoadError: it cannot be read, or is that of another library's model.
     """
     kind = read_json(directory, "config.json").get("model_type")
+    if kind == NSA_TYPE:
+        raise not_read_back(directory)
     if kind != MODEL_TYPE:
         raise LoadError(
             f"{directory} holds a model of type {reprlib.repr(kind)}; import it first: "

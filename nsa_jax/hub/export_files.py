@@ -28,7 +28,9 @@ from nsa_jax.data.errors import DataError
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-_CHECKSUMS = "crc32"  # key of the safetensors metadata: JSON of {array: checksum of its bytes}
+MODEL_TYPE = "nsa_jax"  # in the config.json of what `export` writes
+NSA_TYPE = "nsa"  # in that of an NSA model which `export_native` wrote, with PyTorch code beside it
+CHECKSUMS = "crc32"  # key of the safetensors metadata: JSON of {array: checksum of its bytes}
 _LARGEST_JSON = 100_000_000  # bytes; safetensors bounds its own headers by this
 _SHARD_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -38,6 +40,14 @@ _BLOCK_BYTES = 8 * 2**20  # of an array that is read in parts
 
 class LoadError(ValueError):
     """A path holds no model that can be loaded; the message says why and what to do."""
+
+
+def not_read_back(directory: Path) -> LoadError:
+    """The error about a folder of the type NSA_TYPE."""
+    return LoadError(
+        f"{directory}: is an NSA model exported for transformers, which is not read back here. Fix: name the run that "
+        "it came from, or export it without --format=transformers"
+    )
 
 
 def shortened(error: BaseException) -> str:
@@ -137,7 +147,7 @@ def _save(path: Path, arrays: Mapping[str, Any], kind: str) -> None:
 
     def header(checksums: dict[str, int]) -> bytes:
         sums = ", ".join(f"{json.dumps(name)}: {checksums.get(name, 0):>10}" for name in names)  # always as long
-        fields: dict[str, Any] = {"__metadata__": {"format": kind, _CHECKSUMS: f"{{{sums}}}"}}
+        fields: dict[str, Any] = {"__metadata__": {"format": kind, CHECKSUMS: f"{{{sums}}}"}}
         end = 0
         for name in names:
             begin, end = end, end + arrays[name].nbytes
@@ -162,7 +172,7 @@ def write_arrays(directory: Path, arrays: Mapping[str, Any], shard_bytes: int, k
     """Writes model.safetensors, or shards of at most `shard_bytes` (or one array) and their index.
 
     Args:
-      directory: model files that are there are removed.
+      directory: holds no model files yet.
       arrays: arrays or `LaterArray`s by name.
       shard_bytes: size at which another file is begun.
       kind: what the files say about the arrays' layout: "flax", or "pt" for transformers.
@@ -175,8 +185,6 @@ def write_arrays(directory: Path, arrays: Mapping[str, Any], shard_bytes: int, k
             size = 0
         shards[-1][name] = array
         size += array.nbytes
-    for stale in directory.glob("model*.safetensors*"):
-        stale.unlink()
     if len(shards) == 1:
         _save(directory / WHOLE, shards[0], kind)
         return
@@ -245,7 +253,7 @@ class Arrays:
             raise LoadError(f"{path}: {what} ({shortened(error)}). Fix: copy or export the model again") from error
 
     def _read_checksums(self, name: str) -> dict[str, int]:
-        text = (self._open[name].metadata() or {}).get(_CHECKSUMS)
+        text = (self._open[name].metadata() or {}).get(CHECKSUMS)
         if text is None:
             return {}
         try:

@@ -24,13 +24,14 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 # Fields of a config.json that change what a model computes, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
+    "hidden_act": ("silu", "swish"),
     "quantization_config": (),
     "partial_rotary_factor": (1, 1.0),
     "num_local_experts": (0,),
     "num_experts": (0,),
     "is_encoder_decoder": (False,),
 }
+_SLIDING_WINDOW = 4096  # where a config.json does not name the field: transformers' default
 _LAYER_TYPES = {"full_attention": "dense", "sliding_attention": "window"}
 _WORDS = {"hidden_act": "the activation", "quantization_config": "quantized weights"}
 
@@ -94,9 +95,9 @@ def sliding_window(described: dict[str, Any], path: Path) -> tuple[int, tuple[st
     """
     kind, layers = described.get("model_type"), whole(described, "num_hidden_layers", path)
     uses = kind == "mistral" or (str(kind).startswith("qwen") and _flag(described, "use_sliding_window", path))
-    if not uses or described.get("sliding_window") is None:
+    if not uses or described.get("sliding_window", _SLIDING_WINDOW) is None:
         return 0, ("dense",)
-    window = whole(described, "sliding_window", path)
+    window = whole(described, "sliding_window", path, _SLIDING_WINDOW)
     types = described.get("layer_types")
     if isinstance(types, list):
         if len(types) != layers or not all(isinstance(name, str) and name in _LAYER_TYPES for name in types):

@@ -39,6 +39,11 @@ def _split_step(path: str) -> tuple[Path, str]:
     return Path(name), step
 
 
+def local_directory(path: str | os.PathLike) -> Path | None:
+    """The directory that a path for `load` names, without a step; None for one in an object store."""
+    return None if scheme_of(os.fspath(path)) else _split_step(os.fspath(path))[0]
+
+
 def _choose_step(workdir: Path, step: str) -> int:
     """The step to read: as asked for, and of several the first that is not damaged."""
     losses, damaged = find_steps(workdir / "checkpoints")

@@ -15,9 +15,11 @@ from ml_collections import ConfigDict
 
 from nsa_jax.data import Tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
-from nsa_jax.hub.export_files import LaterArray, LoadError, write_arrays
+from nsa_jax.hub.export_files import NSA_TYPE, LaterArray, LoadError, write_arrays
 from nsa_jax.hub.families import layer_shapes, model_shapes
+from nsa_jax.hub.generation import FILE, generation_fields, token_ids, tokenizer_settings
 from nsa_jax.hub.native_nsa import ARCHITECTURE, SOURCES, copy_sources, nsa_fields, nsa_layer_arrays, nsa_layer_shapes
+from nsa_jax.hub.output import whole_export
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
 from nsa_jax.nn.transformer import layer_stacks
 
@@ -122,7 +124,7 @@ def native_config(config: ModelConfig, seq_len: int) -> dict[str, Any]:
       LoadError: transformers has no such model.
     """
     if "nsa" in config.kinds:
-        kind, architecture, fields = "nsa", ARCHITECTURE, nsa_fields(config)
+        kind, architecture, fields = NSA_TYPE, ARCHITECTURE, nsa_fields(config)
     else:
         kind, architecture = family_of(config)
         fields = _dense_fields(config, kind)
@@ -216,13 +218,11 @@ def _save_tokenizer(tokenizer: Tokenizer, path: Path) -> bool:
     """Writes the tokenizer as transformers reads it; returns whether it can be written so."""
     if isinstance(tokenizer, ByteTokenizer):
         tokenizer = HuggingFaceTokenizer(_byte_tokenizer(), eos="<|endoftext|>")
-    for name in ("tokenizer.json", _SETTINGS):
-        (path / name).unlink(missing_ok=True)
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return False
     tokenizer.save(path)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    settings |= {**tokenizer.settings, "eos_token": tokenizer.eos_token}
+    settings |= {"pad_token": tokenizer.eos_token, **tokenizer_settings(tokenizer), "eos_token": tokenizer.eos_token}
     (path / _SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return True
 
@@ -266,6 +266,7 @@ def export_native(
     *,
     metrics: Mapping[str, Any] | None = None,
     shard_bytes: int = _SHARD_BYTES,
+    overwrite: bool = False,
 ) -> None:
     """Writes a model as a folder that transformers loads.
 
@@ -277,25 +278,23 @@ def export_native(
       model: the Transformer.
       tokenizer: its tokenizer; a synthetic one is left out.
       config: the training config.
-      directory: created if needed; a model that is there is replaced.
+      directory: created if needed; an export that is there is replaced when the new one is whole.
       metrics: "step" and what was measured, for the README.md.
       shard_bytes: size at which another safetensors file is begun.
+      overwrite: write into a directory that holds something else, too, unless that is a run.
 
     Raises:
-      LoadError: transformers has no such model. Nothing is written then.
+      LoadError: transformers has no such model, or the directory cannot be written or holds something else. Nothing is
+        written then.
     """
     described = native_config(model.config, config.data.seq_len)
-    path = Path(directory)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").unlink(missing_ok=True)  # it comes last, as in `export`
-    write_arrays(path, _arrays(model), shard_bytes, kind="pt")
-    for name in SOURCES:
-        (path / name).unlink(missing_ok=True)
-    if "nsa" in model.config.kinds:
-        copy_sources(path)
-    has_tokenizer = _save_tokenizer(tokenizer, path)
-    ids = {"bos_token_id": None, "eos_token_id": int(tokenizer.eos_id)}
-    (path / "generation_config.json").write_text(json.dumps(ids, indent=1) + "\n")
-    card = _card(model, config, metrics or {}, has_tokenizer, described["architectures"][0])
-    (path / "README.md").write_text(card, encoding="utf-8")
-    (path / "config.json").write_text(json.dumps(described | ids, indent=1) + "\n")
+    generation = generation_fields(tokenizer)
+    with whole_export(directory, overwrite) as path:
+        write_arrays(path, _arrays(model), shard_bytes, kind="pt")
+        if "nsa" in model.config.kinds:
+            copy_sources(path)
+        has_tokenizer = _save_tokenizer(tokenizer, path)
+        (path / FILE).write_text(json.dumps(generation, indent=1) + "\n")
+        card = _card(model, config, metrics or {}, has_tokenizer, described["architectures"][0])
+        (path / "README.md").write_text(card, encoding="utf-8")
+        (path / "config.json").write_text(json.dumps(described | token_ids(generation), indent=1) + "\n")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nsa_jax.command_line import number, run_program
 from nsa_jax.hub.export_files import LoadError
-from nsa_jax.hub.load import checkpoints_of, load
+from nsa_jax.hub.load import checkpoints_of, load, local_directory
 from nsa_jax.inspect.exploration import MAX_TOKENS, Exploration
 
 
@@ -55,7 +55,13 @@ def _write(args: argparse.Namespace) -> None:
         text = sys.stdin.read() if args.text == "-" else Path(args.text).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--text={args.text}: not UTF-8 ({error.reason} at byte {error.start:,})") from error
-    out = args.html or Path(args.runs[0].partition("@")[0]) / "explore.html"
+    except OSError as error:
+        what = f"--text={args.text}: cannot be read ({error.strerror})"
+        raise ValueError(f"{what}; --text names a FILE, and - is the standard input") from error
+    directory = local_directory(args.runs[0])
+    if args.html is None and directory is None:
+        raise ValueError(f"{args.runs[0]}: name a file to write with --html")
+    out = args.html or Path(directory or "") / "explore.html"
     if args.html and not args.html.parent.is_dir():
         raise ValueError(f"--html={args.html}: there is no directory {args.html.parent}")
     found = explore_runs(args.runs, text, args.tokens)

@@ -290,11 +290,79 @@ def test_new_models_can_be_made_of_the_config(plain):
         ({"attention_mask": torch.ones(1, 3)}, "has the shape"),
         ({"past_key_values": transformers.DynamicCache()}, "must be the NSACache"),
         ({"output_attentions": True}, "output_attentions"),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids: must be 0, 1, 2"),
+        ({"input_ids": torch.ones((1, 0), dtype=torch.long)}, r"input_ids has the shape \(1, 0\): give at least one"),
+        ({"input_ids": None, "inputs_embeds": torch.ones((1, 0, 48))}, r"inputs_embeds has the shape \(1, 0\)"),
     ],
 )
 def test_what_cannot_be_served_is_refused(plain, arguments, words):
     with pytest.raises(ValueError, match=words):
-        plain[2](torch.ones((1, 4), dtype=torch.long), **arguments)
+        plain[2](**{"input_ids": torch.ones((1, 4), dtype=torch.long)} | arguments)
+
+
+def test_what_generation_cannot_give_is_refused(plain):
+    given = padded(PROMPTS[:1]) | {"max_new_tokens": 2, "pad_token_id": 0}
+    with pytest.raises(ValueError, match="output_attentions: sparse attention has no dense matrices"):
+        plain[2].generate(**given, output_attentions=True, return_dict_in_generate=True)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_from_embeddings_is_that_from_tokens(plain, masked, beams):
+    loaded = plain[2]
+    given = padded(PROMPTS[1:] if masked else PROMPTS[1:2])
+    settings = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
+    want = loaded.generate(**given, **settings)
+    tokens = given.pop("input_ids")
+    if not masked:
+        given = {}
+    embeds = loaded.get_input_embeddings()(tokens)
+    assert torch.equal(loaded.generate(**given, inputs_embeds=embeds, **settings), want[:, tokens.shape[1] :])
+    assert torch.equal(loaded.generate(tokens, **given, inputs_embeds=embeds, **settings), want)
+
+
+def test_arguments_that_change_nothing_are_taken(plain):
+    """Token types of tokenizers, and position ids as they are anyway, of padded and of cached rows, too."""
+    loaded, given = plain[2], padded(PROMPTS)
+    with torch.no_grad():
+        want = loaded(**given).logits
+        types = torch.zeros_like(given["input_ids"])
+        from_first_token = (given["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+        for positions in (torch.arange(90)[None], from_first_token):
+            got = loaded(**given, token_type_ids=types, position_ids=positions)
+            assert torch.equal(got.logits, want)
+        row = {"input_ids": given["input_ids"][2:]}
+        cache = loaded(row["input_ids"][:, :50], use_cache=True).past_key_values
+        rest = loaded(row["input_ids"][:, 50:], past_key_values=cache, position_ids=torch.arange(50, 90)[None])
+        np.testing.assert_allclose(rest.logits, want[2:, 50:], rtol=0, atol=1e-4)
+
+
+def test_results_have_the_form_that_the_arguments_or_the_config_ask_for(plain):
+    loaded, tokens = copy.deepcopy(plain[2]), torch.as_tensor(draw(20))
+    for model in (loaded, loaded.model):
+        named = model(tokens)
+        assert named.hidden_states is None
+        assert isinstance(model(tokens, return_dict=False), tuple)
+        assert torch.equal(model(tokens, return_dict=False)[0], named[0])
+    loaded.config.output_hidden_states = True
+    assert len(loaded(tokens).hidden_states) == 3 == len(loaded.model(tokens).hidden_states)
+    assert loaded(tokens, output_hidden_states=False).hidden_states is None
+    loaded.config.return_dict = False
+    assert isinstance(loaded(tokens), tuple) and isinstance(loaded.model(tokens), tuple)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(plain, reentrant):
+    loaded, tokens = copy.deepcopy(plain[2]).train(), torch.as_tensor(draw(60, rows=2))
+    loaded(tokens, labels=tokens).loss.backward()
+    want = {name: parameter.grad.clone() for name, parameter in loaded.named_parameters()}
+    loaded.zero_grad()
+    loaded.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    loaded(tokens, labels=tokens).loss.backward()
+    for name, parameter in loaded.named_parameters():
+        torch.testing.assert_close(parameter.grad, want[name], msg=name)
+    with pytest.raises(ValueError, match="gradient checkpointing goes without a cache"):
+        loaded(tokens, use_cache=True)
 
 
 def test_dynamic_rope_refuses_cached_rows_that_it_would_turn_again(tmp_path):

@@ -18,12 +18,14 @@ import tokenizers
 import torch
 import transformers
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 import nsa_jax
 from nsa_jax import convert, export, nn
 from nsa_jax.config import default_config
-from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer
+from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer, load_tokenizer
 from nsa_jax.generate import Generator
+from nsa_jax.hub import families
 from nsa_jax.hub.convert import import_dense
 from nsa_jax.hub.native import export_native
 from nsa_jax.sampling import Sampling
@@ -162,6 +164,52 @@ def test_a_sliding_window_is_imported_as_window_attention(saved, request):
     assert error(short, want[:, :64]) <= 2e-5
 
 
+@pytest.mark.parametrize("saved", ["mistral", "qwen2"], indirect=True)
+def test_a_sliding_window_that_is_not_named_is_that_of_transformers(saved, monkeypatch):
+    """The default of transformers is 4,096; here both sides read it as 64, so that rows are longer."""
+    _, path = saved
+    described = json.loads((path / "config.json").read_text())
+    for name in ("sliding_window", "layer_types", "max_window_layers"):
+        described.pop(name, None)
+    if described["model_type"] == "qwen2":
+        described |= {"use_sliding_window": True, "max_window_layers": 1}
+    (path / "config.json").write_text(json.dumps(described))
+    assert transformers.AutoConfig.from_pretrained(path).sliding_window == families._SLIDING_WINDOW
+    there = transformers.AutoModelForCausalLM.from_pretrained(path, sliding_window=64, attn_implementation="eager")
+    monkeypatch.setattr(families, "_SLIDING_WINDOW", 64)
+    tokens = draw()
+    here, config = import_dense(path, attention="window", edit=float32)
+    assert config.model.nsa.window == 64 and error(ours(here, tokens), theirs(there, tokens)) <= 2e-5
+
+
+def test_another_head_beside_tied_embeddings_is_that_of_transformers(tmp_path):
+    make("llama3, tied").save_pretrained(tmp_path)
+    arrays = load_file(tmp_path / "model.safetensors")
+    arrays["lm_head.weight"] = np.flip(arrays["model.embed_tokens.weight"], 0).copy()
+    save_file(arrays, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    here, config = import_dense(tmp_path, edit=float32)
+    assert not config.model.tie_embeddings and there.config.tie_word_embeddings
+    assert error(ours(here, draw()), theirs(there, draw())) <= 2e-5
+
+
+@pytest.mark.parametrize("kind", ["dense", "nsa"])
+def test_generation_in_transformers_ends_and_draws_as_that_of_the_checkpoint(tmp_path, kind):
+    given = {"eos_token_id": [256, 65], "pad_token_id": 66, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    config = default_config()
+    config.model.update({"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16})
+    config.model.update({"attention": "dense", "compute_dtype": "float32", "init_std": 0.3})
+    model = nn.Transformer(nn.ModelConfig.from_config(config, 257), rngs=nnx.Rngs(3))
+    export_native(model, ByteTokenizer(), config, tmp_path / "in")
+    (tmp_path / "in" / "generation_config.json").write_text(json.dumps(given))
+    assert convert.main([str(tmp_path / "in"), str(tmp_path / "here"), f"--attention={kind}"]) == 0
+    assert export.main([str(tmp_path / "here"), str(tmp_path / "out"), "--format=transformers"]) == 0
+    load = transformers.GenerationConfig.from_pretrained
+    assert load(tmp_path / "out").to_diff_dict() == load(tmp_path / "in").to_diff_dict()
+    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert there.generation_config.eos_token_id == [256, 65] == there.config.eos_token_id
+
+
 @pytest.mark.parametrize("saved", FULL, indirect=True)
 def test_nsa_begins_as_the_model_of_transformers_on_short_rows(saved, request):
     """512 tokens are as many as the default window; the selected branch reads up to 1,024."""
@@ -274,6 +322,9 @@ def test_tokenizers_of_folders_are_read_by_transformers(tmp_path):
     text = "Native \u00e4\u00f6\u00fc  \U0001f600\n\tsparse"
     assert tokenizer.encode(text, add_special_tokens=False) == ByteTokenizer().encode(text).tolist()
     assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.eos_token_id == 256
+    assert tokenizer.pad_token_id == 256
+    assert tokenizer(["a", "bcd"], padding=True)["attention_mask"] == [[1, 0, 0], [1, 1, 1]]
+    assert transformers.GenerationConfig.from_pretrained(tmp_path).pad_token_id == 256
 
 
 def test_chat_templates_survive_both_ways(tmp_path):
@@ -294,6 +345,25 @@ def test_chat_templates_survive_both_ways(tmp_path):
     assert back.apply_chat_template(messages, tokenize=False) == want == "<user>HELLO</s>"
     assert back.encode("HELLO") == fast.encode("HELLO")
     assert (back.eos_token, back.eos_token_id) == ("</s>", 0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+@pytest.mark.parametrize("template", ["<bos> $A", "$A <bos>", "<bos> <bos> $A", "$A"])
+def test_texts_begin_as_in_transformers(tmp_path, template, settings):
+    words = {"</s>": 0, "<bos>": 1, **{chr(95 + i): i for i in range(2, 20)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.add_special_tokens(["</s>", "<bos>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=[("<bos>", 1)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<bos>", **settings}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+    config = default_config()
+    config.data.tokenizer, config.data.tokenizer_path = "hf", str(tmp_path / "tokenizer.json")
+    ours = load_tokenizer(config)
+    there = transformers.AutoTokenizer.from_pretrained(tmp_path).encode("abc")
+    begun = [*ours.prefix_ids, *ours.encode("abc")]
+    assert there[: len(begun)] == begun and set(there[len(begun) :]) <= {1}
 
 
 def test_bfloat16_folders_keep_their_dtype(tmp_path):

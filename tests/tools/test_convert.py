@@ -375,7 +375,8 @@ def test_the_tokenizer_and_its_chat_template_are_kept(tmp_path):
     assert convert.main([str(tmp_path / "in"), str(tmp_path / "nsa")]) == 0
     _, tokenizer, config = nsa_jax.load(tmp_path / "nsa")
     assert isinstance(tokenizer, HuggingFaceTokenizer)
-    assert tokenizer.settings == {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    kept = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "generation_config": {}}
+    assert tokenizer.settings == kept
     assert config.model.attention == "nsa" and tokenizer.eos_token == "</s>"
     assert load_tokenizer(config).fingerprint == tokenizer.fingerprint
     assert config.data.tokenizer_path == str(tmp_path / "nsa" / "tokenizer.json")
@@ -385,7 +386,7 @@ def test_the_tokenizer_and_its_chat_template_are_kept(tmp_path):
     assert export.main([str(tmp_path / "dense"), str(tmp_path / "out"), "--format=transformers"]) == 0
     settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert settings["chat_template"] == "{{ newer }}" and settings["eos_token"] == "</s>"
-    assert not settings.keys() & {"kind", "fingerprint", "auto_map"}
+    assert not settings.keys() & {"kind", "fingerprint", "auto_map", "generation_config"}
 
 
 def test_links_out_of_a_checkpoint_are_not_followed(tmp_path, capsys):

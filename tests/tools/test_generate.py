@@ -97,7 +97,7 @@ def test_tokens_per_dispatch_changes_no_token(model, generator):
         for a, b in zip(other(prompts, stop=stop, **settings), want, strict=True):
             assert (a.tokens, a.text, a.finish) == (b.tokens, b.text, b.finish)
             np.testing.assert_array_equal(a.block_indices, b.block_indices)
-    with pytest.raises(ValueError, match="tokens_per_dispatch=0: must be at least 1"):
+    with pytest.raises(ValueError, match="tokens_per_dispatch=0: must be a whole number of at least 1"):
         Generator(model, ByteTokenizer(), tokens_per_dispatch=0)
 
 
@@ -122,7 +122,9 @@ def test_filters_keep_what_they_promise():
     assert kept(top_p=0.6, temperature=0.5) == [0]  # 0.77 after sharpening
     seen = none.at[0, 0].set(True)
     out = filtered_logits(logits, seen, Sampling(repetition_penalty=4.0).arrays(), 5)
-    np.testing.assert_allclose(np.asarray(out)[0, :2], [4 * np.log(0.5), np.log(0.2)], rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(out)[0, 0] - np.asarray(out)[0, 1], 4 * np.log(0.5) - np.log(0.2), rtol=1e-6)
+    assert kept(top_p=1e-50) == kept(temperature=1e-38) == [0]  # 0 and infinite in float32
+    assert kept(vocab=9) == [0, 1, 2, 3, 4]  # a tokenizer's, larger than the model's
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,7 @@ def test_prompts_that_do_not_fit_or_are_not_text(generator, caplog):
         generator("text")
     assert generator([]) == []
     for wrong in (dict(max_tokens=0), dict(num_samples=0)):
-        with pytest.raises(ValueError, match="=0: must be at least 1"):
+        with pytest.raises(ValueError, match="=0: must be a whole number of at least 1"):
             generator(["x"], **wrong)
     assert generator(["x" * 95], max_tokens=10)[0].finish in ("context", "end")
     assert len(generator([""], max_tokens=3, sampling=Sampling(temperature=0))[0].tokens) <= 3

@@ -275,15 +275,17 @@ def test_files_of_an_export_have_the_modes_that_the_umask_gives(exports, tmp_pat
     assert set(modes.values()) == {0o666 & ~mask}, modes
 
 
-def test_an_export_that_was_cut_short_is_not_taken_for_a_whole_one(exports, tmp_path, monkeypatch):
+def test_an_export_that_is_cut_short_leaves_the_earlier_one_or_nothing(exports, tmp_path, monkeypatch):
     model, tokenizer, config = nsa_jax.load(exports / "shards")
     export.export(model, tokenizer, config, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
     def full(*_):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(type(tokenizer), "save", full)
-    with pytest.raises(OSError, match="No space"):
-        export.export(model, tokenizer, config, tmp_path / "out")
-    with pytest.raises(LoadError, match="it is no run and no exported model"):
-        nsa_jax.load(tmp_path / "out")
+    for name in ("out", "new"):
+        with pytest.raises(OSError, match="No space"):
+            export.export(nsa_jax.load(exports / "one file")[0], tokenizer, config, tmp_path / name)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert not (tmp_path / "new").exists()

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 from nsa_jax import nn
+from nsa_jax.config import ConfigError
 from nsa_jax.data import load_tokenizer
 from nsa_jax.export import export
 from nsa_jax.hub.export_files import LoadError
@@ -31,6 +32,12 @@ def test_the_first_loss_is_that_of_the_exported_weights(tmp_path):
     want = -(chosen * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
     run.run()
     assert list(losses(tmp_path / "run").values())[0] == pytest.approx(want, rel=1e-5)
+
+
+def test_a_step_of_an_export_is_refused(tmp_path):
+    exported(tmp_path / "export")
+    with pytest.raises(ConfigError, match="R022.*export@5: an exported model has no steps. Fix: leave out @5"):
+        make_run(tmp_path / "run", f"{tmp_path / 'export'}@5", train__steps=1)
 
 
 def test_an_export_of_another_shape_is_refused(tmp_path):

@@ -23,6 +23,7 @@ class NSACache(Cache):
     Attributes:
       start: [B], the column of each row's first token.
       seen: P, the columns that the cache holds.
+      embedded: how many of them were given as embeddings.
       states: for each layer, arrays by name: `key_slc` and `value_slc` of all columns, `key_win` and `value_win` of the
         last window - 1, `key_raw` and `value_raw` of the last compress_block - 1, `key_cmp` and `value_cmp` of all
         compressed blocks. What the others hold is absent: with `shared_kv` `key_win`, `value_win` and `value_raw`, with
@@ -37,6 +38,7 @@ class NSACache(Cache):
         super().__init__(layers=[])
         self.start = None
         self.seen = 0
+        self.embedded = 0
         self.states = []
 
     def __len__(self):
@@ -73,7 +75,7 @@ class NSACache(Cache):
 
     def reset(self):
         """Forgets everything."""
-        self.start, self.seen, self.states = None, 0, []
+        self.start, self.seen, self.embedded, self.states = None, 0, 0, []
 
     def crop(self, *args, **kwargs):
         """Not possible: columns that left the window are not kept."""

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .attention_nsa import NSACache, NSACompressor, NSADenseAttention, NSARMSNorm, NSAttention, Places, rope_turns
@@ -27,7 +28,7 @@ class NSAMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class NSADecoderLayer(nn.Module):
+class NSADecoderLayer(GradientCheckpointingLayer):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config, kind="nsa"):
@@ -48,6 +49,7 @@ class NSAPreTrainedModel(PreTrainedModel):
 
     config_class = NSAConfig
     base_model_prefix = "model"
+    supports_gradient_checkpointing = True
     _no_split_modules = ["NSADecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _is_stateful = True  # the cache cannot be cropped, which assisted generation needs
@@ -98,7 +100,11 @@ class NSAModel(NSAPreTrainedModel):
         past_key_values=None,
         inputs_embeds=None,
         use_cache=None,
+        output_attentions=None,
         output_hidden_states=None,
+        return_dict=None,
+        position_ids=None,
+        token_type_ids=None,
     ):
         """Activations of the last layer.
 
@@ -108,12 +114,23 @@ class NSAModel(NSAPreTrainedModel):
           past_key_values: `NSACache` of the P columns before.
           inputs_embeds: [B, T, D], in place of input_ids.
           use_cache: return an `NSACache`.
-          output_hidden_states: return the input of every layer and the result.
+          output_attentions: must not be asked for: there are no dense matrices of attention.
+          output_hidden_states: return the input of every layer and the result; None: as the config says.
+          return_dict: False returns a tuple; None: as the config says.
+          position_ids: None, or those that the model uses anyway.
+          token_type_ids: not used; tokenizers give them.
         """
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError("output_attentions: sparse attention has no dense matrices to return")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if not x.shape[0] or not x.shape[1]:
+            name = "input_ids" if inputs_embeds is None else "inputs_embeds"
+            raise ValueError(f"{name} has the shape {tuple(x.shape[:2])}: give at least one token")
         cache = past_key_values
         if cache is not None and not isinstance(cache, NSACache):
             raise ValueError(
@@ -121,26 +138,31 @@ class NSAModel(NSAPreTrainedModel):
             )
         if cache is None and use_cache:
             cache = NSACache()
+        if cache is not None and self.training and self.layers[0].gradient_checkpointing:
+            raise ValueError("gradient checkpointing goes without a cache: leave out use_cache and past_key_values")
         past = cache.seen if cache is not None else 0
         start = self._first_columns(x, attention_mask, cache, past)
         places = Places(self.config, start, past, x.shape[1])
+        self._check_positions(places, position_ids)
         self._check_dynamic(places)
         turns = rope_turns(self.config, places.positions, places.row_lengths)
         ends = places.new_blocks * self.config.compress_stride + self.config.compress_block - 1
         block_turns = rope_turns(self.config, ends, places.row_lengths)
         if cache is not None:
             cache.start, cache.seen = start, past + x.shape[1]
+            cache.embedded += 0 if inputs_embeds is None else x.shape[1]
             cache.states = cache.states or [{} for _ in self.layers]
         hidden = []
         for index, layer in enumerate(self.layers):
             hidden.append(x)
             x = layer(x, places, turns, block_turns, None if cache is None else cache.states[index])
         x = self.norm(x)
-        return BaseModelOutputWithPast(
+        result = BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=cache,
             hidden_states=(*hidden, x) if output_hidden_states else None,
         )
+        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()
 
     def _first_columns(self, x, mask, cache, past):
         """The column of each row's first token, [B]."""
@@ -159,6 +181,15 @@ class NSAModel(NSAPreTrainedModel):
         if known is not None and not torch.equal(start.clamp_max(past), known):
             raise ValueError("attention_mask: differs from that of the cached tokens")
         return start
+
+    def _check_positions(self, places, given):
+        """Positions count from a row's first token, or from its first column, which rotates keys and queries alike."""
+        if given is None:
+            return
+        usual, real = places.positions, places.positions >= 0
+        given = given.to(usual.device)
+        if not any(((given == at) | ~real).all() for at in (usual, usual + places.start[:, None])):
+            raise ValueError("position_ids: must be 0, 1, 2, ... in each row; leave them out")
 
     def _check_dynamic(self, places):
         """RoPE of the kind "dynamic" would turn the cached keys of longer rows again."""
@@ -200,11 +231,15 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         """The arguments of `forward` for the next token: what the cache does not hold yet."""
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         given = {"attention_mask": attention_mask, "past_key_values": past_key_values, "use_cache": use_cache}
-        given |= {name: kwargs[name] for name in ("output_hidden_states", "logits_to_keep") if name in kwargs}
+        passed = ("output_attentions", "output_hidden_states", "logits_to_keep")
+        given |= {name: kwargs[name] for name in passed if name in kwargs}
         if inputs_embeds is not None and not seen:
             return {"inputs_embeds": inputs_embeds, **given}
-        # input_ids may hold what the cache holds, or not; the mask counts both.
-        new = (input_ids if attention_mask is None else attention_mask).shape[1] - seen
+        # input_ids may lack what was given as embeddings; the mask counts all columns.
+        columns = input_ids.shape[1]
+        if columns <= seen and past_key_values is not None:
+            columns += past_key_values.embedded or seen
+        new = (columns if attention_mask is None else attention_mask.shape[1]) - seen
         return {"input_ids": input_ids[:, -new:], **given}
 
     def forward(
@@ -218,24 +253,34 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         output_attentions=None,
         output_hidden_states=None,
         return_dict=None,
+        position_ids=None,
+        token_type_ids=None,
         logits_to_keep=0,
         **loss_arguments,
     ):
         """float32 logits [B, T, vocabulary], and the loss of `labels` (shifted here; -100 is left out).
 
         Args:
-          input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states: see `NSAModel`.
+          input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_attentions, output_hidden_states,
+            return_dict, position_ids, token_type_ids: see `NSAModel`.
           labels: [B, T].
-          output_attentions: must not be asked for: there are no dense matrices of attention.
-          return_dict: False returns a tuple.
           logits_to_keep: only the logits of so many last tokens are computed; 0 means all.
           loss_arguments: of the loss, such as num_items_in_batch.
         """
-        if output_attentions:
-            raise ValueError("output_attentions: sparse attention has no dense matrices to return")
         if unknown := set(loss_arguments) - {"num_items_in_batch"}:
             raise TypeError(f"forward takes no argument {', '.join(sorted(unknown))}")
-        out = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states)
+        out = self.model(
+            input_ids,
+            attention_mask,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_attentions,
+            output_hidden_states,
+            return_dict=True,
+            position_ids=position_ids,
+            token_type_ids=token_type_ids,
+        )
         hidden = out.last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, keep]).float()
@@ -247,4 +292,4 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         result = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
         )
-        return result if return_dict is not False else result.to_tuple()
+        return result if (self.config.return_dict if return_dict is None else return_dict) else result.to_tuple()

@@ -1,0 +1,110 @@
+"""The directory that an export is written to: what it may replace, and how it replaces an earlier export as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from nsa_jax.fields import remote
+from nsa_jax.hub.export_files import CHECKSUMS, INDEX, MODEL_TYPE, WHOLE, LoadError, read_json
+from nsa_jax.hub.native_nsa import SOURCES
+
+_UNFINISHED = ".unfinished-export"  # files are written here first
+_RUN = ("checkpoints", "env.json")  # what tells a run's workdir
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+# Files of an export that a reader would take for part of the next one.
+_STALE = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", *SOURCES)
+
+
+def _is_export(path: Path) -> bool:
+    """Whether a directory holds what an export wrote: its config.json says so, or its weights have checksums."""
+    with contextlib.suppress(LoadError):
+        if read_json(path, "config.json").get("model_type") == MODEL_TYPE:
+            return True
+    weights = sorted(name for name in os.listdir(path) if name == WHOLE or _SHARD.fullmatch(name))
+    with contextlib.suppress(SafetensorError, OSError):
+        for name in weights[:1]:
+            with safe_open(path / name, framework="np") as file:
+                return CHECKSUMS in (file.metadata() or {})
+    return False
+
+
+def check_output(directory: str | os.PathLike, overwrite: bool = False) -> None:
+    """Checks that an export may be written into a directory, before a model is read for it.
+
+    It may be new, empty, or hold an earlier export, which is replaced.
+
+    Args:
+      directory: to be written.
+      overwrite: it may hold anything but a run; files of an export's names are replaced there, and others stay.
+
+    Raises:
+      LoadError: it cannot be written, or holds something else.
+    """
+    path = Path(directory).absolute()
+    if remote(os.fspath(directory)):
+        raise LoadError(f"{directory}: exports are written to directories alone; name one, and copy it from there")
+    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if not existing.is_dir():
+        raise LoadError(f"{directory}: {existing} is no directory; name a directory to write")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        fix = "name another directory to write, or correct its permissions"
+        raise LoadError(f"{directory}: {existing} cannot be written ({error.strerror}); {fix}") from error
+    if existing != path:
+        return
+    if run := [name for name in _RUN if os.path.lexists(path / name)]:
+        raise LoadError(f"{directory}: holds a run ({', '.join(run)}); name another directory to write")
+    held = sorted(set(os.listdir(path)) - {_UNFINISHED})
+    if held and not overwrite and not _is_export(path):
+        shown = ", ".join(held[:3]) + (f" and {len(held) - 3} more" if len(held) > 3 else "")
+        raise LoadError(
+            f"{directory}: holds {shown}, and no earlier export. Fix: name another directory to write, or replace the "
+            "model that is there with --overwrite"
+        )
+
+
+@contextlib.contextmanager
+def whole_export(directory: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
+    """A folder for the files of an export, which move to their places when all are written.
+
+    Until then an earlier export stays as it is, also where the program is killed.
+
+    Args:
+      directory: of the export, see `check_output`; created if needed.
+      overwrite: see `check_output`.
+
+    Yields:
+      The folder, empty.
+
+    Raises:
+      LoadError: as `check_output`.
+    """
+    check_output(directory, overwrite)
+    path, new = Path(directory), not os.path.lexists(directory)
+    unfinished = path / _UNFINISHED
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        # config.json goes first and comes last: an export that is cut short here is not taken for a whole one.
+        (path / "config.json").unlink(missing_ok=True)
+        for name in os.listdir(path):
+            if name in (WHOLE, INDEX, *_STALE) or _SHARD.fullmatch(name):
+                (path / name).unlink()
+        for name in sorted(os.listdir(unfinished), key=lambda name: (name == "config.json", name)):
+            os.replace(unfinished / name, path / name)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if new:
+            with contextlib.suppress(OSError):  # it is empty where the export failed
+                path.rmdir()

@@ -1,0 +1,106 @@
+"""Evaluation from the command line: where results go, whose they are, and what is refused before it is computed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nsa_jax import convert, evaluate, export
+from nsa_jax.evaluate import command
+from nsa_jax.inspect.__main__ import main as inspect_main
+
+from .checkpoints import describe, write
+from .runs import small_config, write_run
+
+
+@pytest.fixture
+def text(tmp_path) -> list[str]:
+    (tmp_path / "text.txt").write_text("value = 1\n" * 40)
+    return ["--files", str(tmp_path / "text.txt"), "--tasks=perplexity"]
+
+
+def results(directory: Path) -> dict:
+    return json.loads((directory / "evaluation" / "evaluation.json").read_text())
+
+
+@pytest.mark.parametrize("step", ["", "@1"])
+def test_results_go_into_a_directory_with_an_at_in_its_path(tmp_path, text, step):
+    path = tmp_path / "user@host" / "run@home"
+    write_run(path, small_config())
+    assert evaluate.main([f"{path}{step}", *text]) == 0
+    assert results(path)["tasks"]["perplexity"]["tokens"] == 400
+    assert [child.name for child in path.parent.iterdir()] == ["run@home"]
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["text.txt", "user@host"]
+
+
+def test_results_of_another_model_at_the_same_place_are_dropped(tmp_path, text):
+    run, out = tmp_path / "run", tmp_path / "out"
+    write_run(run, small_config())
+    files = text[:2]
+    assert export.main([f"{run}@1", str(out)]) == 0
+    assert evaluate.main([str(out), *files, "--tasks=position"]) == evaluate.main([str(out), *text]) == 0
+    first = results(out)
+    assert first["tasks"].keys() == {"position", "perplexity"}  # of the same model
+    assert export.main([f"{run}@2", str(out)]) == 0
+    assert evaluate.main([str(out), *text]) == 0
+    assert results(out)["tasks"].keys() == {"perplexity"} and results(out)["fingerprint"] != first["fingerprint"]
+
+
+def test_the_validation_of_a_model_without_a_run_is_not_called_that_of_training(tmp_path, monkeypatch, capsys):
+    write(tmp_path / "in", describe("llama2", vocab_size=300))
+    write_run(tmp_path / "run", small_config())
+    assert convert.main([str(tmp_path / "in"), str(tmp_path / "out"), "--tokenizer=byte"]) == 0
+    monkeypatch.setattr(command, "repeat_validation", lambda *_: {"loss": 2.0})
+    for name, said in (("out", False), ("run", True)):
+        capsys.readouterr()
+        assert evaluate.main([str(tmp_path / name), "--tasks=validation"]) == 0
+        shown = " ".join(capsys.readouterr().out.split())  # a title may have two lines
+        assert "validation" in shown and ("as in training" in shown) == said
+
+
+def test_rows_that_are_too_short_are_refused_or_left_out_before_anything_is_computed(tmp_path, monkeypatch, capsys):
+    config = small_config()
+    config.data.seq_len = 48
+    write_run(tmp_path / "run", config)
+    (tmp_path / "text.txt").write_text("value = 1\n" * 40)
+    base = [str(tmp_path / "run"), "--files", str(tmp_path / "text.txt")]
+    assert evaluate.main(base) == 0
+    shown = capsys.readouterr().out
+    assert "needle-multi is left out: context=48: too short: 4 facts need" in shown and "perplexity" in shown
+    assert results(tmp_path / "run")["tasks"].keys() == {"perplexity", "position"}
+    monkeypatch.setattr(command, "score_documents", lambda *_, **__: pytest.fail("losses were computed"))
+    for tasks, words in (
+        (["--tasks=perplexity,needle-multi"], "context=48: too short: 4 facts need"),
+        (["--tasks=perplexity,long"], "context=48: too short: these tasks need"),
+        (["--tasks=perplexity,needle", "--lengths=512,20"], "--lengths 20: too short: 1 facts need"),
+    ):
+        assert evaluate.main([*base, *tasks]) == 2
+        captured = capsys.readouterr()
+        assert words in captured.err and "nats" not in captured.out
+
+
+def test_bits_per_byte_of_no_bytes_are_unknown():
+    def scorer(inputs, targets):
+        return np.ones(inputs.shape, np.float32)
+
+    sizes = dict(context=8, stride=8, batch_size=1)
+    found = evaluate.score_documents(scorer, [np.arange(5)], np.zeros(9, np.int32), 8, **sizes)
+    assert found["bits_per_byte"] is None and (found["tokens"], found["bytes"], found["loss"]) == (5, 0, 1.0)
+
+
+def test_inspect_says_that_its_text_is_a_file(tmp_path, capsys):
+    for given in ("hello world", "x" * 300, str(tmp_path)):
+        assert inspect_main([str(tmp_path / "run"), "--text", given]) == 2
+        error = capsys.readouterr().err
+        assert f"--text={given}: cannot be read" in error and "names a FILE, and - is the standard input" in error
+
+
+def test_inspect_writes_into_a_directory_with_an_at_in_its_path(tmp_path, text):
+    path = tmp_path / "user@host" / "run"
+    write_run(path, small_config())
+    assert inspect_main([f"{path}@1", "--text", text[1], "--tokens=64"]) == 0
+    assert [child.name for child in tmp_path.iterdir() if child.is_dir()] == ["user@host"]
+    assert (path / "explore.html").exists()

@@ -1,0 +1,75 @@
+"""Arguments of the generator that cannot be meant are refused at once; a reader that has enough ends the program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from flax import nnx
+
+import nsa_jax
+from nsa_jax import nn
+from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer
+from nsa_jax.generate import Generator
+from nsa_jax.sampling import Sampling
+
+from .runs import small_config, write_run
+
+
+@pytest.fixture(scope="module")
+def model():
+    return nn.Transformer(nn.ModelConfig.from_config(small_config(), 257), rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def generator(model):
+    return Generator(model, ByteTokenizer(), context=96, chunk=32)
+
+
+def test_one_stop_string_is_not_its_characters(generator):
+    settings = dict(max_tokens=30, sampling=Sampling(seed=3))
+    (plain,) = generator(["x"], **settings)
+    stop = plain.text[5:8]
+    for given in (stop, [stop], (stop,)):
+        (stopped,) = generator(["x"], **settings, stop=given)
+        assert stopped.finish == "stop" and stopped.text == plain.text[: plain.text.index(stop)]
+
+
+@pytest.mark.parametrize("value", [2.5, 0, -1, True, "3", None])
+@pytest.mark.parametrize("name", ["max_tokens", "num_samples"])
+def test_counts_of_a_call_are_whole_numbers(generator, name, value):
+    with pytest.raises(ValueError, match=f"{name}=.*: must be a whole number of at least 1"):
+        generator(["x"], **{name: value})
+
+
+@pytest.mark.parametrize("value", [4.5, 0, -3, True, "96"])
+@pytest.mark.parametrize("name", ["context", "chunk", "tokens_per_dispatch"])
+def test_sizes_of_a_generator_are_whole_numbers(model, name, value):
+    with pytest.raises(ValueError, match=f"{name}=.*: must be a whole number of at least 1"):
+        Generator(model, ByteTokenizer(), **{name: value})
+
+
+@pytest.mark.parametrize("value", [{"temperature": 0.5}, {}, 0.8])
+def test_sampling_is_a_record(generator, value):
+    with pytest.raises(ValueError, match=r"sampling=.*: must be a Sampling, such as Sampling\(temperature=0.8\)"):
+        generator(["x"], sampling=value)
+
+
+def test_a_tokenizer_with_ids_that_the_model_has_not_is_refused(model):
+    with pytest.raises(ValueError, match="the tokenizer has 1,000 ids and the model 260: give the tokenizer"):
+        Generator(model, SyntheticTokenizer(1000, copy=False))
+
+
+@pytest.mark.parametrize("options", [[], ["--num-samples=2"]])
+def test_a_reader_that_has_enough_ends_it_quietly(tmp_path, options):
+    write_run(tmp_path / "run", small_config())
+    program = [sys.executable, "-m", "nsa_jax.generate", str(tmp_path / "run"), "--prompt=a", "--quiet", *options]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(nsa_jax.__file__).parent.parent)}
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(program, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment, timeout=300)
+    os.close(writing)
+    assert done.returncode == 0 and "pipe" not in done.stderr.lower() and "Traceback" not in done.stderr
