@@ -12,10 +12,10 @@ from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 
-from nsa_jax.fields import ConfigError, Problem, check_fields
+from nsa_jax.fields import ConfigError, Problem, check_fields, shown, source_configs, walk
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.rope import RopeScaling
-from nsa_jax.rules import CHOICES, FATAL, broken_rules, geometry
+from nsa_jax.rules import CHOICES, FATAL, GENERATED, broken_rules, geometry
 
 __all__ = [
     "CHOICES",
@@ -225,6 +225,81 @@ def nsa_config(config: ConfigDict) -> NSAConfig:
     return NSAConfig(**geometry(config.model.nsa))
 
 
+# Fields of config.data that only these sources read.
+_READ_BY = {
+    "files": ("text", "tokens", "trees"),
+    "hf_path": ("hf",),
+    "hf_streaming": ("hf",),
+    "text_separator": ("text",),
+}
+_OTHER_DATA = ("data.source", "data.files", "data.hf_path")  # without effect, these mean training on other data
+
+# Fields that have an effect only while another field has one of these values.
+_NEEDS = {
+    "data.tokenizer_path": ("data.tokenizer", ("hf",)),
+    "data.bpe_vocab_size": ("data.tokenizer", ("bpe",)),
+    "data.shuffle_buffer": ("data.hf_streaming", (True,)),
+    "data.stream_lanes": ("data.hf_streaming", (True,)),
+    "optim.decay_fraction": ("optim.schedule", ("wsd",)),
+    **{
+        f"model.rope_scaling.{field.name}": ("model.rope_scaling.kind", CHOICES["model.rope_scaling.kind"][1:])
+        for field in dataclasses.fields(RopeScaling)
+        if field.name != "kind"
+    },
+}
+
+
+def _without_effect(config: ConfigDict) -> list[Problem]:
+    """R063: fields that were set and that nothing reads."""
+    values, defaults = dict(walk(config)), dict(walk(default_config()))
+    sources = source_configs(config)
+    kinds = {alone.data.source for alone in sources.values()}
+    first = min(sources, key=lambda name: sources[name].data.source in GENERATED)  # the first that reads something
+    # A config that is made for a dataset keeps its name and vocabulary when flags choose other data or bytes.
+    made_for_dataset = values["data.hf_path"] and not ("stdlib" in kinds and kinds <= {"stdlib", *GENERATED})
+    kept = ("data.hf_path", "data.bpe_vocab_size") if made_for_dataset else ()
+    problems = []
+
+    def report(name: str, because: str, fix: str) -> None:
+        severity = "error" if name in _OTHER_DATA else "warning"
+        message = f"config.{name}={shown(values[name])} has no effect, because {because}"
+        fix = f"{fix}, or leave config.{name} at its default, {defaults[name]!r}"
+        problems.append(Problem("R063", severity, message, fix))
+
+    for name, (other, needed) in _NEEDS.items():
+        if values[name] != defaults[name] and values[other] not in needed and name not in kept:
+            report(name, f"config.{other}={values[other]!r}", f"set config.{other}={needed[0]!r}")
+    for field, readers in _READ_BY.items():
+        name = f"data.{field}"
+        if values[name] != defaults[name] and not _is_read(config, field, readers) and name not in kept:
+            fix = f"set config.data.source={readers[0]!r}"
+            if first:
+                fix = f"set config.data.sources.{first}.source={readers[0]!r} and config.data.sources.{first}.{field}"
+            report(name, _because(config, field, readers), fix)
+    named = all("source" in fields for fields in config.data.sources.values())
+    if first and named and values["data.source"] not in {defaults["data.source"], "synthetic", *kinds}:
+        report("data.source", _because(config, "source"), f"set config.data.sources.{first}.source")
+    return problems
+
+
+def _is_read(config: ConfigDict, field: str, readers: tuple[str, ...]) -> bool:
+    """Whether a source takes this field from config.data and reads it."""
+    return any(
+        alone.data.source in readers and not (name and field in config.data.sources[name])
+        for name, alone in source_configs(config).items()
+    )
+
+
+def _because(config: ConfigDict, field: str, readers: tuple[str, ...] = ()) -> str:
+    """What each source has instead: a kind that does not read the field, or a value of its own."""
+    found = []
+    for name, alone in source_configs(config).items():
+        of = field if alone.data.source in readers else "source"
+        own = name and of in config.data.sources[name]
+        found.append(f"config.data.{f'sources.{name}.' if own else ''}{of}={shown(alone.data[of])}")
+    return ", ".join(dict.fromkeys(found))
+
+
 def validate(config: ConfigDict) -> list[Problem]:
     """Everything that is wrong or doubtful about a config, without touching a device, data or the network.
 
@@ -237,7 +312,11 @@ def validate(config: ConfigDict) -> list[Problem]:
     config, wrong, replaced = check_fields(config, default_config())
     # What a rule says about a field that has its default for the time being is not true.
     doubtful = re.compile(rf"\b(?:{'|'.join(map(re.escape, replaced))})\b") if replaced else None
-    broken = [p for p in broken_rules(config) if doubtful is None or not doubtful.search(p.message)]
+    broken = [
+        problem
+        for problem in broken_rules(config) + _without_effect(config)
+        if doubtful is None or not doubtful.search(problem.message)
+    ]
     return sorted(wrong + broken, key=lambda problem: (problem.severity != "error", problem.rule))
 
 

@@ -6,6 +6,7 @@ The others are those of preflight.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from nsa_jax.batch_ramp import BatchRamp
-from nsa_jax.fields import Problem, remote, source_configs
+from nsa_jax.fields import Problem, nearest, remote, source_configs
 from nsa_jax.object_store import SCHEMES, scheme_of
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.gpus import GPUS
@@ -190,7 +191,8 @@ def _check_values(config: ConfigDict, found: _Findings) -> None:
     for name, allowed in CHOICES.items():
         value = _field(config, name)
         if value not in allowed:
-            found.error("R001", f"config.{name}={value!r}: no such choice", f"use one of {', '.join(allowed)}")
+            choices = ", ".join(choice or '""' for choice in allowed)
+            found.error("R001", f"config.{name}={value!r}: no such choice", f"use one of {choices}")
     for lowest, names in _AT_LEAST.items():
         for name in names.split():
             value = _field(config, name)
@@ -400,7 +402,7 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
     if config.train.batch_size % d.stream_lanes:
         message = f"config.data.stream_lanes={d.stream_lanes}: cannot share batch_size={config.train.batch_size} evenly"
         found.error("R007", message, "use a divisor of config.train.batch_size")
-    elif (rows := _piece_rows(config.train)) % d.stream_lanes:
+    elif (rows := piece_rows(config.train)) % d.stream_lanes:
         message = f"config.data.stream_lanes={d.stream_lanes}: cannot share batch_ramp's pieces of {rows} rows"
         found.error("R007", message, f"use a divisor of {rows}, which divides every batch of config.train.batch_ramp")
     smallest = {"byte": 257, "bpe": d.bpe_vocab_size}.get(d.tokenizer, 0)
@@ -417,12 +419,12 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
         found.error("R009", message, fix)
 
 
-def _piece_rows(train: ConfigDict) -> int:
+def piece_rows(train: Mapping[str, Any]) -> int:
     """Rows in which the data are read; those of the whole batch where the ramp is wrong, which R010 reports."""
     try:
         return BatchRamp.of(train).unit
     except ValueError:
-        return int(train.batch_size)
+        return int(train["batch_size"])
 
 
 def _check_mixed_source(path: str, alone: ConfigDict, weight: float, found: _Findings) -> None:
@@ -465,7 +467,7 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
         message = f"config.train.trackers={t.trackers}: {unknown[0]!r} is no tracker"
         found.error("R001", message, f'use some of {", ".join(TRACKERS)}, such as ("wandb",)')
     try:
-        BatchRamp.of(t)
+        _check_rows(config, BatchRamp.of(t), found)
     except ValueError as error:
         found.error("R010", f"config.train.batch_ramp={t.batch_ramp}: {error}", "see docs/training.md")
     if config.guards.roll_back and not t.save_every:
@@ -474,6 +476,12 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
     if o.warmup_steps >= t.steps > 0:
         message = f"config.optim.warmup_steps={o.warmup_steps}: the run of {t.steps} steps ends before the warm-up"
         found.error("R011", message, "warm up for 1 to 10 % of the steps")
+    elif o.schedule == "wsd" and (late := o.warmup_steps + o.decay_fraction * t.steps) > t.steps + 1e-6:
+        message = (
+            f"config.optim.warmup_steps={o.warmup_steps}, decay_fraction={o.decay_fraction}: warm-up and decay need "
+            f"{math.ceil(late):,} of {t.steps:,} steps, so the learning rate never reaches its peak"
+        )
+        found.error("R011", message, "warm up for 1 to 10 % of the steps, and lower decay_fraction")
     if t.eval_every and not t.eval_batches:
         message = "config.train.eval_batches=0 with eval_every > 0: there is no validation"
         found.warning("R012", message, "set eval_batches, or eval_every=0 as well")
@@ -491,6 +499,25 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
         )
         found.error("R014", message, "validate several times, on 16 batches or more")
     _check_long_run(config, found)
+
+
+def _check_rows(config: ConfigDict, ramp: BatchRamp, found: _Findings) -> None:
+    """What a run of several batch sizes, or of several sources, makes of its rows."""
+    t, rows = config.train, [rows for _, rows in ramp.stages] + [ramp.final]
+    if ramp.stages and ramp.stages[-1][0] >= t.steps:
+        message = (
+            f"config.train.batch_ramp={t.batch_ramp}: never reaches batch_size={t.batch_size} in {t.steps:,} steps"
+        )
+        found.warning("R010", message, "end its last stage before config.train.steps")
+    if rows != sorted(rows):
+        message = f"config.train.batch_ramp={t.batch_ramp}: batches shrink ({' to '.join(map(str, rows))} rows)"
+        found.warning("R010", message, "let the rows of later stages grow, up to batch_size")
+    weights = {name: fields.get("weight", 1.0) for name, fields in config.data.sources.items()}
+    total = sum(max(weight, 0) for weight in weights.values())
+    for name, weight in weights.items():
+        if weight > 0 and (expected := ramp.rows_before(t.steps) * weight / total) < 1:
+            message = f"config.data.sources.{name}.weight={weight}: {expected:.2g} rows are expected in the whole run"
+            found.warning("R007", message, "raise it, or leave the source out")
 
 
 def _check_long_run(config: ConfigDict, found: _Findings) -> None:
@@ -522,14 +549,17 @@ def _check_long_run(config: ConfigDict, found: _Findings) -> None:
         found.warning("R019", "config.preflight.selftest=False: causality is taken on trust", "leave it on")
 
 
-_RULE_ID = re.compile(r"R\d{3}")
+# The ids of all rules, of preflight too; docs/config.md lists what they say.
+RULES = frozenset(f"R{i:03}" for i in (*range(39), *range(40, 45), *range(50, 64)))
 
 
 def _check_ignored(config: ConfigDict, found: _Findings) -> None:
     for rule in config.preflight.ignore:
-        if not (isinstance(rule, str) and _RULE_ID.fullmatch(rule)):
+        if rule not in RULES:
+            meant = nearest(str(rule).upper(), sorted(RULES))
             message = f"config.preflight.ignore: {rule!r} is no rule's id"
-            found.error("R000", message, 'name the rules as errors do, such as ("R013",)')
+            hint = f"did you mean {meant!r}? " if meant else ""
+            found.error("R000", message, f'{hint}name the rules as errors do, such as ("R013",)')
         elif rule in FATAL:
             message = f"config.preflight.ignore: {rule} cannot be ignored, no run could follow"
             found.error("R000", message, f"correct what {rule} says, and take it out of the tuple")

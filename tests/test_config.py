@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from nsa_jax.command_line import load_config, override
 from nsa_jax.config import ConfigError, NSAConfig, check, default_config, nsa_config, validate
 from nsa_jax.nn import ModelConfig
+from nsa_jax.rules import RULES
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("[a-z]*.py"))
@@ -127,6 +129,131 @@ def test_bad_values_are_found_with_field_and_fix(field, value, rule):
     assert name in problems[0].message and (str(value) in problems[0].message or repr(value) in problems[0].message)
     with pytest.raises(ConfigError, match=rule):
         check(config)
+
+
+QUICKSTART = {"text": {"source": "stdlib"}, "keypad": {"source": "task"}}
+WITHOUT_EFFECT = [
+    (["data.files=a.txt"], "error", "data.files=('a.txt',)", "data.source='stdlib'", "data.source='text'"),
+    (["data.hf_path=json"], "error", "data.hf_path='json'", "data.source='stdlib'", "data.source='hf'"),
+    (["data.hf_streaming=True"], "warning", "data.hf_streaming=True", "data.source='stdlib'", "data.source='hf'"),
+    (["data.text_separator=%"], "warning", "data.text_separator='%'", "data.source='stdlib'", "data.source='text'"),
+    (["data.tokenizer_path=x"], "warning", "data.tokenizer_path='x'", "data.tokenizer='byte'", "data.tokenizer='hf'"),
+    (["data.bpe_vocab_size=300"], "warning", "data.bpe_vocab_size=300", "data.tokenizer='byte'", "tokenizer='bpe'"),
+    (["data.shuffle_buffer=9"], "warning", "data.shuffle_buffer=9", "data.hf_streaming=False", "hf_streaming=True"),
+    (["data.stream_lanes=2"], "warning", "data.stream_lanes=2", "data.hf_streaming=False", "hf_streaming=True"),
+    (["optim.decay_fraction=0.5"], "warning", "decay_fraction=0.5", "optim.schedule='cosine'", "schedule='wsd'"),
+    (
+        ["model.rope_scaling.factor=2"],
+        "warning",
+        "model.rope_scaling.factor=2.0",
+        "model.rope_scaling.kind='none'",
+        "model.rope_scaling.kind='linear'",
+    ),
+]
+READ = [
+    ["data.source=text", "data.files=a.txt", "data.text_separator=%"],
+    ["data.sources.a.source=text", "data.sources.b.source=stdlib", "data.files=a.txt"],
+    ["data.source=text", "data.files=a.txt", "data.sources.a.weight=1", "data.sources.b.source=stdlib"],
+    ["data.source=trees", "data.sources.a.source=trees", "data.sources.b.source=task"],
+    # A config for a data set, and other data or another tokenizer by flags.
+    ["data.source=text", "data.files=a.txt", "data.hf_path=x"],
+    ["data.source=hf", "data.hf_path=x", "data.bpe_vocab_size=300"],
+    ["data.source=hf", "data.hf_path=x", "data.hf_streaming=True", "data.shuffle_buffer=9", "data.stream_lanes=2"],
+    ["optim.schedule=wsd", "optim.decay_fraction=0.5"],
+]
+
+
+def overridden(*overrides, **sources):
+    config = default_config()
+    with config.unlocked():
+        config.data.sources = sources
+    assert override(config, overrides) == []
+    return config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "severity", "what", "because", "fix"), WITHOUT_EFFECT, ids=lambda value: value[0]
+)
+def test_a_field_that_nothing_reads_is_reported(overrides, severity, what, because, fix):
+    (problem,) = validate(overridden(*overrides))
+    assert (problem.rule, problem.severity) == ("R063", severity)
+    assert what in problem.message and f"has no effect, because config.{because}" in problem.message
+    assert problem.fix.startswith("set config.") and fix in problem.fix
+
+
+def test_a_field_that_several_sources_override_is_reported():
+    alone = validate(overridden("data.files=a.txt", **QUICKSTART))
+    message = (
+        "has no effect, because config.data.sources.keypad.source='task', config.data.sources.text.source='stdlib'"
+    )
+    assert [p.message for p in alone] == [f"config.data.files=('a.txt',) {message}"]
+    assert "set config.data.sources.text.source='text' and config.data.sources.text.files" in alone[0].fix
+    both = validate(overridden("data.source=hf", "data.hf_path=json", **QUICKSTART))
+    assert [p.message for p in both] == [f"config.data.hf_path='json' {message}", f"config.data.source='hf' {message}"]
+    own = validate(overridden("data.source=text", "data.files=a.txt", a={"files": ("b.txt",)}))
+    assert [p.message for p in own] == [
+        "config.data.files=('a.txt',) has no effect, because config.data.sources.a.files=('b.txt',)"
+    ]
+
+
+@pytest.mark.parametrize("overrides", READ, ids=lambda value: value[0])
+def test_a_field_that_a_source_reads_is_not_reported(overrides):
+    assert [problem for problem in validate(overridden(*overrides)) if problem.rule == "R063"] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "quality").glob("*.py")), ids=lambda path: path.stem)
+def test_configs_of_the_comparison_are_valid(path):
+    assert validate(load_config(str(path))) == []
+
+
+DOUBTFUL = [
+    (
+        ["optim.schedule=wsd", "optim.decay_fraction=0.95"],
+        "R011 error: config.optim.warmup_steps=100, decay_fraction=0.95: warm-up and decay need 1,050 of 1,000 steps, "
+        "so the learning rate never reaches its peak",
+    ),
+    (
+        ["preflight.ignore=R0013"],
+        "R000 error: config.preflight.ignore: 'R0013' is no rule's id. Fix: did you mean 'R013'? name the rules",
+    ),
+    (
+        ["preflight.ignore=r029"],
+        "R000 error: config.preflight.ignore: 'r029' is no rule's id. Fix: did you mean 'R029'?",
+    ),
+    (["preflight.target=H100"], "config.preflight.target='H100': no such choice. Fix: use one of \"\", a100"),
+    (
+        ["train.batch_ramp=('100:4', '1000:6')"],
+        "R010 warning: config.train.batch_ramp=('100:4', '1000:6'): never reaches batch_size=8 in 1,000 steps",
+    ),
+    (
+        ["train.batch_ramp=('10:6', '20:4')"],
+        "R010 warning: config.train.batch_ramp=('10:6', '20:4'): batches shrink (6 to 4",
+    ),
+    (["train.batch_ramp=('10:16',)"], "batches shrink (16 to 8 rows)"),
+    (
+        ["data.sources.a.weight=1e6", "data.sources.b.weight=1"],
+        "R007 warning: config.data.sources.b.weight=1.0: 0.008 rows are expected in the whole run. Fix: raise it, or",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), DOUBTFUL, ids=lambda value: value[0] if isinstance(value, list) else "")
+def test_settings_that_miss_their_purpose_are_reported(overrides, said):
+    batches = ["train.grad_accum=4"] if "batch_ramp" in overrides[0] else []
+    (problem,) = validate(overridden(*batches, *overrides))
+    assert said in str(problem)
+
+
+def test_wsd_that_reaches_its_peak_for_one_step_is_valid():
+    assert validate(overridden("optim.schedule=wsd", "optim.decay_fraction=0.9", "optim.warmup_steps=100")) == []
+    assert validate(overridden("optim.schedule=wsd", "optim.decay_fraction=1.0", "optim.warmup_steps=0")) == []
+
+
+def test_every_rule_that_the_code_reports_can_be_named(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import config_reference
+
+    assert {rule for rule, _, _ in config_reference.rules()} == RULES
 
 
 @pytest.mark.parametrize(

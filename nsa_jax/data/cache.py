@@ -124,8 +124,12 @@ def _write(
     val_fraction: float,
     groups: Iterable[Encoded | Indexed],
     parts: Sequence[Part] = (),
+    empty: int = 0,
 ) -> None:
-    """Writes a complete corpus into `directory`; of tokens in `parts`, only where its documents lie."""
+    """Writes a complete corpus into `directory`; of tokens in `parts`, only where its documents lie.
+
+    `empty` is the number of documents that were left out.
+    """
     directory.mkdir()
     with contextlib.ExitStack() as stack:
         writers = {name: _SplitWriter(directory, name, "starts" if parts else "tokens", stack) for name in SPLITS}
@@ -145,6 +149,7 @@ def _write(
         "tokenizer": tokenizer.fingerprint,
         "val_fraction": val_fraction,
         "dtype": tokenizer.dtype.name,
+        "empty_documents": empty,
         "splits": {n: {"documents": w.documents, "tokens": w.tokens, "bytes": w.bytes} for n, w in writers.items()},
         "files": {p.name: p.stat().st_size for p in sorted(directory.iterdir()) if p.is_file()},
         "checksums": {name: zlib.crc32(checksums_path(directory / name).read_bytes()) for name in names},
@@ -207,9 +212,10 @@ def load_corpus(
         raise DataError(str(final), "what was just written cannot be read back", "check the disk")
     train, held_out = corpus.train.stats, corpus.validation.stats
     logger.info(
-        "%s %s: %s training documents (%s tokens), %s held out (%s tokens), in %s",
+        "%s %s: %s training documents (%s tokens), %s held out (%s tokens)%s, in %s",
         *(how, source.name, f"{train.documents:,}", f"{train.tokens:,}"),
-        *(f"{held_out.documents:,}", f"{held_out.tokens:,}", final),
+        *(f"{held_out.documents:,}", f"{held_out.tokens:,}"),
+        *(f", {corpus.empty_documents:,} without text left out" if corpus.empty_documents else "", final),
     )
     cache_store.keep(address, final, _META)
     return corpus
@@ -239,12 +245,13 @@ def _build(
     groups: Iterator[Encoded | Indexed] | None
     inner, limit = _inner(source), source.limit if isinstance(source, LimitedSource) else 0
     parts: list[Part] = []
+    empty = [0]  # documents without text, by the last pass over the source
     if isinstance(inner, TokenSource):
         parts = inner.parts(tokenizer)
         groups = _with_progress(source.name, parts, index_documents(inner, parts, tokenizer, limit=limit))
     else:
         finished = (final / _META).exists
-        groups = encoded_shards(source, tokenizer, shards, workers=workers, finished=finished)
+        groups = encoded_shards(source, tokenizer, shards, workers=workers, finished=finished, tell=empty.append)
     if groups is not None:
         with alone():
             if not final.exists():
@@ -252,7 +259,7 @@ def _build(
                     shutil.rmtree(leftover, ignore_errors=True)
                 unfinished = final.with_name(f"{final.name}.tmp{uuid.uuid4().hex[:8]}")
                 try:
-                    _write(unfinished, final.name, source, tokenizer, val_fraction, groups, parts)
+                    _write(unfinished, final.name, source, tokenizer, val_fraction, groups, parts, empty[-1])
                     if corpus := open_corpus(unfinished, final.name):
                         corpus_report(corpus)  # stores what it measures, so that no start has to
                     os.rename(unfinished, final)

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ from nsa_jax.data.mixture import MixedDocuments, MixedRows, Schedule
 from nsa_jax.data.packing import Batch
 from nsa_jax.data.windows import BestFitRows, SequentialWindows, ShuffledWindows
 from nsa_jax.fields import source_configs
+
+logger = logging.getLogger(__name__)
 
 _ENDLESS = 1 << 48  # steps; grain requires a length
 SAMPLE_TOKENS = 1 << 20  # of the rows whose document lengths are looked at
@@ -348,6 +351,11 @@ def _tokenizer(config: ConfigDict, source: sources.Source) -> tokenizers.Tokeniz
     tokenizer = tokenizers.load_tokenizer(config, training_documents(), directory=directory)
     cache_store.keep(address, directory, tokenizers.CONFIG_FILE)
     _check_vocabulary(config, tokenizer)
+    if data.tokenizer == "bpe" and tokenizer.vocab_size < data.bpe_vocab_size:
+        asked, found = f"{data.bpe_vocab_size:,}", f"{tokenizer.vocab_size:,}"
+        logger.warning(
+            "config.data.bpe_vocab_size=%d: the corpus gave %s of %s tokens", data.bpe_vocab_size, found, asked
+        )
     return tokenizer
 
 

@@ -65,13 +65,14 @@ def _shard_bytes(total: int | None, done: int) -> int:
     return max(min((total - done) // _LAST_SHARDS, _SHARD_BYTES), _SHARD_BYTES // 32)
 
 
-def _groups(source: Source) -> Iterator[list[bytes]]:
-    """The documents of each shard; documents without text are left out."""
+def _groups(source: Source, tell: Callable[[int], None] = lambda empty: None) -> Iterator[list[bytes]]:
+    """The documents of each shard; documents without text are left out, and at the end their number is told."""
     group: list[bytes] = []
-    total, done, size = source.size_bytes(), 0, 0
+    total, done, size, empty = source.size_bytes(), 0, 0, 0
     limit = _shard_bytes(total, done)
     for text in source.documents():
         if not text or text.isspace():
+            empty += 1
             continue
         group.append(to_bytes(text))
         size += len(group[-1])
@@ -81,6 +82,7 @@ def _groups(source: Source) -> Iterator[list[bytes]]:
             group, size, limit = [], 0, _shard_bytes(total, done)
     if group:
         yield group
+    tell(empty)
 
 
 class _Claims:
@@ -261,7 +263,13 @@ class Progress:
 
 
 def encoded_shards(
-    source: Source, tokenizer: Tokenizer, directory: Path, *, workers: int, finished: Callable[[], bool]
+    source: Source,
+    tokenizer: Tokenizer,
+    directory: Path,
+    *,
+    workers: int,
+    finished: Callable[[], bool],
+    tell: Callable[[int], None] = lambda empty: None,
 ) -> Iterator[Encoded] | None:
     """Tokenises what is not tokenised yet, together with other processes that do the same.
 
@@ -271,6 +279,7 @@ def encoded_shards(
       directory: where shards are kept; it is not created if the documents fill no more than one shard.
       workers: tokenising processes; 0: one for each core that this process may use.
       finished: whether another process has completed the corpus, after which the shards are deleted.
+      tell: told the number of documents without text after each pass over the source.
 
     Returns:
       The tokens of each shard in order, none if there is no document; None if another process completed the corpus.
@@ -279,7 +288,7 @@ def encoded_shards(
       DataError: of the source, or of a tokenising process that died.
       OSError: of a shard that cannot be written.
     """
-    groups: Iterator[list[bytes]] = _groups(source)
+    groups: Iterator[list[bytes]] = _groups(source, tell)
     begin = list(itertools.islice(groups, 2))
     if len(begin) < 2 and not directory.exists():
         return iter([encode(group, tokenizer) for group in begin])
@@ -299,7 +308,7 @@ def encoded_shards(
             pool.join()
             if _wait(paths, claims, finished):
                 return None if finished() else map(_load, paths)
-            groups = _groups(source)
+            groups = _groups(source, tell)
 
 
 def _one_pass(

@@ -66,6 +66,7 @@ def make_source(config: ConfigDict) -> Source:
         source = StdlibSource()
     elif data.source == "text":
         source = TextSource(data.files, separator=data.text_separator)
+        _refuse_records(source)
     elif data.source == "trees":
         source = TreeSource(data.files, least=data.tree_characters)
     elif data.source == "hf":
@@ -89,6 +90,20 @@ def make_source(config: ConfigDict) -> Source:
     return source
 
 
+_RECORDS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+
+
+def _refuse_records(source: TextSource) -> None:
+    """Files of records are no text: a model would learn field names and braces."""
+    for pattern, files in source.matches.items():
+        kinds = {_RECORDS.get(os.path.splitext(file.removesuffix(".gz").removesuffix(".zst"))[1]) for file in files}
+        if kinds and None not in kinds:
+            kind = min(filter(None, kinds))
+            what = f"names {kind} files, which source text would read as they are, field names and all"
+            fix = f"set source='hf', hf_path='{kind}', hf_data_files=({pattern!r},) and hf_text_field"
+            raise DataError(f"config.data.files entry {pattern!r}", what, fix)
+
+
 def has_held_out(config: ConfigDict) -> bool:
     """Whether the source of `config.data` names held-out documents of its own."""
     data = config.data
@@ -101,24 +116,20 @@ def make_held_out_source(config: ConfigDict) -> Source:
     Raises:
       DataError: as `make_source`.
     """
-    data = config.data
-    if data.source in ("text", "tokens"):
-        trained = {os.path.realpath(name) for name in TextSource(data.files).files}
-        if both := [name for name in _held_out_files(data) if os.path.realpath(name) in trained]:
-            fix = "take it out of config.data.files, whose globs may match it"
-            raise DataError(f"config.data.val_files entry {both[0]!r}", "is also trained on", fix)
-    alone = config.copy_and_resolve_references()
+    data, alone = config.data, config.copy_and_resolve_references()
     with alone.unlocked():
         alone.data.update(files=data.val_files, hf_split=data.hf_val_split, max_documents=0)
-    return make_source(alone)
-
-
-def _held_out_files(data: ConfigDict) -> list[str]:
     try:
-        return TextSource(data.val_files).files
+        held_out = make_source(alone)
     except DataError as error:
         where = error.where.replace("config.data.files", "config.data.val_files")
         raise DataError(where, error.what, error.fix) from error
+    if data.source in ("text", "tokens"):
+        trained = {os.path.realpath(name) for name in TextSource(data.files).files}
+        if both := [name for name in TextSource(data.val_files).files if os.path.realpath(name) in trained]:
+            fix = "take it out of config.data.files, whose globs may match it"
+            raise DataError(f"config.data.val_files entry {both[0]!r}", "is also trained on", fix)
+    return held_out
 
 
 def digest(*parts: Any) -> str:
@@ -358,9 +369,12 @@ class TextSource:
             raise DataError("config.data.files=()", "the text source has no files", "list files or globs")
         self.separator = separator
         found: dict[str, object_store.Object | None] = {}  # in order, each file once
+        self.matches: dict[str, list[str]] = {}
         for pattern in patterns:
             if object_store.scheme_of(pattern):
-                found |= {entry.address: entry for entry in _objects(pattern)}
+                entries = {entry.address: entry for entry in _objects(pattern)}
+                self.matches[pattern] = list(entries)
+                found |= entries
                 continue
             expanded = os.path.expanduser(pattern)
             # A path may itself contain glob characters.
@@ -375,6 +389,7 @@ class TextSource:
                     f"use {pattern.rstrip('/')}/**/*.txt or similar" if os.path.isdir(expanded) else "correct the path"
                 )
                 raise DataError(f"config.data.files entry {pattern!r}", what, fix)
+            self.matches[pattern] = matches
             found |= dict.fromkeys(matches)
         self.files = list(found)
         self._objects = {name: entry for name, entry in found.items() if entry is not None}

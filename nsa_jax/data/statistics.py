@@ -28,6 +28,7 @@ class CorpusReport:
       duplicate_documents: share of training documents that repeat an earlier one.
       duplicate_tokens: share of training tokens in such documents.
       overlap_documents: training documents whose content is also held out; validation is only valid if this is 0.
+      empty_documents: documents of both splits that were left out, since they hold no text.
     """
 
     sample_tokens: int
@@ -37,6 +38,7 @@ class CorpusReport:
     duplicate_documents: float
     duplicate_tokens: float
     overlap_documents: int
+    empty_documents: int = 0
 
 
 def sample_tokens(split: Split, count: int = 1_000_000, *, pieces: int = 64) -> np.ndarray:
@@ -176,4 +178,5 @@ def _measure(corpus: Corpus) -> CorpusReport:
         duplicate_documents=float(repeats.mean()) if len(repeats) else 0.0,
         duplicate_tokens=float(lengths[order[repeats]].sum() / max(lengths.sum(), 1)),
         overlap_documents=int(overlap.sum()),
+        empty_documents=corpus.empty_documents,
     )

@@ -48,6 +48,7 @@ from nsa_jax.hub.remote_run import local_copy
 from nsa_jax.nn import function_differences
 from nsa_jax.object_store import StoreError, scheme_of
 from nsa_jax.train import processes
+from nsa_jax.train.env import LOADER_FIELDS, changed_fields
 from nsa_jax.train.state import State
 
 logger = logging.getLogger("nsa_jax")
@@ -112,15 +113,16 @@ def _listed(lines: list[str], limit: int = 20) -> str:
 
 
 def parse_resume(text: str) -> tuple[Path, int | None]:
-    """Splits "DIR[@STEP]" of --resume; DIR is a workdir or its checkpoints directory.
+    """Splits "DIR[@STEP]" of --resume; DIR is a workdir or its checkpoints directory, STEP a number or "best".
 
     A workdir in an object store is fetched.
 
     Raises:
-      CheckpointError: there is no such directory, STEP is no number, or an object store cannot be read.
+      CheckpointError: there is no such directory, no checkpoint with a validation loss for "best", or an object store
+        cannot be read.
     """
     name, at, step = text.rpartition("@")
-    if not at or not step.isdecimal():
+    if not at or not (step.isdecimal() or (step == "best" and not Path(text).is_dir())):
         name, step = text, ""
     if scheme_of(name):
         try:
@@ -133,6 +135,11 @@ def parse_resume(text: str) -> tuple[Path, int | None]:
         directory = directory / "checkpoints"
     if not directory.is_dir():
         raise CheckpointError(f"--resume={text}: {directory} is no directory. Fix: give a run's workdir, or DIR@STEP")
+    if step == "best":
+        best = best_of(find_steps(directory)[0])
+        if best is None:
+            raise CheckpointError(f"--resume={text}: no checkpoint has a validation loss. Fix: name a step, or no step")
+        return directory, best
     return directory, int(step) if step else None
 
 
@@ -173,7 +180,7 @@ class Checkpoints:
 
     def _open(self) -> tuple[dict[int, float | None], dict[int, str]]:
         """On process 0: cleans up what was left unfinished and finds the steps."""
-        leftovers = [path for pattern in _UNFINISHED for path in self._directory.glob(pattern)]
+        leftovers = {path for pattern in _UNFINISHED for path in self._directory.glob(pattern)}
         for leftover in sorted(leftovers):
             logger.warning("skipping %s: its writing was never finished", leftover)
         if not self._read_only:
@@ -396,8 +403,14 @@ class Checkpoints:
         async def load() -> None:
             await (await data.load(directory))
 
-        with ThreadPoolExecutor(1) as pool:  # the calling thread may have a running event loop (notebooks)
-            pool.submit(asyncio.run, load()).result()
+        try:
+            with ThreadPoolExecutor(1) as pool:  # the calling thread may have a running event loop (notebooks)
+                pool.submit(asyncio.run, load()).result()
+        except DataError as error:
+            if changed := self._data_changes(step):
+                what = f"belongs to other data than the config gives: {_listed(changed)}"
+                raise DataError(error.where, what, error.fix) from error
+            raise
 
     def _check_fits(self, step: int, may_change: tuple[str, ...]) -> None:
         saved = read_info(self._path(step))
@@ -409,13 +422,19 @@ class Checkpoints:
 
     def _optimizer_changes(self, step: int) -> list[str]:
         """The fields of config.optim that differ from a step's, with both values."""
-        configs = (read_info(self._path(step)), self._info)
-        old, new = (info.get("config", {}).get("optim", {}) for info in configs)
-        return [
-            f"config.optim.{name}: {old[name]!r} there, {new[name]!r} now"
-            for name in sorted({*old} & {*new})
-            if old[name] != new[name]
-        ]
+        old, new = (info.get("config", {}).get("optim", {}) for info in (read_info(self._path(step)), self._info))
+        return changed_fields(old, new, "config.optim.")
+
+    def _data_changes(self, step: int) -> list[str]:
+        """What decides the batches and differs from a step's, with both values: fields, and the size of the corpus."""
+        found = []
+        for info in (read_info(self._path(step)), self._info):
+            config = {name: info.get("config", {}).get(name, {}) for name in ("data", "seed", "train")}
+            train = {name: config["train"].get(name) for name in ("batch_size", "batch_ramp")}
+            found.append(({**config, "train": train}, info.get("corpus", {})))
+        (old, old_corpus), (new, new_corpus) = found
+        fields = changed_fields(old, new, "config.", [f"config.{name}" for name in LOADER_FIELDS])
+        return fields + changed_fields(old_corpus, new_corpus)
 
     def _tell_optimizer_changes(self, step: int) -> None:
         if changed := self._optimizer_changes(step):

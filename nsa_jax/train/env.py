@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from nsa_jax.data import Pipeline
 from nsa_jax.ops.choices import Shape
 from nsa_jax.ops.explain import Explanation, explanation_of
 from nsa_jax.ops.implementations import implementations_served
@@ -56,6 +58,59 @@ def _git() -> dict[str, Any] | None:
 def plain_config(config: ConfigDict) -> dict[str, Any]:
     """The config as JSON values."""
     return json.loads(config.to_json())
+
+
+# Fields of config.data that change how data are read, but not which.
+LOADER_FIELDS = ("data.num_workers", "data.tokenizer_workers", "data.prefetch", "data.cache_dir")
+
+
+def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "", but: Sequence[str] = ()) -> list[str]:
+    """One line, such as "train.batch_size: 4 there, 8 now", for every field that both have and that differs.
+
+    Args:
+      old: as `plain_config` returns it, or a section of that.
+      new: likewise.
+      prefix: of the names.
+      but: fields and sections that are passed over, by their names with the prefix.
+    """
+    found = []
+    for key in sorted({*old} & {*new}):
+        name, before, after = f"{prefix}{key}", old[key], new[key]
+        if name in but:
+            continue
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += changed_fields(before, after, f"{name}.", but)
+        elif before != after:
+            found.append(f"{name}: {before!r} there, {after!r} now")
+    return found
+
+
+def corpus_sizes(pipeline: Pipeline) -> dict[str, int]:
+    """Training documents and tokens of each source, by a name for messages; of cached sources alone."""
+    found: dict[str, int] = {}
+    for name, part in pipeline.parts.items():
+        if stats := part.pipeline.stats["train"]:
+            of = f" of {name}" if name else ""
+            found |= {f"training documents{of}": stats.documents, f"training tokens{of}": stats.tokens}
+    return found
+
+
+def data_facts(pipeline: Pipeline) -> dict[str, Any]:
+    """What env.json holds of the data: sizes of the splits of each source, and the tokenizer.
+
+    Of cached text, `empty_documents` says how many documents without text were left out.
+    """
+    splits: dict[str, Any] = {}
+    for name, part in pipeline.parts.items():
+        splits[name] = {split: vars(stats) if stats else None for split, stats in part.pipeline.stats.items()}
+        if (corpus := part.pipeline.corpus) is not None:
+            splits[name]["empty_documents"] = corpus.empty_documents
+    tokenizer = pipeline.tokenizer
+    return {
+        "splits": splits.get("", splits),
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+    }
 
 
 def parameter_counts(setup: Setup) -> dict[str, int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_jax.train.env import write_json
+from nsa_jax.train.errors import newest_checkpoint
 
 logger = logging.getLogger("nsa_jax")
 
@@ -58,7 +60,7 @@ class Goodput:
         self._rest = "startup"  # the cause of what nothing was measured for
         self._earlier: list[dict[str, Any]] = []
         self._first = self._step = 0
-        self._written = 0.0
+        self._written = -math.inf
 
     def resume(self, step: int) -> None:
         """Reads the records of earlier starts; what they trained after `step` will be repeated."""
@@ -125,7 +127,8 @@ class Goodput:
     def _write(self, now: float) -> None:
         """Writes goodput.json: the whole run, and one record for each start."""
         self._written = time.perf_counter()
-        this = {"began": round(self._date, 3), "first_step": self._first, "step": self._step, **self._start(now)}
+        steps = {"first_step": self._first, "step": self._step, "checkpoint": newest_checkpoint(self._path.parent)}
+        this = {"began": round(self._date, 3), **steps, **self._start(now)}
         write_json(self._path, {"run": self._run(now), "starts": [*self._earlier, this]})
 
     def close(self) -> None:
@@ -148,4 +151,16 @@ def _without_steps_after(step: int, start: dict[str, Any]) -> dict[str, Any]:
     lost = seconds["training_seconds"] * (last - max(first, step)) / max(last - first, 1)
     seconds["training_seconds"] -= lost
     seconds["repeated_seconds"] += lost
-    return {**start, "step": max(first, step), **_with_share(seconds)}
+    kept = saved if (saved := start.get("checkpoint")) is not None and saved <= step else None
+    return {**start, "step": max(first, step), "checkpoint": kept, **_with_share(seconds)}
+
+
+def last_saved(workdir: Path) -> int | None:
+    """The newest checkpoint that the records of a run tell of; None if it has not saved, or began anew since."""
+    saved: list[Any] = []
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        saved += [start.get("checkpoint") for start in json.loads((workdir / "goodput.json").read_text())["starts"]]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # earlier versions recorded it there alone
+        summary = json.loads((workdir / "summary.json").read_text())
+        saved += [summary["step"]] if summary["saved"] else []
+    return max((step for step in saved if isinstance(step, int)), default=None)

@@ -38,11 +38,12 @@ from nsa_jax.train.start import (
     first_state,
     optimizer_to_reset,
     recorded_stages,
+    set_aside_ends,
 )
 from nsa_jax.train.state import State, batch_sharding, setup
 from nsa_jax.train.step import make_eval_step, make_train_step
 from nsa_jax.train.stopping import HALT, StopRequest
-from nsa_jax.train.terminal import TRAINING, Terminal, ending, program_and_place
+from nsa_jax.train.terminal import TRAINING, Terminal, data_line, ending, program_and_place
 from nsa_jax.train.timing import Clock, Interval
 from nsa_jax.train.trackers import Trackers
 from nsa_jax.train.validation import Sampler, evaluate, record_validation
@@ -94,7 +95,7 @@ class Run:
         processes.check_devices()
         self._other = parse_resume(resume) if resume else None
         self._stage = stage
-        check_source(self.workdir, self._other, stage)
+        check_source(self.workdir, self._other, stage, config.train.steps)
         self._window = profile
         self._callbacks = Callbacks(callbacks)
         self.ramp = BatchRamp.of(config.train)
@@ -180,7 +181,7 @@ class Run:
         self.guards.restore(checkpoints.guards(step))
         self._early = self.guards.early_stop()
         self._last_row, self._last_validation = metrics.last_rows(self.workdir, step)
-        return Start.after(step, state, self.workdir, recorded_stages(self.workdir))
+        return Start.after(step, state, self.workdir, self.config, recorded_stages(self.workdir))
 
     def run(self) -> dict[str, Any]:
         """Trains to the end, or to a stop request.
@@ -205,6 +206,7 @@ class Run:
             "parts": sorted(set(self.setup.abstract_state) - {"step", "params", "opt_state"}),
             "tokenizer": self.pipeline.tokenizer.fingerprint,
             "config": env.plain_config(config),
+            "corpus": env.corpus_sizes(self.pipeline),
         }
         checkpoints = Checkpoints(
             self.workdir / "checkpoints",
@@ -227,6 +229,7 @@ class Run:
                 check_window(self._window, start + 1, train.steps)
             data.start_prefetch()
             if jax.process_index() == 0:
+                set_aside_ends(self.workdir)
                 self.pipeline.tokenizer.save(self.workdir / "tokenizer")
             self.goodput.resume(start)
             stack.callback(self.goodput.close)
@@ -373,7 +376,8 @@ class Run:
         timed = len(rows) - interval.untimed
         tokens = timed * self.ramp.rows(step) * config.data.seq_len
         row = metrics.train_row(rows[-1])
-        row["train/loss_mean"] = metrics.finite_mean([values["loss"] for values in rows])
+        for name in ("loss", "bits_per_byte"):
+            row[f"train/{name}_mean"] = metrics.finite_mean([values[name] for values in rows])
         row["train/tokens"] = self.ramp.rows_before(step) * config.data.seq_len
         if timed:  # otherwise the step was over before the clock ran
             row["perf/tokens_per_second"] = tokens / seconds
@@ -544,20 +548,17 @@ class Run:
             f"{self.setup.mesh.size} x {device.device_kind}"
         )
         writer.say(f"{run}\n{self.workdir}" if self.terminal.live else f"{run}, {self.workdir}")
+        writer.say(data_line(config, self.pipeline))
         if said is not None:
             writer.say(said)
 
     def _write_env(self, begin: Start) -> None:
         if jax.process_index() == 0:
-            parts, sizes = self.pipeline.parts, {}
-            for name, part in parts.items():
-                sizes[name] = {n: vars(split) if split else None for n, split in part.pipeline.stats.items()}
-            data = {"splits": sizes.get("", sizes), "tokenizer": self.pipeline.tokenizer.fingerprint}
             found = env.environment(
                 self.setup,
                 start_step=begin.step,
                 resumed_from=begin.source,
-                data=data,
+                data=env.data_facts(self.pipeline),
                 segment_start=self._segment_start,
             )
             found["stages"] = list(begin.stages)

@@ -2,7 +2,7 @@
 
 Names (every row also has `step`, the number of finished optimizer steps):
   train/loss, train/perplexity, train/bits_per_byte: of the batch of that step, nats per token.
-  train/loss_mean: average of the finite losses of the steps since the last row.
+  train/loss_mean, train/bits_per_byte_mean: averages of the finite values of the steps since the last row.
   train/tokens: of all batches up to that step.
   val/loss, val/perplexity, val/bits_per_byte: over the fixed validation batches.
   val/loss/NAME, val/bits_per_byte/NAME: of each of config.data.sources; those above weigh them as training does.

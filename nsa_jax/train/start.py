@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from ml_collections import ConfigDict
 
 from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.config import ConfigError, Problem
+from nsa_jax.hub.checkpoint_files import find_steps, read_info
 from nsa_jax.hub.export import check_kind, load_exported
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences
 from nsa_jax.train.env import plain_config
+from nsa_jax.train.optimizer import learning_rate
 from nsa_jax.train.state import Setup, State
 
 logger = logging.getLogger("nsa_jax")
@@ -44,21 +50,50 @@ class Start(NamedTuple):
     stages: Sequence[dict[str, Any]] = ()
 
     @classmethod
-    def after(cls, step: int, state: State, source: Path, stages: Sequence[dict[str, Any]] = ()) -> Start:
-        """Training goes on after a step of a run."""
-        return cls(step, state, str(source), f"resuming after step {step} of {source}", stages)
+    def after(
+        cls, step: int, state: State, source: Path, config: ConfigDict, stages: Sequence[dict[str, Any]] = ()
+    ) -> Start:
+        """Training goes on after a step of a run: of `source`, its workdir or its directory of checkpoints."""
+        said = f"resuming after step {step} of {source}{_other_learning_rate(source, step, config)}"
+        return cls(step, state, str(source), said, stages)
 
 
-def check_source(workdir: Path, other: tuple[Path, int | None] | None, stage: bool) -> None:
+def _other_learning_rate(source: Path, step: int, config: ConfigDict) -> str:
+    """What another number of steps makes of the learning rate; empty if it is as it was."""
+    directory = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    saved = read_info(directory / str(step)).get("config", {})
+    there, now = saved.get("train", {}).get("steps"), config.train.steps
+    if there is None or there == now or not isinstance(saved.get("optim"), dict):
+        return ""
+    before, after = (float(learning_rate(c)(jnp.asarray(step))) for c in (_with_defaults(saved, config), config))
+    if math.isclose(before, after, rel_tol=1e-6):
+        return ""
+    return (
+        f"; its learning rate goes from {before:.2e} to {after:.2e}, since config.train.steps is {now:,}, not {there:,}"
+    )
+
+
+def _with_defaults(saved: dict[str, Any], config: ConfigDict) -> ConfigDict:
+    """A config with the saved steps and optimizer; fields that an earlier version lacked are as they are now."""
+    old = config.copy_and_resolve_references()
+    with old.unlocked(), old.ignore_type():
+        old.train.steps = saved["train"]["steps"]
+        old.optim.update({name: value for name, value in saved["optim"].items() if name in old.optim})
+    return old
+
+
+def check_source(workdir: Path, other: tuple[Path, int | None] | None, stage: bool, steps: int) -> None:
     """What a run may begin with is there, as far as names of files tell: for when no data have been read yet.
 
     Args:
       workdir: of the run; one with checkpoints of its own needs no other run.
       other: directory and step that --resume names.
       stage: this is another stage of the other run.
+      steps: of the run.
 
     Raises:
-      ConfigError: the other run has no checkpoint, or `stage` has no other run or model.
+      ConfigError: the other run has no checkpoint, or none before the last step; `stage` has no other run or model; a
+        model is named with a step.
       LoadError: the model is of another library.
     """
     if any((workdir / "checkpoints").glob("*")):
@@ -67,9 +102,31 @@ def check_source(workdir: Path, other: tuple[Path, int | None] | None, stage: bo
         if stage:
             raise _nothing_to_go_on_from()
     elif (other[0] / "config.json").is_file():
+        if other[1] is not None:
+            message = f"--resume={other[0]}@{other[1]}: an exported model has no steps"
+            fix = f"leave out @{other[1]}, or name the run that it was exported from"
+            raise ConfigError([Problem("R022", "error", message, fix)])
         check_kind(other[0])
     elif not any(other[0].glob("[0-9]*")):
         raise _no_checkpoint(other[0])
+    elif not stage:
+        _check_steps_left(other[0], max(find_steps(other[0])[0], default=0) if other[1] is None else other[1], steps)
+
+
+def _check_steps_left(directory: Path, step: int, steps: int) -> None:
+    if step >= steps:
+        message = f"--resume={directory}: its step {step:,} leaves none of config.train.steps={steps:,} to train"
+        fix = "raise config.train.steps, or add --stage, whose steps count from 0"
+        raise ConfigError([Problem("R022", "error", message, fix)])
+
+
+def set_aside_ends(workdir: Path) -> None:
+    """Training goes on: what tells of an earlier end is renamed, such as stopped.json to stopped_STEP.json."""
+    for name in ("stopped", "summary"):
+        path = workdir / f"{name}.json"
+        step = _json_object(path).get("step")
+        with contextlib.suppress(FileNotFoundError):
+            path.replace(workdir / f"{name}_{step if isinstance(step, int) else 'unknown'}.json")
 
 
 def _nothing_to_go_on_from() -> ConfigError:
@@ -124,19 +181,21 @@ def first_state(
         raise _no_checkpoint(directory)
     step, state = found[0], setup.completed(found[1])
     if not stage:
-        return Start.after(step, state, directory)
+        _check_steps_left(directory, step, setup.config.train.steps)
+        return Start.after(step, state, directory, setup.config)
     source = f"{directory}@{step}"
     return Start(0, setup.another_stage(state), source, f"another stage of {source}", _stages_up_to(directory, step))
 
 
 def recorded_stages(workdir: Path) -> list[dict[str, Any]]:
     """The stages before a run's, as its env.json holds them."""
-    return list(_environment(workdir).get("stages", []))
+    return list(_json_object(workdir / "env.json").get("stages", []))
 
 
-def _environment(workdir: Path) -> dict[str, Any]:
+def _json_object(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing if it cannot be read."""
     try:
-        return dict(json.loads((workdir / "env.json").read_text()))
+        return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return {}
 
@@ -145,7 +204,7 @@ def _stages_up_to(directory: Path, step: int) -> list[dict[str, Any]]:
     """The stages before that of a run, given by its checkpoints, and this one up to a step."""
     workdir = directory.parent
     last: dict[str, Any] = {"run": str(workdir), "step": step}
-    config = _environment(workdir).get("config", {})
+    config = _json_object(workdir / "env.json").get("config", {})
     if {"data", "train"} <= config.keys():
         seq_len, batch_size = config["data"]["seq_len"], config["train"]["batch_size"]
         tokens = BatchRamp.of(config["train"]).rows_before(step) * seq_len
@@ -184,10 +243,7 @@ def _put(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
 
 def finished_before(workdir: Path, start: int) -> dict[str, Any] | None:
     """The summary of the start that finished the run; None if it was interrupted before it wrote one."""
-    try:
-        summary = json.loads((workdir / "summary.json").read_text())
-    except (OSError, ValueError):
-        return None
+    summary = _json_object(workdir / "summary.json")
     if not summary.get("finished") or summary.get("step") != start:
         return None
     logger.info("finished already, at step %d of %s: raise config.train.steps to go on", start, workdir)

@@ -15,9 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from ml_collections import ConfigDict
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+from nsa_jax.data import Pipeline
+from nsa_jax.fields import source_configs
 
 TRAINING = "training"  # the one thing to do whose end can be foretold
 _REDRAWS = 4  # per second
@@ -44,7 +48,7 @@ def train_line(step: int, total: int, row: Mapping[str, float], width: int | Non
     parts = {
         "step": f"step {step:{len(str(total)) if width else ''}}/{total}",
         "loss": f"loss {row.get('train/loss_mean', row['train/loss']):.4f}",
-        "bits": f"bits/byte {row['train/bits_per_byte']:.3f}",
+        "bits": f"bits/byte {row.get('train/bits_per_byte_mean', row['train/bits_per_byte']):.3f}",
         "grad": f"grad {row['norm/grad']:.3f}",
         "lr": f"lr {row['learning_rate']:.2e}",
     }
@@ -55,6 +59,38 @@ def train_line(step: int, total: int, row: Mapping[str, float], width: int | Non
             break
         parts.pop(name, None)
     return "  ".join(parts.values())
+
+
+def data_line(config: ConfigDict, pipeline: Pipeline) -> str:
+    """What a run is trained on, such as `data: stdlib, 1,740 documents, 31.3M tokens, byte`.
+
+    Of several sources each is named with its share, as in `data: web 0.7 (hf x, 900 documents, 2M tokens), ...`.
+
+    Args:
+      config: the training config.
+      pipeline: of the run.
+    """
+    told = []
+    for name, alone in source_configs(config).items():
+        part, data = pipeline.parts[name], alone.data
+        words = [{"hf": f"hf {data.hf_path}", "synthetic": f"synthetic {data.synthetic}"}.get(data.source, data.source)]
+        if stats := part.pipeline.stats["train"]:
+            words += [f"{stats.documents:,} documents", f"{_short(stats.tokens)} tokens"]
+        elif part.pipeline.streamed:
+            words.append("streamed")
+        told.append(f"{name} {part.share:.3g} ({', '.join(words)})" if name else ", ".join(words))
+    if pipeline.tokenizer.name != "synthetic":
+        kind = config.data.tokenizer
+        told.append(kind if kind == "byte" else f"{kind} of {pipeline.tokenizer.vocab_size:,} tokens")
+    return f"data: {', '.join(told)}"
+
+
+def _short(count: int) -> str:
+    """A number with three digits: 940, 31.3M, 2B."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{float(f'{count:.3g}') / size:g}{letter}"
+    return str(count)
 
 
 def status_line(

@@ -14,6 +14,7 @@ import pytest
 
 from nsa_jax.config import default_config
 from nsa_jax.data import DataError, make_pipeline
+from nsa_jax.train.env import data_facts
 
 
 def take(iterator, count):
@@ -370,3 +371,15 @@ def test_a_wrong_batch_does_not_leave_the_pipeline(text_config, monkeypatch):
         next(make_pipeline(text_config).train())
     with pytest.raises(DataError, match="not shifted"):
         next(iter(make_pipeline(text_config).validation()))
+
+
+def test_a_vocabulary_that_the_corpus_cannot_fill_is_told(text_config, caplog):
+    text_config.data.tokenizer, text_config.data.bpe_vocab_size = "bpe", 300
+    assert make_pipeline(text_config).tokenizer.vocab_size == 300 and "the corpus gave" not in caplog.text
+    text_config.data.bpe_vocab_size = 9000
+    for _ in range(2):  # trained, and loaded
+        caplog.clear()
+        pipeline = make_pipeline(text_config)
+        size = pipeline.tokenizer.vocab_size
+        assert size < 9000 and data_facts(pipeline)["vocab_size"] == size
+        assert f"config.data.bpe_vocab_size=9000: the corpus gave {size:,} of 9,000 tokens" in caplog.text

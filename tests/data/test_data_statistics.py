@@ -4,8 +4,28 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from nsa_jax.config import default_config
 from nsa_jax.data import DataError, make_pipeline, statistics
 from nsa_jax.data.corpus import Corpus
+from nsa_jax.train.env import data_facts
+from nsa_jax.train.preflight.data_check import examine
+
+
+def test_rows_without_text_are_counted(tmp_path, write_rows, hf_home, documents, caplog):
+    rows = [*documents[:95], None, None, "", " \n", None]
+    config = default_config()
+    config.data.source, config.data.hf_path, config.data.seq_len = "hf", "json", 48
+    config.data.hf_data_files, config.data.val_fraction = (write_rows(tmp_path / "rows", "json", rows),), 0.2
+    config.train.batch_size, config.train.eval_batches = 2, 1
+    with caplog.at_level("INFO", logger="nsa_jax"):
+        corpus = make_pipeline(config).corpus
+    assert "held out" in caplog.text and ", 5 without text left out, in " in caplog.text
+    again = make_pipeline(config)
+    assert corpus.empty_documents == again.corpus.empty_documents == 5
+    assert statistics.corpus_report(again.corpus).empty_documents == 5
+    assert data_facts(again)["splits"]["empty_documents"] == 5
+    warnings = [problem.message for problem in examine(config, again).problems if problem.rule == "R036"]
+    assert warnings == ["5 of 100 rows hold no text and were left out"]
 
 
 def test_entropies_of_uniform_tokens_are_the_logarithm_of_their_number():

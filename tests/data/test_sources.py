@@ -174,6 +174,28 @@ def test_max_documents_limits_any_source(text_config, documents):
     assert source.fingerprint() != sources.make_source(text_config).fingerprint()
 
 
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [(["a.jsonl", "b.json"], "json"), (["a.jsonl.zst"], "json"), (["a.json.gz"], "json"), (["a.parquet"], "parquet")],
+)
+def test_files_of_records_are_not_read_as_text(tmp_path, names, kind):
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    config = default_config()
+    config.data.source, config.data.files = "text", (str(tmp_path / "*"),)
+    message = (
+        f"files entry '{tmp_path}/\\*': names {kind} files.* Fix: set source='hf', hf_path='{kind}', hf_data_files="
+    )
+    with pytest.raises(DataError, match=message):
+        sources.make_source(config)
+    config.data.files, config.data.val_files = (str(tmp_path),), config.data.files
+    with pytest.raises(DataError, match="config.data.val_files entry"):
+        sources.make_held_out_source(config)
+    config.data.files = config.data.val_files
+    (tmp_path / "more.txt").write_text("text")  # such as a folder of source code
+    assert len(sources.make_source(config).files) == len(names) + 1
+
+
 def test_unknown_source_is_refused():
     config = default_config()
     config.data.source = "books"

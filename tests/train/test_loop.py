@@ -13,6 +13,7 @@ from nsa_jax.nn import ModelConfig, Transformer, count_parameters
 from nsa_jax.ops import reference
 from nsa_jax.train import flops, metrics
 from nsa_jax.train.loop import Run
+from nsa_jax.train.terminal import data_line
 
 from .tiny import make_run, one_device, rows, tiny_config
 
@@ -38,6 +39,22 @@ def finished(tmp_path_factory):
 
 def all_rows(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_start_names_the_data(finished):
+    run = finished[1]
+    documents = run.pipeline.corpus.train.stats.documents
+    tokens = run.pipeline.corpus.train.stats.tokens / 1000
+    assert data_line(run.config, run.pipeline) == f"data: text, {documents} documents, {tokens:.1f}k tokens, byte"
+    assert data_line(tiny_config(), make_run(finished[0].parent / "other").pipeline) == "data: synthetic copy"
+
+
+def test_the_mean_of_bits_per_byte_is_over_the_steps_since_the_last_row(tmp_path):
+    make_run(tmp_path / "each", train__steps=4, train__log_every=1).run()
+    make_run(tmp_path / "two", train__steps=4, train__log_every=2).run()
+    each = [row["train/bits_per_byte"] for row in rows(tmp_path / "each").values()]
+    found = [row["train/bits_per_byte_mean"] for row in rows(tmp_path / "two").values()]
+    assert found == pytest.approx([(each[0] + each[1]) / 2, (each[2] + each[3]) / 2], rel=1e-12)
 
 
 def test_every_row_has_a_step_and_finite_numbers(finished):

@@ -9,6 +9,8 @@ from nsa_jax.config import check
 
 from .tiny import losses, make_run
 
+SHARES = {"one": 0.25, "two": 0.75}
+
 
 def sources(tmp_path):
     random = np.random.default_rng(0)
@@ -36,6 +38,11 @@ def test_a_run_over_two_sources_tells_the_loss_of_each_and_resumes(tmp_path, cap
     assert trained["data/epochs/one"] == pytest.approx(6 * 2 * 48 / tokens["one"], rel=0.05)
     assert trained["data/epochs/two"] == pytest.approx(6 * 6 * 48 / tokens["two"], rel=0.05)
     said = capsys.readouterr().out
+    documents = {name: part.pipeline.stats["train"].documents for name, part in run.pipeline.parts.items()}
+    told = [
+        f"{n} {share} (text, {documents[n]} documents, {tokens[n] / 1000:.3g}k tokens)" for n, share in SHARES.items()
+    ]
+    assert f"\ndata: {told[0]}, {told[1]}, byte\n" in said
     assert f"validation loss {last['val/loss']:.4f} (one {last['val/loss/one']:.4f}, two " in said
     assert set(json.loads((tmp_path / "run" / "env.json").read_text())["data"]["splits"]) == {"one", "two"}
 

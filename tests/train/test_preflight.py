@@ -20,6 +20,7 @@ from rich.console import Console
 from nsa_jax import aot
 from nsa_jax.config import ConfigError, check, default_config, validate
 from nsa_jax.data import DataError
+from nsa_jax.hub import remote_run
 from nsa_jax.nn import dense
 from nsa_jax.ops.target import Target, compile_for
 from nsa_jax.train import env, preflight
@@ -99,6 +100,32 @@ def test_a_workdir_of_another_run_or_without_permission_is_an_error(tmp_path):
     assert problem.severity == "error" and "data.seq_len: 48 there, 64 now" in problem.message
     (tmp_path / "file").write_text("")
     assert rules(preflight.check_workdir(config, tmp_path / "file" / "run")) == {"R023"}
+
+
+def test_a_store_may_lack_the_checkpoint_that_the_records_tell_of(tmp_path):
+    """A machine that was lost while it uploaded its first checkpoint: another one begins again."""
+    config = tiny_config(train__save_every=4)
+    (tmp_path / "goodput.json").write_text(json.dumps({"starts": [{"first_step": 0, "step": 5, "checkpoint": 4}]}))
+    assert preflight.check_workdir(config, tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5, "train/loss": 1.0}\n')
+    assert rules(preflight.check_workdir(config, tmp_path)) == {"R023"}
+    (tmp_path / remote_run.ADDRESS).write_text("s3://bucket/run\n")
+    assert preflight.check_workdir(config, tmp_path) == []
+
+
+def test_other_batches_are_an_error_once_there_is_a_position_in_the_data(tmp_path):
+    config = tiny_config()
+    (tmp_path / "env.json").write_text(json.dumps({"config": json.loads(config.to_json())}))
+    config.train.batch_size, config.train.grad_accum = 12, 3
+    assert preflight.check_workdir(config, tmp_path) == []
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    (problem,) = preflight.check_workdir(config, tmp_path)
+    assert problem.severity == "error" and "another config: train.batch_size: 8 there, 12 now" in problem.message
+    config.train.batch_ramp = ("2:8",)  # pieces of 4 rows
+    (problem,) = preflight.check_workdir(config, tmp_path)
+    assert "train.batch_ramp: [] there, ['2:8'] now; train.batch_size: 8 there, 12 now" in problem.message
+    config.train.batch_size, config.train.grad_accum, config.train.batch_ramp = 16, 2, ("2:8",)  # of 8 rows, as before
+    assert preflight.check_workdir(config, tmp_path) == []
 
 
 def test_a_disk_too_small_for_the_checkpoints_is_an_error(tmp_path):

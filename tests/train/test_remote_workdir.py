@@ -75,7 +75,7 @@ def whole(place):
     return remote_run.whole_steps(Folder(place))
 
 
-def test_steps_and_small_files_are_copied_and_fetched(place, s3, bucket, tmp_path):  # noqa: F811
+def test_steps_and_small_files_are_copied_and_fetched(place, s3, bucket, tmp_path, monkeypatch):  # noqa: F811
     config = tiny_config(train__keep_last=2, train__keep_best=True, train__keep_every=0)
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
@@ -102,6 +102,8 @@ def test_steps_and_small_files_are_copied_and_fetched(place, s3, bucket, tmp_pat
         assert sorted(find_steps(first / "checkpoints")[0]) == [1, 2, 3, 40, 50, 60]
         write_step(first, 70)
     assert sorted(whole(place)) == [60, 70]
+    monkeypatch.setenv("NSA_JAX_CACHE", str(tmp_path / "cache"))
+    assert parse_resume(f"{place}@best")[1] == 60 and parse_resume(place)[1] == 70
 
 
 def test_an_upload_that_was_cut_short_is_no_checkpoint(place, s3, bucket, tmp_path):  # noqa: F811

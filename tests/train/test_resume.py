@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from nsa_jax import train
+from nsa_jax.config import ConfigError
 from nsa_jax.data import DataError
+from nsa_jax.report.reading import read_run
 from nsa_jax.train import CheckpointError, TrainingError, loop
 from nsa_jax.train.checkpoint import Checkpoints, differences, parse_resume
-from nsa_jax.train.loop import HALT
+from nsa_jax.train.loop import HALT, Run
 
 from .tiny import losses, make_run, one_device, rows, tiny_config
 
@@ -174,8 +176,9 @@ def test_keeps_the_last_and_the_best(tmp_path):
 def test_unfinished_and_damaged_steps_are_skipped_with_a_warning(tmp_path, caplog):
     make_run(tmp_path, **DENSE).run()
     root = tmp_path / "checkpoints"
-    (root / "9.orbax-checkpoint-tmp").mkdir()
-    (root / "9.orbax-checkpoint-tmp" / "state").touch()
+    unfinished = root / "9.writing.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    (unfinished / "state").touch()
     for path in (root / "4" / "state").rglob("*"):
         if path.is_file() and path.stat().st_size > 500:
             path.write_bytes(path.read_bytes()[:100])
@@ -183,7 +186,7 @@ def test_unfinished_and_damaged_steps_are_skipped_with_a_warning(tmp_path, caplo
         summary = make_run(tmp_path, **{**DENSE, "train__steps": 5}).run()
     assert summary["start_step"] == 3 and summary["step"] == 5
     messages = [record.getMessage() for record in caplog.records]
-    assert any("9.orbax-checkpoint-tmp" in text and "never finished" in text for text in messages)
+    assert sum(str(unfinished) in text and "never finished" in text for text in messages) == 1
     assert any("skipping checkpoint 4" in text for text in messages)
     assert make_run(tmp_path, **{**DENSE, "train__steps": 5}).run()["start_step"] == 5
 
@@ -203,8 +206,24 @@ def test_a_config_that_does_not_fit_is_refused_with_the_difference(tmp_path):
     assert "blocks/mlp/w_in: checkpoint (1, 32, 96) float32, config (1, 32, 128) float32" in str(error.value)
     with pytest.raises(CheckpointError, match="tokenizer: checkpoint .*-copy, config .*-random"):
         make_run(tmp_path, **{**DENSE, "data__synthetic": "random"}).run()
-    with pytest.raises(DataError, match="belongs to other data"):
+    with pytest.raises(
+        DataError, match=r"belongs to other data than the config gives: config.seed: 0 there, 1 now\. Fix"
+    ):
         make_run(tmp_path, **{**DENSE, "seed": 1}).run()
+    other = make_run(tmp_path.with_name("other"), resume=str(tmp_path), **{**DENSE, "train__batch_size": 4})
+    with pytest.raises(DataError, match="other data than the config gives: config.train.batch_size: 8 there, 4 now"):
+        other.run()
+
+
+def test_files_that_were_added_are_told_from_a_changed_config(tmp_path, monkeypatch):
+    monkeypatch.setenv("NSA_JAX_CACHE", str(tmp_path / "cache"))
+    text = dict(DENSE, data__source="text", data__files=(f"{tmp_path}/*.txt",))
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"{number} " * 200)
+        if number == 2:
+            make_run(tmp_path / "run", **text).run()
+    with pytest.raises(DataError, match="training documents: 3 there, 4 now\n  training tokens: 1203 there, 1604 now"):
+        make_run(tmp_path / "run", **{**text, "train__steps": 5}).run()
 
 
 def test_differences_name_the_tokenizer_and_missing_parameters():
@@ -224,6 +243,83 @@ def test_resume_argument(tmp_path):
     assert parse_resume(f"{tmp_path}/run@home@120") == (tmp_path / "run@home" / "checkpoints", 120)
     with pytest.raises(CheckpointError, match="is no directory"):
         parse_resume(f"{tmp_path}/missing@3")
+    with pytest.raises(CheckpointError, match="run@home@best: no checkpoint has a validation loss. Fix: name a step"):
+        parse_resume(f"{tmp_path}/run@home@best")
+
+
+def test_resume_from_the_best_checkpoint_of_another_run(tmp_path):
+    summary = make_run(tmp_path / "a", **{**DENSE, "train__eval_every": 1, "train__eval_batches": 1}).run()
+    best = summary["best_checkpoint"]["step"]
+    assert parse_resume(f"{tmp_path}/a@best") == (tmp_path / "a" / "checkpoints", best)
+    (tmp_path / "a@best").mkdir()  # a directory of that name is what is meant
+    assert parse_resume(f"{tmp_path}/a@best") == (tmp_path / "a@best", None)
+
+
+@pytest.mark.parametrize("step", ["", "@4"])
+def test_resuming_a_run_that_has_had_all_steps_is_refused(step, uninterrupted, tmp_path):
+    changes = {**FULL, "train__steps": 4 if step else 10}
+    with pytest.raises(ConfigError, match="R022.*of config.train.steps=.* to train. Fix: raise .*, or add --stage"):
+        make_run(tmp_path, resume=f"{uninterrupted}{step}", **changes)
+    assert list(tmp_path.iterdir()) == []
+    Run(tiny_config(**changes), tmp_path, f"{uninterrupted}{step}", one_device(), stage=True)
+
+
+def test_other_steps_on_resume_tell_the_learning_rate_before_and_now(tmp_path, capsys):
+    make_run(tmp_path / "a", **DENSE).run()
+    assert "its learning rate" not in capsys.readouterr().out
+    make_run(tmp_path / "b", resume=f"{tmp_path / 'a'}@3", **{**DENSE, "train__steps": 40}).run()
+    said = "its learning rate goes from 3.00e-04 to 3.00e-03, since config.train.steps is 40, not 4"
+    assert said in capsys.readouterr().out
+    make_run(tmp_path / "a", **{**DENSE, "train__steps": 9}).run()
+    assert "since config.train.steps is 9, not 4" in capsys.readouterr().out
+
+
+def test_an_end_is_forgotten_when_training_goes_on(tmp_path, monkeypatch):
+    make_run(tmp_path, **DENSE).run()
+    (tmp_path / "stopped.json").write_text('{"guard": "spike", "step": 3}')
+
+    def die():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        stop_before(patch, 2, die)
+        with pytest.raises(KeyboardInterrupt):
+            make_run(tmp_path, **{**DENSE, "train__steps": 9}).run()
+    ends = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(("stopped", "summary")))
+    assert ends == ["stopped_3.json", "summary_4.json"]
+    assert json.loads((tmp_path / "summary_4.json").read_text())["finished"]
+    assert read_run(tmp_path)["outcome"]["state"] == "interrupted"
+    assert make_run(tmp_path, **{**DENSE, "train__steps": 9}).run()["finished"]
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 9
+
+
+def test_lost_checkpoints_do_not_cost_the_metrics(tmp_path, monkeypatch):
+    changes = dict(DENSE, preflight__selftest=False)
+
+    def die():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:  # killed before its first checkpoint, a run begins again
+        stop_before(patch, 3, die)
+        with pytest.raises(KeyboardInterrupt):
+            make_run(tmp_path, **{**changes, "train__save_every": 4}).run()
+    assert list((tmp_path / "checkpoints").iterdir()) == [] and max(rows(tmp_path)) == 1
+    train.run(tiny_config(**{**changes, "train__save_every": 2}), tmp_path, devices=one_device())
+    before = (tmp_path / "metrics.jsonl").read_text()
+    for records in (("goodput.json", "summary.json"), ("summary.json",)):  # earlier versions have the latter alone
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        for name in {"goodput.json", "summary.json"} - {*records}:
+            (tmp_path / name).unlink()
+        with pytest.raises(ConfigError, match=r"R023.*checkpoint of step 4, and checkpoints/ has none. Fix: restore"):
+            train.run(tiny_config(**changes), tmp_path, devices=one_device())
+        assert (tmp_path / "metrics.jsonl").read_text() == before
+    (tmp_path / "metrics.jsonl").unlink()
+    with monkeypatch.context() as patch:  # as a new run: one that is killed soon begins again
+        stop_before(patch, 3, die)
+        with pytest.raises(KeyboardInterrupt):
+            train.run(tiny_config(**{**changes, "train__save_every": 4}), tmp_path, devices=one_device())
+    train.run(tiny_config(**changes), tmp_path, devices=one_device())
+    assert list(rows(tmp_path)) == [1, 2, 3, 4]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):

@@ -54,7 +54,7 @@ def restored(run, workdir):
 
 
 def test_weights_and_averages_are_kept_and_steps_and_schedule_begin_again(first, tmp_path):
-    before_step, before, *_ = restored(make_run(tmp_path / "same", **FIRST), first)
+    before_step, before, *_ = restored(make_run(tmp_path / "same", **FIRST | {"train__steps": 7}), first)
     step, state, source, said, _ = restored(stage(tmp_path / "second", str(first)), first)
     assert (before_step, step) == (6, 0) and source == f"{first / 'checkpoints'}@6"
     assert said == f"another stage of {source}"
@@ -120,7 +120,7 @@ def test_what_a_stage_may_not_change_is_refused(first, tmp_path):
     with pytest.raises(CheckpointError, match="norm_eps"):
         stage(tmp_path / "a", str(first), model__norm_eps=1e-3).run()
     with pytest.raises(CheckpointError, match="rope_theta"):  # without --stage
-        make_run(tmp_path / "b", str(first), **SECOND).run()
+        make_run(tmp_path / "b", str(first), **SECOND | {"train__steps": 9}).run()
 
 
 def test_a_run_that_has_nothing_to_begin_with_is_refused_before_its_data_are_read(tmp_path, monkeypatch):

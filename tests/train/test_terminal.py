@@ -21,6 +21,10 @@ def test_a_training_row_fits_the_terminal_and_elsewhere_has_everything():
     assert terminal.train_line(50, 20000, ROW, 50) == "step    50/20000  loss 2.3500  588,000 tokens/s"
 
 
+def test_bits_per_byte_are_of_the_same_steps_as_the_loss():
+    assert "bits/byte 3.391" in terminal.train_line(50, 20000, {**ROW, "train/bits_per_byte_mean": 3.391})
+
+
 def test_a_speed_that_was_not_measured_is_not_said():
     untimed = {name: value for name, value in ROW.items() if not name.startswith("perf/")}
     assert "tokens/s" not in terminal.train_line(1, 10, untimed)

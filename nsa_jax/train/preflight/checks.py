@@ -12,36 +12,24 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from nsa_jax import aot
-from nsa_jax.command_line import workdir_problems
+from nsa_jax.command_line import LARGEST, workdir_problems
 from nsa_jax.config import Problem
+from nsa_jax.hub.remote_run import ADDRESS
 from nsa_jax.nn.dense import cudnn_serves
 from nsa_jax.ops import plan
 from nsa_jax.ops.target import Target, current_target
-from nsa_jax.rules import float8_problems
+from nsa_jax.rules import float8_problems, piece_rows
+from nsa_jax.train.env import LOADER_FIELDS, changed_fields
+from nsa_jax.train.errors import newest_checkpoint
+from nsa_jax.train.goodput import last_saved
+from nsa_jax.train.metrics import last_rows
 from nsa_jax.train.preflight import cost as cost_lib
 from nsa_jax.train.preflight.report import Report, gib
 from nsa_jax.train.state import Setup
 
 # Fields that may change between two starts of one run without making it another experiment.
-_MAY_CHANGE = (
-    *("name", "compilation_cache_dir", "preflight", "guards", "train", "mesh"),
-    *("data.num_workers", "data.tokenizer_workers", "data.prefetch", "data.cache_dir"),
-)
+_MAY_CHANGE = ("name", "compilation_cache_dir", "preflight", "guards", "train", "mesh", *LOADER_FIELDS)
 _MAY_CHANGE_ON_PURPOSE = ("optim.", "model.implementation", "model.remat", "model.scan_layers", "model.matmul_dtype")
-
-
-def _changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for key in sorted({*old, *new}):
-        name = f"{prefix}{key}"
-        if name in _MAY_CHANGE:
-            continue
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            found += _changed_fields(before, after, f"{name}.")
-        elif before != after and key in old and key in new:
-            found.append(f"{name}: {before!r} there, {after!r} now")
-    return found
 
 
 def check_workdir(config: ConfigDict, workdir: Path) -> list[Problem]:
@@ -49,20 +37,45 @@ def check_workdir(config: ConfigDict, workdir: Path) -> list[Problem]:
     if problems := workdir_problems(workdir):
         return problems
     workdir = workdir.absolute()
+    if problems := _check_lost_checkpoints(config, workdir):
+        return problems
+    new = json.loads(config.to_json())
     try:
         old = json.loads((workdir / "env.json").read_text())["config"]
+        changed = changed_fields(old, new, but=_MAY_CHANGE)
+        if newest_checkpoint(workdir) is not None and piece_rows(old["train"]) != piece_rows(new["train"]):
+            changed += changed_fields(_batch_fields(old["train"]), _batch_fields(new["train"]), "train.")
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         message = f"workdir {workdir}: its env.json cannot be read ({type(error).__name__})"
         return [Problem("R023", "warning", message, "another --workdir, if this is not the run to continue")]
-    changed = _changed_fields(old, json.loads(config.to_json()))
     if not changed:
         return []
     on_purpose = all(line.startswith(_MAY_CHANGE_ON_PURPOSE) for line in changed)
     message = f"workdir {workdir} holds a run with another config: {'; '.join(changed[:8])}"
     fix = "choose another --workdir, or restore the config in its env.json"
     return [Problem("R023", "warning" if on_purpose else "error", message, fix)]
+
+
+def _batch_fields(train: dict[str, Any]) -> dict[str, Any]:
+    """What decides the pieces in which data are read: the position in a checkpoint counts these."""
+    return {name: train[name] for name in ("batch_size", "batch_ramp") if name in train}
+
+
+def _check_lost_checkpoints(config: ConfigDict, workdir: Path) -> list[Problem]:
+    """R023: where a run has saved, there are checkpoints; a start without them would replace its metrics.
+
+    A copy of a workdir in an object store may lack what was not uploaded in time: the store decides there.
+    """
+    if not config.train.save_every or any((workdir / "checkpoints").glob("[0-9]*")) or (workdir / ADDRESS).exists():
+        return []
+    saved = last_saved(workdir)
+    if saved is None or not last_rows(workdir, LARGEST)[0]:
+        return []
+    message = f"workdir {workdir}: its metrics tell of a checkpoint of step {saved:,}, and checkpoints/ has none"
+    fix = "restore checkpoints/, delete metrics.jsonl to start anew at step 0, or use another --workdir"
+    return [Problem("R023", "error", message, fix)]
 
 
 def check_disk(config: ConfigDict, workdir: Path, one_checkpoint: int) -> list[Problem]:

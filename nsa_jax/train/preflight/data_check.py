@@ -294,11 +294,14 @@ def _examine_source(
         stats, found = corpus.train.stats, statistics.corpus_report(corpus)
         wanted = int(config.train.steps * config.train.batch_size * config.data.seq_len * part.share)
         problems += _duplicate_problems(found) + _epoch_problems(wanted, stats.tokens, bool(name))
+        if source_configs(config)[name].data.source == "hf":
+            problems += _empty_problems(found, stats.documents + corpus.validation.stats.documents)
         facts += [
             ("training documents", f"{stats.documents:,}, {stats.tokens:,} tokens, {stats.bytes:,} bytes"),
             ("passes over them", f"{wanted / max(stats.tokens, 1):,.2f}: {wanted:,} tokens, {part.share:.2%} of all"),
             ("duplicated documents", f"{found.duplicate_documents:.2%}, {found.duplicate_tokens:.2%} of tokens"),
             ("documents in both splits", str(found.overlap_documents)),
+            ("documents without text, left out", f"{found.empty_documents:,}"),
         ]
     if config.train.eval_batches:
         split_problems, shared = check_splits(part.pipeline, rows, config.data.seq_len)
@@ -318,6 +321,15 @@ def _duplicate_problems(found: statistics.CorpusReport) -> list[Problem]:
     message = f"{share:.0%} of the training tokens are in documents that repeat an earlier one"
     fix = "remove the duplicates; a model memorises what it sees many times"
     return [Problem("R031", "error" if share > 0.3 else "warning", message, fix)]
+
+
+def _empty_problems(found: statistics.CorpusReport, documents: int) -> list[Problem]:
+    """Rows of a dataset whose column is null or blank; of files, blank pieces are the rule."""
+    rows = found.empty_documents + documents
+    if found.empty_documents <= 0.01 * rows:
+        return []
+    message = f"{found.empty_documents:,} of {rows:,} rows hold no text and were left out"
+    return [Problem("R036", "warning", message, "look at config.data.hf_text_field: is it the right column?")]
 
 
 def _epoch_problems(wanted: int, tokens: int, mixed: bool) -> list[Problem]:
