@@ -232,7 +232,6 @@ _READ_BY = {
     "hf_streaming": ("hf",),
     "text_separator": ("text",),
 }
-_OTHER_DATA = ("data.source", "data.files", "data.hf_path")  # without effect, these mean training on other data
 
 # Fields that have an effect only while another field has one of these values.
 _NEEDS = {
@@ -261,7 +260,8 @@ def _without_effect(config: ConfigDict) -> list[Problem]:
     problems = []
 
     def report(name: str, because: str, fix: str) -> None:
-        severity = "error" if name in _OTHER_DATA else "warning"
+        # Files beside a source that needs none: training on other data than those that were meant.
+        severity = "error" if name == "data.files" and kinds <= {"stdlib", *GENERATED} else "warning"
         message = f"config.{name}={shown(values[name])} has no effect, because {because}"
         fix = f"{fix}, or leave config.{name} at its default, {defaults[name]!r}"
         problems.append(Problem("R063", severity, message, fix))

@@ -93,6 +93,7 @@ def filtered_logits(logits: jax.Array, seen: jax.Array, settings: Settings, voca
     logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
     penalty = jnp.where(logits > 0, 1 / settings.repetition_penalty, settings.repetition_penalty)
     logits = jnp.where(seen, logits * penalty, logits)
+    logits = jnp.minimum(logits, jnp.finfo(jnp.float32).max)
     logits -= jnp.max(logits, axis=-1, keepdims=True)  # so that the most likely token stays finite
     tiny = jnp.finfo(jnp.float32).tiny  # numbers below count as 0
     logits = logits / jnp.where(settings.temperature > 0, jnp.maximum(settings.temperature, tiny), 1.0)

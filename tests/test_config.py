@@ -134,7 +134,7 @@ def test_bad_values_are_found_with_field_and_fix(field, value, rule):
 QUICKSTART = {"text": {"source": "stdlib"}, "keypad": {"source": "task"}}
 WITHOUT_EFFECT = [
     (["data.files=a.txt"], "error", "data.files=('a.txt',)", "data.source='stdlib'", "data.source='text'"),
-    (["data.hf_path=json"], "error", "data.hf_path='json'", "data.source='stdlib'", "data.source='hf'"),
+    (["data.hf_path=json"], "warning", "data.hf_path='json'", "data.source='stdlib'", "data.source='hf'"),
     (["data.hf_streaming=True"], "warning", "data.hf_streaming=True", "data.source='stdlib'", "data.source='hf'"),
     (["data.text_separator=%"], "warning", "data.text_separator='%'", "data.source='stdlib'", "data.source='text'"),
     (["data.tokenizer_path=x"], "warning", "data.tokenizer_path='x'", "data.tokenizer='byte'", "data.tokenizer='hf'"),
@@ -194,6 +194,12 @@ def test_a_field_that_several_sources_override_is_reported():
     assert [p.message for p in own] == [
         "config.data.files=('a.txt',) has no effect, because config.data.sources.a.files=('b.txt',)"
     ]
+
+
+def test_files_beside_other_data_that_were_asked_for_are_no_error():
+    """configs/extend.py has files; a flag may take a data set instead of them."""
+    (problem,) = validate(overridden("data.files=a.txt", "data.source=hf", "data.hf_path=json"))
+    assert (problem.rule, problem.severity) == ("R063", "warning")
 
 
 @pytest.mark.parametrize("overrides", READ, ids=lambda value: value[0])

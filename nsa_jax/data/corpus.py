@@ -103,7 +103,7 @@ class Corpus:
       train: documents to train on.
       validation: documents held out.
       apart: the documents held out are those of another corpus.
-      empty_documents: documents without text, which were left out.
+      empty_documents: documents without text, which were left out; None if an earlier version did not count them.
     """
 
     directory: Path
@@ -111,7 +111,7 @@ class Corpus:
     train: Split
     validation: Split
     apart: bool = False
-    empty_documents: int = 0
+    empty_documents: int | None = None
 
     def with_held_out(self, other: Corpus) -> Corpus:
         """These training documents, and the held-out documents of another corpus."""
@@ -166,4 +166,4 @@ def open_corpus(directory: Path, fingerprint: str = "") -> Corpus | None:
             "Delete it to have it built again with them",
             directory,
         )
-    return Corpus(directory, meta["fingerprint"], splits[0], splits[1], empty_documents=meta.get("empty_documents", 0))
+    return Corpus(directory, meta["fingerprint"], splits[0], splits[1], empty_documents=meta.get("empty_documents"))

@@ -178,5 +178,5 @@ def _measure(corpus: Corpus) -> CorpusReport:
         duplicate_documents=float(repeats.mean()) if len(repeats) else 0.0,
         duplicate_tokens=float(lengths[order[repeats]].sum() / max(lengths.sum(), 1)),
         overlap_documents=int(overlap.sum()),
-        empty_documents=corpus.empty_documents,
+        empty_documents=corpus.empty_documents or 0,
     )

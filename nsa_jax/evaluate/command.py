@@ -385,6 +385,8 @@ class Evaluation:
         """What earlier calls found of this model, by task."""
         try:
             found = json.loads((self.output / "evaluation.json").read_text())
+            if "fingerprint" not in found:  # of an earlier version
+                found["fingerprint"] = model["fingerprint"]
             return dict(found["tasks"]) if model.items() <= found.items() else {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -128,12 +129,11 @@ def recorded_metrics(path: str | os.PathLike) -> dict[str, float]:
     found: dict[str, float] = {"step": chosen}
     if (loss := losses[chosen]) is not None:
         found["val/loss"] = loss
-    try:
-        validation = json.loads((directory / "summary.json").read_bytes())["validation"]
-        if validation["step"] == chosen:
-            found |= {name: value for name, value in validation.items() if finite(value) is not None}
-    except (OSError, ValueError, KeyError, TypeError):  # a run that was not finished has none
-        pass
+    for name in ("summary.json", f"summary_{chosen}.json"):  # of an end after which training went on
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a run that was not finished has none
+            validation = json.loads((directory / name).read_bytes())["validation"]
+            if validation["step"] == chosen:
+                found |= {name: value for name, value in validation.items() if finite(value) is not None}
     return found
 
 

@@ -96,12 +96,14 @@ def whole_export(directory: str | os.PathLike, overwrite: bool = False) -> Itera
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
-        # config.json goes first and comes last: an export that is cut short here is not taken for a whole one.
+        # config.json is removed first and comes last: an export that is cut short here is not taken for a whole one.
         (path / "config.json").unlink(missing_ok=True)
         for name in os.listdir(path):
             if name in (WHOLE, INDEX, *_STALE) or _SHARD.fullmatch(name):
                 (path / name).unlink()
-        for name in sorted(os.listdir(unfinished), key=lambda name: (name == "config.json", name)):
+        # Weights go first: by their checksums what is there is known as an export if this is cut short.
+        names = sorted(os.listdir(unfinished))
+        for name in sorted(names, key=lambda name: (name == "config.json", "safetensors" not in name)):
             os.replace(unfinished / name, path / name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -177,6 +177,7 @@ class NSAttention(nnx.Module):
         if block_indices is not None:
             sizes = dict(zip("BTK", (*x.shape[:2], config.num_kv_heads), strict=True))
             checks.integers("block_indices", block_indices, "BTKn", sizes, "x and config.num_kv_heads")
+            block_indices = block_indices.astype(jnp.int32)
         if split.context == 1 and block_indices is None and self._kernels_cut(x):
             attended, block_indices = self._attend_cut(x, segment_start, positions, split)
         elif split.context > 1:

@@ -106,7 +106,8 @@ class Cache(NamedTuple):
 def capacity_bucket(tokens: int, config: ModelConfig) -> int:
     """The capacity to allocate for this many tokens: a power of two of at least 256, in whole selection blocks.
 
-    Programs are compiled for a capacity, so nearby lengths share one. RoPE scaling of the kind "dynamic" bounds it.
+    Programs are compiled for a capacity, so nearby lengths share one. RoPE scaling of the kind "dynamic" bounds it by
+    the whole blocks of its original length.
 
     Raises:
       ValueError: `tokens` is no positive whole number.

@@ -202,7 +202,10 @@ class ModelConfig:
                 raise ValueError(f"ModelConfig.{name}={getattr(self, name)!r}: must be one of {allowed}")
 
     def _check_types(self) -> None:
-        """Raises ValueError for a field of another type than its own, or a number that is not finite or too small."""
+        """Raises ValueError for a field of another type than its own, or a number that is not finite or too small.
+
+        Scalars of NumPy become Python's.
+        """
         kinds: dict[str, tuple[tuple[type, ...], str]] = {
             "int": ((int, np.integer), "a whole number"),
             "float": ((int, float, np.integer, np.floating), "a finite number"),
@@ -217,6 +220,8 @@ class ModelConfig:
             wrong = types and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types))
             if wrong or (field.type == "float" and not math.isfinite(value)):
                 raise ValueError(f"ModelConfig.{field.name}={value!r}: must be {expected}")
+            if types and isinstance(value, np.generic):
+                object.__setattr__(self, field.name, value.item())
             if field.name in least and value < least[field.name]:
                 raise ValueError(f"ModelConfig.{field.name}={value!r}: must be at least {least[field.name]}")
         if self.rope_theta <= 0:

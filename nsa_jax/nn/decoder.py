@@ -225,13 +225,13 @@ class Decoder:
             raise ValueError(f"lengths={lengths.tolist()}: every prompt must have 1 to {length} tokens")
         if length > cache.capacity:
             raise ValueError(f"tokens has length {length}: the cache holds {cache.capacity} tokens")
-        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            raise ValueError(
-                f"tokens has ids {tokens.min()} to {tokens.max()}: must be 0 to {self.config.vocab_size - 1}"
-            )
+        given, last = np.arange(length) < lengths[:, None], self.config.vocab_size - 1
+        least, most = tokens[given].min(), tokens[given].max()
+        if least < 0 or most > last:
+            raise ValueError(f"tokens has ids {least} to {most}: must be 0 to {last}")
         if np.asarray(cache.lengths).any():
             raise ValueError("cache holds tokens already: prefill fills an empty one; give a new one from init_cache")
-        lengths = lengths.astype(np.int32)
+        lengths, tokens = lengths.astype(np.int32), np.where(given, tokens, 0)
         logits = jnp.zeros((batch, self.config.vocab_size), jnp.float32)
         ends = jnp.asarray(lengths)
         offset, chunk = 0, min(self.chunk, chunk_bucket(length, self.config.nsa.select_block))

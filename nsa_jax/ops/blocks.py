@@ -52,6 +52,8 @@ class NSAConfig:
             value = getattr(self, field.name)
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not 0 < value < 2**31:
                 wrong.append(f"NSAConfig.{field.name}={value!r}: must be a positive int below 2**31")
+            else:
+                object.__setattr__(self, field.name, int(value))
         if wrong := wrong or self._impossible():
             raise ValueError("; ".join(wrong))
 

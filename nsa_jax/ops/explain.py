@@ -105,11 +105,13 @@ def explain(
         if target not in _TARGETS:
             raise ValueError(f"target={target!r}: must be one of {sorted(_TARGETS)}, a Target or None")
         target = _TARGETS[target]
-    for name, size in (("length", length), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("batch", batch)):
-        checks.positive(name, size)
+    sizes = dict(batch=batch, length=length, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    sizes["value_dim"] = value_dim or head_dim
+    sizes = {name: checks.positive(name, size) for name, size in sizes.items()}
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
-    shape = Shape(batch, length, length, num_heads, num_kv_heads, head_dim, value_dim or head_dim, dtype)
+    batch, length, num_heads, num_kv_heads, head_dim, value_dim = sizes.values()
+    shape = Shape(batch, length, length, num_heads, num_kv_heads, head_dim, value_dim, dtype)
     explanation = explanation_of(shape, config or NSAConfig(), target or current_target(), packed=packed)
     print(explanation)
     return explanation

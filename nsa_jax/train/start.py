@@ -63,23 +63,17 @@ def _other_learning_rate(source: Path, step: int, config: ConfigDict) -> str:
     directory = source / "checkpoints" if (source / "checkpoints").is_dir() else source
     saved = read_info(directory / str(step)).get("config", {})
     there, now = saved.get("train", {}).get("steps"), config.train.steps
-    if there is None or there == now or not isinstance(saved.get("optim"), dict):
+    if there is None or there == now:
         return ""
-    before, after = (float(learning_rate(c)(jnp.asarray(step))) for c in (_with_defaults(saved, config), config))
+    old = config.copy_and_resolve_references()
+    with old.unlocked():
+        old.train.steps = there
+    before, after = (float(learning_rate(c)(jnp.asarray(step))) for c in (old, config))
     if math.isclose(before, after, rel_tol=1e-6):
         return ""
     return (
         f"; its learning rate goes from {before:.2e} to {after:.2e}, since config.train.steps is {now:,}, not {there:,}"
     )
-
-
-def _with_defaults(saved: dict[str, Any], config: ConfigDict) -> ConfigDict:
-    """A config with the saved steps and optimizer; fields that an earlier version lacked are as they are now."""
-    old = config.copy_and_resolve_references()
-    with old.unlocked(), old.ignore_type():
-        old.train.steps = saved["train"]["steps"]
-        old.optim.update({name: value for name, value in saved["optim"].items() if name in old.optim})
-    return old
 
 
 def check_source(workdir: Path, other: tuple[Path, int | None] | None, stage: bool, steps: int) -> None:

@@ -87,9 +87,10 @@ def data_line(config: ConfigDict, pipeline: Pipeline) -> str:
 
 def _short(count: int) -> str:
     """A number with three digits: 940, 31.3M, 2B."""
+    rounded = float(f"{count:.3g}")
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{float(f'{count:.3g}') / size:g}{letter}"
+        if rounded >= size:
+            return f"{rounded / size:g}{letter}"
     return str(count)
 
 

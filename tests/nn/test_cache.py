@@ -306,7 +306,8 @@ def test_mistakes_are_named():
             decoder.init_cache(1, tokens)
     with pytest.raises(ValueError, match="chunk=-1: must be a positive int"):
         Decoder(make_model(num_layers=1), chunk=-1)
-    _, cache = decoder.prefill(cache, row)
+    padded = np.asarray([[1, 2, -1, 900, -1]])  # what stands behind a prompt is nobody's token
+    _, cache = decoder.prefill(cache, padded, [2])
     with pytest.raises(ValueError, match="cache holds tokens already"):
         decoder.prefill(cache, row)
     with pytest.raises(ValueError, match=r"tokens has shape \(1, 1\): must have 1 dimensions"):

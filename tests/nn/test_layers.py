@@ -134,6 +134,14 @@ def test_config_mistakes_name_the_field():
             ModelConfig(**{**base, name: value})
 
 
+def test_scalars_of_numpy_become_those_of_python():
+    config = ModelConfig(
+        dim=np.int16(16384), num_heads=np.int64(4), num_kv_heads=2, head_dim=8, init_std=np.float64(0.02)
+    )
+    assert config.mlp_dim == 43712 and type(config.num_heads) is int and type(config.init_std) is float
+    assert type(NSAConfig(window=np.uint16(512)).window) is int
+
+
 def test_mistakes_in_a_layers_input_are_named():
     layer = NSAttention(CONFIG, rngs=nnx.Rngs(0))
     x = jnp.ones((2, 16, 32))

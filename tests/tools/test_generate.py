@@ -124,6 +124,8 @@ def test_filters_keep_what_they_promise():
     out = filtered_logits(logits, seen, Sampling(repetition_penalty=4.0).arrays(), 5)
     np.testing.assert_allclose(np.asarray(out)[0, 0] - np.asarray(out)[0, 1], 4 * np.log(0.5) - np.log(0.2), rtol=1e-6)
     assert kept(top_p=1e-50) == kept(temperature=1e-38) == [0]  # 0 and infinite in float32
+    infinite = filtered_logits(jnp.asarray([[jnp.inf, 1.0, 2.0]]), none[:, :3], Sampling(top_k=1).arrays(), 3)
+    assert np.flatnonzero(np.isfinite(np.asarray(infinite)[0])).tolist() == [0]
     assert kept(vocab=9) == [0, 1, 2, 3, 4]  # a tokenizer's, larger than the model's
 
 

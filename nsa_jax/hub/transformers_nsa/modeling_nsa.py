@@ -7,11 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .attention_nsa import NSACache, NSACompressor, NSADenseAttention, NSARMSNorm, NSAttention, Places, rope_turns
 from .configuration_nsa import NSAConfig
+
+try:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+except ImportError:  # earlier versions, without gradient checkpointing
+    GradientCheckpointingLayer = nn.Module
 
 
 class NSAMLP(nn.Module):

@@ -301,8 +301,9 @@ def _examine_source(
             ("passes over them", f"{wanted / max(stats.tokens, 1):,.2f}: {wanted:,} tokens, {part.share:.2%} of all"),
             ("duplicated documents", f"{found.duplicate_documents:.2%}, {found.duplicate_tokens:.2%} of tokens"),
             ("documents in both splits", str(found.overlap_documents)),
-            ("documents without text, left out", f"{found.empty_documents:,}"),
         ]
+        if found.empty_documents:
+            facts.append(("documents without text, left out", f"{found.empty_documents:,}"))
     if config.train.eval_batches:
         split_problems, shared = check_splits(part.pipeline, rows, config.data.seq_len)
         problems += split_problems

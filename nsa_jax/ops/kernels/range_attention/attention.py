@@ -147,21 +147,20 @@ def backward(
     """
     lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
     args = (query, key, value, grad_out, lse, delta, low, high)
-    if plan.grad_query.kernel == "range_attention.sm90_backward" and query.shape[2] // key.shape[2] in DIRECT_GROUPS:
-        grad_query = sm90_backward.grad_query(*args, plan.grad_query.tiles, known, onto)
-        return grad_query, *sm90_backward.grad_key_value(*args, plan.grad_key_value.tiles, known)
-    # Other kernels' results, and those that are rearranged afterwards, are added by XLA.
     if plan.grad_query.kernel == "range_attention.triton_backward":
-        made = triton_backward.gradients(*args, plan.grad_query.tiles, plan.grad_key_value.tiles, known)
-        grad_query, *others = made
+        gradients = triton_backward.gradients(*args, plan.grad_query.tiles, plan.grad_key_value.tiles, known)
+        grad_query, *others = gradients
     elif plan.grad_query.kernel == "range_attention.sm80_grad_query":
         from nsa_jax.ops.kernels.range_attention import sm80_grad_key_value, sm80_grad_query
 
         grad_query = sm80_grad_query.grad_query(*args, plan.grad_query.tiles, known)
         others = sm80_grad_key_value.grad_key_value(*args, plan.grad_key_value.tiles, known)
     else:
-        grad_query = sm90_backward.grad_query(*args, plan.grad_query.tiles, known)
+        # Gradients that are rearranged afterwards, and those of other kernels, are added by XLA.
+        inside = onto if query.shape[2] // key.shape[2] in DIRECT_GROUPS else None
+        grad_query = sm90_backward.grad_query(*args, plan.grad_query.tiles, known, inside)
         others = sm90_backward.grad_key_value(*args, plan.grad_key_value.tiles, known)
+        onto = onto if inside is None else None
     if onto is not None:
         grad_query = (grad_query.astype(jnp.float32) + onto.astype(jnp.float32)).astype(query.dtype)
     return grad_query, *others
