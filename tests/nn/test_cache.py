@@ -356,7 +356,7 @@ def test_decode_and_prefill_compile_ahead_of_time(attention, shared_kv):
 
 
 @pytest.mark.usefixtures("usual_compilation")
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("attention", ["nsa", pytest.param("dense", marks=pytest.mark.slow)])
 def test_a_step_of_one_row_writes_nothing_of_a_weights_size(attention):
     """Nor does it launch more than 14 kernels a layer, 13 with JAX 0.11 and NSA, of which six are attention's."""
     fields = dict(dim=768, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=512, mlp_dim=2432, shared_kv=True)

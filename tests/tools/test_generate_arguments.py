@@ -63,7 +63,7 @@ def test_a_tokenizer_with_ids_that_the_model_has_not_is_refused(model):
         Generator(model, SyntheticTokenizer(1000, copy=False))
 
 
-@pytest.mark.parametrize("options", [[], ["--num-samples=2"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["--num-samples=2"], marks=pytest.mark.slow)])
 def test_a_reader_that_has_enough_ends_it_quietly(tmp_path, options):
     write_run(tmp_path / "run", small_config())
     program = [sys.executable, "-m", "nsa_jax.generate", str(tmp_path / "run"), "--prompt=a", "--quiet", *options]
