@@ -35,8 +35,9 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from nsa_jax.data import cache, shards  # noqa: E402
+from nsa_jax.data.documents import Source  # noqa: E402
 from nsa_jax.data.encoding import encode  # noqa: E402
-from nsa_jax.data.sources import Source, TextSource  # noqa: E402
+from nsa_jax.data.sources import TextSource  # noqa: E402
 from nsa_jax.data.tokenizers import BPE_EOS, HuggingFaceTokenizer, Tokenizer, train_bpe  # noqa: E402
 
 _SEPARATOR = "\n%%\n"

@@ -36,10 +36,11 @@ import numpy as np
 
 from nsa_jax.data import cache_store
 from nsa_jax.data.corpus import SPLITS, Corpus, Split, SplitStats, meta_checksum, open_corpus
+from nsa_jax.data.documents import Source
 from nsa_jax.data.encoding import Encoded, content_hash
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.shards import Progress, encoded_shards
-from nsa_jax.data.sources import LimitedSource, Source
+from nsa_jax.data.sources import LimitedSource
 from nsa_jax.data.statistics import corpus_report
 from nsa_jax.data.token_file import ChunkWriter, checksums_path
 from nsa_jax.data.token_sources import Indexed, TokenSource, index_documents

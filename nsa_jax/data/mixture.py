@@ -12,8 +12,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from nsa_jax.data.documents import Source, digest
 from nsa_jax.data.packing import Batch
-from nsa_jax.data.sources import Source, digest
 
 
 @dataclasses.dataclass(frozen=True)

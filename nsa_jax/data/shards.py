@@ -30,9 +30,9 @@ import rich.console
 import rich.progress
 
 from nsa_jax.data import tokenize_worker
+from nsa_jax.data.documents import Source
 from nsa_jax.data.encoding import Encoded, encode, to_bytes
 from nsa_jax.data.errors import DataError
-from nsa_jax.data.sources import Source
 from nsa_jax.data.tokenizers import Tokenizer
 
 _SHARD_BYTES = 4 << 20  # of text: some seconds of one core, which is what a kill loses

@@ -1,4 +1,5 @@
-"""Sources of documents: the standard library's source text, text files, trees of files, Hugging Face datasets.
+"""Sources of documents by name: the standard library's source text, text files and trees of files, which are here,
+and those of huggingface.py and token_sources.py.
 
 A source yields documents (str) and has a fingerprint that changes whenever the documents may have changed. Synthetic
 rows have no documents; they are in synthetic.py and long_tasks.py.
@@ -8,44 +9,27 @@ from __future__ import annotations
 
 import glob
 import gzip
-import hashlib
 import io
-import json
 import os
 import sys
 import sysconfig
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import zstandard
 from ml_collections import ConfigDict
 
 from nsa_jax import object_store
+from nsa_jax.data import documents
+from nsa_jax.data.documents import Source, as_tuple, bounded, digest, piece_length
 from nsa_jax.data.encoding import GroupedText
 from nsa_jax.data.errors import DataError
+from nsa_jax.data.huggingface import HuggingFaceSource
 from nsa_jax.data.token_sources import HuggingFaceTokens, TokenFiles
 
-# Longer documents are cut at a line end. This bounds memory and allows one big file to be split into training and
-# validation.
-MAX_DOCUMENT_CHARS = 1 << 20
 _READ_BYTES = 1 << 20
-
-
-class Source(Protocol):
-    """Documents of one corpus."""
-
-    name: str  # for progress bars and messages
-
-    def fingerprint(self) -> str:
-        """Hash of everything that decides the documents and their order."""
-
-    def documents(self) -> Iterator[str]:
-        """Yields every document once, always in the same order."""
-
-    def size_bytes(self) -> int | None:
-        """Bytes of text to expect, for the progress bar; None if unknown."""
 
 
 def make_source(config: ConfigDict) -> Source:
@@ -130,18 +114,6 @@ def make_held_out_source(config: ConfigDict) -> Source:
             fix = "take it out of config.data.files, whose globs may match it"
             raise DataError(f"config.data.val_files entry {both[0]!r}", "is also trained on", fix)
     return held_out
-
-
-def digest(*parts: Any) -> str:
-    """Hash of JSON-serialisable values."""
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-
-
-def _as_tuple(value: Any) -> tuple[str, ...]:
-    """A tuple of strings from a config file's tuple or from a flag's comma-separated string."""
-    if isinstance(value, (str, os.PathLike)):
-        value = [v for v in os.fspath(value).split(",") if v]
-    return tuple(os.fspath(v) for v in value)
 
 
 class LimitedSource:
@@ -230,7 +202,7 @@ class TreeSource:
         self.least = least
         self._trees: dict[str, list[Path]] | None = None
         self.folders: list[Path] = []
-        for pattern in _as_tuple(folders):
+        for pattern in as_tuple(folders):
             matches = [Path(m) for m in sorted(glob.glob(os.path.expanduser(pattern))) if os.path.isdir(m)]
             if not matches:
                 raise DataError(
@@ -263,7 +235,7 @@ class TreeSource:
             text = "".join(_file_text(file, Path(tree).parent) for file in files)
             if len(text) < max(self.least, 1):
                 continue
-            pieces = -(-len(text) // MAX_DOCUMENT_CHARS)
+            pieces = -(-len(text) // documents.MAX_DOCUMENT_CHARS)
             ends = [text.rfind("\n", 0, len(text) * i // pieces) + 1 for i in range(1, pieces)]
             for start, end in zip([0, *ends], [*ends, len(text)], strict=True):
                 yield GroupedText(text[start:end], Path(tree).name)
@@ -333,21 +305,6 @@ def _open_text(path: str) -> io.TextIOWrapper:
     return io.TextIOWrapper(binary, encoding="utf-8", newline="")
 
 
-def _cut(text: str) -> int:
-    """The length of the first piece of a long document: up to its last line end, or the limit if there is none."""
-    end = text.rfind("\n", 0, MAX_DOCUMENT_CHARS)
-    return end + 1 if end > 0 else MAX_DOCUMENT_CHARS
-
-
-def bounded(document: str) -> Iterator[str]:
-    """A document, in pieces of at most `MAX_DOCUMENT_CHARS` that are cut at line ends if it is longer."""
-    while len(document) > MAX_DOCUMENT_CHARS:
-        end = _cut(document)
-        yield document[:end]
-        document = document[end:]
-    yield document
-
-
 class TextSource:
     """UTF-8 text files, plain, .gz or .zst; one document per file, or per piece between separators.
 
@@ -364,7 +321,7 @@ class TextSource:
     name = "text"
 
     def __init__(self, files: Any, *, separator: str = ""):
-        patterns = _as_tuple(files)
+        patterns = as_tuple(files)
         if not patterns:
             raise DataError("config.data.files=()", "the text source has no files", "list files or globs")
         self.separator = separator
@@ -423,8 +380,8 @@ class TextSource:
                 *whole, pending = pending.split(self.separator)
                 for document in whole:
                     yield from bounded(document)
-            while len(pending) > MAX_DOCUMENT_CHARS + len(self.separator):
-                end = _cut(pending)
+            while len(pending) > documents.MAX_DOCUMENT_CHARS + len(self.separator):
+                end = piece_length(pending)
                 yield pending[:end]
                 pending = pending[end:]
         yield from bounded(pending)
@@ -472,140 +429,3 @@ def fineweb_edu(name: str = "sample-10BT", *, streaming: bool = True) -> dict[st
         "hf_text_field": "text",
         "hf_streaming": streaming,
     }
-
-
-class HuggingFaceSource:
-    """Any dataset that `datasets.load_dataset` reads: from the hub, or local parquet, jsonl, text or csv files.
-
-    Args:
-      path: first argument of `load_dataset`: a hub id, or `parquet`, `json`, ... with `data_files`.
-      name: configuration of the dataset; empty: its default.
-      data_files: files or globs; empty: what the dataset defines.
-      split: split to read.
-      text_field: column that holds the document.
-      streaming: iterate without downloading first.
-    """
-
-    name = "hf"
-
-    def __init__(
-        self,
-        *,
-        path: str,
-        name: str = "",
-        data_files: Any = (),
-        split: str = "train",
-        text_field: str = "text",
-        streaming: bool = False,
-    ):
-        if not path:
-            raise DataError(
-                "config.data.hf_path=''",
-                "the hf source has no dataset",
-                "set a hub id such as HuggingFaceFW/fineweb-edu, or 'parquet' or 'json' with hf_data_files",
-            )
-        self.path = path
-        self.config_name = name
-        self.data_files = _as_tuple(data_files)
-        self.split = split
-        self.text_field = text_field
-        self.streaming = streaming
-
-    def __str__(self) -> str:
-        return "/".join(part for part in (self.path, self.config_name, self.split) if part)
-
-    def fingerprint(self) -> str:
-        # Local files count with size and time. A hub dataset is assumed not to change after it was cached.
-        local = []
-        for pattern in (*self.data_files, *([self.path] if os.path.exists(self.path) else [])):
-            for entry in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)):
-                members = sorted(str(p) for p in Path(entry).rglob("*")) if os.path.isdir(entry) else [entry]
-                local += [(m, os.stat(m).st_size, os.stat(m).st_mtime_ns) for m in members if os.path.isfile(m)]
-        return digest(
-            self.name, self.path, self.config_name, self.data_files, self.split, self.text_field, self.streaming, local
-        )
-
-    def load(self) -> Any:
-        """Calls `load_dataset` and checks that the text column exists.
-
-        Returns:
-          A `datasets.Dataset`, or a `datasets.IterableDataset` if streaming.
-
-        Raises:
-          DataError: the hub cannot be reached, the dataset or split does not exist, or it has no such column.
-        """
-        import datasets  # slow to import, and only this source needs it
-
-        try:
-            dataset = datasets.load_dataset(
-                self.path,
-                name=self.config_name or None,
-                data_files=list(self.data_files) or None,
-                split=self.split,
-                streaming=self.streaming,
-            )
-            columns = dataset.column_names
-            if columns is None:
-                columns = list(next(iter(dataset), {self.text_field: ""}))
-        except Exception as error:
-            raise self.explain(error) from error
-        if self.text_field not in columns:
-            raise DataError(
-                f"config.data.hf_text_field={self.text_field!r}",
-                f"{self} has no such column; its columns are {', '.join(columns)}",
-                "name the column that holds the text",
-            )
-        return dataset
-
-    def explain(self, error: Exception) -> DataError:
-        """The error to show to the user after `load_dataset` or reading failed."""
-        chain: BaseException | None = error
-        reasons = []
-        while chain is not None:
-            reasons.append(f"{type(chain).__name__}: {str(chain)[:300]}")
-            names = {cls.__name__ for cls in type(chain).__mro__}
-            if names & {"ConnectionError", "OfflineModeIsEnabled", "TransportError", "LocalEntryNotFoundError"}:
-                return DataError(
-                    f"config.data.hf_path={self.path!r}",
-                    f"the Hugging Face hub cannot be reached ({type(error).__name__}: {error})",
-                    "check the network, or use local files: hf_path='parquet' (or 'json') with "
-                    "hf_data_files=('dir/*.parquet',), or source='text' with files",
-                )
-            chain = chain.__cause__ or chain.__context__
-        return DataError(
-            f"config.data.hf_path={self.path!r}",
-            f"load_dataset failed for name={self.config_name!r}, split={self.split!r}, "
-            f"data_files={self.data_files!r} ({'; from '.join(dict.fromkeys(reasons))})",
-            "correct hf_path, hf_name, hf_split or hf_data_files",
-        )
-
-    def text(self, row: dict[str, Any]) -> str:
-        """The document of one row; missing values count as empty.
-
-        Raises:
-          DataError: the column does not hold text.
-        """
-        value = row[self.text_field]
-        if value is None:
-            return ""
-        if not isinstance(value, str):
-            raise DataError(
-                f"config.data.hf_text_field={self.text_field!r}",
-                f"the column holds {type(value).__name__}, not text; the columns are {', '.join(row)}",
-                "name the column that holds the text",
-            )
-        return value
-
-    def documents(self) -> Iterator[str]:
-        rows = iter(self.load())
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:
-                raise self.explain(error) from error
-            yield from bounded(self.text(row))
-
-    def size_bytes(self) -> int | None:
-        return None

@@ -22,9 +22,11 @@ import grain
 import numpy as np
 
 from nsa_jax.data import cache
+from nsa_jax.data.documents import bounded, digest
 from nsa_jax.data.errors import DataError
+from nsa_jax.data.huggingface import HuggingFaceSource
 from nsa_jax.data.packing import Batch, check_batch, pack_rows
-from nsa_jax.data.sources import HuggingFaceSource, LimitedSource, bounded, digest
+from nsa_jax.data.sources import LimitedSource
 from nsa_jax.data.tokenizers import Tokenizer
 
 _GROUP_DOCUMENTS = 32  # tokenised together, because the tokenizer spreads documents over threads

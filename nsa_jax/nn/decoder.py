@@ -141,7 +141,8 @@ class Decoder:
         """
         start = cache.segment_start if segment_start is None else segment_start
         x, batch = params["embedding"][tokens[:, None]], len(tokens)
-        if batch == 1 and current_target().is_gpu:  # twice: XLA has kernels for norms and products of two rows
+        if batch == 1 and current_target().is_gpu:
+            # A single row goes through twice, because XLA computes norms and products of two rows in fewer kernels.
             x = jax.lax.optimization_barrier(jnp.broadcast_to(x, (2, *x.shape[1:])))
         layers = []
         for block, layer in zip(self._blocks(params), cache.layers, strict=True):

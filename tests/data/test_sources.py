@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from nsa_jax.config import default_config
-from nsa_jax.data import DataError, cache, sources, streaming
+from nsa_jax.data import DataError, cache, documents, sources, streaming
 from nsa_jax.data.encoding import content_hash, document_hash, to_bytes
 from nsa_jax.data.sources import HuggingFaceSource, LimitedSource, StdlibSource, TextSource, TreeSource
 from nsa_jax.data.tokenizers import ByteTokenizer
@@ -53,7 +53,7 @@ def test_trees_join_their_files_in_order(tmp_path):
 
 
 def test_whole_trees_are_held_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_DOCUMENT_CHARS", 1000)
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_CHARS", 1000)
     for tree in range(40):
         write_tree(
             tmp_path / "trees", f"p{tree}", {f"{i}.py": f"tree {tree} file {i} = {'x' * 300}\n" for i in range(9)}
@@ -101,7 +101,7 @@ def test_text_separator_makes_documents(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("separator", ["", "\n\n"])
 def test_text_cuts_long_documents_at_line_ends(tmp_path, monkeypatch, separator):
-    monkeypatch.setattr(sources, "MAX_DOCUMENT_CHARS", 100)
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_CHARS", 100)
     monkeypatch.setattr(sources, "_READ_BYTES", 33)
     text = "".join(f"line number {i} of the file\n" for i in range(60)) + "x" * 450
     (tmp_path / "a.txt").write_text(text)
@@ -214,7 +214,7 @@ def test_hf_reads_local_files_through_load_dataset(tmp_path, write_rows, hf_home
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_long_documents_of_datasets_are_cut_at_line_ends(tmp_path, hf_home, monkeypatch, streamed):
-    monkeypatch.setattr(sources, "MAX_DOCUMENT_CHARS", 20)
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_CHARS", 20)
     lines = [f"line {i} of it\n" for i in range(6)]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "".join(lines)}) + "\n")
     source = sources.HuggingFaceSource(path="json", data_files=(str(tmp_path / "rows.jsonl"),), streaming=streamed)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import nsa_jax
-from nsa_jax import generate, nn
+from nsa_jax import generate
 from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.generate import Generator, PromptError, _TextStream
@@ -24,16 +24,6 @@ def workdir(tmp_path_factory):
     config = small_config()
     path = tmp_path_factory.mktemp("runs") / "small"
     return path, write_run(path, config), config
-
-
-@pytest.fixture(scope="module")
-def model():
-    return nn.Transformer(nn.ModelConfig.from_config(small_config(), 257), rngs=nnx.Rngs(0))
-
-
-@pytest.fixture(scope="module")
-def generator(model):
-    return Generator(model, ByteTokenizer(), context=96, chunk=32)
 
 
 def test_load_reads_the_newest_a_numbered_and_the_best_step(workdir):

@@ -8,25 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from flax import nnx
 
 import nsa_jax
-from nsa_jax import nn
 from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer
 from nsa_jax.generate import Generator
 from nsa_jax.sampling import Sampling
 
 from .runs import small_config, write_run
-
-
-@pytest.fixture(scope="module")
-def model():
-    return nn.Transformer(nn.ModelConfig.from_config(small_config(), 257), rngs=nnx.Rngs(0))
-
-
-@pytest.fixture(scope="module")
-def generator(model):
-    return Generator(model, ByteTokenizer(), context=96, chunk=32)
 
 
 def test_one_stop_string_is_not_its_characters(generator):
