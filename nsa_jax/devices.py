@@ -43,6 +43,9 @@ def choose_platform(*, cpu: bool = False) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
+_KEPT_FROM = 0.1  # seconds of compiling; JAX's default of 1 leaves out the many small programs of a start
+
+
 def keep_compiled_programs(directory: str = "") -> Path | None:
     """Turns on JAX's persistent compilation cache: a program that was compiled once is loaded by later runs.
 
@@ -71,6 +74,8 @@ def keep_compiled_programs(directory: str = "") -> Path | None:
         logger.warning("compiled programs are not kept: %s cannot be written (%s)", path, error.strerror)
         return None
     jax.config.update("jax_compilation_cache_dir", str(path))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _KEPT_FROM)
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -26,6 +27,22 @@ def extra(name: str) -> Iterator[None]:
             raise
         message = f'the package {package} is not installed: pip install "nsa_jax[{name}]"'
         raise MissingExtra(message, name=error.name) from error
+
+
+@contextlib.contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Around imports of another package that imports `package` where it is installed, but does not need it.
+
+    A package that has been imported already is not hidden.
+    """
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 def installed_version() -> str:

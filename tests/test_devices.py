@@ -25,8 +25,12 @@ def told(monkeypatch):
 
 def test_where_compiled_programs_are_kept(told, monkeypatch, tmp_path):
     assert devices.keep_compiled_programs() == Path(jax.config.jax_compilation_cache_dir) and not told
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "5")
+    assert devices.keep_compiled_programs(str(tmp_path / "mine")) and list(told) == ["jax_compilation_cache_dir"]
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
     given = devices.keep_compiled_programs(str(tmp_path / "mine"))
     assert given.parent == tmp_path / "mine" and given.is_dir() and told["jax_compilation_cache_dir"] == str(given)
+    assert told["jax_persistent_cache_min_compile_time_secs"] == 0.1
     (tmp_path / "file").touch()
     assert devices.keep_compiled_programs(str(tmp_path / "file")) is None
     assert "jax_enable_compilation_cache" not in told

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -319,7 +320,7 @@ def test_reads_of_the_target_are_found(tmp_path):
     assert target_reads(path) == {"module level", "one", "Two.method"}
 
 
-# Importing the operator
+# What imports bring with them
 
 
 def test_importing_the_library_imports_no_trainer():
@@ -331,3 +332,19 @@ def test_importing_the_library_imports_no_trainer():
     imported = set(json.loads(done.stdout))
     assert "jax" in imported
     assert not imported & {"flax", "optax", "orbax", "grain", "ml_collections", "datasets"}
+
+
+def test_the_trainer_starts_without_pytorch_where_it_is_installed(tmp_path):
+    """tensorboardX imports it where it can: three seconds of every start."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('PyTorch was imported')")
+    program = "import sys, nsa_jax.train.loop; print('torch' in sys.modules)"
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr

@@ -28,7 +28,7 @@ VARIANTS = {
     "shared_mean_fine": {
         "model.nsa.shared_kv": True,
         "model.compressor": "mean",
-        "model.nsa.compress_block": 16,
+        "model.nsa.compress_block": 8,
         "model.nsa.compress_stride": 8,
     },
     "shared_mean_dense": {
@@ -36,6 +36,7 @@ VARIANTS = {
         "model.compressor": "mean",
         "model.layer_pattern": ("nsa", "nsa", "nsa", "dense"),
     },
+    "window3_dense": {"model.layer_pattern": ("window", "window", "window", "dense")},
     "mean": {"model.compressor": "mean"},
     "n32": {"model.nsa.num_selected": 32},
     "block32": {"model.nsa.select_block": 32, "model.nsa.num_selected": 32},

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from nsa_jax.train.state import Setup
 
+# Traces and lowers for the whole process, one program after the other: both are Python, so that threads that did this
+# side by side would wait for each other's lock, and the first program would come to the compiler as late as the last.
+_tracer = ThreadPoolExecutor(1, thread_name_prefix="trace")
+
 
 class CompileAhead:
     """Compiles jitted functions in threads. JAX keeps the programs, so that a call after `wait` compiles nothing.
 
-    A function that cannot be compiled raises its error when it is called, as it would without this.
+    Programs are traced in the order given, and compiled side by side. A function that cannot be compiled raises its
+    error when it is called, as it would without this.
 
     Args:
       programs: by name, a jitted function and arguments like those of its calls: arrays, or shapes with the sharding
@@ -31,13 +37,20 @@ class CompileAhead:
         self._abandoned = threading.Event()
         self._threads = ThreadPoolExecutor(max(len(programs), 1), thread_name_prefix="compile")
         self._left: dict[str, Future] = {
-            name: self._threads.submit(self._compile, *program) for name, program in programs.items()
+            name: self._threads.submit(self._compile, _tracer.submit(self._lower, *program))
+            for name, program in programs.items()
         }
 
-    def _compile(self, function: Any, arguments: tuple) -> None:
+    def _lower(self, function: Any, arguments: tuple) -> Any:
+        if self._abandoned.is_set():
+            return None
         with self._context():
-            lowered = function.lower(*arguments)
-            if not self._abandoned.is_set():
+            return function.lower(*arguments)
+
+    def _compile(self, lowering: Future) -> None:
+        lowered = lowering.result()
+        if lowered is not None and not self._abandoned.is_set():
+            with self._context():
                 lowered.compile()
 
     def wait(self, *names: str) -> None:
@@ -55,10 +68,22 @@ class CompileAhead:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Python looks for unreachable objects only afterwards: while programs are traced, it would find millions alive."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def first_programs(
-    setup: Setup, train_step: Any, eval_step: Any, health_program: Any | None
+    setup: Setup, train_step: Any, eval_step: Any, health_program: Any | None, initialises: bool
 ) -> dict[str, tuple[Any, tuple]]:
-    """What a run calls until its first step is done, as `CompileAhead` takes it.
+    """What a run calls until its first step is done, as `CompileAhead` takes it; `initialises`: it has no checkpoint.
 
     None of it with a batch ramp, whose batches have other shapes. Where XLA times kernels to choose among them (without
     `config.train.deterministic`), it has the GPU to itself: other programs of the process wait.
@@ -69,6 +94,8 @@ def first_programs(
     programs: dict[str, tuple[Any, tuple]] = {"train step": (train_step, (state, batch))}
     if setup.config.train.eval_batches:
         programs["evaluation"] = (eval_step, (state["params"], batch))
+    if initialises:
+        programs["initial state"] = (setup.initialise, ())
     if health_program is not None:
         programs["health"] = (health_program, (state["params"], batch))
     return programs

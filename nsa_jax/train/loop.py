@@ -24,7 +24,7 @@ from nsa_jax.train import disk, env, far_task, flops, metrics, preflight, proces
 from nsa_jax.train.batches import Batches
 from nsa_jax.train.callbacks import Callback, Callbacks
 from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
-from nsa_jax.train.compile_ahead import CompileAhead, first_programs
+from nsa_jax.train.compile_ahead import CompileAhead, first_programs, without_collections
 from nsa_jax.train.errors import TrainingError, check_room, describe_stop, newest_checkpoint, writing_checkpoint
 from nsa_jax.train.goodput import Goodput
 from nsa_jax.train.mirror import Mirror
@@ -144,18 +144,21 @@ class Run:
         Raises:
           ConfigError: with everything that is wrong; nothing has been trained.
         """
-        if (newest_checkpoint(self.workdir) or 0) < self.config.train.steps:
+        newest = newest_checkpoint(self.workdir)
+        if (newest or 0) < self.config.train.steps:
             health_program = self.health.program if self.health is not None else None
-            programs = first_programs(self.setup, self.train_step, self.eval_step, health_program)
+            initialises = newest is None and self._other is None
+            programs = first_programs(self.setup, self.train_step, self.eval_step, health_program, initialises)
             self._compiling = CompileAhead(programs, lambda: jax.set_mesh(self.setup.mesh))
         try:
-            found = preflight.before_run(
-                self.config,
-                self.workdir,
-                self.setup,
-                self.pipeline,
-                lambda part: self.terminal.doing(f"preflight: {part}"),
-            )
+            with without_collections():
+                found = preflight.before_run(
+                    self.config,
+                    self.workdir,
+                    self.setup,
+                    self.pipeline,
+                    lambda part: self.terminal.doing(f"preflight: {part}"),
+                )
         except BaseException:
             self._compiling.abandon()
             raise
@@ -173,6 +176,7 @@ class Run:
         """What this workdir holds, else what --resume names, else the initialisation."""
         own = checkpoints.restore(self.setup.target(), data, fresh_optimizer=optimizer_to_reset(self.setup))
         if own is None:
+            self._compiling.wait("initial state")
             return first_state(self.setup, self._other, info, data, self._stage)
         step, state = own[0], self.setup.completed(own[1])
         for _ in range(self.rollbacks.batches_to_skip(step, data.get_state()["step"])):

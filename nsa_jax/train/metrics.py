@@ -22,23 +22,18 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import resource
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
 import numpy as np
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.summary import scalar, text
 
+from nsa_jax.train.board import Board, scalar, text
 from nsa_jax.train.terminal import Terminal, train_line
 from nsa_jax.train.trackers import Trackers
-
-_FLUSH_SECONDS = 60.0  # between writes of TensorBoard's events to the disk
 
 TRAIN_NAMES = {
     "loss": "train/loss",
@@ -161,34 +156,6 @@ def last_rows(workdir: Path, step: int) -> tuple[dict[str, Any], tuple[int, dict
     return row, validation
 
 
-class _Board:
-    """TensorBoard's events, written in this thread.
-
-    tensorboardX's own writer hands them to another thread; when that meets a full disk it ends, and the run waits for
-    room in its queue for ever.
-    """
-
-    def __init__(self, directory: Path, purge_step: int | None):
-        directory.mkdir(parents=True, exist_ok=True)
-        self._events = EventsWriter(str(directory / "events"), f".{os.getpid()}")
-        self._flushed = time.monotonic()
-        if purge_step is not None:
-            self._events.write_event(Event(step=purge_step, file_version="brain.Event:2"))
-            start = SessionLog(status=SessionLog.START)
-            self._events.write_event(Event(step=purge_step, session_log=start))
-
-    def add(self, step: int, summaries: Iterable[Any]) -> None:
-        """Appends summaries of a step."""
-        for summary in summaries:
-            self._events.write_event(Event(wall_time=time.time(), step=step, summary=summary))
-        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            self._events.flush()
-            self._flushed = time.monotonic()
-
-    def close(self) -> None:
-        self._events.close()
-
-
 class MetricsWriter:
     """Writes rows to metrics.jsonl, TensorBoard and trackers, texts to samples.jsonl too, and tells the terminal.
 
@@ -230,7 +197,7 @@ class MetricsWriter:
         self._file = path.open("a")
         # Events of steps that are run again are purged, as the rows are.
         purge = start_step + 1 if start_step else None
-        self._board = _Board(workdir / "tensorboard", purge)
+        self._board = Board(workdir / "tensorboard", purge)
 
     def write(self, step: int, row: dict[str, Any]) -> None:
         """Appends one row; numbers also go to TensorBoard and the trackers."""

@@ -251,11 +251,19 @@ class Setup:
         shape, sharding = (self.config.train.batch_size, self.config.data.seq_len), batch_sharding(self.mesh)
         return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in _BATCH.items()}
 
+    @functools.cached_property
+    def initialise(self) -> Any:
+        """The jitted function that creates a fresh state with its sharding: no device ever holds all of an array."""
+
+        def initial_state() -> State:
+            return _init(self.config, self.model_config, self.optimizer)
+
+        return jax.jit(initial_state, out_shardings=self.sharding)
+
     def init(self) -> State:
-        """A fresh state, created with its sharding: no device ever holds all of a sharded array."""
-        make = jax.jit(lambda: _init(self.config, self.model_config, self.optimizer), out_shardings=self.sharding)
+        """A fresh state."""
         with jax.set_mesh(self.mesh):
-            return make()
+            return self.initialise()
 
     def fresh_optimizer(self, params, step: int) -> Any:
         """Optimizer state for restored parameters: its averages start anew, its schedule continues after `step`."""

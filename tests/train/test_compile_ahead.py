@@ -3,6 +3,7 @@
 import collections
 import logging
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,9 @@ def compilations(monkeypatch):
 PROGRAMS = {
     "jit(step)": 2,  # the train step and the evaluation
     "jit(health)": 1,
+    "jit(initial_state)": 1,
     "jit(gradient)": 1,  # of the self-test
+    "jit(forward)": 1,
 }
 
 OPTIONS = {
@@ -66,9 +69,8 @@ OPTIONS = {
 
 
 def _run(workdir, devices, **changes):
-    config = tiny_config(
-        guards__health=True, train__steps=3, train__eval_every=2, train__eval_batches=1, train__save_every=2, **changes
-    )
+    settings = dict(train__steps=3, train__eval_every=2, train__eval_batches=1, train__save_every=2) | changes
+    config = tiny_config(guards__health=True, **settings)
     run = Run(config, workdir, None, jax.devices()[:devices])
     run.examine()
     run.run()
@@ -106,7 +108,7 @@ def test_what_the_self_test_asks_of_shared_blocks_is_compiled_beside_the_rest(co
     subject.gradients()
     assert compilations.count["jit(lists)"] == compilations.count["jit(gradient)"] == 1
     assert compilations.count["jit(forward)"] == 2
-    assert compilations.threads["jit(lists)"] == {"compile"} and "compile" in compilations.threads["jit(forward)"]
+    assert compilations.threads["jit(lists)"] == compilations.threads["jit(forward)"] == {"compile"}
 
 
 def test_a_finished_run_compiles_no_step(tmp_path, compilations):
@@ -114,6 +116,38 @@ def test_a_finished_run_compiles_no_step(tmp_path, compilations):
     compilations.count.clear()
     _run(tmp_path / "run", devices=1)
     assert compilations.count["jit(step)"] == compilations.count["jit(health)"] == 0
+
+
+def test_a_run_that_goes_on_compiles_no_initial_state(tmp_path, compilations):
+    _run(tmp_path / "run", devices=1)
+    compilations.count.clear()
+    _run(tmp_path / "run", devices=1, train__steps=4)
+    assert compilations.count["jit(step)"] == 2 and compilations.count["jit(initial_state)"] == 0
+
+
+def test_programs_are_traced_one_after_the_other_and_compiled_side_by_side():
+    """The first one is at the compiler before the second one has been traced."""
+    begun, traced, together = [], [], threading.Barrier(3, timeout=60)
+
+    class Function:
+        def __init__(self, name):
+            self.name = name
+
+        def lower(self):
+            assert len(begun) == len(traced), "another one is being traced"
+            begun.append(self.name)
+            time.sleep(0.05)
+            traced.append(self.name)
+            return self
+
+        def compile(self):
+            together.wait()
+
+    several = [CompileAhead({name: (Function(name), ()) for name in names}) for names in ("ab", "c")]
+    several[0].wait("a", "b")
+    several[1].wait("c")
+    assert traced == ["a", "b", "c"]
+    assert not together.broken
 
 
 def test_a_run_that_preflight_refuses_compiles_no_further(tmp_path, monkeypatch):

@@ -142,15 +142,18 @@ def _lists(graphdef: nnx.GraphDef, packed: bool):
 
 
 def _gradient(graphdef: nnx.GraphDef, packed: bool):
+    """Jitted (params, tokens, segment_start) -> gradients like params, float32, and logits [T, vocab]."""
+
     @jax.jit
     def gradient(params, tokens, segment_start):
         def loss(params):
             model = nnx.merge(graphdef, params)
             hidden = model.hidden(tokens, segment_start if packed else None)
             weights = jnp.full(tokens.shape, 1 / tokens.size, jnp.float32)
-            return weighted_loss(model, hidden, jnp.roll(tokens, -1, axis=1), weights)[0]
+            return weighted_loss(model, hidden, jnp.roll(tokens, -1, axis=1), weights)[0], model.logits(hidden)[0]
 
-        return jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(params))
+        gradients, logits = jax.grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), logits
 
     return gradient
 
@@ -174,8 +177,12 @@ class _Subject:
         self.segments = np.where(positions >= self.start, self.start, 0).astype(np.int32)[None]
         self._run, self._select = _forward(self.graphdef, packed), _lists(self.graphdef, packed)
         self._gradient = _gradient(self.graphdef, packed)
+        # GPUs run a step in less time than another program needs to be traced and compiled, CPUs do not.
+        self._logits_apart = not current_target().is_gpu
         row = (self.params, self.tokens, self.segments)
         programs: dict[str, tuple[Any, tuple]] = {"gradient": (self._gradient, row)}
+        if self._logits_apart:
+            programs["logits"] = self._run, (*row, None)
         if _shares_blocks(model, length):
             shape = (len(model.layers_of("nsa")), 1, length, model.num_kv_heads, model.nsa.num_selected)
             programs["lists"] = (self._select, row)
@@ -185,10 +192,11 @@ class _Subject:
 
     def logits(self, tokens: np.ndarray | None = None, params: Any = None, lists: Any = None) -> np.ndarray:
         """float32 [T, vocab]; with block lists those are read."""
-        if lists is not None:
-            self._compiling.wait("logits with lists")
+        program = ("logits" if self._logits_apart else "gradient") if lists is None else "logits with lists"
+        self._compiling.wait(program)
         tokens = self.tokens if tokens is None else tokens.astype(np.int32)
-        return np.asarray(self._run(self.params if params is None else params, tokens, self.segments, lists))
+        row = (self.params if params is None else params, tokens, self.segments)
+        return np.asarray(self._gradient(*row)[1] if program == "gradient" else self._run(*row, lists))
 
     def lists(self, tokens: np.ndarray, params: Any = None) -> np.ndarray:
         """The block lists of the layer with NSA: int32 [NSA layers, 1, T, K, n]."""
@@ -198,7 +206,7 @@ class _Subject:
 
     def gradients(self) -> Any:
         self._compiling.wait("gradient")
-        return jax.device_get(self._gradient(self.params, self.tokens, self.segments))
+        return jax.device_get(self._gradient(self.params, self.tokens, self.segments)[0])
 
     def with_attention(self, kind: str, name: str, change) -> Any:
         """Parameters with one of the arrays of a kind of attention changed."""
