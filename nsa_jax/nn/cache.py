@@ -310,7 +310,10 @@ def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths
     """What `_append_nsa` returns, by two kernels."""
     config = attention.config
     turn = jnp.stack(config.rope_turns(lengths), axis=1)
-    projected = fused_product(h[:, 0], attention.w_in, attention.b_in, config)
+    rows = h[:, 0]
+    if len(rows) == 1:  # XLA computes the product of a single row otherwise (`product`), and would copy it out of two
+        rows = jnp.broadcast_to(rows, (2, rows.shape[1]))
+    projected = fused_product(rows, attention.w_in, attention.b_in, config)
     phis = [
         tuple(x[...].astype(config.dtype) for x in (phi.position, phi.w_1, phi.b_1, phi.w_2))
         for phi in (attention.compress_key, attention.compress_value)

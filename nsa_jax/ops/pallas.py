@@ -112,7 +112,7 @@ def decode_attention(
 ):
     """See `nsa_jax.decode_attention`; returns the output [B, T, N, V] and the block lists int32 [B, T, K, n]."""
     made = plan.plan_decode(Shape.of(query, key_slc, value_slc), max(key_cmp.shape[1], 1), config)
-    return _kernels("decode.step").decode_attention(
+    return _kernels(made.kernel).decode_attention(
         query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config, segment_start, made
     )
 

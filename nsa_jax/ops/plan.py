@@ -406,4 +406,14 @@ def plan_decode(shape: Shape, num_split: int, config: NSAConfig) -> Choice:
     """
     row_bytes = (shape.head_dim + shape.value_dim) * jnp.dtype(shape.dtype).itemsize
     pairs = shape.batch * shape.num_queries * shape.kv_heads
-    return Choice("decode.step", tiles.decode_config(pairs, num_split, config, row_bytes), "any GPU from sm80 on")
+    split = tiles.decode_config(pairs, num_split, config, row_bytes)
+    num_blocks = shape.num_keys // config.select_block
+    if (
+        num_split <= split.columns
+        and num_blocks * pairs <= tiles.DECODE_BLOCKS
+        and num_blocks <= 4 * config.num_selected
+    ):
+        return Choice(
+            "decode.short", split, "few blocks in all: reading them takes less time than waiting for the list"
+        )
+    return Choice("decode.step", split, "any GPU from sm80 on")

@@ -355,6 +355,10 @@ class DecodeConfig:
 # a second round.
 _DECODE_PROGRAMS = 256
 
+# Selection blocks of all rows together up to which every one is read before the lists are known: programs that an H200
+# holds at once.
+DECODE_BLOCKS = 1024
+
 
 def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -> DecodeConfig:
     """Picks how a decode step is split.

@@ -1,9 +1,10 @@
-"""A new token's way into the cache on GPUs, in two launches instead of some twenty: they bound small batches.
+"""A new token's way into the cache on GPUs, in one or two launches instead of some twenty: they bound small batches.
 
 append: splits the layer's projection of the token, turns query and keys, and writes keys and values in place. Where
-  the token completes a compressed block, further programs compute the hidden layer of phi, each over some of the
-  block's tokens; otherwise they end at once.
-emit: the rest of phi, written to the compressed keys and values in place; ends at once where no block is complete.
+  the token completes a compressed block, further programs write its mean to the compressed keys and values, or compute
+  the hidden layer of phi, each over some of the block's tokens; otherwise they end at once.
+emit: the rest of phi, written to the compressed keys and values in place; ends at once where no block is complete. The
+  mean does not need it.
 """
 
 from __future__ import annotations
@@ -82,16 +83,17 @@ def _hidden(y_ref, offset, tail_ref, position_ref, w_ref, out_ref, begin, count:
 def _append_kernel(*refs, h_dim, v_dim, offsets, chunks, learned, shared, config: NSAConfig):
     """refs: lengths [1], projection [F], gate bias [3G], cos and sin [2, H/2], the caches (aliased; key_slc, value_slc,
     key_win, value_win, key_tail, value_tail, or with shared keys and values key_slc, value_slc, key_tail), then
-    position and W_1 of both compressors if learned;
-    out: query [G, H], gates [3G], the caches, then hidden layers of keys and values [M] if learned.
+    position and W_1 of both compressors if learned, else compressed keys [C, H] and values [C, V] (aliased);
+    out: query [G, H], gates [3G], the caches, then hidden layers of keys and values [M] if learned, else the compressed
+    keys and values.
     """
     lengths_ref, y_ref, bias_ref, turn_ref = refs[:4]
     held = 3 if shared else 6
     caches, refs = refs[4 : 4 + held], refs[4 + held :]
-    phi_refs, outs = refs[: 4 * learned], refs[4 * learned :]
+    phi_refs, outs = (refs[:4], refs[4:]) if learned else ((), refs[2:])
     q_ref, gates_ref, ks_ref, vs_ref, *ring_refs = outs[: 2 + held]
     tail_refs = (caches[2], caches[1]) if shared else caches[4:]
-    hidden_refs = outs[2 + held :]
+    compressed_refs = outs[2 + held :]  # or what is known of them: hidden layers
     at, (part, kv) = lengths_ref[0], (pl.program_id(0) - 1, pl.program_id(1))
     group = q_ref.shape[0]
     at_query, at_key_raw, at_value_raw, at_key_slc, at_value_slc, at_key_win, at_value_win, at_gates = offsets
@@ -134,7 +136,10 @@ def _append_kernel(*refs, h_dim, v_dim, offsets, chunks, learned, shared, config
             keys(at_key_slc, ks_ref, at, True)
             values(at_value_slc, vs_ref, at)
 
-    if learned:
+    if not learned:
+        newest = [(y_ref, at_key_raw + kv * h_dim, at), (y_ref, at_value_raw + kv * v_dim, at)]
+        _emit(part, lengths_ref, turn_ref, tail_refs, ((), ()), compressed_refs, newest, config)
+    else:
         _, complete = _completes(lengths_ref, config)
         count = config.compress_block // chunks
         for role, (tail_ref, source, dim) in enumerate(
@@ -146,18 +151,35 @@ def _append_kernel(*refs, h_dim, v_dim, offsets, chunks, learned, shared, config
                 position_ref, w_ref = phi_refs[2 * role : 2 * role + 2]
                 begin = (part - role * chunks) * count
                 _hidden(
-                    y_ref, source + kv * dim, tail_ref, position_ref, w_ref, hidden_refs[role], begin, count, at, config
+                    y_ref,
+                    source + kv * dim,
+                    tail_ref,
+                    position_ref,
+                    w_ref,
+                    compressed_refs[role],
+                    begin,
+                    count,
+                    at,
+                    config,
                 )
 
 
-def _compressed(features, tail_ref, first, phi_refs, config: NSAConfig):
-    """Features `features` of phi of the block that begins at position `first`, float32."""
+def _compressed(features, tail_ref, first, phi_refs, newest, config: NSAConfig):
+    """Features `features` of phi of the block that begins at position `first`, float32.
+
+    newest: a projection, where the newest token's features begin in it, and the token's position, unless the tail has
+    the token already.
+    """
     block = config.compress_block
     token = iota(pl.next_power_of_2(block))
     # A tail holds the block's tokens and no others; their order means nothing to the mean.
     slot = jnp.minimum(token, block - 1) + (0 if tail_ref.shape[0] == block else first)
-    x = tail_ref[slot[:, None], features[None, :]].astype(jnp.float32)
-    out = jnp.where(token[:, None] < block, x, 0.0).sum(0) / block
+    x = tail_ref[slot[:, None], features[None, :]]
+    if newest is not None:  # another program writes it
+        y_ref, offset, at = newest
+        new = y_ref[offset + features].astype(x.dtype)
+        x = jnp.where((slot == at % tail_ref.shape[0])[:, None], new[None, :], x)
+    out = jnp.where(token[:, None] < block, x.astype(jnp.float32), 0.0).sum(0) / block
     if not phi_refs:
         return out
     hidden_ref, b_ref, w_ref = phi_refs
@@ -176,13 +198,12 @@ def _compressed(features, tail_ref, first, phi_refs, config: NSAConfig):
     return out + acc.sum(0)
 
 
-def _emit_kernel(*refs, v_dim, learned, config: NSAConfig):
-    """refs: lengths [1], cos and sin [2, H/2], key and value tails [l or S, H or V], compressed keys and values
-    (aliased), then hidden [chunks, M], b_1 and W_2 of both compressors if learned; out: compressed keys [C, H],
-    values [C, V]."""
-    lengths_ref, turn_ref, key_tail_ref, value_tail_ref = refs[:4]
-    phi_refs, (key_ref, value_ref) = refs[6:-2], refs[-2:]
-    role, used = pl.program_id(0), 3 * learned
+def _emit(role, lengths_ref, turn_ref, tail_refs, phi_refs, out_refs, newest, config: NSAConfig):
+    """Writes the compressed key (role 0) or value (role 1) of the block that the token completes, if it does.
+
+    tail_refs, phi_refs, out_refs and newest have one for each role; see `_compressed`.
+    """
+    key_ref, value_ref = out_refs
     first, complete = _completes(lengths_ref, config)
     index = first // config.compress_stride
     complete = complete & (index < key_ref.shape[0])
@@ -190,16 +211,24 @@ def _emit_kernel(*refs, v_dim, learned, config: NSAConfig):
     @pl.when(complete & (role == 0))
     def _():
         halves = _halves(turn_ref.shape[1])
-        one, two = (_compressed(half, key_tail_ref, first, phi_refs[:used], config) for half in halves)
+        one, two = (_compressed(half, tail_refs[0], first, phi_refs[0], newest[0], config) for half in halves)
         for half, value in zip(halves, _turned(one, two, turn_ref), strict=True):
             key_ref[index, half] = value.astype(key_ref.dtype)
 
     @pl.when(complete & (role == 1))
     def _():
-        for begin, size in pieces(v_dim):
+        for begin, size in pieces(value_ref.shape[1]):
             features = begin + iota(size)
-            value = _compressed(features, value_tail_ref, first, phi_refs[used:], config)
+            value = _compressed(features, tail_refs[1], first, phi_refs[1], newest[1], config)
             value_ref[index, features] = value.astype(value_ref.dtype)
+
+
+def _emit_kernel(*refs, config: NSAConfig):
+    """refs: lengths [1], cos and sin [2, H/2], key and value tails [l or S, H or V], compressed keys and values
+    (aliased), then hidden [chunks, M], b_1 and W_2 of both compressors; out: compressed keys [C, H], values [C, V]."""
+    lengths_ref, turn_ref, *tail_refs = refs[:4]
+    phi_refs, out_refs = (refs[6:9], refs[9:12]), refs[12:]
+    _emit(pl.program_id(0), lengths_ref, turn_ref, tail_refs, phi_refs, out_refs, (None, None), config)
 
 
 def append_token(
@@ -208,7 +237,8 @@ def append_token(
     """Writes one token per row into a layer's cache.
 
     Args:
-      projected: [B, F], the layer's projection, in the order of `NSAttention.widths`; F may be padded.
+      projected: [B, F], the layer's projection, in the order of `NSAttention.widths`; F may be padded, and further rows
+        are not read.
       gate_bias: [N, 3].
       turn: float32 [B, 2, H/2], cosine and sine of RoPE at the token's position.
       lengths: int32 [B], the token's position. A row at the capacity keeps its cache, apart from the rings.
@@ -222,7 +252,7 @@ def append_token(
     Returns:
       query [B, 1, N, H], gates float32 [B, 1, N, 3], and the arrays of the cache in the same order: six, then two.
     """
-    batch, num_heads = projected.shape[0], gate_bias.shape[0]
+    batch, num_heads = lengths.shape[0], gate_bias.shape[0]
     num_kv, h_dim = key_cmp.shape[2:]
     v_dim = value_cmp.shape[3]
     group = num_heads // num_kv
@@ -261,6 +291,13 @@ def append_token(
         jax.ShapeDtypeStruct((batch, num_kv, 3 * group), jnp.float32),
         *map(shape_of, kept),
     ]
+    aliases = {4 + index: 2 + index for index in range(len(kept))}
+    if not learned:
+        aliases |= {len(inputs) + index: len(out_shape) + index for index in range(2)}
+        inputs += [key_cmp, value_cmp]
+        in_specs += [cache(key_cmp), cache(value_cmp)]
+        out_specs += [cache(key_cmp), cache(value_cmp)]
+        out_shape += [shape_of(key_cmp), shape_of(value_cmp)]
     for role, phi in enumerate(phis or ()):
         inputs += [phi.position, phi.w_1]
         in_specs += [whole(phi.position), whole(phi.w_1)]
@@ -283,38 +320,39 @@ def append_token(
             shared=shared,
             config=config,
         ),  # fmt: skip
-        grid=(1 + 2 * chunks, num_kv, batch),
+        grid=(1 + 2 * max(chunks, 1), num_kv, batch),
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out_shape,
-        input_output_aliases={4 + index: 2 + index for index in range(len(kept))},
+        input_output_aliases=aliases,
         num_warps=4,
         num_stages=2,
         name="nsa_decode_append",
     )(*inputs)
-    written, hidden = written[: len(kept)], written[len(kept) :]
+    written, compressed = written[: len(kept)], written[len(kept) :]
     key_slc, value_slc, *rings = written
-    tails = (rings[0], value_slc) if shared else rings[2:]
-    inputs = [lengths, turn, *tails, key_cmp, value_cmp]
-    in_specs = [length_spec, turn_spec, *map(cache, inputs[2:])]
-    for phi, partial in zip(phis or (), hidden, strict=True):
-        inputs += [partial, phi.b_1, phi.w_2]
-        in_specs += [
-            pl.BlockSpec((None, None, *partial.shape[2:]), lambda s, k, b: (b, k, 0, 0)),
-            whole(phi.b_1),
-            whole(phi.w_2),
-        ]
-    key_cmp, value_cmp = triton_call(
-        functools.partial(_emit_kernel, v_dim=v_dim, learned=learned, config=config),
-        grid=(2, num_kv, batch),
-        in_specs=in_specs,
-        out_specs=[cache(key_cmp), cache(value_cmp)],
-        out_shape=[shape_of(key_cmp), shape_of(value_cmp)],
-        input_output_aliases={4: 0, 5: 1},
-        num_warps=4,
-        num_stages=2,
-        name="nsa_decode_emit",
-    )(*inputs)
+    if phis:
+        tails = (rings[0], value_slc) if shared else rings[2:]
+        inputs = [lengths, turn, *tails, key_cmp, value_cmp]
+        in_specs = [length_spec, turn_spec, *map(cache, inputs[2:])]
+        for phi, partial in zip(phis, compressed, strict=True):
+            inputs += [partial, phi.b_1, phi.w_2]
+            in_specs += [
+                pl.BlockSpec((None, None, *partial.shape[2:]), lambda s, k, b: (b, k, 0, 0)),
+                whole(phi.b_1),
+                whole(phi.w_2),
+            ]
+        compressed = triton_call(
+            functools.partial(_emit_kernel, config=config),
+            grid=(2, num_kv, batch),
+            in_specs=in_specs,
+            out_specs=[cache(key_cmp), cache(value_cmp)],
+            out_shape=[shape_of(key_cmp), shape_of(value_cmp)],
+            input_output_aliases={4: 0, 5: 1},
+            num_warps=4,
+            num_stages=2,
+            name="nsa_decode_emit",
+        )(*inputs)
     caches = (key_slc, value_slc, None, None, *rings, None) if shared else written
     query = query.reshape(batch, 1, num_heads, h_dim)
-    return query, gates.reshape(batch, 1, num_heads, 3), (*caches, key_cmp, value_cmp)
+    return query, gates.reshape(batch, 1, num_heads, 3), (*caches, *compressed)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from nsa_jax.ops import blocks
+from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels.softmax import MINUS_INFINITY, accumulate, score_products
 from nsa_jax.ops.kernels.triton import pieces, triton_call
 
@@ -69,6 +71,75 @@ class PartSoftmax:
         stats_ref[1, self.head] = total.sum(1)
 
 
+def visible_range(t, start, num_cmp: int, config: NSAConfig):
+    """The compressed blocks that a query sees and the cache holds, [low, high)."""
+    low, high = blocks.compressed_range(t, start, config)
+    return jnp.maximum(low, 0), jnp.minimum(high, num_cmp)
+
+
+def candidate_range(t, start, config: NSAConfig):
+    """First and last candidate of the selected branch, 0 and -1 if there is none."""
+    first, last = blocks.candidate_range(jnp.maximum(t, 0), start, config.select_block)
+    some = (start <= t) & (t >= 0)
+    return jnp.where(some, first, 0), jnp.where(some, last, -1)
+
+
+def compressed_part(refs, part, parts, t, start, *, group, rows, keys, num_cmp, scale, config: NSAConfig):
+    """The part-th part of the compressed blocks.
+
+    refs: query [G, H], key [C, H], value [C, V], partial output, stats, base-2 scores [G, C + padding].
+    """
+    q_ref, k_ref, v_ref, acc_ref, stats_ref, s_ref = refs
+    softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
+    low, high = visible_range(t, start, num_cmp, config)
+    first = low // keys  # tiles begin at multiples of their size, so that scores are stored aligned
+    count = jnp.where(high > low, pl.cdiv(high, keys) - first, 0)
+    begin, end = part_of(count, parts, part)
+
+    def body(i, carry):
+        at = i * keys
+        index = at + iota(keys)
+        visible = (index >= low) & (index < high)
+        carry, scores = softmax.step(carry, k_ref, v_ref, jnp.minimum(index, num_cmp - 1), visible)
+        s_ref[softmax.head, pl.ds(at, keys)] = scores
+        return carry
+
+    softmax.store(lax.fori_loop(first + begin, first + end, body, softmax.init()), acc_ref, stats_ref)
+
+
+def window_part(refs, part, parts, t, start, *, group, rows, keys, scale, config: NSAConfig):
+    """The part-th part of the window; refs: query [G, H], key [W, H], value [W, V], partial output, stats."""
+    q_ref, k_ref, v_ref, acc_ref, stats_ref = refs
+    softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
+    low = jnp.maximum(start, t - config.window + 1)
+    begin, end = part_of(pl.cdiv(jnp.maximum(t + 1 - low, 0), keys), parts, part)
+
+    def body(i, carry):
+        position = low + i * keys + iota(keys)
+        return softmax.step(carry, k_ref, v_ref, position % k_ref.shape[0], position <= t)[0]
+
+    softmax.store(lax.fori_loop(begin, end, body, softmax.init()), acc_ref, stats_ref)
+
+
+def add_parts(outs, acc_ref, stats_ref, begin: int, end: int, gate, v_dim: int, among=None):
+    """Adds a branch to the output of one head, a list of its pieces.
+
+    acc_ref [parts, V] and stats_ref [parts, 2] hold the partial results, of which [begin, end) are the branch's.
+    `among` [a power of two, at least end - begin] says which of those count; None: all.
+    """
+    index = begin + iota(pl.next_power_of_2(end - begin) if among is None else among.shape[0])
+    inside = index < end if among is None else (index < end) & among
+    index = jnp.minimum(index, end - 1)
+    peaks = jnp.where(inside, stats_ref[index, 0], MINUS_INFINITY)
+    weight = jnp.where(inside, jnp.exp2(peaks - peaks.max()), 0.0)
+    total = (weight * stats_ref[index, 1]).sum()
+    weight = weight * (gate / jnp.where(total > 0, total, 1.0))
+    return [
+        out + (acc_ref[index, pl.ds(at, size)] * weight[:, None]).sum(0)
+        for out, (at, size) in zip(outs, pieces(v_dim), strict=True)
+    ]
+
+
 def _combine_kernel(*refs, branches, v_dim):
     """The sum of the branches for one head.
 
@@ -80,16 +151,8 @@ def _combine_kernel(*refs, branches, v_dim):
     outs = [jnp.zeros((size,), jnp.float32) for _, size in pieces(v_dim)]
     for i, (which, begin, end) in enumerate(branches):
         acc_ref, stats_ref = groups[2 * which : 2 * which + 2]
-        index = begin + iota(pl.next_power_of_2(end - begin))
-        inside = index < end
-        index = jnp.minimum(index, end - 1)
-        peaks = jnp.where(inside, stats_ref[index, 0], MINUS_INFINITY)
-        weight = jnp.where(inside, jnp.exp2(peaks - peaks.max()), 0.0)
-        total = (weight * stats_ref[index, 1]).sum()
         gate = 1.0 if gates_ref is None else gates_ref[i].astype(jnp.float32)
-        weight = weight * (gate / jnp.where(total > 0, total, 1.0))
-        for j, (at, size) in enumerate(pieces(v_dim)):
-            outs[j] += (acc_ref[index, pl.ds(at, size)] * weight[:, None]).sum(0)
+        outs = add_parts(outs, acc_ref, stats_ref, begin, end, gate, v_dim)
     for out, (at, size) in zip(outs, pieces(v_dim), strict=True):
         o_ref[pl.ds(at, size)] = out.astype(o_ref.dtype)
 
