@@ -386,9 +386,16 @@ def draw(rows: Sequence[dict[str, Any]], folder: pathlib.Path, prefix: str = "")
     from nsa_jax.evaluate.long_context import plot_tasks
 
     folder.mkdir(parents=True, exist_ok=True)
-    runs = [{"name": row["variant"], "validation": row["validation"]} for row in rows]
+    most = max(row["tokens"] for row in rows)
+
+    def label(row: dict[str, Any]) -> str:
+        less = f", {row['tokens'] / 1e6:.0f} million tokens" if row["tokens"] < 0.9 * most else ""
+        return f"{row['variant']}{less}"
+
+    runs = [{"name": label(row), "validation": row["validation"]} for row in rows]
     curves.draw(runs).savefig(folder / f"{prefix}tokens.png", dpi=130)
-    measured = [row for row in rows if row.get("by_position")]
+    # Losses by position compare after equally many tokens alone.
+    measured = [row for row in rows if row.get("by_position") and row["tokens"] >= 0.9 * most]
     if measured:
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.add_subplot()
@@ -403,7 +410,7 @@ def draw(rows: Sequence[dict[str, Any]], folder: pathlib.Path, prefix: str = "")
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(folder / f"{prefix}position.png", dpi=130)
-    if cells := {row["variant"]: row["long"]["cells"] for row in rows if "long" in row}:
+    if cells := {label(row): row["long"]["cells"] for row in rows if "long" in row}:
         plot_tasks(cells, folder / f"{prefix}long.png")
 
 

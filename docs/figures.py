@@ -363,6 +363,43 @@ def quality_8k_rows() -> dict[str, list[str]]:
     return found
 
 
+def quality_mixed_rows() -> dict[str, list[str]]:
+    """As `attention_rows`, of variants at 8,192 tokens that were stopped early, beside the others after as many."""
+    rows = {row["variant"]: row for row in results("quality_h200")["rows"] if row["length"] == 8192}
+    names = {
+        "dense": "dense",
+        "shared_mean": "shared NSA",
+        "shared_mean_fine": "shared NSA, blocks of 8",
+        "shared_mean_dense": "shared NSA and dense",
+        "window3_dense": "window and dense",
+    }
+    found, steps = {}, range(381, 1906, 381)
+    for variant, name in names.items():
+        curve = {point["step"]: point for point in rows[variant]["validation"]}
+        for field, title in (("bits_per_byte", "bits per byte"), ("task_nats", "nats per token of tasks")):
+            points = [curve[step][field] if step in curve else None for step in steps]
+            found[f"8k to 250M, {name}, {title}"] = [nats(point) for point in points]
+    halfway = {
+        variant: row["halfway"]["validation_by_position"] if "halfway" in row else row["validation_by_position"]
+        for variant, row in rows.items()
+        if variant != "window3_dense"
+    }
+    losses = {variant: [part["nats"] for part in parts if part["from"] >= 64] for variant, parts in halfway.items()}
+    for variant, values in losses.items():
+        others = [b - a for a, b in zip(losses["dense"], values, strict=True)]
+        title = "8k at 250M, dense" if variant == "dense" else f"8k at 250M, {names[variant]} minus dense"
+        found[title] = [nats(value) for value in (values if variant == "dense" else others)]
+    cells = {
+        variant: {(part["task"], part["length"]): part for part in rows[variant]["long"]["cells"]}
+        for variant in ("shared_mean_dense", "shared_mean_fine")
+    }
+    lengths = (1024, 2048, 4096, 8192)
+    for task in ("needle", "multikey", "recall", "copy", "keypad", "variables1", "variables2", "variables4"):
+        pairs = [[cells[variant][task, length]["exact_match"] for variant in cells] for length in lengths]
+        found[f"8k at 250M, {task}"] = [percent(*pair) for pair in pairs]
+    return found
+
+
 def context_rows(rows: dict[str, dict]) -> dict[str, list[str]]:
     """As `attention_rows`: what text further away than a cut is worth to each variant, by position."""
     found = {}
@@ -415,7 +452,7 @@ def sharing_rows() -> dict[str, list[str]]:
 def all_rows() -> dict[str, list[str]]:
     """Cells of all rows with figures."""
     of_models = generation_rows() | training_rows() | collective_rows() | two_gpu_rows()
-    of_quality = quality_rows() | quality_8k_rows() | sharing_rows()
+    of_quality = quality_rows() | quality_8k_rows() | quality_mixed_rows() | sharing_rows()
     return attention_rows() | h100_rows() | triton_rows() | decoding_rows() | of_models | of_quality
 
 

@@ -147,6 +147,20 @@ def test_how_the_keys_are_split_changes_nothing(parts, fold_programs, monkeypatc
     same_blocks(info.block_indices, lists, lengths, SMALL)
 
 
+@pytest.mark.parametrize("serving", ["xla", "short", "step"])
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_nan_in_a_block_that_is_not_listed_does_not_spread(serving):
+    """Although the kernels of few blocks read it."""
+    arrays, _, _ = filled_cache(SMALL, (150,), num_kv=1)
+    out, info = decode(arrays, config=SMALL, serving=serving)
+    block = int(np.setdiff1d(np.arange(10), info.block_indices)[0])
+    for index in (3, 4):  # key_slc, value_slc
+        poisoned = list(arrays)
+        poisoned[index] = arrays[index].at[:, block * 16 + 5].set(np.nan)
+        got, _ = decode(tuple(poisoned), config=SMALL, serving=serving)
+        np.testing.assert_array_equal(got, out)
+
+
 @pytest.mark.parametrize("serving", SERVING)
 @pytest.mark.filterwarnings("ignore:.*interpret mode")
 def test_documents(serving):

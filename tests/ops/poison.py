@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from nsa_jax import NSAConfig
 from nsa_jax.ops import blocks
-from nsa_jax.ops.kernels.decode import step as decode
+from nsa_jax.ops.kernels.decode import ranking, softmax_parts
 from nsa_jax.ops.kernels.selection.top_n import block_lists
 from nsa_jax.ops.kernels.triton import triton_call
 
@@ -72,8 +72,8 @@ def top_n_of_decoding(scores: np.ndarray, position, start, config: NSAConfig, nu
     """Lists [rows, n] of the code behind `decode_attention`, from scores [rows, width], a power of two of blocks."""
 
     def kernel(t_ref, start_ref, score_ref, list_ref):
-        first, last = decode._candidates(t_ref[0], start_ref[0], config)
-        decode._write_list(score_ref[...], list_ref, first, last, num_blocks, config)
+        first, last = softmax_parts.candidate_range(t_ref[0], start_ref[0], config)
+        ranking.write_list(score_ref[...], list_ref, first, last, num_blocks, config)
 
     rows, width = scores.shape
     n = config.num_selected

@@ -14,7 +14,7 @@ from nsa_jax import NSAConfig
 from nsa_jax.ops import blocks
 from nsa_jax.ops.implementations import IMPLEMENTATIONS
 from tests.decode.test_decode_attention import SMALL as SMALL_CACHE
-from tests.decode.test_decode_attention import decode, filled_cache
+from tests.decode.test_decode_attention import SERVING, decode, filled_cache
 from tests.ops import poison
 from tests.ops.cases import BY_NAME, ON_GPU
 
@@ -86,15 +86,15 @@ def test_a_nan_or_infinity_spoils_only_what_reads_it(implementation, bits, name)
         np.testing.assert_array_equal(out[~reads], clean[~reads])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("serving", SERVING)
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFC00000, 0x7F800000], ids=hex)
-def test_a_nan_query_spoils_only_its_own_row_of_a_batch_that_decodes(implementation, bits):
+def test_a_nan_query_spoils_only_its_own_row_of_a_batch_that_decodes(serving, bits):
     lengths = np.array([150, 61, 150], np.int32)
     (query, *cache, gates, lengths), _, last = filled_cache(SMALL_CACHE, lengths, capacity=192)
     value = jnp.asarray(np.uint32(bits).view(np.float32))
-    clean, _ = decode((query, *cache, gates, lengths), config=SMALL_CACHE, implementation=implementation)
+    clean, _ = decode((query, *cache, gates, lengths), config=SMALL_CACHE, serving=serving)
     poisoned = query.at[0, 0, 1].set(value)
-    out, info = decode((poisoned, *cache, gates, lengths), config=SMALL_CACHE, implementation=implementation)
+    out, info = decode((poisoned, *cache, gates, lengths), config=SMALL_CACHE, serving=serving)
     assert np.isnan(out[0, 0, 1]).all()
     np.testing.assert_array_equal(out[1:], clean[1:])
     lists, t = np.asarray(info.block_indices), last[..., None]

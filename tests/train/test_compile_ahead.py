@@ -89,7 +89,8 @@ def test_a_run_compiles_its_programs_once_and_in_threads(tmp_path, compilations,
 def test_a_run_on_a_gpu_compiles_its_programs_once(tmp_path, compilations, deterministic):
     settings = dict(model__implementation="auto", model__head_dim=16, train__deterministic=deterministic)
     _run(tmp_path / "run", devices=1, **settings)
-    assert {name: compilations.count[name] for name in PROGRAMS} == PROGRAMS
+    # The self-test takes its logits from the program of the gradient.
+    assert {name: compilations.count[name] for name in PROGRAMS} == PROGRAMS | {"jit(forward)": 0}
 
 
 def test_what_the_self_test_asks_of_shared_blocks_is_compiled_beside_the_rest(compilations, monkeypatch):

@@ -125,6 +125,8 @@ def decode_attention(
     cut = tile.compressed_parts, tile.window_parts
     parts = sum(cut) + num_blocks
     columns = max(tile.keys, pl.next_power_of_2(num_cmp), 16)
+    # As few as can hold the largest tile in registers: warps that share a tile wait for each other in every sum.
+    finish_warps = min(pl.next_power_of_2(pl.cdiv(max(width * v_dim, group * columns), 4096)), 4)
     starts = [] if segment_start is None else [segment_start.astype(jnp.int32).reshape(num_rows, 1)]
     common = dict(num_starts=len(starts), num_queries=num_queries, group=group, num_cmp=num_cmp, cut=cut, config=config)
     where_arrays = (lengths.astype(jnp.int32), *starts)
@@ -185,7 +187,7 @@ def decode_attention(
             jax.ShapeDtypeStruct((num_rows, num_kv, n), jnp.int32),
             jax.ShapeDtypeStruct((num_rows, num_heads, columns), jnp.float32),
         ],
-        num_warps=tile.rank_warps,
+        num_warps=finish_warps,
         num_stages=1,
         name="nsa_decode_finish",
     )(*where_arrays, gates.reshape(num_rows, num_heads, 3), stats, scores, acc, stats)

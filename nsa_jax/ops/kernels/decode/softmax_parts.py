@@ -132,12 +132,13 @@ def add_parts(outs, acc_ref, stats_ref, begin: int, end: int, gate, v_dim: int, 
     index = jnp.minimum(index, end - 1)
     peaks = jnp.where(inside, stats_ref[index, 0], MINUS_INFINITY)
     weight = jnp.where(inside, jnp.exp2(peaks - peaks.max()), 0.0)
-    total = (weight * stats_ref[index, 1]).sum()
+    total = jnp.where(inside, weight * stats_ref[index, 1], 0.0).sum()  # NaN where nothing counts does not spread
     weight = weight * (gate / jnp.where(total > 0, total, 1.0))
-    return [
-        out + (acc_ref[index, pl.ds(at, size)] * weight[:, None]).sum(0)
-        for out, (at, size) in zip(outs, pieces(v_dim), strict=True)
-    ]
+
+    def piece(at, size):
+        return jnp.where(inside[:, None], acc_ref[index, pl.ds(at, size)] * weight[:, None], 0.0).sum(0)
+
+    return [out + piece(at, size) for out, (at, size) in zip(outs, pieces(v_dim), strict=True)]
 
 
 def _combine_kernel(*refs, branches, v_dim):
