@@ -13,8 +13,8 @@ import nsa_jax
 from nsa_jax import NSAConfig
 from nsa_jax.ops import blocks
 from nsa_jax.ops.implementations import IMPLEMENTATIONS
-from tests.decode.test_decode_attention import SMALL as SMALL_CACHE
 from tests.decode.test_decode_attention import SERVING, decode, filled_cache
+from tests.decode.test_decode_attention import SMALL as SMALL_CACHE
 from tests.ops import poison
 from tests.ops.cases import BY_NAME, ON_GPU
 
