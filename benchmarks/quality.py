@@ -386,16 +386,17 @@ def draw(rows: Sequence[dict[str, Any]], folder: pathlib.Path, prefix: str = "")
     from nsa_jax.evaluate.long_context import plot_tasks
 
     folder.mkdir(parents=True, exist_ok=True)
-    most = max(row["tokens"] for row in rows)
+    seen = {row["variant"]: row["validation"][-1]["tokens"] for row in rows}
+    whole = {variant: tokens >= 0.9 * max(seen.values()) for variant, tokens in seen.items()}
 
     def label(row: dict[str, Any]) -> str:
-        less = f", {row['tokens'] / 1e6:.0f} million tokens" if row["tokens"] < 0.9 * most else ""
+        less = "" if whole[row["variant"]] else f", {seen[row['variant']] / 1e6:.0f} million tokens"
         return f"{row['variant']}{less}"
 
     runs = [{"name": label(row), "validation": row["validation"]} for row in rows]
     curves.draw(runs).savefig(folder / f"{prefix}tokens.png", dpi=130)
     # Losses by position compare after equally many tokens alone.
-    measured = [row for row in rows if row.get("by_position") and row["tokens"] >= 0.9 * most]
+    measured = [row for row in rows if row.get("by_position") and whole[row["variant"]]]
     if measured:
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.add_subplot()

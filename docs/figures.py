@@ -206,15 +206,15 @@ def triton_rows() -> dict[str, list[str]]:
     }
 
 
-def h100_rows() -> dict[str, list[str]]:
-    """As `attention_rows`, of attention on an H100: dense, NSA, and NSA with an A100's kernels."""
+def whole_operator_rows(name: str, device: str = "") -> dict[str, list[str]]:
+    """As `attention_rows`, of a result with dense attention, NSA and, if they were timed, an A100's kernels."""
     found: dict[tuple, dict[tuple, float]] = {}
-    for row in results("attention_h100")["rows"]:
+    for row in results(name)["rows"]:
         case = row["B"], row["T"], row["documents"], *shape(row)
         found.setdefault(case, {})[row["op"], row["kernels"], row["pass"]] = row["ms"]
     rows = {}
     for (batch, length, documents, heads, kv_heads, dim, _), ms in found.items():
-        name = f"{batch} x {length:,}, {heads} / {kv_heads} heads of {dim}" + (
+        name = f"{device}{batch} x {length:,}, {heads} / {kv_heads} heads of {dim}" + (
             ", 16 documents" if documents > 1 else ""
         )
         timed = {
@@ -224,8 +224,24 @@ def h100_rows() -> dict[str, list[str]]:
         dense, nsa, a100 = timed.values()
         faster = [f"{x / y:.2f}x" for x, y in zip(dense, nsa, strict=True) if x and y]
         rows[name] = [" / ".join(digits(x) for x in both if x) for both in (dense, nsa)]
-        rows[name] += [" / ".join(faster), " / ".join(digits(x) for x in a100)]
+        rows[name] += [" / ".join(faster), *([" / ".join(digits(x) for x in a100)] if all(a100) else [])]
     return rows
+
+
+def few_blocks_rows() -> dict[str, list[str]]:
+    """As `attention_rows`, of a decode step of a whole model before and after few blocks had kernels of their own."""
+    measured = results("generate_few_h200")["rows"]
+    before = measured[0]["commit"]
+    found = {}
+    for title, attention, context, earlier in (
+        ("a step at 2k, NSA with four kernels of attention", "nsa", 2048, True),
+        ("a step at 2k, NSA now", "nsa", 2048, False),
+        ("a step at 2k, dense attention", "dense", 2048, True),
+        ("a step at 4k, NSA now", "nsa", 4096, False),
+    ):
+        rows = [row for row in measured if (row["attention"], row["context"]) == (attention, context)]
+        found[title] = [f"{row['ms_per_step']:.3f}" for row in rows if (row["commit"] == before) == earlier]
+    return found
 
 
 def collective_rows() -> dict[str, list[str]]:
@@ -453,7 +469,16 @@ def all_rows() -> dict[str, list[str]]:
     """Cells of all rows with figures."""
     of_models = generation_rows() | training_rows() | collective_rows() | two_gpu_rows()
     of_quality = quality_rows() | quality_8k_rows() | quality_mixed_rows() | sharing_rows()
-    return attention_rows() | h100_rows() | triton_rows() | decoding_rows() | of_models | of_quality
+    return (
+        attention_rows()
+        | whole_operator_rows("attention_h100")
+        | whole_operator_rows("attention_short_h200", "H200, ")
+        | few_blocks_rows()
+        | triton_rows()
+        | decoding_rows()
+        | of_models
+        | of_quality
+    )
 
 
 def quickstart_reaches() -> str:

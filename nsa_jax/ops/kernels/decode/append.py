@@ -231,6 +231,46 @@ def _emit_kernel(*refs, config: NSAConfig):
     _emit(pl.program_id(0), lengths_ref, turn_ref, tail_refs, phi_refs, out_refs, (None, None), config)
 
 
+def _one_row(*shape):
+    return pl.BlockSpec((None, *shape), lambda s, k, b: (b, *(0 for _ in shape)))
+
+
+def _whole(array):
+    return pl.BlockSpec(array.shape, lambda s, k, b: (0,) * array.ndim)
+
+
+def _cache(array):
+    return pl.BlockSpec((None, array.shape[1], None, array.shape[3]), lambda s, k, b: (b, 0, k, 0))
+
+
+def _shape_of(array):
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _emit_learned(turn, lengths, tails, key_cmp, value_cmp, phis: Sequence[Phi], hidden, config: NSAConfig):
+    """The compressed keys and values with those of blocks that are complete, from the hidden layers of both phis."""
+    inputs = [lengths, turn, *tails, key_cmp, value_cmp]
+    in_specs = [pl.BlockSpec((1,), lambda s, k, b: (b,)), _one_row(*turn.shape[1:]), *map(_cache, inputs[2:])]
+    for phi, partial in zip(phis, hidden, strict=True):
+        inputs += [partial, phi.b_1, phi.w_2]
+        in_specs += [
+            pl.BlockSpec((None, None, *partial.shape[2:]), lambda s, k, b: (b, k, 0, 0)),
+            _whole(phi.b_1),
+            _whole(phi.w_2),
+        ]
+    return triton_call(
+        functools.partial(_emit_kernel, config=config),
+        grid=(2, key_cmp.shape[2], lengths.shape[0]),
+        in_specs=in_specs,
+        out_specs=[_cache(key_cmp), _cache(value_cmp)],
+        out_shape=[_shape_of(key_cmp), _shape_of(value_cmp)],
+        input_output_aliases={4: 0, 5: 1},
+        num_warps=4,
+        num_stages=2,
+        name="nsa_decode_emit",
+    )(*inputs)
+
+
 def append_token(
     projected, gate_bias, turn, lengths, caches, key_cmp, value_cmp, phis: Sequence[Phi] | None, *, config: NSAConfig
 ):
@@ -265,42 +305,31 @@ def append_token(
     # Enough programs that reading W_1 takes no longer than a launch.
     chunks = _divisor(config.compress_block, 8) if learned else 0
 
-    def one_row(*shape):
-        return pl.BlockSpec((None, *shape), lambda s, k, b: (b, *(0 for _ in shape)))
-
-    def whole(array):
-        return pl.BlockSpec(array.shape, lambda s, k, b: (0,) * array.ndim)
-
-    def cache(array):
-        return pl.BlockSpec((None, array.shape[1], None, array.shape[3]), lambda s, k, b: (b, 0, k, 0))
-
-    def shape_of(array):
-        return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
     per_group = pl.BlockSpec((None, 3 * group), lambda s, k, b: (k, 0))
-    length_spec, turn_spec = pl.BlockSpec((1,), lambda s, k, b: (b,)), one_row(2, h_dim // 2)
+    length_spec, turn_spec = pl.BlockSpec((1,), lambda s, k, b: (b,)), _one_row(2, h_dim // 2)
     inputs = [lengths, projected, gate_bias.reshape(num_kv, 3 * group), turn, *kept]
-    in_specs = [length_spec, one_row(projected.shape[1]), per_group, turn_spec, *map(cache, kept)]
+    in_specs = [length_spec, _one_row(projected.shape[1]), per_group, turn_spec, *map(_cache, kept)]
     out_specs = [
         pl.BlockSpec((None, None, group, h_dim), lambda s, k, b: (b, k, 0, 0)),
         pl.BlockSpec((None, None, 3 * group), lambda s, k, b: (b, k, 0)),
-        *map(cache, kept),
+        *map(_cache, kept),
     ]
     out_shape = [
         jax.ShapeDtypeStruct((batch, num_kv, group, h_dim), projected.dtype),
         jax.ShapeDtypeStruct((batch, num_kv, 3 * group), jnp.float32),
-        *map(shape_of, kept),
+        *map(_shape_of, kept),
     ]
     aliases = {4 + index: 2 + index for index in range(len(kept))}
     if not learned:
         aliases |= {len(inputs) + index: len(out_shape) + index for index in range(2)}
-        inputs += [key_cmp, value_cmp]
-        in_specs += [cache(key_cmp), cache(value_cmp)]
-        out_specs += [cache(key_cmp), cache(value_cmp)]
-        out_shape += [shape_of(key_cmp), shape_of(value_cmp)]
+        compressed = key_cmp, value_cmp
+        inputs += compressed
+        in_specs += map(_cache, compressed)
+        out_specs += map(_cache, compressed)
+        out_shape += map(_shape_of, compressed)
     for role, phi in enumerate(phis or ()):
         inputs += [phi.position, phi.w_1]
-        in_specs += [whole(phi.position), whole(phi.w_1)]
+        in_specs += [_whole(phi.position), _whole(phi.w_1)]
         width = phi.b_1.shape[0]
         out_shape.append(jax.ShapeDtypeStruct((batch, num_kv, chunks, width), jnp.float32))
         out_specs.append(
@@ -333,26 +362,7 @@ def append_token(
     key_slc, value_slc, *rings = written
     if phis:
         tails = (rings[0], value_slc) if shared else rings[2:]
-        inputs = [lengths, turn, *tails, key_cmp, value_cmp]
-        in_specs = [length_spec, turn_spec, *map(cache, inputs[2:])]
-        for phi, partial in zip(phis, compressed, strict=True):
-            inputs += [partial, phi.b_1, phi.w_2]
-            in_specs += [
-                pl.BlockSpec((None, None, *partial.shape[2:]), lambda s, k, b: (b, k, 0, 0)),
-                whole(phi.b_1),
-                whole(phi.w_2),
-            ]
-        compressed = triton_call(
-            functools.partial(_emit_kernel, config=config),
-            grid=(2, num_kv, batch),
-            in_specs=in_specs,
-            out_specs=[cache(key_cmp), cache(value_cmp)],
-            out_shape=[shape_of(key_cmp), shape_of(value_cmp)],
-            input_output_aliases={4: 0, 5: 1},
-            num_warps=4,
-            num_stages=2,
-            name="nsa_decode_emit",
-        )(*inputs)
+        compressed = _emit_learned(turn, lengths, tails, key_cmp, value_cmp, phis, compressed, config)
     caches = (key_slc, value_slc, None, None, *rings, None) if shared else written
     query = query.reshape(batch, 1, num_heads, h_dim)
     return query, gates.reshape(batch, 1, num_heads, 3), (*caches, *compressed)
