@@ -76,15 +76,16 @@ def test_a_float32_window_fits(gpu):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", ["l40s", "b200"])
-def test_decoding_fits(gpu):
+@pytest.mark.parametrize(("gpu", "length"), [("l40s", LENGTH), ("b200", LENGTH), ("l40s", 65_536), ("b200", 65_536)])
+def test_decoding_fits(gpu, length):
+    """Of few blocks, which are all read, and of many."""
     heads, kv_heads, head, _ = SHAPES["wide_groups"]
 
     def array(*dims):
         return jax.ShapeDtypeStruct((1, *dims), jnp.bfloat16)
 
-    count = blocks.num_compressed(LENGTH, CONFIG)
-    caches = [array(length, kv_heads, head) for length in (count, count, LENGTH, LENGTH, CONFIG.window, CONFIG.window)]
+    count = blocks.num_compressed(length, CONFIG)
+    caches = [array(size, kv_heads, head) for size in (count, count, length, length, CONFIG.window, CONFIG.window)]
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
 
     def step(*inputs):

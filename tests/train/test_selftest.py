@@ -29,6 +29,30 @@ def test_the_model_passes():
     assert dict(tested.facts)["documents apart"] == "passed"
 
 
+@pytest.fixture
+def one_program(monkeypatch):
+    """As on a GPU, where the logits come from the program of the gradient; returns the subjects that were made."""
+    subjects, make = [], selftest._Subject.__init__
+
+    def init(subject, *arguments):
+        make(subject, *arguments)
+        subject._logits_apart = False
+        subjects.append(subject)
+
+    monkeypatch.setattr(selftest._Subject, "__init__", init)
+    return subjects
+
+
+def test_logits_from_the_gradients_program_are_those_of_the_model(one_program, monkeypatch):
+    assert selftest.selftest(tiny_config()).problems == []
+    (subject,) = one_program
+    logits = subject.logits()
+    subject._logits_apart = True
+    np.testing.assert_allclose(logits, subject.logits(), rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(nsa, "window_attention", roll(nsa.window_attention))
+    assert "R040" in rules(selftest.selftest(tiny_config()).problems)
+
+
 @pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
 def test_a_leak_of_the_next_token_names_its_branch(branch, monkeypatch):
     op = f"{branch}_attention"
