@@ -33,7 +33,7 @@ FLOORS = {
     "inspection": "inspect",
     "hub": "hub loading export_files",
     "training": "train",
-    "programs": "generate evaluate retrieval convert export inspect.__main__ report trainer cli doctor",
+    "programs": "generate generator evaluate retrieval convert export inspect.__main__ report trainer cli doctor",
 }
 APART = [("nsa_jax.nn", "nsa_jax.data")]  # on one floor, and neither imports the other
 

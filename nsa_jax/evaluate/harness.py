@@ -30,7 +30,7 @@ from nsa_jax.data import DataError, Tokenizer
 from nsa_jax.evaluate.requests import DEFAULT_NEW_TOKENS, generation_settings, log_likelihoods
 from nsa_jax.evaluate.scoring import Scorer
 from nsa_jax.fields import nearest
-from nsa_jax.generate import Generator
+from nsa_jax.generator import Generator
 from nsa_jax.nn import Transformer
 
 

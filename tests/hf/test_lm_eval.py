@@ -22,7 +22,7 @@ from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.evaluate import harness
 from nsa_jax.evaluate.harness import HarnessModel, run_tasks
-from nsa_jax.generate import Generator
+from nsa_jax.generator import Generator
 from nsa_jax.hub.export import export
 from nsa_jax.hub.native import export_native
 from nsa_jax.sampling import Sampling

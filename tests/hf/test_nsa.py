@@ -24,7 +24,7 @@ from flax import nnx
 from nsa_jax import nn
 from nsa_jax.config import default_config
 from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer
-from nsa_jax.generate import Generator
+from nsa_jax.generator import Generator
 from nsa_jax.hub.native import export_native
 from nsa_jax.nn.transformer import layer_stacks
 from nsa_jax.sampling import Sampling

@@ -24,7 +24,7 @@ import nsa_jax
 from nsa_jax import convert, export, nn
 from nsa_jax.config import default_config
 from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer, load_tokenizer
-from nsa_jax.generate import Generator
+from nsa_jax.generator import Generator
 from nsa_jax.hub import families
 from nsa_jax.hub.convert import import_dense
 from nsa_jax.hub.native import export_native

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from nsa_jax.data.tokenizers import ByteTokenizer
-from nsa_jax.generate import Generator
+from nsa_jax.generator import Generator
 from nsa_jax.nn import NSAttention
 from nsa_jax.sampling import Sampling
 from tests.nn.test_cache import SMALL, documents, make_model, random_tokens

@@ -5,7 +5,7 @@ from flax import nnx
 
 from nsa_jax import nn
 from nsa_jax.data.tokenizers import ByteTokenizer
-from nsa_jax.generate import Generator
+from nsa_jax.generator import Generator
 
 from .runs import small_config
 

@@ -12,7 +12,7 @@ import nsa_jax
 from nsa_jax import generate
 from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.data.tokenizers import ByteTokenizer
-from nsa_jax.generate import Generator, PromptError, _TextStream
+from nsa_jax.generator import Generator, PromptError, _TextStream
 from nsa_jax.loading import LoadError
 from nsa_jax.sampling import Sampling, filtered_logits
 

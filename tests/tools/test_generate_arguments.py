@@ -11,7 +11,7 @@ import pytest
 
 import nsa_jax
 from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer
-from nsa_jax.generate import Generator
+from nsa_jax.generator import Generator
 from nsa_jax.sampling import Sampling
 
 from .runs import small_config, write_run
