@@ -393,7 +393,7 @@ def draw(rows: Sequence[dict[str, Any]], folder: pathlib.Path, prefix: str = "")
         less = "" if whole[row["variant"]] else f", {seen[row['variant']] / 1e6:.0f} million tokens"
         return f"{row['variant']}{less}"
 
-    runs = [{"name": label(row), "validation": row["validation"]} for row in rows]
+    runs = [{"name": row["variant"], "validation": row["validation"]} for row in rows]
     curves.draw(runs).savefig(folder / f"{prefix}tokens.png", dpi=130)
     # Losses by position compare after equally many tokens alone.
     measured = [row for row in rows if row.get("by_position") and whole[row["variant"]]]

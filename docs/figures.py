@@ -235,9 +235,9 @@ def few_blocks_rows() -> dict[str, list[str]]:
     found = {}
     for title, attention, context, earlier in (
         ("a step at 2k, NSA with four kernels of attention", "nsa", 2048, True),
-        ("a step at 2k, NSA now", "nsa", 2048, False),
+        ("a step at 2k, NSA after that", "nsa", 2048, False),
         ("a step at 2k, dense attention", "dense", 2048, True),
-        ("a step at 4k, NSA now", "nsa", 4096, False),
+        ("a step at 4k, NSA after that", "nsa", 4096, False),
     ):
         rows = [row for row in measured if (row["attention"], row["context"]) == (attention, context)]
         found[title] = [f"{row['ms_per_step']:.3f}" for row in rows if (row["commit"] == before) == earlier]

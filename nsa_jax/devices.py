@@ -43,7 +43,8 @@ def choose_platform(*, cpu: bool = False) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-_KEPT_FROM = 0.1  # seconds of compiling; JAX's default of 1 leaves out the many small programs of a start
+# Seconds of compiling from which programs are kept. JAX's default leaves out the many small ones of a start.
+_KEPT_FROM, _JAX_KEEPS_FROM = 0.1, 1.0
 
 
 def keep_compiled_programs(directory: str = "") -> Path | None:
@@ -74,7 +75,8 @@ def keep_compiled_programs(directory: str = "") -> Path | None:
         logger.warning("compiled programs are not kept: %s cannot be written (%s)", path, error.strerror)
         return None
     jax.config.update("jax_compilation_cache_dir", str(path))
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+    chosen = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" in os.environ
+    if not chosen and options.jax_persistent_cache_min_compile_time_secs == _JAX_KEEPS_FROM:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _KEPT_FROM)
     return path
 

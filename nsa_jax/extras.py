@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from importlib import metadata
+from typing import Any
 
 
 class MissingExtra(ImportError):
@@ -29,20 +31,29 @@ def extra(name: str) -> Iterator[None]:
         raise MissingExtra(message, name=error.name) from error
 
 
+class _Missing:
+    """A finder of modules by which one package cannot be found in the thread that made it."""
+
+    def __init__(self, package: str):
+        self._package, self._thread = package, threading.get_ident()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == self._package and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 @contextlib.contextmanager
 def hidden(package: str) -> Iterator[None]:
     """Around imports of another package that imports `package` where it is installed, but does not need it.
 
-    A package that has been imported already is not hidden.
+    A package that has been imported already is not hidden, nor are imports in other threads.
     """
-    if package in sys.modules:
-        yield
-        return
-    sys.modules[package] = None  # type: ignore[assignment]
+    finder: Any = _Missing(package)
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        del sys.modules[package]
+        sys.meta_path.remove(finder)
 
 
 def installed_version() -> str:

@@ -28,6 +28,10 @@ def test_where_compiled_programs_are_kept(told, monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "5")
     assert devices.keep_compiled_programs(str(tmp_path / "mine")) and list(told) == ["jax_compilation_cache_dir"]
     monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    keeps_from = jax.config.jax_persistent_cache_min_compile_time_secs
+    monkeypatch.setattr(devices, "_JAX_KEEPS_FROM", keeps_from + 1)  # a program has chosen another than JAX's default
+    assert devices.keep_compiled_programs(str(tmp_path / "mine")) and list(told) == ["jax_compilation_cache_dir"]
+    monkeypatch.setattr(devices, "_JAX_KEEPS_FROM", keeps_from)
     given = devices.keep_compiled_programs(str(tmp_path / "mine"))
     assert given.parent == tmp_path / "mine" and given.is_dir() and told["jax_compilation_cache_dir"] == str(given)
     assert told["jax_persistent_cache_min_compile_time_secs"] == 0.1

@@ -1,5 +1,6 @@
 """What `pip install` gives: a small operator, extras that are named where they are missing, and the command nsa-jax."""
 
+import functools
 import importlib
 import os
 import re
@@ -9,11 +10,13 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from nsa_jax import cli, trainer
+from nsa_jax.extras import hidden
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -171,3 +174,16 @@ def test_an_installed_package_trains_a_config_by_its_name_outside_of_the_reposit
     assert done.stdout.strip() == SETTINGS["version"]
     done = run(command, "export", "runs/recall", "exported", **settings)
     assert done.returncode == 0 and (tmp_path / "exported" / "config.json").is_file(), done.stderr[-2000:]
+
+
+def test_a_hidden_package_is_hidden_from_one_thread_alone(tmp_path, monkeypatch):
+    (tmp_path / "shy_package.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    load = functools.partial(importlib.import_module, "shy_package")
+    with hidden("shy_package"), ThreadPoolExecutor(1) as others:
+        with pytest.raises(ModuleNotFoundError, match="shy_package"):
+            load()
+        module = others.submit(load).result()
+        assert load() is module  # it is no longer to be found, but known
+    del sys.modules["shy_package"]
+    assert load() is not module

@@ -307,7 +307,7 @@ def _append_by_kernels(attention: NSAttention, layer: NSALayerCache, batch: int)
 
 
 def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths):
-    """What `_append_nsa` returns, by two kernels."""
+    """What `_append_nsa` returns, by one kernel, or two with learned compressors."""
     config = attention.config
     turn = jnp.stack(config.rope_turns(lengths), axis=1)
     rows = h[:, 0]

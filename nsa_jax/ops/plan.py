@@ -408,12 +408,8 @@ def plan_decode(shape: Shape, num_split: int, config: NSAConfig) -> Choice:
     pairs = shape.batch * shape.num_queries * shape.kv_heads
     split = tiles.decode_config(pairs, num_split, config, row_bytes)
     num_blocks = shape.num_keys // config.select_block
-    if (
-        num_split <= split.columns
-        and num_blocks * pairs <= tiles.DECODE_BLOCKS
-        and num_blocks <= 4 * config.num_selected
-    ):
-        return Choice(
-            "decode.short", split, "few blocks in all: reading them takes less time than waiting for the list"
-        )
+    read = num_blocks * pairs * (config.select_block * row_bytes + 4 * shape.group * shape.value_dim)
+    few = num_blocks <= 4 * config.num_selected and num_split <= split.columns
+    if few and read <= tiles.DECODE_READ_BYTES:
+        return Choice("decode.short", split, "few blocks: reading all takes less time than waiting for the list")
     return Choice("decode.step", split, "any GPU from sm80 on")

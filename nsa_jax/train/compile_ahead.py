@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,16 @@ from nsa_jax.train.state import Setup
 
 # Traces and lowers for the whole process, one program after the other: both are Python, so that threads that did this
 # side by side would wait for each other's lock, and the first program would come to the compiler as late as the last.
-_tracer = ThreadPoolExecutor(1, thread_name_prefix="trace")
+_tracer: ThreadPoolExecutor
+
+
+def _make_tracer() -> None:
+    global _tracer
+    _tracer = ThreadPoolExecutor(1, thread_name_prefix="trace")
+
+
+_make_tracer()
+os.register_at_fork(after_in_child=_make_tracer)  # a child has no threads of its parent
 
 
 class CompileAhead:
@@ -83,19 +93,26 @@ def without_collections() -> Iterator[None]:
 def first_programs(
     setup: Setup, train_step: Any, eval_step: Any, health_program: Any | None, initialises: bool
 ) -> dict[str, tuple[Any, tuple]]:
-    """What a run calls until its first step is done, as `CompileAhead` takes it; `initialises`: it has no checkpoint.
+    """What a run calls until its first step is done, as `CompileAhead` takes it.
 
-    None of it with a batch ramp, whose batches have other shapes. Where XLA times kernels to choose among them (without
-    `config.train.deterministic`), it has the GPU to itself: other programs of the process wait.
+    With a batch ramp, whose batches have other shapes, the initial state alone. Where XLA times kernels to choose among
+    them (without `config.train.deterministic`), it has the GPU to itself: other programs of the process wait.
+
+    Args:
+      setup: of the run.
+      train_step: the jitted step.
+      eval_step: the jitted evaluation.
+      health_program: the jitted health figures; None: there are none.
+      initialises: the run begins with parameters or averages that no checkpoint has.
     """
+    initial: dict[str, tuple[Any, tuple]] = {"initial state": (setup.initialise, ())} if initialises else {}
     if setup.config.train.batch_ramp:
-        return {}
+        return initial
     state, batch = setup.target(), setup.abstract_batch()
     programs: dict[str, tuple[Any, tuple]] = {"train step": (train_step, (state, batch))}
     if setup.config.train.eval_batches:
         programs["evaluation"] = (eval_step, (state["params"], batch))
-    if initialises:
-        programs["initial state"] = (setup.initialise, ())
+    programs |= initial
     if health_program is not None:
         programs["health"] = (health_program, (state["params"], batch))
     return programs

@@ -147,7 +147,7 @@ class Run:
         newest = newest_checkpoint(self.workdir)
         if (newest or 0) < self.config.train.steps:
             health_program = self.health.program if self.health is not None else None
-            initialises = newest is None and self._other is None
+            initialises = newest is None and (self._other is None or (self._other[0] / "config.json").is_file())
             programs = first_programs(self.setup, self.train_step, self.eval_step, health_program, initialises)
             self._compiling = CompileAhead(programs, lambda: jax.set_mesh(self.setup.mesh))
         try:
@@ -197,8 +197,12 @@ class Run:
           TrainingError: a guard stopped the run; stopped.json says why.
           CheckpointError: a checkpoint does not fit the config.
         """
-        while (summary := self._run()) is None:
-            self._forget()
+        try:
+            while (summary := self._run()) is None:
+                self._forget()
+        except BaseException:
+            self._compiling.abandon()
+            raise
         return summary
 
     def _run(self) -> dict[str, Any] | None:

@@ -92,7 +92,7 @@ LIMITS = {"short": 1 << 30, "step": 0}
 
 @functools.partial(jax.jit, static_argnames=("config", "serving"))
 def decode(arrays, start=None, *, config, serving):
-    with mock.patch.object(tuning, "DECODE_BLOCKS", LIMITS.get(serving)):
+    with mock.patch.object(tuning, "DECODE_READ_BYTES", LIMITS.get(serving)):
         return nsa_jax.decode_attention(
             *arrays,
             config=config,

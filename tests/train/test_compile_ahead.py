@@ -2,8 +2,11 @@
 
 import collections
 import logging
+import os
+import signal
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -188,3 +191,23 @@ def test_an_error_of_the_compiler_is_that_of_the_call():
     ahead.wait("broken", "one that was never asked for")
     with pytest.raises(TypeError, match="no such program"):
         function(argument)
+
+
+def test_a_child_traces_by_itself():
+    """It has no threads of its parent."""
+    CompileAhead({"one": (jax.jit(jnp.sin), (jnp.zeros(3),))}).wait("one")
+    child = os.fork()
+    if child == 0:  # no JAX here: it does not survive a fork
+        function = types.SimpleNamespace(lower=lambda: types.SimpleNamespace(compile=lambda: None))
+        CompileAhead({"two": (function, ())}).wait("two")
+        os._exit(0)
+    for _ in range(600):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the child waits for a thread that it does not have")
+    assert status == 0

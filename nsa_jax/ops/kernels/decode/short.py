@@ -126,7 +126,8 @@ def decode_attention(
     parts = sum(cut) + num_blocks
     columns = max(tile.keys, pl.next_power_of_2(num_cmp), 16)
     # As few as can hold the largest tile in registers: warps that share a tile wait for each other in every sum.
-    finish_warps = min(pl.next_power_of_2(pl.cdiv(max(width * v_dim, group * columns), 4096)), 4)
+    largest = max(max(width, *cut) * v_dim, group * columns)
+    finish_warps = min(pl.next_power_of_2(pl.cdiv(largest, 4096)), 4)
     starts = [] if segment_start is None else [segment_start.astype(jnp.int32).reshape(num_rows, 1)]
     common = dict(num_starts=len(starts), num_queries=num_queries, group=group, num_cmp=num_cmp, cut=cut, config=config)
     where_arrays = (lengths.astype(jnp.int32), *starts)
