@@ -14,6 +14,7 @@ from flax import nnx
 from nsa_jax.nn.cache import Cache, capacity_bucket, init_cache, prefill_attention, step_attention
 from nsa_jax.nn.layers import RMSNorm, soft_cap
 from nsa_jax.nn.projection import WIDTH_MULTIPLE
+from nsa_jax.nn.sharding import has_explicit_axes
 from nsa_jax.nn.transformer import Block, Transformer, layer_stacks
 from nsa_jax.ops import checks
 from nsa_jax.ops.target import current_target
@@ -193,7 +194,13 @@ class Decoder:
         """An empty cache for rows of up to this many tokens, rounded up to a capacity bucket.
 
         With `record_block_indices`, what follows keeps the block lists of every token; see `Cache.block_indices`.
+
+        Raises:
+          ValueError: the mesh in context has explicit axes.
         """
+        if has_explicit_axes():
+            fix = "make it with axis_types=(AxisType.Auto,) * number of axes"
+            raise ValueError(f"the mesh in context has explicit axes, over which the decoder cannot split rows: {fix}")
         capacity = capacity_bucket(tokens, self.config)
         return _compiled_init(self.config, batch, capacity, record_block_indices)
 

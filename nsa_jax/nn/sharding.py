@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 DATA, FSDP = "data", "fsdp"
@@ -66,10 +67,20 @@ def token_spec(batch_size: int, length: int) -> P:
     return P(batch_axes(batch_size) or None, CONTEXT if context_size(length) > 1 else None)
 
 
+def has_explicit_axes() -> bool:
+    """Whether the mesh in context makes layouts a part of types, as `jax.make_mesh` does unless it is asked not to."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def _laid_out(x: jax.Array, spec: P) -> jax.Array:
+    """x in a layout: what the compiler is asked for, or what x is moved to where the mesh has explicit axes."""
+    return jax.sharding.reshard(x, spec) if has_explicit_axes() else jax.lax.with_sharding_constraint(x, spec)
+
+
 def constrain_batch(x: jax.Array) -> jax.Array:
     """Asks the compiler to keep the first axis of x split over the batch axes, and the others whole."""
     axes = batch_axes(x.shape[0])
-    return jax.lax.with_sharding_constraint(x, P(axes)) if axes else x
+    return _laid_out(x, P(axes)) if axes else x
 
 
 def constrain_tokens(x: jax.Array, *rest: str | None) -> jax.Array:
@@ -81,7 +92,7 @@ def constrain_tokens(x: jax.Array, *rest: str | None) -> jax.Array:
     """
     rest = tuple(axis if _axis_sizes().get(axis or "", 1) > 1 else None for axis in rest)
     spec = P(*token_spec(*x.shape[:2]), *rest)
-    return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x
+    return _laid_out(x, spec) if any(spec) else x
 
 
 def constrain_tensor(x: jax.Array, dimension: int) -> jax.Array:
@@ -89,12 +100,12 @@ def constrain_tensor(x: jax.Array, dimension: int) -> jax.Array:
     size = tensor_size()
     if size == 1 or x.shape[dimension] % size:
         return x
-    return jax.lax.with_sharding_constraint(x, P(*(None,) * dimension, TENSOR))
+    return _laid_out(x, P(*(None,) * dimension, TENSOR))
 
 
 def constrain_whole(x: jax.Array) -> jax.Array:
     """Asks the compiler to keep x whole on every device: for weights that fsdp splits."""
-    return jax.lax.with_sharding_constraint(x, P()) if _axis_sizes().get(FSDP, 1) > 1 else x
+    return _laid_out(x, P()) if _axis_sizes().get(FSDP, 1) > 1 else x
 
 
 def parameter_spec(
@@ -153,10 +164,12 @@ def on_shards(function: Callable, arrays: tuple, in_specs: tuple, out_specs: Any
             full[index] = array
         return function(*full)
 
-    split = jax.shard_map(
-        local, in_specs=tuple(in_specs[index] for index in present), out_specs=out_specs, check_vma=False
-    )
-    return split(*(arrays[index] for index in present))
+    specs = tuple(in_specs[index] for index in present)
+    split = jax.shard_map(local, in_specs=specs, out_specs=out_specs, check_vma=False)
+    given = tuple(arrays[index] for index in present)
+    if has_explicit_axes():  # shard_map takes nothing else there
+        given = jax.sharding.reshard(given, specs)
+    return split(*given)
 
 
 def sharded_attention(attend: Callable, *arrays: jax.Array | None):

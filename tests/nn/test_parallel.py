@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nsa_jax import NSAConfig, nsa_attention
 from nsa_jax.nn import DenseAttention, ModelConfig, NSAttention, Transformer, layers
+from nsa_jax.nn.decoder import Decoder
 from nsa_jax.nn.sharding import MESH_AXES
 from nsa_jax.nn.transformer import Block
 from nsa_jax.ops import blocks
@@ -147,6 +148,28 @@ def test_kernels_of_norms_and_swiglu_on_shares_of_tokens(monkeypatch, mesh):
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a - b) <= 3e-6 * np.linalg.norm(b), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("split", [False, True])
+def test_models_on_a_mesh_with_explicit_axes(attention, split):
+    """Such a mesh is what jax.make_mesh gives unless it is asked for another. The decoder says what to do."""
+    model = Transformer(dataclasses.replace(CONFIG, attention=attention), rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(model)
+    tokens = jax.random.randint(jax.random.key(0), (4, LENGTH), 0, 50)
+
+    @jax.jit
+    def loss_and_gradients(params, tokens):
+        return jax.value_and_grad(lambda params: (nnx.merge(graphdef, params)(tokens) ** 2).mean())(params)
+
+    want = jax.device_get(loss_and_gradients(params, tokens))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        given = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data" if split else None)))
+        got = jax.device_get(loss_and_gradients(params, given))
+        with pytest.raises(ValueError, match="explicit axes.*AxisType.Auto"):
+            Decoder(model).init_cache(4, 64)
+    chex.assert_trees_all_close(got, want, atol=2e-5, rtol=1e-4)
 
 
 def test_rows_that_cannot_be_split_are_computed_whole():
