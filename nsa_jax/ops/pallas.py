@@ -111,7 +111,7 @@ def decode_attention(
     query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config: NSAConfig, segment_start
 ):
     """See `nsa_jax.decode_attention`; returns the output [B, T, N, V] and the block lists int32 [B, T, K, n]."""
-    made = plan.plan_decode(Shape.of(query, key_slc, value_slc), max(key_cmp.shape[1], 1), config)
+    made = plan.plan_decode(Shape.of(query, key_slc, value_slc), key_cmp.shape[1], config)
     return _kernels(made.kernel).decode_attention(
         query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config, segment_start, made
     )

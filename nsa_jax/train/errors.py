@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_jax.train import disk
+from nsa_jax.train.env import write_json
 from nsa_jax.train.processes import peers
 
 logger = logging.getLogger("nsa_jax")
@@ -35,9 +36,14 @@ class TrainingError(RuntimeError):
         self.args = (f"{self}; {newest}",)
 
 
-def describe_stop(error: TrainingError) -> dict[str, Any]:
-    """What stopped.json holds."""
-    return {"guard": error.guard, "step": error.step, "message": str(error), "time": round(time.time(), 3)}
+def write_stop(workdir: Path, error: TrainingError, last_checkpoint: int | None, alarms: Any) -> None:
+    """Writes stopped.json; the error is more important than a file that cannot be written."""
+    stopped = {"guard": error.guard, "step": error.step, "message": str(error), "time": round(time.time(), 3)}
+    stopped |= {"last_checkpoint": last_checkpoint, "alarms": alarms}
+    try:
+        write_json(workdir / "stopped.json", stopped)
+    except OSError as failure:
+        logger.error("stopped.json cannot be written (%s)", failure.strerror)
 
 
 def newest_checkpoint(workdir: Path) -> int | None:

@@ -24,8 +24,8 @@ from nsa_jax.train import disk, env, far_task, flops, metrics, preflight, proces
 from nsa_jax.train.batches import Batches
 from nsa_jax.train.callbacks import Callback, Callbacks
 from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
-from nsa_jax.train.compile_ahead import CompileAhead, first_programs, without_collections
-from nsa_jax.train.errors import TrainingError, check_room, describe_stop, newest_checkpoint, writing_checkpoint
+from nsa_jax.train.compile_ahead import CompileAhead, first_programs
+from nsa_jax.train.errors import TrainingError, check_room, newest_checkpoint, write_stop, writing_checkpoint
 from nsa_jax.train.goodput import Goodput
 from nsa_jax.train.mirror import Mirror
 from nsa_jax.train.preflight.data_check import loss_floor
@@ -33,6 +33,7 @@ from nsa_jax.train.profiling import Profile, Window, check_window
 from nsa_jax.train.rollback import Rollbacks
 from nsa_jax.train.start import (
     Start,
+    begins_anew,
     check_source,
     finished_before,
     first_state,
@@ -43,7 +44,7 @@ from nsa_jax.train.start import (
 from nsa_jax.train.state import State, batch_sharding, setup
 from nsa_jax.train.step import make_eval_step, make_train_step
 from nsa_jax.train.stopping import HALT, StopRequest
-from nsa_jax.train.terminal import TRAINING, Terminal, data_line, ending, program_and_place
+from nsa_jax.train.terminal import TRAINING, Terminal, data_line, ending, program_and_place, run_line
 from nsa_jax.train.timing import Clock, Interval
 from nsa_jax.train.trackers import Trackers
 from nsa_jax.train.validation import Sampler, evaluate, record_validation
@@ -144,21 +145,19 @@ class Run:
         Raises:
           ConfigError: with everything that is wrong; nothing has been trained.
         """
-        newest = newest_checkpoint(self.workdir)
-        if (newest or 0) < self.config.train.steps:
+        if (newest_checkpoint(self.workdir) or 0) < self.config.train.steps:
             health_program = self.health.program if self.health is not None else None
-            initialises = newest is None and (self._other is None or (self._other[0] / "config.json").is_file())
-            programs = first_programs(self.setup, self.train_step, self.eval_step, health_program, initialises)
+            anew = begins_anew(self.workdir, self._other)
+            programs = first_programs(self.setup, self.train_step, self.eval_step, health_program, anew)
             self._compiling = CompileAhead(programs, lambda: jax.set_mesh(self.setup.mesh))
         try:
-            with without_collections():
-                found = preflight.before_run(
-                    self.config,
-                    self.workdir,
-                    self.setup,
-                    self.pipeline,
-                    lambda part: self.terminal.doing(f"preflight: {part}"),
-                )
+            found = preflight.before_run(
+                self.config,
+                self.workdir,
+                self.setup,
+                self.pipeline,
+                lambda part: self.terminal.doing(f"preflight: {part}"),
+            )
         except BaseException:
             self._compiling.abandon()
             raise
@@ -468,12 +467,8 @@ class Run:
     def _write_stopped(self, error: TrainingError, last_checkpoint: int | None, *, write: bool = True) -> None:
         """Completes the error's message with the newest checkpoint, and writes stopped.json."""
         error.name_checkpoint(last_checkpoint)
-        stopped = {**describe_stop(error), "last_checkpoint": last_checkpoint, "alarms": self.guards.summary()}
         if write:
-            try:
-                env.write_json(self.workdir / "stopped.json", stopped)
-            except OSError as failure:  # the error itself is more important
-                logger.error("stopped.json cannot be written (%s)", failure.strerror)
+            write_stop(self.workdir, error, last_checkpoint, self.guards.summary())
 
     def stop_on_full_disk(self, directory: Path) -> TrainingError:
         """Writes stopped.json, if there is room for that, and returns the error to raise."""
@@ -549,14 +544,9 @@ class Run:
             self._mirror.check(step)
 
     def _announce(self, writer: metrics.MetricsWriter, said: str | None) -> None:
-        config, device = self.config, jax.devices()[0]
-        run = (
-            f"{config.name}: {self.setup.num_parameters():,} parameters ({', '.join(self.setup.model_config.kinds)}), "
-            f"{config.train.batch_size} x {config.data.seq_len} tokens per step, {config.train.steps:,} steps, "
-            f"{self.setup.mesh.size} x {device.device_kind}"
-        )
+        run = run_line(self.config, self.setup)
         writer.say(f"{run}\n{self.workdir}" if self.terminal.live else f"{run}, {self.workdir}")
-        writer.say(data_line(config, self.pipeline))
+        writer.say(data_line(self.config, self.pipeline))
         if said is not None:
             writer.say(said)
 

@@ -22,6 +22,7 @@ from nsa_jax.hub.checkpoint_files import find_steps, read_info
 from nsa_jax.hub.export import check_kind, load_exported
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences
 from nsa_jax.train.env import plain_config
+from nsa_jax.train.errors import newest_checkpoint
 from nsa_jax.train.optimizer import learning_rate
 from nsa_jax.train.state import Setup, State
 
@@ -95,7 +96,7 @@ def check_source(workdir: Path, other: tuple[Path, int | None] | None, stage: bo
     if other is None:
         if stage:
             raise _nothing_to_go_on_from()
-    elif (other[0] / "config.json").is_file():
+    elif is_export(other[0]):
         if other[1] is not None:
             message = f"--resume={other[0]}@{other[1]}: an exported model has no steps"
             fix = f"leave out @{other[1]}, or name the run that it was exported from"
@@ -112,6 +113,16 @@ def _check_steps_left(directory: Path, step: int, steps: int) -> None:
         message = f"--resume={directory}: its step {step:,} leaves none of config.train.steps={steps:,} to train"
         fix = "raise config.train.steps, or add --stage, whose steps count from 0"
         raise ConfigError([Problem("R022", "error", message, fix)])
+
+
+def is_export(directory: Path) -> bool:
+    """Whether --resume names an exported model, not a run."""
+    return (directory / "config.json").is_file()
+
+
+def begins_anew(workdir: Path, other: tuple[Path, int | None] | None) -> bool:
+    """Whether a run begins with parameters or averages that no checkpoint has, as `first_state` then makes them."""
+    return newest_checkpoint(workdir) is None and (other is None or is_export(other[0]))
 
 
 def set_aside_ends(workdir: Path) -> None:
@@ -157,7 +168,7 @@ def first_state(
             raise _nothing_to_go_on_from()
         return Start(0, setup.init())
     directory, wanted = other
-    if (directory / "config.json").is_file():
+    if is_export(directory):
         state, stages = _from_export(setup, directory, info, may_change), [{"run": str(directory)}] if stage else []
         return Start(0, state, str(directory), f"beginning with the weights of {directory}", stages)
     checkpoints = Checkpoints(directory, info, read_only=True)

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from nsa_jax.data import Pipeline
 from nsa_jax.fields import source_configs
+from nsa_jax.train.state import Setup
 
 TRAINING = "training"  # the one thing to do whose end can be foretold
 _REDRAWS = 4  # per second
@@ -59,6 +60,15 @@ def train_line(step: int, total: int, row: Mapping[str, float], width: int | Non
             break
         parts.pop(name, None)
     return "  ".join(parts.values())
+
+
+def run_line(config: ConfigDict, setup: Setup) -> str:
+    """What a run trains, for how long, and on what."""
+    return (
+        f"{config.name}: {setup.num_parameters():,} parameters ({', '.join(setup.model_config.kinds)}), "
+        f"{config.train.batch_size} x {config.data.seq_len} tokens per step, {config.train.steps:,} steps, "
+        f"{setup.mesh.size} x {setup.mesh.devices.flat[0].device_kind}"
+    )
 
 
 def data_line(config: ConfigDict, pipeline: Pipeline) -> str:

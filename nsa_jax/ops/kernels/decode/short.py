@@ -13,7 +13,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
@@ -22,18 +21,17 @@ from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.choices import Choice
 from nsa_jax.ops.kernels.decode.ranking import block_importance, column_probabilities, ranking_widths, write_list
 from nsa_jax.ops.kernels.decode.softmax_parts import (
-    PartSoftmax,
-    add_parts,
     candidate_range,
     compressed_part,
-    iota,
     partials,
     query_position,
+    selected_part,
     visible_range,
     window_part,
+    write_sum,
 )
 from nsa_jax.ops.kernels.softmax import LOG2E
-from nsa_jax.ops.kernels.triton import interpreted, pieces, triton_call
+from nsa_jax.ops.kernels.triton import interpreted, triton_call
 
 
 def _read_kernel(
@@ -64,23 +62,14 @@ def _read_kernel(
 
     @pl.when(part >= compressed_parts + window_parts)
     def _block():
-        softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=block_keys, v_dim=vs_ref.shape[-1], scale=scale)
-        begin = (part - compressed_parts - window_parts) * config.select_block
+        block = part - compressed_parts - window_parts
+        begin = block * config.select_block
         read = (begin <= t) & (begin + config.select_block > start)
-
-        def body(i, carry):
-            offset = i * block_keys + iota(block_keys)
-            position = begin + offset
-            visible = (offset < config.select_block) & (position >= start) & (position <= t)
-            return softmax.step(carry, ks_ref, vs_ref, jnp.minimum(position, capacity - 1), visible)[0]
-
-        steps = jnp.where(read, jnp.int32(pl.cdiv(config.select_block, block_keys)), 0)
-        softmax.store(lax.fori_loop(jnp.int32(0), steps, body, softmax.init()), acc_ref, stats_ref)
+        arrays = (q_ref, ks_ref, vs_ref, acc_ref, stats_ref)
+        selected_part(arrays, lambda i: block, jnp.int32(0), read.astype(jnp.int32), t, start, keys=block_keys, **sizes)
 
 
-def _finish_kernel(
-    *refs, num_starts, num_queries, capacity, group, columns, width, num_cmp, cut, v_dim, config: NSAConfig
-):
+def _finish_kernel(*refs, num_starts, num_queries, capacity, group, columns, width, num_cmp, cut, config: NSAConfig):
     """The list of a head's group, and the head's output.
 
     refs: lengths [1], segment_start [1] if packed, gates [3], stats of the compressed parts [parts, 2, G], scores
@@ -97,15 +86,14 @@ def _finish_kernel(
     scores = block_importance(sum_ref, width, low, high, num_cmp, config)
     num_blocks = blocks.num_selection_blocks(capacity, config.select_block)
     chosen = write_list(scores, list_ref, first, last, num_blocks, config)  # the same by every head of the group
-    outs = [jnp.zeros((size,), jnp.float32) for _, size in pieces(v_dim)]
     compressed_end, window_end = cut[0], sum(cut)
-    # In the order of the gates, as step.py adds the branches up.
-    for gate, (begin, end, among) in enumerate(
-        ((0, compressed_end, None), (window_end, window_end + num_blocks, chosen), (compressed_end, window_end, None))
-    ):
-        outs = add_parts(outs, acc_ref, stats_ref, begin, end, gates_ref[gate].astype(jnp.float32), v_dim, among)
-    for out, (at, size) in zip(outs, pieces(v_dim), strict=True):
-        o_ref[pl.ds(at, size)] = out.astype(o_ref.dtype)
+    gates = [gates_ref[i].astype(jnp.float32) for i in range(3)]
+    branches = [  # in the order in which step.py adds them up
+        (acc_ref, stats_ref, 0, compressed_end, gates[0]),
+        (acc_ref, stats_ref, window_end, window_end + num_blocks, gates[1], chosen),
+        (acc_ref, stats_ref, compressed_end, window_end, gates[2]),
+    ]
+    write_sum(o_ref, branches)
 
 
 def decode_attention(
@@ -116,9 +104,6 @@ def decode_attention(
     batch, num_queries, num_heads, h_dim = query.shape
     num_cmp, num_kv, v_dim = value_cmp.shape[1:]
     capacity = key_slc.shape[1]
-    if num_cmp == 0:  # a cache too small for one compressed block still needs something to point at
-        num_cmp = 1
-        key_cmp, value_cmp = (jnp.zeros((batch, 1, num_kv, dim), query.dtype) for dim in (h_dim, v_dim))
     group, num_rows, n, tile = num_heads // num_kv, batch * num_queries, config.num_selected, plan.tiles
     num_blocks = blocks.num_selection_blocks(capacity, config.select_block)
     (width,) = ranking_widths(num_blocks, n)[-1:]
@@ -132,11 +117,10 @@ def decode_attention(
     common = dict(num_starts=len(starts), num_queries=num_queries, group=group, num_cmp=num_cmp, cut=cut, config=config)
     where_arrays = (lengths.astype(jnp.int32), *starts)
 
-    def where():
-        return [
-            pl.BlockSpec((1,), lambda s, k, r: (r // num_queries,)),
-            *(pl.BlockSpec((None, 1), lambda s, k, r: (r, 0)) for _ in starts),
-        ]
+    where = [
+        pl.BlockSpec((1,), lambda s, k, r: (r // num_queries,)),
+        *(pl.BlockSpec((None, 1), lambda s, k, r: (r, 0)) for _ in starts),
+    ]
 
     def cache(array):  # one row's and head's slice
         return pl.BlockSpec((None, array.shape[1], None, array.shape[3]), lambda s, k, r: (r // num_queries, 0, k, 0))
@@ -157,7 +141,7 @@ def decode_attention(
             **common,
         ),
         grid=(parts, num_kv, num_rows),
-        in_specs=[*where(), per_pair(group, h_dim), *map(cache, arrays)],
+        in_specs=[*where, per_pair(group, h_dim), *map(cache, arrays)],
         out_specs=[*specs, per_pair(group, columns)],
         out_shape=[*shapes, jax.ShapeDtypeStruct((num_rows, num_kv, group, columns), jnp.float32)],
         num_warps=tile.num_warps,
@@ -172,10 +156,10 @@ def decode_attention(
         return pl.BlockSpec((None, None, *shape), lambda s, h, r: (r, h, *(0 for _ in shape)))
 
     out, lists, _ = triton_call(
-        functools.partial(_finish_kernel, capacity=capacity, columns=columns, width=width, v_dim=v_dim, **common),
+        functools.partial(_finish_kernel, capacity=capacity, columns=columns, width=width, **common),
         grid=(1, num_heads, num_rows),
         in_specs=[
-            *where(),
+            *where,
             of_head(3),
             of_group(tile.compressed_parts, 2, group),
             of_group(group, columns),

@@ -121,7 +121,25 @@ def window_part(refs, part, parts, t, start, *, group, rows, keys, scale, config
     softmax.store(lax.fori_loop(begin, end, body, softmax.init()), acc_ref, stats_ref)
 
 
-def add_parts(outs, acc_ref, stats_ref, begin: int, end: int, gate, v_dim: int, among=None):
+def selected_part(refs, block_of, begin, end, t, start, *, group, rows, keys, scale, config: NSAConfig):
+    """The blocks block_of(begin) to block_of(end - 1) of the selected branch.
+
+    refs: query [G, H], key [S, H], value [S, V], partial output, stats.
+    """
+    q_ref, k_ref, v_ref, acc_ref, stats_ref = refs
+    softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
+    steps = pl.cdiv(config.select_block, keys)
+
+    def body(i, carry):
+        offset = (i % steps) * keys + iota(keys)
+        position = block_of(i // steps) * config.select_block + offset
+        visible = (offset < config.select_block) & (position >= start) & (position <= t)
+        return softmax.step(carry, k_ref, v_ref, jnp.clip(position, 0, k_ref.shape[0] - 1), visible)[0]
+
+    softmax.store(lax.fori_loop(begin * steps, end * steps, body, softmax.init()), acc_ref, stats_ref)
+
+
+def _add_parts(outs, acc_ref, stats_ref, begin: int, end: int, gate, v_dim: int, among=None):
     """Adds a branch to the output of one head, a list of its pieces.
 
     acc_ref [parts, V] and stats_ref [parts, 2] hold the partial results, of which [begin, end) are the branch's.
@@ -141,21 +159,30 @@ def add_parts(outs, acc_ref, stats_ref, begin: int, end: int, gate, v_dim: int, 
     return [out + piece(at, size) for out, (at, size) in zip(outs, pieces(v_dim), strict=True)]
 
 
-def _combine_kernel(*refs, branches, v_dim):
+def write_sum(o_ref, branches):
+    """Writes the output [V] of one head.
+
+    Each branch has a reference to partial outputs, one to their stats, the first and the last + 1 of its parts, its
+    gate, and perhaps which of the parts count; see `_add_parts`.
+    """
+    v_dim = o_ref.shape[0]
+    outs = [jnp.zeros((size,), jnp.float32) for _, size in pieces(v_dim)]
+    for acc_ref, stats_ref, begin, end, gate, *among in branches:
+        outs = _add_parts(outs, acc_ref, stats_ref, begin, end, gate, v_dim, *among)
+    for out, (at, size) in zip(outs, pieces(v_dim), strict=True):
+        o_ref[pl.ds(at, size)] = out.astype(o_ref.dtype)
+
+
+def _combine_kernel(*refs, branches):
     """The sum of the branches for one head.
 
     refs: gates [branches] if there are several, then partial outputs [parts, V] and stats [parts, 2] for every group
     of parts; out: [V]. A branch is (group, first part, end).
     """
     gates_ref, groups = (refs[0], refs[1:-1]) if len(branches) > 1 else (None, refs[:-1])
-    o_ref = refs[-1]
-    outs = [jnp.zeros((size,), jnp.float32) for _, size in pieces(v_dim)]
-    for i, (which, begin, end) in enumerate(branches):
-        acc_ref, stats_ref = groups[2 * which : 2 * which + 2]
-        gate = 1.0 if gates_ref is None else gates_ref[i].astype(jnp.float32)
-        outs = add_parts(outs, acc_ref, stats_ref, begin, end, gate, v_dim)
-    for out, (at, size) in zip(outs, pieces(v_dim), strict=True):
-        o_ref[pl.ds(at, size)] = out.astype(o_ref.dtype)
+    gates = [1.0 if gates_ref is None else gates_ref[i].astype(jnp.float32) for i in range(len(branches))]
+    parts = zip(branches, gates, strict=True)
+    write_sum(refs[-1], [(*groups[2 * i : 2 * i + 2], begin, end, gate) for (i, begin, end), gate in parts])
 
 
 def combine(gates, partials, branches, dtype):
@@ -172,7 +199,7 @@ def combine(gates, partials, branches, dtype):
         specs.insert(0, pl.BlockSpec((None, None, len(branches)), lambda h, r: (r, h, 0)))
         arrays.insert(0, gates)
     return triton_call(
-        functools.partial(_combine_kernel, branches=branches, v_dim=v_dim),
+        functools.partial(_combine_kernel, branches=branches),
         grid=(num_kv * group, num_rows),
         in_specs=specs,
         out_specs=pl.BlockSpec((None, None, v_dim), lambda h, r: (r, h, 0)),

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
@@ -29,14 +28,13 @@ from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.choices import Choice
 from nsa_jax.ops.kernels.decode.ranking import block_importance, column_probabilities, ranking_widths, write_list
 from nsa_jax.ops.kernels.decode.softmax_parts import (
-    PartSoftmax,
     candidate_range,
     combine,
     compressed_part,
-    iota,
     part_of,
     partials,
     query_position,
+    selected_part,
     visible_range,
     window_part,
 )
@@ -157,22 +155,13 @@ def _selected_kernel(*refs, num_starts, num_queries, capacity, group, rows, keys
     refs: lengths [1], segment_start [1] if packed, list [n], query [G, H], key [S, H], value [S, V];
     out: partial output [G, V], stats [2, G].
     """
-    lengths_ref, start_refs = refs[0], refs[1 : 1 + num_starts]
-    list_ref, q_ref, k_ref, v_ref, acc_ref, stats_ref = refs[1 + num_starts :]
-    t, start = query_position(lengths_ref, start_refs, num_queries, capacity)
+    list_ref, *attended = refs[1 + num_starts :]
+    t, start = query_position(refs[0], refs[1 : 1 + num_starts], num_queries, capacity)
     first, last = candidate_range(t, start, config)
-    steps = pl.cdiv(config.select_block, keys)
     taken = jnp.minimum(last - first + 1, config.num_selected)
     begin, end = part_of(taken, pl.num_programs(0), pl.program_id(0))
-    softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
-
-    def body(i, carry):
-        offset = (i % steps) * keys + iota(keys)
-        position = list_ref[i // steps] * config.select_block + offset
-        visible = (offset < config.select_block) & (position >= start) & (position <= t)
-        return softmax.step(carry, k_ref, v_ref, jnp.clip(position, 0, capacity - 1), visible)[0]
-
-    softmax.store(lax.fori_loop(begin * steps, end * steps, body, softmax.init()), acc_ref, stats_ref)
+    sizes = dict(group=group, rows=rows, keys=keys, scale=scale, config=config)
+    selected_part(attended, lambda i: list_ref[i], begin, end, t, start, **sizes)
 
 
 def decode_attention(
@@ -183,9 +172,6 @@ def decode_attention(
     batch, num_queries, num_heads, h_dim = query.shape
     num_cmp, num_kv, v_dim = value_cmp.shape[1:]
     capacity, num_slots = key_slc.shape[1], key_win.shape[1]
-    if num_cmp == 0:  # a cache too small for one compressed block still needs something to point at
-        num_cmp = 1
-        key_cmp, value_cmp = (jnp.zeros((batch, 1, num_kv, dim), query.dtype) for dim in (h_dim, v_dim))
     group, num_rows, n = num_heads // num_kv, batch * num_queries, config.num_selected
     tile = plan.tiles
     starts = [] if segment_start is None else [segment_start.astype(jnp.int32).reshape(num_rows, 1)]
