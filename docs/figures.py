@@ -416,6 +416,28 @@ def quality_mixed_rows() -> dict[str, list[str]]:
     return found
 
 
+def readme_quality_rows() -> dict[str, list[str]]:
+    """As `attention_rows`, of the README: dense attention, NSA as the configs have it, and every fourth layer dense."""
+    rows = {(row["variant"], row["length"]): row for row in results("quality_h200")["rows"]}
+    variants = ("dense", "shared_mean", "shared_mean_dense")
+
+    def bits(name: str, length: int, step: int) -> str:
+        curve = {point["step"]: point for point in rows.get((name, length), {}).get("validation", ())}
+        return nats(curve[step]["bits_per_byte"]) if step in curve else ""
+
+    def needles(name: str) -> str:
+        cells = {part["length"]: part for part in rows[name, 8192]["long"]["cells"] if part["task"] == "needle"}
+        return percent(cells[4096]["exact_match"], cells[8192]["exact_match"])
+
+    whole = [nats(rows[name, 32768]["bits_per_byte"]) if (name, 32768) in rows else "" for name in variants]
+    return {
+        "rows of 32,768 tokens, 250M tokens, bits per byte": whole,
+        "rows of 8,192 tokens, 250M tokens, bits per byte": [bits(name, 8192, 1905) for name in variants],
+        "rows of 8,192 tokens, 500M tokens, bits per byte": [bits(name, 8192, 3810) for name in variants],
+        "needles found in rows of 4,096 / 8,192 tokens": [needles(name) for name in variants],
+    }
+
+
 def context_rows(rows: dict[str, dict]) -> dict[str, list[str]]:
     """As `attention_rows`: what text further away than a cut is worth to each variant, by position."""
     found = {}
@@ -468,7 +490,7 @@ def sharing_rows() -> dict[str, list[str]]:
 def all_rows() -> dict[str, list[str]]:
     """Cells of all rows with figures."""
     of_models = generation_rows() | training_rows() | collective_rows() | two_gpu_rows()
-    of_quality = quality_rows() | quality_8k_rows() | quality_mixed_rows() | sharing_rows()
+    of_quality = quality_rows() | quality_8k_rows() | quality_mixed_rows() | readme_quality_rows() | sharing_rows()
     return (
         attention_rows()
         | whole_operator_rows("attention_h100")
