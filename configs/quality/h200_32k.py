@@ -22,6 +22,11 @@ VARIANTS = {
     "nsa": {},
     "shared": {"model.nsa.shared_kv": True},
     "shared_mean": {"model.nsa.shared_kv": True, "model.compressor": "mean"},
+    "shared_mean_dense": {
+        "model.nsa.shared_kv": True,
+        "model.compressor": "mean",
+        "model.layer_pattern": ("nsa", "nsa", "nsa", "dense"),
+    },
     "window_nsa": {"model.layer_pattern": ("window", "nsa")},
     "open_gates": {"model.nsa.gate_bias": 2.0},
     "selection_loss": {"train.selection_loss": 0.1},

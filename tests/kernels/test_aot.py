@@ -1,6 +1,8 @@
 """Every kernel, forward and backward, compiles for A100 and H100 at the real shapes, on a machine without a GPU."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +116,17 @@ def test_kernels_of_layers_in_a_scan_run_once(heads):
     with hollow_kernels():
         compiled = aot.compile_for_gpu(gradient, query, tuple(rest[:6]), rest[6], gpu="h100")
     assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 9
+
+
+def test_rows_that_fill_no_tile_are_not_copied():
+    """Rows of 1,024 tokens with 4 heads each are no multiple of the 192 rows of a query tile; TMA cuts them off."""
+    batch, length, group, dim = 2, 1024, 4, 64
+    query, *rest = _inputs((batch, length, group, 1, dim, dim))
+    with hollow_kernels():
+        program = aot.compile_for_gpu(jax.grad(_loss(packed=False), argnums=0), query, *rest, gpu="h100").as_text()
+    copies = re.findall(r" = bf16\[([\d,]+)\]\S* (?:pad|slice)\(", program)
+    assert 'custom_call_target="mosaic_gpu' in program
+    assert all(math.prod(map(int, dims.split(","))) < batch * length * group * dim for dims in copies)
 
 
 def test_each_further_layer_takes_only_what_is_kept_for_its_backward_pass():

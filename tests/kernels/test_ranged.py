@@ -296,7 +296,7 @@ def test_gpu_reruns_are_bit_equal(branch, packed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("group", "dim"), [(16, 128), (8, 64), (6, 64)])
+@pytest.mark.parametrize(("group", "dim"), [(16, 128), (8, 64), (6, 64), (4, 64)])
 @pytest.mark.parametrize("branch", ["compressed", "window"])
 def test_gpu_a_gradient_of_the_query_is_added_onto_another(branch, group, dim):
     """Onto another array: the sum. Onto its negation: no more than what rounding cut off."""

@@ -356,6 +356,21 @@ def test_decode_and_prefill_compile_ahead_of_time(attention, shared_kv):
 
 
 @pytest.mark.usefixtures("usual_compilation")
+@pytest.mark.parametrize(("compressor", "head_dim", "group"), [("mlp", 128, 16), ("mlp", 64, 4), ("mean", 128, 5)])
+def test_a_step_compiles_ahead_of_time_for_other_heads(compressor, head_dim, group):
+    """Wide heads take the learned compressor's weights in pieces."""
+    fields = dict(dim=256, num_heads=4 * group, num_kv_heads=4, head_dim=head_dim, vocab_size=512, mlp_dim=256)
+    decoder = Decoder(nn.Transformer(nn.ModelConfig(**fields, compressor=compressor), rngs=nnx.Rngs(0)))
+    cache = jax.eval_shape(lambda: nn.cache.init_cache(decoder.config, 1, 2048))
+    tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
+    try:
+        step = aot.compile_for_gpu(decoder.step, decoder.params, cache, tokens, gpu="h100", donate_argnums=(1,))
+    except aot.AheadOfTimeUnavailable as error:
+        pytest.skip(str(error))
+    assert "nsa_decode_append" in step.as_text()
+
+
+@pytest.mark.usefixtures("usual_compilation")
 def test_a_step_of_one_row_writes_nothing_of_a_weights_size():
     """Nor does a second layer launch more than 11 kernels, of which three are attention's."""
     fields = dict(dim=768, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=512, mlp_dim=2432, shared_kv=True)

@@ -157,7 +157,8 @@ def backward(
         others = sm80_grad_key_value.grad_key_value(*args, plan.grad_key_value.tiles, known)
     else:
         # Gradients that are rearranged afterwards, and those of other kernels, are added by XLA.
-        inside = onto if query.shape[2] // key.shape[2] in DIRECT_GROUPS else None
+        kv_heads = key.shape[2]
+        inside = onto if kv_heads == 1 or query.shape[2] // kv_heads in DIRECT_GROUPS else None
         grad_query = sm90_backward.grad_query(*args, plan.grad_query.tiles, known, inside)
         others = sm90_backward.grad_key_value(*args, plan.grad_key_value.tiles, known)
         onto = onto if inside is None else None
