@@ -3,6 +3,7 @@
     python -m nsa_jax.convert Llama-3.2-1B converted/llama-nsa
     python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-dense --attention=dense --dtype=float32
     python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-mixed --layer-pattern=nsa,dense
+    python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-some --dense-layers=3 --text books/*.txt
     python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-nsa --config.model.nsa.num_selected=32
 
 CHECKPOINT is a directory with config.json and safetensors, or the id of a model on the Hugging Face hub. OUTPUT is an
@@ -11,7 +12,8 @@ tokenizer, its chat template and the settings of generation are kept.
 
 Supported are Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5 and Qwen3 (dense). What else a checkpoint has is refused
 by name before any of its arrays is read. An NSA model begins close to the dense one (see --gate) and then needs
-continued training; --text reports the loss of both before that, on files.
+continued training; --text reports the loss of both before that, on files. Few layers of a dense model fetch what lies
+far back: --dense-layers finds them on these files, and leaves them dense.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from nsa_jax.hub.convert import GATE, import_dense
 from nsa_jax.hub.export import export
 from nsa_jax.hub.export_files import LoadError, file_in, read_json, shortened
 from nsa_jax.hub.families import sliding_window
+from nsa_jax.hub.far_layers import far_layers
 from nsa_jax.hub.generation import keep_generation
 from nsa_jax.hub.output import check_output
 from nsa_jax.nn import Transformer
@@ -45,6 +48,8 @@ _HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
 _NEW_FIELDS = ("model.nsa.", "model.compressor=", "data.tokenizer_eos=")  # what a dense checkpoint leaves open
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
+# Which layers need to read far is found in so many rows of at most so many tokens; the others see so many of the last.
+_FAR_ROWS, _FAR_TOKENS, _NEAR_TOKENS = 32, 2048, 128
 
 OVERWRITE = "write into a directory that holds something else than an earlier export, unless that is a run"
 
@@ -126,6 +131,8 @@ def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
         raise LoadError(f"{target}: is the checkpoint itself; name another directory to write")
     check_output(target, args.overwrite)
     source = find_checkpoint(args.checkpoint)
+    if args.dense_layers and not args.text:
+        raise LoadError("--dense-layers: name files with --text, in which to find the layers that need to read far")
     if args.text:
         TextSource(tuple(args.text))  # raises where a file is not there
     found: list[Tokenizer] = []
@@ -135,7 +142,10 @@ def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
         found.append(_tokenizer(args.tokenizer, source, config))
 
     options = {"dtype": args.dtype, "seq_len": args.seq_len, "edit": edit}
-    kind = {"attention": args.attention, "layer_pattern": args.layer_pattern, "shared_kv": args.shared_kv}
+    pattern = args.layer_pattern
+    if args.dense_layers:
+        pattern = _pattern_of_far_layers(args, import_dense(source, attention="dense", **options), found)
+    kind = {"attention": args.attention, "layer_pattern": pattern, "shared_kv": args.shared_kv}
     model, config = import_dense(source, **kind, gate=args.gate, **options)
     kinds = ", ".join(model.config.kinds)
     tokenizer = found[0]
@@ -150,6 +160,37 @@ def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
         losses = step_zero_losses(models | {kinds: model}, tokenizer, args.text, min(config.data.seq_len, 4096))
         for name, loss in losses.items():
             print(f"loss at step 0, {name}: {loss:.4f} nats per token")
+
+
+def _pattern_of_far_layers(
+    args: argparse.Namespace, imported: tuple[Transformer, ConfigDict], found: Sequence[Tokenizer]
+) -> tuple[str, ...]:
+    """Kinds of all layers: dense where the dense model needs to read far on --text, NSA elsewhere."""
+    model, config = imported
+    if args.dense_layers > model.config.num_layers:
+        raise LoadError(f"--dense-layers={args.dense_layers}: the model has {model.config.num_layers} layers")
+    length = min(config.data.seq_len, _FAR_TOKENS)
+    rows = text_rows(found[-1], args.text, length)
+    if not len(rows):
+        raise LoadError(f"--text: no document has {length + 1} tokens, so that no layer could read far in it")
+    layers = far_layers(model, rows, args.dense_layers, near=min(_NEAR_TOKENS, length // 4))
+    print(f"loss in rows of {length} tokens: {layers.full:.4f}, where layers see the near alone {layers.near:.4f}")
+    for index, (layer, loss) in enumerate(zip(layers.layers, layers.losses, strict=True)):
+        also = "also " if index else ""
+        print(f"{also}layer {layer} dense: {loss:.4f}, {layers.share(index):.0%} of the way")
+    return tuple("dense" if layer in layers.layers else "nsa" for layer in range(model.config.num_layers))
+
+
+def text_rows(tokenizer: Tokenizer, files: Sequence[str], length: int) -> np.ndarray:
+    """Rows of length + 1 tokens, int [R, length + 1], R at most 32: of the first documents, spread over these."""
+    prefix, found = np.asarray(tokenizer.prefix_ids, np.int32), np.zeros((0, length + 1), np.int32)
+    for text in TextSource(tuple(files)).documents():
+        tokens = np.concatenate([prefix, tokenizer.encode(text[: 64 * length])])
+        rows = tokens[: len(tokens) // (length + 1) * (length + 1)].reshape(-1, length + 1)
+        found = np.concatenate([found, rows])
+        if len(found) >= 8 * _FAR_ROWS:
+            break
+    return found[np.unique(np.linspace(0, len(found) - 1, min(len(found), _FAR_ROWS)).astype(int))]
 
 
 def step_zero_losses(
@@ -184,6 +225,14 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         default=(),
         metavar="KINDS",
         help="instead of --attention, kinds that the layers repeat, such as nsa,dense",
+    )
+    kinds.add_argument(
+        "--dense-layers",
+        type=number(int, 1),
+        default=0,
+        metavar="N",
+        help="NSA but in the N layers that need to read far most, found on --text: of these files, rows of "
+        f"{_FAR_TOKENS:,} tokens",
     )
     parser.add_argument(
         "--gate",

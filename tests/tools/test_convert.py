@@ -437,6 +437,9 @@ def test_a_converted_model_is_generated_from_and_evaluated(tmp_path, capsys):
         (["IN", "OUT", "--dtype=int8"], "argument --dtype"),
         (["IN", "OUT", "--seq-len=0"], "argument --seq-len"),
         (["IN", "OUT", "--attention=sparse"], "argument --attention"),
+        (["IN", "OUT", "--tokenizer=byte", "--dense-layers=1"], "--dense-layers: name files with --text"),
+        (["IN", "OUT", "--tokenizer=byte", "--dense-layers=1", "--text", "FILE"], "no document has 129 tokens"),
+        (["IN", "OUT", "--dense-layers=1", "--layer-pattern=nsa,dense"], "not allowed with argument"),
         (["IN", "OUT", "--selected=3"], "unrecognized arguments: --selected=3"),
         (["IN", "OUT", "--config.model.nsa.num_selectd=3"], "did you mean config.model.nsa.num_selected"),
         (["IN", "OUT", "--config.model.rope_theta=3"], "--config.model.rope_theta: the checkpoint"),
@@ -486,6 +489,22 @@ def test_hub_ids_are_fetched(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert convert.main(["owner/model", "out", "--tokenizer=byte"]) == 2
     assert "without huggingface_hub no hub id" in capsys.readouterr().err
+
+
+def test_layers_that_read_far_stay_dense(tmp_path, capsys):
+    write(tmp_path / "in", describe("qwen3"))
+    letters(tmp_path / "in")
+    (tmp_path / "text.txt").write_text("".join(chr(48 + i * i % 61) for i in range(1000)))
+    arguments = [str(tmp_path / "in"), str(tmp_path / "out"), "--text", str(tmp_path / "text.txt"), "--shared-kv"]
+    assert convert.main([*arguments, "--dense-layers=1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("loss in rows of 128 tokens: ")
+    layer = int(lines[1].split()[1])
+    pattern = nsa_jax.load(tmp_path / "out")[0].config.layer_pattern
+    assert lines[1].startswith(f"layer {layer} dense: ") and lines[1].endswith("of the way")
+    assert [kind == "dense" for kind in pattern] == [i == layer for i in range(len(pattern))]
+    assert convert.main([*arguments, "--dense-layers=9"]) == 2
+    assert f"--dense-layers=9: the model has {len(pattern)} layers" in capsys.readouterr().err
 
 
 def test_the_pattern_of_the_command_line_is_that_of_the_model(tmp_path, capsys):

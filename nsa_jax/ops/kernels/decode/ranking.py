@@ -12,10 +12,6 @@ from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels.decode.softmax_parts import iota
 from nsa_jax.ops.kernels.softmax import MINUS_INFINITY
 
-# Up to so many blocks all pairs of scores are compared. More take a few rounds of counting, each of which waits for a
-# sum over all threads.
-PAIRED_WIDTH = 128
-
 
 def column_probabilities(stats_ref, s_ref, sum_ref, chunk, low, high, group: int, columns: int):
     """Softmax probabilities of one chunk of the compressed blocks, summed over the group, into sum_ref [C + padding].
@@ -51,22 +47,23 @@ def block_importance(sum_ref, width: int, low, high, num_cmp: int, config: NSACo
     return out
 
 
-def _largest_by_pairs(bits, want):
-    """Which elements of bits [a power of two] are among the `want` largest: every pair is compared, in one sum.
+def write_list(importance, list_ref, first, last, num_blocks: int, config: NSAConfig):
+    """Writes the ascending list of one query, whose candidates [first, last] all lie within `importance` [width].
 
-    Of equal elements the first count. Negative ones never do.
+    Returns which blocks it holds, bool [width]. The n-th largest score is found by narrowing a range of float32 bits,
+    see `blocks.rank_bits`.
     """
-    j = iota(bits.shape[0])
-    before = (j[None, :] < j[:, None]).astype(jnp.int32)
-    rank = jnp.sum((bits[None, :] > bits[:, None] - before).astype(jnp.int32), axis=1)
-    return (bits >= 0) & (rank < want)
+    n, width = config.num_selected, importance.shape[0]
+    j = iota(width)
+    forced = blocks.forced_blocks(j, first, last, config)
+    free = (j >= first) & (j <= last) & ~forced
+    candidates = last - first + 1
+    taken = jnp.minimum(candidates, n)
+    want = taken - jnp.minimum(candidates, config.num_initial + config.num_local)  # how many are chosen by score
+    bits = jnp.where(free, blocks.rank_bits(importance), -1)
 
-
-def _largest_by_narrowing(bits, want):
-    """The same by narrowing a range of values around the `want`-th largest, for many elements."""
     # Several thresholds at a time, their counts in the fields of one integer: a step takes as long as its one sum.
-    width = bits.shape[0]
-    field = width.bit_length() - 1  # the last candidate is forced and negative here, so a count is less than `width`
+    field = width.bit_length() - 1  # forced blocks are not counted, so a count is less than `width`
     ways = min(31 // max(field, 1), 4)
 
     def unresolved(carry):
@@ -89,27 +86,12 @@ def _largest_by_narrowing(bits, want):
     high = jnp.where(want > 0, jnp.max(bits) + 1, 0)
     low, _, _ = lax.while_loop(unresolved, narrow, (low, high, jnp.sum((bits >= low).astype(jnp.int32))))
     low = jnp.where(want > 0, low, blocks.INFINITY_BITS)
-    above = bits > low
+    sure = forced | (bits > low)
     tied = bits == low
-    ties = want - jnp.sum(above.astype(jnp.int32))  # this many of the tied, the lowest indices
-    return above | (tied & (lax.cumsum(tied.astype(jnp.int32), axis=0) <= ties))
-
-
-def write_list(importance, list_ref, first, last, num_blocks: int, config: NSAConfig):
-    """Writes the ascending list of one query, whose candidates [first, last] all lie within `importance` [width].
-
-    Returns which blocks it holds, bool [width]. Scores are compared as the bits of float32, see `blocks.rank_bits`.
-    """
-    n, width = config.num_selected, importance.shape[0]
-    j = iota(width)
-    forced = blocks.forced_blocks(j, first, last, config)
-    free = (j >= first) & (j <= last) & ~forced
-    candidates = last - first + 1
-    taken = jnp.minimum(candidates, n)
-    want = taken - jnp.minimum(candidates, config.num_initial + config.num_local)  # how many are chosen by score
-    largest = _largest_by_pairs if width <= PAIRED_WIDTH else _largest_by_narrowing
-    chosen = forced | largest(jnp.where(free, blocks.rank_bits(importance), -1), want)
-    slot = lax.cumsum(chosen.astype(jnp.int32), axis=0) - 1
+    ties = taken - jnp.sum(sure.astype(jnp.int32))  # this many of the tied, the lowest indices
+    tied_rank = lax.cumsum(tied.astype(jnp.int32), axis=0)
+    chosen = sure | (tied & (tied_rank <= ties))
+    slot = lax.cumsum(sure.astype(jnp.int32), axis=0) + jnp.minimum(tied_rank, ties) - 1
     pltriton.store(list_ref.at[jnp.where(chosen, slot, n)], j, mask=chosen)
     column = iota(pl.next_power_of_2(n))
     padding = (column >= taken) & (column < n)
@@ -121,4 +103,4 @@ def write_list(importance, list_ref, first, last, num_blocks: int, config: NSACo
 def ranking_widths(num_blocks: int, n: int) -> list[int]:
     """Widths the ranking is specialised for, ascending; the last one covers every block."""
     top = max(pl.next_power_of_2(num_blocks), pl.next_power_of_2(n), 16)
-    return [w for w in (top // 8, top // 4, top // 2) if w >= 64] + [top]
+    return [w for w in (top // 8, top // 4, top // 2) if w >= 128] + [top]

@@ -1,0 +1,69 @@
+"""The layers of a dense model that need to read far: found by measuring, kept dense by the command line."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from nsa_jax import NSAConfig, nn
+from nsa_jax.hub.far_layers import _hidden, far_layers
+
+LENGTH = 48
+
+
+def make_model(**changes) -> nn.Transformer:
+    fields = dict(dim=24, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=20, num_layers=3, mlp_dim=32)
+    fields |= dict(attention="dense", compute_dtype="float32", init_std=0.3, qk_norm=True, qkv_bias=True) | changes
+    return nn.Transformer(nn.ModelConfig(**fields), rngs=nnx.Rngs(0))
+
+
+def with_pattern(model: nn.Transformer, kinds, window: int) -> nn.Transformer:
+    """The same parameters under another pattern of layers."""
+    config = dataclasses.replace(model.config, layer_pattern=kinds, nsa=NSAConfig(window=window))
+    other = nn.Transformer(config, rngs=nnx.Rngs(1))
+    params = nnx.to_pure_dict(nnx.state(model))
+    layers = {f"layer_{i}": jax.tree.map(lambda a, i=i: a[i : i + 1], params["blocks"]) for i in range(len(kinds))}
+    nnx.update(other, params | {"blocks": layers})
+    return other
+
+
+def test_layers_that_see_what_is_near_are_window_layers():
+    model = make_model()
+    tokens = jax.random.randint(jax.random.key(0), (2, LENGTH), 0, 20)
+    want = with_pattern(model, ("window", "dense", "window"), 7)(tokens)
+    got = model.logits(_hidden(model, tokens, jnp.asarray([7, LENGTH, 7])))
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    whole = model.logits(_hidden(model, tokens, jnp.full(3, LENGTH)))
+    np.testing.assert_allclose(whole, model(tokens), atol=2e-5)
+    assert float(jnp.abs(whole - got).max()) > 0.1
+
+
+def test_the_layer_that_reads_far_is_found():
+    """Attention of the first layer gives nothing, that of the last one little."""
+    model = make_model()
+    w_out = model.blocks.attention.w_out
+    w_out[...] = w_out[...] * jnp.asarray([0.0, 1.0, 0.05])[:, None, None]
+    rows = np.random.default_rng(0).integers(0, 20, (6, LENGTH + 1))
+    rows[:, LENGTH // 2 :] = np.asarray(jnp.argmax(model(jnp.asarray(rows[:, :-1])), -1))[:, LENGTH // 2 - 1 :]
+    found = far_layers(model, rows, 3, near=4, batch_size=4)
+    assert found.layers[0] == 1 and sorted(found.layers) == [0, 1, 2]
+    assert found.alone[1] == found.losses[0] < min(found.alone[0], found.alone[2])
+    assert found.alone[0] == pytest.approx(found.near, abs=1e-6)
+    assert found.losses[-1] == pytest.approx(found.full, abs=1e-6) and found.share(2) == pytest.approx(1, abs=1e-4)
+    assert 0.9 < found.share(0) < 1.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "words"),
+    [
+        ({"attention": "window"}, {}, "model has window layers"),
+        ({}, {"count": 4}, "count=4: must be from 1 to the model's 3 layers"),
+        ({}, {"near": 24}, "near=24"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changes, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        far_layers(make_model(**changes), **{"rows": np.zeros((2, LENGTH + 1), int), "count": 1, "near": 4} | arguments)
