@@ -12,9 +12,11 @@ The next ones convert that folder, train the model on at 32,768 tokens by config
 with a gate of the compressed branch that begins open ("shared_mean_open"), such a gate alone ("open") or one that
 begins at a tenth ("gate10"), blocks chosen by "mean_key", twice or four times as many selected blocks ("more",
 "more64"), more but smaller ones ("block32"), a window of the base model's rows ("window2k"), every fourth layer dense
-("mixed"), scores that learn from dense attention which blocks to choose ("selection_loss"; "selection_loss_fast": the
-compressor learns ten times as fast as old weights). Their commands are printed as they run; "report" compares what is
-there, with selection.json of a workdir if benchmarks/selection.py wrote it. Flags after -- are passed on to train.py.
+("mixed"), the one, two or three layers dense that need to read far most, with shared keys and means in the others
+("far1", "far2", "far3"), scores that learn from dense attention which blocks to choose ("selection_loss";
+"selection_loss_fast": the compressor learns ten times as fast as old weights). Their commands are
+printed as they run; "report" compares what is there, with selection.json of a workdir if benchmarks/selection.py wrote
+it. Flags after -- are passed on to train.py.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+SHARED_MEAN = ["--shared_kv", "--config.model.compressor=mean"]
 CONVERSIONS = {
     "nsa": ["--attention=nsa"],
     "shared": ["--attention=nsa", "--shared_kv"],
-    "shared_mean": ["--attention=nsa", "--shared_kv", "--config.model.compressor=mean"],
-    "shared_mean_open": ["--attention=nsa", "--shared_kv", "--config.model.compressor=mean", "--gate=0.333"],
+    "shared_mean": ["--attention=nsa", *SHARED_MEAN],
+    "shared_mean_open": ["--attention=nsa", *SHARED_MEAN, "--gate=0.333"],
     "open": ["--attention=nsa", "--gate=0.333"],
     "gate10": ["--attention=nsa", "--gate=0.1"],
     "mean_key": ["--attention=nsa", "--config.model.nsa.selector=mean_key"],
@@ -45,6 +48,7 @@ CONVERSIONS = {
     "window2k": ["--attention=nsa", "--config.model.nsa.window=2048"],
     "window2k_more": ["--attention=nsa", "--config.model.nsa.window=2048", "--config.model.nsa.num_selected=32"],
     "mixed": ["--layer-pattern=nsa,nsa,nsa,dense"],
+    **{f"far{n}": [f"--dense-layers={n}", *SHARED_MEAN] for n in (1, 2, 3)},
     "selection_loss": ["--attention=nsa"],
     "selection_loss_fast": ["--attention=nsa"],
     "dense": ["--attention=dense"],
@@ -102,6 +106,8 @@ def extend(options: argparse.Namespace, name: str) -> None:
     """One model, converted, trained on at long rows and evaluated."""
     model, workdir = options.folder / "converted" / name, options.folder / name
     what = [*CONVERSIONS[name], "--dtype=float32", "--tokenizer=byte"]
+    if name.startswith("far"):
+        what += ["--text", *sorted(options.corpus.glob("*.txt"))[:32]]
     command("-m", "nsa_jax.convert", options.folder / "base_hf", model, *what)
     config = f"{ROOT / 'configs' / 'extend.py'}:{model},{options.length}"
     train(

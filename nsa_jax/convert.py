@@ -185,7 +185,7 @@ def text_rows(tokenizer: Tokenizer, files: Sequence[str], length: int) -> np.nda
     """Rows of length + 1 tokens, int [R, length + 1], R at most 32: of the first documents, spread over these."""
     prefix, found = np.asarray(tokenizer.prefix_ids, np.int32), np.zeros((0, length + 1), np.int32)
     for text in TextSource(tuple(files)).documents():
-        tokens = np.concatenate([prefix, tokenizer.encode(text[: 64 * length])])
+        tokens = np.concatenate([prefix, tokenizer.encode(text[: 16 * length])])
         rows = tokens[: len(tokens) // (length + 1) * (length + 1)].reshape(-1, length + 1)
         found = np.concatenate([found, rows])
         if len(found) >= 8 * _FAR_ROWS:

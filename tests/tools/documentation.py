@@ -110,8 +110,9 @@ class World:
         (directory / "notes.txt").write_text("Some notes on native sparse attention.\n" * 20)
         llama = directory / "TinyLlama-1.1B"
         shutil.copytree(ROOT / "tests" / "tools" / "tiny_llama", llama)
-        words = tokenizers.models.WordLevel({"</s>": 0, "notes": 1}, unk_token="</s>")
-        (llama / "tokenizer.json").write_text(tokenizers.Tokenizer(words).to_str())
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "notes": 1}, unk_token="</s>"))
+        words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        words.save(str(llama / "tokenizer.json"))
         self.train_lines: list[list[str]] = []
 
     def run(self, name: str) -> Path:
