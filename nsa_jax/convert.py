@@ -167,7 +167,7 @@ def _pattern_of_far_layers(
 ) -> tuple[str, ...]:
     """Kinds of all layers: dense where the dense model needs to read far on --text, NSA elsewhere."""
     model, config = imported
-    if args.dense_layers > model.config.num_layers:
+    if args.dense_layers >= model.config.num_layers:
         raise LoadError(f"--dense-layers={args.dense_layers}: the model has {model.config.num_layers} layers")
     length = min(config.data.seq_len, _FAR_TOKENS)
     rows = text_rows(found[-1], args.text, length)

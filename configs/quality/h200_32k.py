@@ -4,7 +4,8 @@ What:    as configs/quality/h200_8k.py, with longer rows, a larger base of RoPE 
 Data:    the same. 1,908 steps of 4 x 32,768 tokens are 250 million tokens.
 Takes:   one H200 trains 422,000 tokens/s with NSA, 529,000 with window and NSA by turns and 698,000 with a window, two
          325,000 with dense attention: 10, 8, 6 and 13 minutes, and 3 to 4 more to start and validate. One H100 trains
-         `shared_mean` at 384,000 tokens/s, two at 729,000; one H200 `shared_mean_dense` at 305,000. Measuring a variant takes 1 to 3 minutes.
+         `shared_mean` at 384,000 tokens/s, two at 729,000; one H200 `shared_mean_dense` at 305,000. Measuring a variant
+         takes 1 to 3 minutes.
 Reaches: bits per byte of held-out packages: `shared_mean` 0.832, `shared_mean_dense` 0.763 after 224M tokens, NSA 0.894
          and 0.905 in two runs, window and NSA by turns 0.920, a window of 512 0.934, dense attention 1.010.
 Command: python benchmarks/quality.py --grid configs/quality/h200_32k.py
