@@ -157,6 +157,16 @@ def training_rows() -> dict[str, list[str]]:
     vocabulary = results("vocabulary_h100")["rows"]
     billion = results("train_1b_h200")["rows"]
     two = results("train_1b_two_h200")["rows"]
+    shared = {
+        (row["remat"], row["tokens"], row["length"], row["attention"]): row  # the newest of each
+        for row in results("train_1b_shared_h200")["rows"]
+    }
+
+    def of_shared(remat: str, tokens: int, lengths: tuple[int, ...]) -> list[str]:
+        pairs = [[shared[remat, tokens, length, kind] for kind in ("nsa", "dense")] for length in lengths]
+        speeds = [[row["tokens_per_second"] for row in pair] for pair in pairs]
+        return [f"{nsa:,} / {dense:,}, {nsa / dense:.2f}x" for nsa, dense in speeds]
+
     cells = lambda show: [" / ".join(show(row) for row in billion[i : i + 2]) for i in (0, 2)]  # noqa: E731
     mebibytes = lambda part, kind: [f"{row[part][kind] / 2**20:,.0f}" for row in vocabulary]  # noqa: E731
     percent = lambda share: f"{share:.1%}".replace("%", " %")  # noqa: E731
@@ -174,6 +184,9 @@ def training_rows() -> dict[str, list[str]]:
         "1.1B, NSA / dense, tokens/s": cells(lambda row: f"{row['tokens_per_second']:,}"),
         "1.1B, NSA / dense, MFU": cells(lambda row: percent(row["mfu"])),
         "1.1B, NSA / dense, planned GiB": cells(lambda row: digits(row["planned_gib"])),
+        "`attention_saved`, 65,536 tokens in a step": of_shared("attention_saved", 65536, (8192, 32768)),
+        "`dots_saved`, 32,768 tokens in a step": of_shared("dots_saved", 32768, (8192, 32768)),
+        "`dots_saved`, 65,536 tokens in a step": [*of_shared("dots_saved", 65536, (8192,)), ""],
         "one and two GPUs, tokens/s": [f"{row['tokens_per_second']:,}" for row in two],
         "share of twice one GPU": [percent(row["scaling"]) if "scaling" in row else "" for row in two],
         "one and two GPUs, planned GiB": [digits(row["planned_gib"]) for row in two],
@@ -494,7 +507,7 @@ def all_rows() -> dict[str, list[str]]:
     return (
         attention_rows()
         | whole_operator_rows("attention_h100")
-        | whole_operator_rows("attention_short_h200", "H200, ")
+        | whole_operator_rows("attention_shapes_h200", "H200, ")
         | few_blocks_rows()
         | triton_rows()
         | decoding_rows()
