@@ -14,8 +14,8 @@ Takes:   not measured end to end. Tokens per second of this model are in benchma
 Reaches: not measured.
 Command: python train.py --config=configs/a100_prod.py
 Facts:   if the model is to find single facts in long rows, make every fourth layer dense:
-         --config.model.layer_pattern="('nsa','nsa','nsa','dense')" (measured at 8,192 and 32,768 tokens,
-         docs/quality.md).
+         --config.model.layer_pattern="('nsa','nsa','nsa','dense')" (facts were counted at 8,192 tokens, the
+         loss on text at 32,768 too, docs/quality.md).
 Other:   several GPUs share the batch without configuration; --config.mesh.fsdp=8 also shards parameters and optimizer
          state. Text files instead of the download: --config.data.source=text --config.data.files="('corpus/*.txt',)".
 """

@@ -13,7 +13,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "parallel", "quality")))
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "parallel", "quality", "extend")),
+)
 
 LENGTHS = (2048, 8192, 32768, 65536, 131072)
 SHAPE = (64, 4, 128, 128)  # N, K, H, V of the attention tables
@@ -442,9 +445,9 @@ def readme_quality_rows() -> dict[str, list[str]]:
         cells = {part["length"]: part for part in rows[name, 8192]["long"]["cells"] if part["task"] == "needle"}
         return percent(cells[4096]["exact_match"], cells[8192]["exact_match"])
 
-    whole = [nats(rows[name, 32768]["bits_per_byte"]) if (name, 32768) in rows else "" for name in variants]
     return {
-        "rows of 32,768 tokens, 250M tokens, bits per byte": whole,
+        "rows of 32,768 tokens, 250M tokens, bits per byte": [bits(name, 32768, 1908) for name in variants],
+        "rows of 32,768 tokens, 224M tokens, bits per byte": [bits(name, 32768, 1710) for name in variants],
         "rows of 8,192 tokens, 250M tokens, bits per byte": [bits(name, 8192, 1905) for name in variants],
         "rows of 8,192 tokens, 500M tokens, bits per byte": [bits(name, 8192, 3810) for name in variants],
         "needles found in rows of 4,096 / 8,192 tokens": [needles(name) for name in variants],
@@ -500,6 +503,25 @@ def sharing_rows() -> dict[str, list[str]]:
     return found
 
 
+def extend_rows() -> dict[str, list[str]]:
+    """As `attention_rows`, of a dense model that was extended in several ways: losses over training and by position."""
+    runs = results("extend_far_h200")["runs"]
+    names = ("dense", "shared_mean", "far1", "far2")
+    losses = {name: {point["step"]: f"{point['loss']:.4f}" for point in runs[name]["validation"]} for name in names}
+    speed = {name: runs[name]["tokens_per_second"] for name in names}
+    found = {
+        f"extended, after {tokens} million tokens": [losses[name].get(step, "") for name in names]
+        for tokens, step in (("0", 0), ("12.5", 95), ("25", 190), ("37.5", 285), ("50", 380))
+    }
+    found["extended, tokens/s"] = [f"{round(speed[name], -2):,.0f}" for name in names]
+    found["extended, speed over dense"] = ["", *(f"{speed[name] / speed['dense']:.2f}x" for name in names[1:])]
+    for parts in zip(*(runs[name]["by_position"] for name in ("dense", "shared_mean", "far2")), strict=True):
+        dense, *others = (part["loss"] for part in parts)
+        span = f"extended, {parts[0]['from']:,} to {parts[0]['to']:,}"
+        found[span] = [f"{dense:.4f}", *(f"{loss - dense:+.3f}" for loss in others)]
+    return found
+
+
 def all_rows() -> dict[str, list[str]]:
     """Cells of all rows with figures."""
     of_models = generation_rows() | training_rows() | collective_rows() | two_gpu_rows()
@@ -511,6 +533,7 @@ def all_rows() -> dict[str, list[str]]:
         | few_blocks_rows()
         | triton_rows()
         | decoding_rows()
+        | extend_rows()
         | of_models
         | of_quality
     )

@@ -19,10 +19,11 @@ far back: --dense-layers finds them on these files, and leaves them dense.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +33,13 @@ from nsa_jax.command_line import number, override, run_program
 from nsa_jax.data import Tokenizer, load_tokenizer
 from nsa_jax.data.sources import TextSource
 from nsa_jax.data.tokenizers import ByteTokenizer
+from nsa_jax.evaluate.far_layers import FarLayers, far_layers
 from nsa_jax.evaluate.scoring import Scorer, score_documents
 from nsa_jax.fields import ConfigError, Problem
 from nsa_jax.hub.convert import GATE, import_dense
 from nsa_jax.hub.export import export
 from nsa_jax.hub.export_files import LoadError, file_in, read_json, shortened
 from nsa_jax.hub.families import sliding_window
-from nsa_jax.hub.far_layers import far_layers
 from nsa_jax.hub.generation import keep_generation
 from nsa_jax.hub.output import check_output
 from nsa_jax.nn import Transformer
@@ -136,18 +137,26 @@ def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
     if args.text:
         TextSource(tuple(args.text))  # raises where a file is not there
     found: list[Tokenizer] = []
+    rows: list[np.ndarray] = []
 
     def edit(config: ConfigDict) -> None:  # before arrays are read, which may take long
         _set_fields(config, overrides)
         found.append(_tokenizer(args.tokenizer, source, config))
+        if args.dense_layers and not rows:
+            rows.append(_far_rows(args, config, found[0]))
 
     options = {"dtype": args.dtype, "seq_len": args.seq_len, "edit": edit}
     pattern = args.layer_pattern
     if args.dense_layers:
-        pattern = _pattern_of_far_layers(args, import_dense(source, attention="dense", **options), found)
+        dense, config = import_dense(source, attention="dense", **options)
+        far = sorted(_far_layers(dense, config, rows[0], args.dense_layers).layers)
+        pattern = tuple("dense" if layer in far else "nsa" for layer in range(dense.config.num_layers))
+        del dense
     kind = {"attention": args.attention, "layer_pattern": pattern, "shared_kv": args.shared_kv}
     model, config = import_dense(source, **kind, gate=args.gate, **options)
     kinds = ", ".join(model.config.kinds)
+    if args.dense_layers:
+        kinds = f"nsa, in layers {', '.join(map(str, far))} dense"
     tokenizer = found[0]
     if config.data.tokenizer == "hf":
         config.data.tokenizer_path = str((target / "tokenizer.json").absolute())
@@ -162,47 +171,70 @@ def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
             print(f"loss at step 0, {name}: {loss:.4f} nats per token")
 
 
-def _pattern_of_far_layers(
-    args: argparse.Namespace, imported: tuple[Transformer, ConfigDict], found: Sequence[Tokenizer]
-) -> tuple[str, ...]:
-    """Kinds of all layers: dense where the dense model needs to read far on --text, NSA elsewhere."""
-    model, config = imported
-    if args.dense_layers >= model.config.num_layers:
-        raise LoadError(f"--dense-layers={args.dense_layers}: the model has {model.config.num_layers} layers")
-    length = min(config.data.seq_len, _FAR_TOKENS)
-    rows = text_rows(found[-1], args.text, length)
-    if not len(rows):
-        raise LoadError(f"--text: no document has {length + 1} tokens, so that no layer could read far in it")
-    layers = far_layers(model, rows, args.dense_layers, near=min(_NEAR_TOKENS, length // 4))
-    print(f"loss in rows of {length} tokens: {layers.full:.4f}, where layers see the near alone {layers.near:.4f}")
-    for index, (layer, loss) in enumerate(zip(layers.layers, layers.losses, strict=True)):
-        also = "also " if index else ""
-        print(f"{also}layer {layer} dense: {loss:.4f}, {layers.share(index):.0%} of the way")
-    return tuple("dense" if layer in layers.layers else "nsa" for layer in range(model.config.num_layers))
+def _documents(tokenizer: Tokenizer, files: Sequence[str], characters: int | None = None) -> Iterator[np.ndarray]:
+    """Tokens of the documents of text files, cut after so many characters.
 
-
-def text_rows(tokenizer: Tokenizer, files: Sequence[str], length: int) -> np.ndarray:
-    """Rows of length + 1 tokens, int [R, length + 1], R at most 32: of the first documents, spread over these."""
-    prefix, found = np.asarray(tokenizer.prefix_ids, np.int32), np.zeros((0, length + 1), np.int32)
+    A document begins with what the tokenizer puts before a text in transformers.
+    """
+    prefix = np.asarray(tokenizer.prefix_ids, np.int32)
     for text in TextSource(tuple(files)).documents():
-        tokens = np.concatenate([prefix, tokenizer.encode(text[: 16 * length])])
-        rows = tokens[: len(tokens) // (length + 1) * (length + 1)].reshape(-1, length + 1)
-        found = np.concatenate([found, rows])
+        tokens = tokenizer.encode(text[:characters])
+        if len(tokens):
+            yield np.concatenate([prefix, tokens])
+
+
+def _far_rows(args: argparse.Namespace, config: ConfigDict, tokenizer: Tokenizer) -> np.ndarray:
+    """Rows of --text in which to look for the layers that need to read far, int [R, T + 1], R at most 32.
+
+    They are taken evenly from the first 256 rows of the files.
+    """
+    if args.dense_layers >= config.model.num_layers:
+        raise LoadError(
+            f"--dense-layers={args.dense_layers}: must be less than the model's {config.model.num_layers} layers; for "
+            "dense attention in all of them use --attention=dense"
+        )
+    length = min(config.data.seq_len, _FAR_TOKENS)
+    if length < 16:
+        raise LoadError(f"--seq-len={length}: must be at least 16 to find layers that need to read far")
+    found = np.zeros((0, length + 1), np.int32)
+    for tokens in _documents(tokenizer, args.text, 16 * length):
+        whole = len(tokens) // (length + 1)
+        found = np.concatenate([found, tokens[: whole * (length + 1)].reshape(whole, length + 1)])
         if len(found) >= 8 * _FAR_ROWS:
             break
+    if not len(found):
+        raise LoadError(
+            f"--text: no document has {length + 1} tokens, so that no layer could read far in it. Fix: give longer "
+            "texts, or a smaller --seq-len"
+        )
     return found[np.unique(np.linspace(0, len(found) - 1, min(len(found), _FAR_ROWS)).astype(int))]
+
+
+def _far_layers(model: Transformer, config: ConfigDict, rows: np.ndarray, count: int) -> FarLayers:
+    """The layers of a dense model that need to read far, which are printed."""
+    length, nsa = rows.shape[1] - 1, config.model.nsa
+    near, first = min(_NEAR_TOKENS, length // 4), min(nsa.num_initial * nsa.select_block, length // 8)
+    found = far_layers(model, rows, count, near=near, first=first)
+    print(
+        f"loss in rows of {length} tokens: {found.full:.4f}; where layers see the first {first} and the last {near} "
+        f"tokens alone: {found.near:.4f}"
+    )
+    for index, (layer, loss) in enumerate(zip(found.layers, found.losses, strict=True)):
+        also = "also " if index else ""
+        print(f"{also}layer {layer} (the first is 0) dense: {loss:.4f}, {found.share(index):.0%} of the way")
+    if found.near <= found.full:
+        logging.warning(
+            "the model gains nothing here from reading further, so that these layers mean nothing. Fix: give --text in "
+            "which it pays to look back"
+        )
+    return found
 
 
 def step_zero_losses(
     models: dict[str, Transformer], tokenizer: Tokenizer, files: Sequence[str], context: int
 ) -> dict[str, float]:
-    """Nats per token of several models on text files, in windows of `context` tokens.
-
-    A document begins with what the tokenizer puts before a text in transformers.
-    """
-    documents = [tokenizer.encode(text) for text in TextSource(tuple(files)).documents()]
-    prefix = np.asarray(tokenizer.prefix_ids, np.int32)
-    documents = [np.concatenate([prefix, document]) for document in documents if len(document)]
+    """Nats per token of several models on text files, in windows of `context` tokens."""
+    documents = list(_documents(tokenizer, files))
     longest = 64 * context
     cut = [index for index, document in enumerate(documents) if len(document) > longest]
     documents = [document[:longest] for document in documents]
@@ -254,7 +286,12 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         "--seq-len", type=number(int, 1), help="tokens of rows; default: the checkpoint's max_position_embeddings"
     )
     parser.add_argument("--tokenizer", help="a tokenizer.json, or byte; default: the checkpoint's")
-    parser.add_argument("--text", nargs="+", default=[], help="report the loss before training on these files")
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        default=[],
+        help="report the loss before training on these files, and find --dense-layers in them",
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
 from nsa_jax.data import DataError, Tokenizer, make_pipeline
@@ -43,6 +44,24 @@ def windows(num_tokens: int, context: int, stride: int) -> Iterator[tuple[int, i
 _MULTIPLE = 128  # tokens of a row, where it may be shorter than a window
 
 
+def token_losses(
+    model: Transformer, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Nats of each target, float32, and whether it is the most likely token. Logits are there in pieces alone."""
+    batch, length, dim = hidden.shape
+    pieces = max(-(-batch * length * model.config.vocab_size // _LOGITS_ELEMENTS), 1)
+    while batch * length % pieces:
+        pieces += 1
+
+    def piece(args):
+        logits = model.logits(args[0])
+        losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, args[1][:, None], -1)[:, 0]
+        return losses, jnp.argmax(logits, -1) == args[1]
+
+    found = jax.lax.map(piece, (hidden.reshape(pieces, -1, dim), targets.reshape(pieces, -1)))
+    return jax.tree.map(lambda x: x.reshape(batch, length), found)
+
+
 class Scorer:
     """Losses of a model on rows of tokens. Rows are spread over devices, each of which holds the whole model.
 
@@ -66,19 +85,7 @@ class Scorer:
 
     def _score(self, params, inputs, targets):
         model: Transformer = nnx.merge(self._graphdef, params)
-        hidden = model.hidden(inputs)
-        batch, length, dim = hidden.shape
-        pieces = max(-(-batch * length * model.config.vocab_size // _LOGITS_ELEMENTS), 1)
-        while batch * length % pieces:
-            pieces += 1
-
-        def piece(args):
-            logits = model.logits(args[0])
-            losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, args[1][:, None], -1)[:, 0]
-            return losses, jnp.argmax(logits, -1) == args[1]
-
-        found = jax.lax.map(piece, (hidden.reshape(pieces, -1, dim), targets.reshape(pieces, -1)))
-        return jax.tree.map(lambda x: x.reshape(batch, length), found)
+        return token_losses(model, model.hidden(inputs), targets)
 
     def score(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Nats of each target, float32 [B, T], and whether it is the most likely token, bool [B, T].

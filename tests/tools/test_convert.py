@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -17,7 +18,8 @@ from flax import nnx
 
 import nsa_jax
 from nsa_jax import convert, evaluate, export, generate
-from nsa_jax.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
+from nsa_jax.config import default_config
+from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from nsa_jax.hub.convert import GATE, gate_bias, import_dense
 from nsa_jax.hub.export_files import Arrays, LoadError
 
@@ -491,20 +493,37 @@ def test_hub_ids_are_fetched(tmp_path, monkeypatch, capsys):
     assert "without huggingface_hub no hub id" in capsys.readouterr().err
 
 
-def test_layers_that_read_far_stay_dense(tmp_path, capsys):
+def test_layers_that_read_far_stay_dense(tmp_path, capsys, caplog):
     write(tmp_path / "in", describe("qwen3"))
     letters(tmp_path / "in")
     (tmp_path / "text.txt").write_text("".join(chr(48 + i * i % 61) for i in range(1000)))
     arguments = [str(tmp_path / "in"), str(tmp_path / "out"), "--text", str(tmp_path / "text.txt"), "--shared-kv"]
     assert convert.main([*arguments, "--dense-layers=1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("loss in rows of 128 tokens: ")
+    assert lines[0].startswith("loss in rows of 128 tokens: ") and "the first 16 and the last 32" in lines[0]
+    full, near = (float(lines[0].split()[place].strip(";")) for place in (6, -1))
+    assert ("the model gains nothing here" in caplog.text) == (near <= full)  # its weights are random
     layer = int(lines[1].split()[1])
     pattern = nsa_jax.load(tmp_path / "out")[0].config.layer_pattern
-    assert lines[1].startswith(f"layer {layer} dense: ") and lines[1].endswith("of the way")
+    assert lines[1].startswith(f"layer {layer} (the first is 0) dense: ") and lines[1].endswith("of the way")
+    assert f"to nsa, in layers {layer} dense attention" in lines[2]
     assert [kind == "dense" for kind in pattern] == [i == layer for i in range(len(pattern))]
-    assert convert.main([*arguments, "--dense-layers=9"]) == 2
-    assert f"--dense-layers=9: the model has {len(pattern)} layers" in capsys.readouterr().err
+    assert convert.main([*arguments, f"--dense-layers={len(pattern)}"]) == 2
+    assert f"must be less than the model's {len(pattern)} layers" in capsys.readouterr().err
+
+
+def test_rows_to_look_for_far_layers_in_are_spread_over_documents(tmp_path):
+    """Each of two files has more rows than are looked at; a document begins with the tokenizer's prefix."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 20_000)
+    args = argparse.Namespace(dense_layers=1, text=[str(tmp_path / "*.txt")])
+    config = default_config()
+    config.data.seq_len, config.model.num_layers = 64, 2
+    tokenizer = ByteTokenizer()
+    tokenizer.prefix_ids = (256,)
+    rows = convert._far_rows(args, config, tokenizer)
+    assert rows.shape == (30, 65)  # 15 of each: no document is read beyond 16 characters per token of a row
+    assert rows[0, 0] == 256 and (rows[:15, 1:] == ord("a")).all() and (rows[15:, 1:] == ord("b")).all()
 
 
 def test_the_pattern_of_the_command_line_is_that_of_the_model(tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from nsa_jax import NSAConfig, nn
-from nsa_jax.hub.far_layers import _hidden, far_layers
+from nsa_jax.evaluate.far_layers import _hidden, far_layers
 
 LENGTH = 48
 
@@ -34,11 +34,20 @@ def test_layers_that_see_what_is_near_are_window_layers():
     model = make_model()
     tokens = jax.random.randint(jax.random.key(0), (2, LENGTH), 0, 20)
     want = with_pattern(model, ("window", "dense", "window"), 7)(tokens)
-    got = model.logits(_hidden(model, tokens, jnp.asarray([7, LENGTH, 7])))
+    got = model.logits(_hidden(model, tokens, jnp.asarray([7, LENGTH, 7]), 0))
     np.testing.assert_allclose(got, want, atol=2e-5)
-    whole = model.logits(_hidden(model, tokens, jnp.full(3, LENGTH)))
+    whole = model.logits(_hidden(model, tokens, jnp.full(3, LENGTH), 0))
     np.testing.assert_allclose(whole, model(tokens), atol=2e-5)
     assert float(jnp.abs(whole - got).max()) > 0.1
+
+
+def test_all_layers_see_the_first_tokens_but_no_future_ones():
+    model = make_model(num_layers=1)
+    tokens = jax.random.randint(jax.random.key(0), (1, LENGTH), 0, 20)
+    hidden = jax.jit(lambda tokens: _hidden(model, tokens, jnp.asarray([4]), 5))
+    changed = {at: np.abs(hidden(tokens.at[0, at].add(1) % 20) - hidden(tokens)).max((0, 2)) > 1e-5 for at in (4, 5)}
+    assert changed[4][4:].all() and not changed[4][:4].any()
+    assert changed[5][5:9].all() and not changed[5][9:].any() and not changed[5][:5].any()
 
 
 def test_the_layer_that_reads_far_is_found():
@@ -48,7 +57,7 @@ def test_the_layer_that_reads_far_is_found():
     w_out[...] = w_out[...] * jnp.asarray([0.0, 1.0, 0.05])[:, None, None]
     rows = np.random.default_rng(0).integers(0, 20, (6, LENGTH + 1))
     rows[:, LENGTH // 2 :] = np.asarray(jnp.argmax(model(jnp.asarray(rows[:, :-1])), -1))[:, LENGTH // 2 - 1 :]
-    found = far_layers(model, rows, 3, near=4, batch_size=4)
+    found = far_layers(model, rows, 3, near=4, first=0, batch_size=4)
     assert found.layers[0] == 1 and sorted(found.layers) == [0, 1, 2]
     assert found.alone[1] == found.losses[0] < min(found.alone[0], found.alone[2])
     assert found.alone[0] == pytest.approx(found.near, abs=1e-6)
@@ -60,10 +69,21 @@ def test_the_layer_that_reads_far_is_found():
     ("changes", "arguments", "words"),
     [
         ({"attention": "window"}, {}, "model has window layers"),
+        ({"value_head_dim": 16}, {}, "keys of 8 and values of 16 features"),
         ({}, {"count": 4}, "count=4: must be from 1 to the model's 3 layers"),
-        ({}, {"near": 24}, "near=24"),
+        ({}, {"near": 20}, "near=20, first=4 with rows of shape .2, 49.: must be less than half of a row"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changes, arguments, words):
     with pytest.raises(ValueError, match=words):
-        far_layers(make_model(**changes), **{"rows": np.zeros((2, LENGTH + 1), int), "count": 1, "near": 4} | arguments)
+        far_layers(
+            make_model(**changes),
+            **{"rows": np.zeros((2, LENGTH + 1), int), "count": 1, "near": 4, "first": 4} | arguments,
+        )
+
+
+def test_losses_that_are_not_finite_are_refused():
+    model = make_model()
+    model.norm.scale[...] = jnp.full_like(model.norm.scale[...], jnp.nan)
+    with pytest.raises(ValueError, match="the model's loss is nan in these rows"):
+        far_layers(model, np.zeros((2, LENGTH + 1), int), 1, near=4, first=4)

@@ -78,7 +78,7 @@ class RowTiles:
             return x
         x = x.reshape(x.shape[0], self.length, self.kv_heads, self.group, -1).swapaxes(1, 2)
         x = x.reshape(x.shape[0], self.kv_heads, self.length * self.group, -1)
-        # Beyond the array TMA fills with zeros and leaves out, but by tiles of 8 rows.
+        # TMA fills rows beyond the array with zeros and does not store them, but needs whole tiles of 8 rows.
         return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % 8), (0, 0))) if x.shape[2] % 8 else x
 
     def restore(self, x: jax.Array) -> jax.Array:

@@ -1,5 +1,5 @@
 """Selected attention's blocks that a tile of tokens shares, for Hopper: the counterpart of the Triton kernel in
-`selected.attention` for small groups of heads: in most a tile of 64 rows holds a whole number of tokens only in part.
+`selected.attention` for groups of 4 to 7 heads, most of which do not divide a tile of 64 rows.
 
 Three consumer warpgroups compute. Each has tiles of its own, 10 tokens at 6 heads, and visits their blocks at its own
 pace: a tile's few blocks take one warpgroup about as long as they take to arrive, and one's waits overlap the others'

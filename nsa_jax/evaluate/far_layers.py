@@ -1,13 +1,14 @@
 """Which layers of a dense model need to read far, to keep these dense where the others become sparse.
 
 In a trained model a few layers fetch from afar what the others work with (retrieval heads, arXiv 2404.15574). Here it
-is measured: all layers see the last tokens alone, and the layer is found whose full view lowers the loss most; then,
-with that one's, the next.
+is measured: all layers see the first and the last tokens alone, which NSA always reads, and the layer is found whose
+full view lowers the loss most; then, with that one's, the next.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from nsa_jax.evaluate.scoring import token_losses
 from nsa_jax.nn import Transformer
 from nsa_jax.nn.dense import DenseAttention
 from nsa_jax.nn.layers import embed
@@ -47,8 +49,10 @@ class FarLayers:
         return (self.near - self.losses[index]) / way if way > 0 else 0.0
 
 
-def _hidden(model: Transformer, tokens: Int[Array, "B T"], reach: Int[Array, " L"]) -> Float[Array, "B T D"]:
-    """Final activations of a dense model whose layer i sees the last reach[i] tokens."""
+def _hidden(
+    model: Transformer, tokens: Int[Array, "B T"], reach: Int[Array, " L"], first: int
+) -> Float[Array, "B T D"]:
+    """Final activations of a dense model whose layer i sees the first tokens and the last reach[i]."""
     graphdef, layers = nnx.split(model.blocks)
     length = tokens.shape[1]
     positions = jnp.arange(length)
@@ -61,7 +65,7 @@ def _hidden(model: Transformer, tokens: Int[Array, "B T"], reach: Int[Array, " L
 
         def attend(normed):
             query, key, value = attention.project(normed, jnp.broadcast_to(positions, tokens.shape), length)
-            visible = (distance >= 0) & (distance < seen)
+            visible = (distance >= 0) & ((distance < seen) | (positions < first))
             mixed = jax.nn.dot_product_attention(query, key, value, mask=visible[None, None], implementation="xla")
             return attention.output(mixed), None
 
@@ -71,45 +75,54 @@ def _hidden(model: Transformer, tokens: Int[Array, "B T"], reach: Int[Array, " L
     return model.norm(lax.scan(layer, x, (layers, reach))[0])
 
 
-def far_layers(model: Transformer, rows: np.ndarray, count: int, *, near: int = 128, batch_size: int = 4) -> FarLayers:
+def far_layers(
+    model: Transformer, rows: np.ndarray, count: int, *, near: int = 128, first: int = 64, batch_size: int = 4
+) -> FarLayers:
     """Finds the layers of a dense model that need to read far, one after the other.
 
     The loss is that of the second half of the rows, so that it is worth looking back. Takes about
     `count * num_layers` evaluations of all rows; scores of one layer take batch_size * N * T * T numbers.
 
     Args:
-      model: dense in every layer.
+      model: dense in every layer, with values as wide as keys.
       rows: int [R, T + 1] tokens, each row of one document.
       count: how many layers to find.
-      near: tokens that the other layers see, their own included; less than T / 2.
+      near: tokens that the other layers see, their own included.
+      first: tokens of a row that they see, too; together less than T / 2.
       batch_size: rows at a time.
 
     Raises:
-      ValueError: an argument is out of range, or the model has other layers than dense ones.
+      ValueError: an argument is out of range, the model has other layers than dense ones, or a loss is not finite.
     """
     config = model.config
     num_layers, (num_rows, width) = config.num_layers, rows.shape
     length = width - 1
-    if config.kinds != ("dense",):
-        raise ValueError(f"model has {'/'.join(config.kinds)} layers: all must be dense")
+    if config.kinds != ("dense",) or config.head_dim != config.value_head_dim:
+        kinds = "/".join(config.kinds)
+        raise ValueError(
+            f"model has {kinds} layers, keys of {config.head_dim} and values of {config.value_head_dim} features: "
+            "all layers must be dense, keys and values as wide"
+        )
     if not 1 <= count <= num_layers:
         raise ValueError(f"count={count}: must be from 1 to the model's {num_layers} layers")
-    if not (1 <= near < length // 2 and num_rows >= 1):
-        raise ValueError(f"near={near} with rows of shape {rows.shape}: must be less than half of a row's tokens")
+    if not (near >= 1 and first >= 0 and near + first < length // 2 and num_rows >= 1):
+        raise ValueError(f"near={near}, first={first} with rows of shape {rows.shape}: must be less than half of a row")
     graphdef, params = nnx.split(model)
 
     @jax.jit
     def batch_losses(params, tokens, reach):
         model = nnx.merge(graphdef, params)
-        logits = model.logits(_hidden(model, tokens[:, :-1], reach)[:, length // 2 :])
-        targets = tokens[:, 1 + length // 2 :, None]
-        return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets, -1)[..., 0]
+        hidden = _hidden(model, tokens[:, :-1], reach, first)
+        return token_losses(model, hidden[:, length // 2 :], tokens[:, 1 + length // 2 :])[0]
 
     def loss(far: Sequence[int]) -> float:
         reach = np.full(num_layers, near, np.int32)
         reach[list(far)] = length
         parts = (rows[at : at + batch_size] for at in range(0, num_rows, batch_size))
-        return float(np.concatenate([batch_losses(params, part.astype(np.int32), reach) for part in parts]).mean())
+        mean = float(np.concatenate([batch_losses(params, part.astype(np.int32), reach) for part in parts]).mean())
+        if not math.isfinite(mean):
+            raise ValueError(f"the model's loss is {mean} in these rows: its parameters may not be finite")
+        return mean
 
     alone = tuple(loss([layer]) for layer in range(num_layers))
     layers: list[int] = []
