@@ -516,6 +516,8 @@ def extend_rows() -> dict[str, list[str]]:
     found["extended, tokens/s"] = [f"{round(speed[name], -2):,.0f}" for name in names]
     found["extended, speed over dense"] = ["", *(f"{speed[name] / speed['dense']:.2f}x" for name in names[1:])]
     for parts in zip(*(runs[name]["by_position"] for name in ("dense", "shared_mean", "far2")), strict=True):
+        if parts[0]["from"] < 64:
+            continue  # too few tokens
         dense, *others = (part["loss"] for part in parts)
         span = f"extended, {parts[0]['from']:,} to {parts[0]['to']:,}"
         found[span] = [f"{dense:.4f}", *(f"{loss - dense:+.3f}" for loss in others)]
