@@ -156,8 +156,8 @@ def backward(
         grad_query = sm80_grad_query.grad_query(*args, plan.grad_query.tiles, known)
         others = sm80_grad_key_value.grad_key_value(*args, plan.grad_key_value.tiles, known)
     else:
-        # Gradients that are rearranged afterwards, and those of other kernels, are added by XLA. One key/value head needs
-        # no rearranging.
+        # Gradients that are rearranged afterwards, and those of other kernels, are added by XLA; those of one key/value
+        # head are not rearranged.
         kv_heads = key.shape[2]
         inside = onto if kv_heads == 1 or query.shape[2] // kv_heads in DIRECT_GROUPS else None
         grad_query = sm90_backward.grad_query(*args, plan.grad_query.tiles, known, inside)
