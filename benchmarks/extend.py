@@ -14,9 +14,9 @@ begins at a tenth ("gate10"), blocks chosen by "mean_key", twice or four times a
 "more64"), more but smaller ones ("block32"), a window of the base model's rows ("window2k"), every fourth layer dense
 ("mixed"), the one, two or three layers dense that need to read far most, with shared keys and means in the others
 ("far1", "far2", "far3"), scores that learn from dense attention which blocks to choose ("selection_loss";
-"selection_loss_fast": the compressor learns ten times as fast as old weights). Their commands are
-printed as they run; "report" compares what is there, with selection.json of a workdir if benchmarks/selection.py wrote
-it. Flags after -- are passed on to train.py.
+"selection_loss_fast": the compressor learns ten times as fast as old weights). Their commands are printed as they run;
+"report" compares what is there, with selection.json of a workdir if benchmarks/selection.py wrote it. Flags after --
+are passed on to train.py.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         "--text",
         nargs="+",
         default=[],
-        help="report the loss before training on these files, and find --dense-layers in them",
+        help="report the loss before training on these files, and look in them for the layers of --dense-layers",
     )
 
 

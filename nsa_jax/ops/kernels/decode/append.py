@@ -67,8 +67,8 @@ def _hidden(y_ref, offset, tail_ref, position_ref, w_ref, out_ref, begin, count:
         chunks = features // step
 
         def body(i, acc, at=at, size=size, step=step, chunks=chunks):
-            # jnp.int32: Triton's lowering refuses `i % chunks` of two weakly typed values.
-            token, run = begin + lax.div(i, jnp.int32(chunks)), lax.rem(i, jnp.int32(chunks))
+            i = jnp.int32(i)  # Triton's lowering refuses `i % chunks` of two weakly typed values
+            token, run = begin + i // chunks, i % chunks
             feature = run * step + iota(step)
             slot = (newest + 1 - block + token) % tail_ref.shape[0]
             x = tail_ref[slot, feature]
