@@ -212,7 +212,9 @@ def script(name: str) -> types.ModuleType:
     """A script of docs/ as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))  # scripts find their neighbours there
+        spec.loader.exec_module(module)
     return module
 
 
