@@ -7,7 +7,7 @@ Data:    FineWeb-Edu, sample-100BT, packed, with a byte-pair vocabulary of 32,76
 Takes:   61,700 tokens/s on one H200 at 8,192 tokens and 57,500 at 32,768, where dense attention takes 59,400 and
          33,500, with 65,536 tokens in a step, 34 GiB and a byte vocabulary (0.98 billion parameters,
          benchmarks/results/train_1b_shared_h200.json). An H200 has room for --config.model.remat=dots_saved: 70,300 and
-         63,800 tokens/s with 32,768 tokens in a micro-batch.
+         63,800 tokens/s with 32,768 tokens in a step.
 Reaches: not measured.
 Command: python train.py --config=configs/nsa_1b.py
 Other:   --config.data.seq_len=32768 --config.train.batch_size=16 for longer rows. Several GPUs:

@@ -210,8 +210,14 @@ def extend_rows() -> dict[str, list[str]]:
     losses = {name: {point["step"]: f"{point['loss']:.4f}" for point in runs[name]["validation"]} for name in names}
     speed = {name: runs[name]["tokens_per_second"] for name in names}
     found = {
-        f"extended, after {tokens} million tokens": [losses[name].get(step, "") for name in names]
-        for tokens, step in (("0", 0), ("12.5", 95), ("25", 190), ("37.5", 285), ("50", 380))
+        f"extended, {when}": [losses[name].get(step, "") for name in names]
+        for when, step in (
+            ("before", 0),
+            ("after 12.5 million tokens", 95),
+            ("after 25 million tokens", 190),
+            ("after 37.5 million tokens", 285),
+            ("after 50 million tokens", 380),
+        )
     }
     found["extended, tokens/s"] = [f"{round(speed[name], -2):,.0f}" for name in names]
     found["extended, speed over dense"] = ["", *(f"{speed[name] / speed['dense']:.2f}x" for name in names[1:])]
@@ -220,7 +226,7 @@ def extend_rows() -> dict[str, list[str]]:
             continue  # too few tokens
         dense, *others = (part["loss"] for part in parts)
         span = f"extended, {parts[0]['from']:,} to {parts[0]['to']:,}"
-        found[span] = [f"{dense:.4f}", *(f"{loss - dense:+.3f}" for loss in others)]
+        found[span] = [f"{dense:.4f}", *(f"{round(loss - dense, 3) + 0.0:+.3f}" for loss in others)]
     return found
 
 
