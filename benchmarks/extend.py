@@ -13,7 +13,8 @@ with a gate of the compressed branch that begins open ("shared_mean_open"), such
 begins at a tenth ("gate10"), blocks chosen by "mean_key", twice or four times as many selected blocks ("more",
 "more64"), more but smaller ones ("block32"), a window of the base model's rows ("window2k"), every fourth layer dense
 ("mixed"), the one, two or three layers dense that need to read far most, with shared keys and means in the others
-("far1", "far2", "far3"), scores that learn from dense attention which blocks to choose ("selection_loss";
+("far1", "far2", "far3"), NSA in the next few alone and a window in the rest ("far2_nsa3": two layers dense, three
+NSA), scores that learn from dense attention which blocks to choose ("selection_loss";
 "selection_loss_fast": the compressor learns ten times as fast as old weights). Their commands are printed as they run;
 "report" compares what is there, with selection.json of a workdir if benchmarks/selection.py wrote it. Flags after --
 are passed on to train.py.
@@ -49,10 +50,15 @@ CONVERSIONS = {
     "window2k_more": ["--attention=nsa", "--config.model.nsa.window=2048", "--config.model.nsa.num_selected=32"],
     "mixed": ["--layer-pattern=nsa,nsa,nsa,dense"],
     **{f"far{n}": [f"--dense-layers={n}", *SHARED_MEAN] for n in (1, 2, 3)},
+    **{
+        f"far{n}_nsa{m}": [f"--dense-layers={n}", f"--nsa-layers={m}", *SHARED_MEAN]
+        for n, m in ((2, 1), (2, 2), (2, 3), (2, 5), (3, 2))
+    },
     "selection_loss": ["--attention=nsa"],
     "selection_loss_fast": ["--attention=nsa"],
     "dense": ["--attention=dense"],
 }
+FIRST = 128  # tokens of a row, whose losses are measured in rows of this length
 # What differs in training.
 TRAINING = {
     "selection_loss": ["--config.train.selection_loss=0.1", "--config.train.selection_queries=256"],
@@ -107,7 +113,8 @@ def extend(options: argparse.Namespace, name: str) -> None:
     model, workdir = options.folder / "converted" / name, options.folder / name
     what = [*CONVERSIONS[name], "--dtype=float32", "--tokenizer=byte"]
     if name.startswith("far"):
-        what += ["--text", *sorted(options.corpus.glob("*.txt"))[:32]]
+        files = sorted(options.corpus.glob("*.txt"))
+        what += ["--text", *files[:: max(len(files) // 16, 1)][:16]]
     command("-m", "nsa_jax.convert", options.folder / "base_hf", model, *what)
     config = f"{ROOT / 'configs' / 'extend.py'}:{model},{options.length}"
     train(
@@ -115,10 +122,12 @@ def extend(options: argparse.Namespace, name: str) -> None:
         f"--config.train.steps={options.steps}", "--config.train.eval_batches=16", "--config.train.save_every=100000",
         f"--config.train.eval_every={max(options.steps // 4, 1)}", *TRAINING.get(name, []),
     )  # fmt: skip
-    command(
-        "-m", "nsa_jax.evaluate", workdir, "--tasks=position", f"--context={options.length}",
-        f"--stride={options.length}", f"--max-tokens={options.max_tokens}", "--batch-size=4",
-    )  # fmt: skip
+    # Long windows have few first tokens: those are measured in short ones.
+    for context, batch_size, output in ((options.length, 4, "evaluation"), (FIRST, 256, "evaluation_first")):
+        command(
+            "-m", "nsa_jax.evaluate", workdir, "--tasks=position", f"--context={context}", f"--stride={context}",
+            f"--max-tokens={options.max_tokens}", f"--batch-size={batch_size}", f"--output={workdir / output}",
+        )  # fmt: skip
 
 
 def read(workdir: pathlib.Path) -> dict[str, Any]:
@@ -129,7 +138,10 @@ def read(workdir: pathlib.Path) -> dict[str, Any]:
     seconds = statistics.median(row["perf/step_seconds"] for row in steps)
     config = env["config"]
     tokens = config["train"]["batch_size"] * config["data"]["seq_len"]
-    evaluation = json.loads((workdir / "evaluation" / "evaluation.json").read_text())
+    long, first = (
+        json.loads((workdir / name / "evaluation.json").read_text())["tasks"]["position"]["bins"]
+        for name in ("evaluation", "evaluation_first")
+    )
     selection = workdir / "selection.json"
     return {
         "parameters": env["parameters"],
@@ -137,7 +149,7 @@ def read(workdir: pathlib.Path) -> dict[str, Any]:
         "step_seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "validation": [{"step": row["step"], "loss": row["val/loss"]} for row in rows if "val/loss" in row],
-        "by_position": evaluation["tasks"]["position"]["bins"],
+        "by_position": first + [row for row in long if row["from"] >= FIRST],
         "device": env["devices"],
         "versions": env["versions"],
         "git": env["git"],
@@ -149,7 +161,7 @@ def draw(runs: dict[str, dict[str, Any]]) -> Figure:
     """Validation loss over tokens, and loss by position at the end."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for (name, run), marker in zip(runs.items(), "os^Dv", strict=False):
+    for (name, run), marker in zip(runs.items(), "os^DvP*Xd<>h" * 2, strict=False):
         label = f"{name}: {run['tokens_per_second'] / 1000:,.0f}k tokens/s"
         points = run["validation"]
         left.plot([p["step"] * run["tokens_per_step"] / 1e6 for p in points], [p["loss"] for p in points], f"{marker}-")
@@ -172,7 +184,7 @@ def report(options: argparse.Namespace) -> None:
     runs = {
         name: read(options.folder / name)
         for name in CONVERSIONS
-        if (options.folder / name / "evaluation" / "evaluation.json").exists()
+        if (options.folder / name / "evaluation_first" / "evaluation.json").exists()
     }
     print("| model | step 0 | end | tokens/s |\n|---|---|---|---|")
     for name, run in runs.items():

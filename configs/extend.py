@@ -8,10 +8,11 @@ What:    the argument is an exported model and the new row length, 32,768 if lef
          million tokens are few. Without an argument the model is that of a100_prod at 32,768 tokens.
 Data:    text files, one document each: use documents as long as the rows. A corpus of short ones teaches nothing about
          the longer row. 380 steps of 4 x 32,768 tokens are 50 million tokens.
-Takes:   112 s on an H200 for a model of 73M parameters with NSA, 142 s with two of its twelve layers dense, 292 s with
-         dense attention.
-Reaches: 0.486 nats per byte of source text with NSA in every layer, 0.446 with those two layers dense that read far
-         (python -m nsa_jax.convert --dense-layers=2), 0.442 with dense attention (docs/extend.md).
+Takes:   112 s on an H200 for a model of 73M parameters with NSA, 292 s with dense attention; on an H100 123 and 310 s,
+         and 124 s with two of its twelve layers dense, three of NSA and seven of windows.
+Reaches: 0.487 nats per byte of source text with NSA in every layer, 0.445 with those two layers dense that read far and
+         the next three NSA (python -m nsa_jax.convert --dense-layers=2 --nsa-layers=3), 0.445 with dense attention
+         (docs/extend.md).
 Command: python train.py --config=configs/extend.py:converted/nsa,32768 --resume=converted/nsa --stage
 Other:   64k in a second stage: --config=configs/extend.py:converted/nsa,65536 --resume=runs/extend --stage
          --workdir=runs/extend_64k. The optimizer's averages are kept then.

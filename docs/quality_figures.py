@@ -205,8 +205,8 @@ def sharing_rows() -> dict[str, list[str]]:
 
 def extend_rows() -> dict[str, list[str]]:
     """A dense model that was extended in several ways: losses over training and by position."""
-    runs = results("extend_far_h200")["runs"]
-    names = ("dense", "shared_mean", "far1", "far2")
+    runs = results("extend_far_h100")["runs"]
+    names = ("dense", "shared_mean", "far3_nsa2", "far2_nsa3", "far2_nsa1")
     losses = {name: {point["step"]: f"{point['loss']:.4f}" for point in runs[name]["validation"]} for name in names}
     speed = {name: runs[name]["tokens_per_second"] for name in names}
     found = {
@@ -221,9 +221,7 @@ def extend_rows() -> dict[str, list[str]]:
     }
     found["extended, tokens/s"] = [f"{round(speed[name], -2):,.0f}" for name in names]
     found["extended, speed over dense"] = ["", *(f"{speed[name] / speed['dense']:.2f}x" for name in names[1:])]
-    for parts in zip(*(runs[name]["by_position"] for name in ("dense", "shared_mean", "far2")), strict=True):
-        if parts[0]["from"] < 64:
-            continue  # too few tokens
+    for parts in zip(*(runs[name]["by_position"] for name in names), strict=True):
         dense, *others = (part["loss"] for part in parts)
         span = f"extended, {parts[0]['from']:,} to {parts[0]['to']:,}"
         found[span] = [f"{dense:.4f}", *(f"{round(loss - dense, 3) + 0.0:+.3f}" for loss in others)]

@@ -4,6 +4,7 @@
     python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-dense --attention=dense --dtype=float32
     python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-mixed --layer-pattern=nsa,dense
     python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-some --dense-layers=3 --text books/*.txt
+    python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-fast --dense-layers=3 --nsa-layers=8 --text books/*.txt
     python -m nsa_jax.convert Qwen/Qwen3-0.6B converted/qwen-nsa --config.model.nsa.num_selected=32
 
 CHECKPOINT is a directory with config.json and safetensors, or the id of a model on the Hugging Face hub. OUTPUT is an
@@ -13,7 +14,8 @@ tokenizer, its chat template and the settings of generation are kept.
 Supported are Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5 and Qwen3 (dense). What else a checkpoint has is refused
 by name before any of its arrays is read. An NSA model begins close to the dense one (see --gate) and then needs
 continued training; --text reports the loss of both before that, on files. Few layers of a dense model fetch what lies
-far back: --dense-layers finds them on these files, and leaves them dense.
+far back: --dense-layers finds them on these files, and leaves them dense. With --nsa-layers those that come next have
+NSA, and all others its window alone.
 """
 
 from __future__ import annotations
@@ -134,6 +136,8 @@ def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
     source = find_checkpoint(args.checkpoint)
     if args.dense_layers and not args.text:
         raise LoadError("--dense-layers: name files with --text, in which to find the layers that need to read far")
+    if args.nsa_layers is not None and not args.dense_layers:
+        raise LoadError("--nsa-layers: goes with --dense-layers, which layers stay dense before NSA takes its share")
     if args.text:
         TextSource(tuple(args.text))  # raises where a file is not there
     found: list[Tokenizer] = []
@@ -149,14 +153,16 @@ def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
     pattern = args.layer_pattern
     if args.dense_layers:
         dense, config = import_dense(source, attention="dense", **options)
-        far = sorted(_far_layers(dense, config, rows[0], args.dense_layers).layers)
-        pattern = tuple("dense" if layer in far else "nsa" for layer in range(dense.config.num_layers))
+        found_layers = _far_layers(dense, config, rows[0], args.dense_layers + (args.nsa_layers or 0)).layers
+        pattern = _pattern(dense.config.num_layers, found_layers, args.dense_layers, args.nsa_layers)
         del dense
     kind = {"attention": args.attention, "layer_pattern": pattern, "shared_kv": args.shared_kv}
     model, config = import_dense(source, **kind, gate=args.gate, **options)
     kinds = ", ".join(model.config.kinds)
     if args.dense_layers:
-        kinds = f"nsa, in layers {', '.join(map(str, far))} dense"
+        rest, *others = ("nsa", "dense") if args.nsa_layers is None else ("window", "dense", "nsa")
+        places = {kind: [str(layer) for layer, its in enumerate(pattern) if its == kind] for kind in others}
+        kinds = ", ".join([rest, *(f"in layers {', '.join(at)} {kind}" for kind, at in places.items() if at)])
     tokenizer = found[0]
     if config.data.tokenizer == "hf":
         config.data.tokenizer_path = str((target / "tokenizer.json").absolute())
@@ -183,6 +189,13 @@ def _documents(tokenizer: Tokenizer, files: Sequence[str], characters: int | Non
             yield np.concatenate([prefix, tokens])
 
 
+def _pattern(num_layers: int, found: Sequence[int], dense: int, nsa: int | None) -> tuple[str, ...]:
+    """Kinds of the layers: of `found` the first are dense and others have NSA, like the rest unless `nsa` is given."""
+    rest = "nsa" if nsa is None else "window"
+    kinds = dict.fromkeys(range(num_layers), rest) | dict.fromkeys(found, "nsa") | dict.fromkeys(found[:dense], "dense")
+    return tuple(kinds.values())
+
+
 def _far_rows(args: argparse.Namespace, config: ConfigDict, tokenizer: Tokenizer) -> np.ndarray:
     """Rows of --text in which to look for the layers that need to read far, int [R, T + 1], R at most 32.
 
@@ -192,6 +205,11 @@ def _far_rows(args: argparse.Namespace, config: ConfigDict, tokenizer: Tokenizer
         raise LoadError(
             f"--dense-layers={args.dense_layers}: must be less than the model's {config.model.num_layers} layers; for "
             "dense attention in all of them use --attention=dense"
+        )
+    if args.dense_layers + (args.nsa_layers or 0) > config.model.num_layers:
+        raise LoadError(
+            f"--dense-layers={args.dense_layers} --nsa-layers={args.nsa_layers}: the model has "
+            f"{config.model.num_layers} layers; without --nsa-layers all that do not stay dense have NSA"
         )
     length = min(config.data.seq_len, _FAR_TOKENS)
     if length < 16:
@@ -221,7 +239,7 @@ def _far_layers(model: Transformer, config: ConfigDict, rows: np.ndarray, count:
     )
     for index, (layer, loss) in enumerate(zip(found.layers, found.losses, strict=True)):
         also = "also " if index else ""
-        print(f"{also}layer {layer} (the first is 0) dense: {loss:.4f}, {found.share(index):.0%} of the way")
+        print(f"{also}layer {layer} (the first is 0) sees all: {loss:.4f}, {found.share(index):.0%} of the way")
     if found.near <= found.full:
         logging.warning(
             "the model gains nothing here from reading further, so that these layers mean nothing. Fix: give --text in "
@@ -231,13 +249,23 @@ def _far_layers(model: Transformer, config: ConfigDict, rows: np.ndarray, count:
 
 
 def step_zero_losses(
-    models: dict[str, Transformer], tokenizer: Tokenizer, files: Sequence[str], context: int
+    models: dict[str, Transformer], tokenizer: Tokenizer, files: Sequence[str], context: int, limit: int = 1 << 20
 ) -> dict[str, float]:
-    """Nats per token of several models on text files, in windows of `context` tokens."""
-    documents = list(_documents(tokenizer, files))
-    longest = 64 * context
-    cut = [index for index, document in enumerate(documents) if len(document) > longest]
-    documents = [document[:longest] for document in documents]
+    """Nats per token of several models on the first `limit` tokens of text files, in windows of `context` tokens.
+
+    Of one document at most 64 windows are taken.
+    """
+    documents: list[np.ndarray] = []
+    cut: list[int] = []
+    room = limit
+    for tokens in _documents(tokenizer, files):
+        longest = min(64 * context, room)
+        if len(tokens) > longest:
+            cut.append(len(documents))
+        documents.append(tokens[:longest])
+        room -= len(documents[-1])
+        if room <= 0:
+            break
     text = (documents, np.asarray(tokenizer.token_bytes), tokenizer.eos_id)
     return {
         name: score_documents(Scorer(model), *text, context=context, stride=context, batch_size=1, cut=cut)["loss"]
@@ -267,6 +295,13 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         f"{_FAR_TOKENS:,} tokens",
     )
     parser.add_argument(
+        "--nsa-layers",
+        type=number(int, 0),
+        metavar="M",
+        help="with --dense-layers: NSA in the M layers that come next, and in all others a window alone, of "
+        "config.model.nsa.window tokens; default: NSA in all others",
+    )
+    parser.add_argument(
         "--gate",
         type=number(float, 0.0, 0.99),
         default=GATE,
@@ -290,7 +325,8 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         "--text",
         nargs="+",
         default=[],
-        help="report the loss before training on these files, and look in them for the layers of --dense-layers",
+        help="report the loss before training on the first million tokens of these files, and look in them for the "
+        "layers of --dense-layers",
     )
 
 

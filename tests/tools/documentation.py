@@ -23,6 +23,8 @@ import pytest
 import tokenizers
 import yaml
 
+from .checkpoints import describe, write
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -109,7 +111,8 @@ class World:
         write_corpus(directory / "corpus")
         (directory / "notes.txt").write_text("Some notes on native sparse attention.\n" * 20)
         llama = directory / "TinyLlama-1.1B"
-        shutil.copytree(ROOT / "tests" / "tools" / "tiny_llama", llama)
+        layers = 8  # as many as pages divide into kinds
+        write(llama, describe("llama3", num_key_value_heads=2, num_hidden_layers=layers, max_position_embeddings=64))
         words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "notes": 1}, unk_token="</s>"))
         words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         words.save(str(llama / "tokenizer.json"))

@@ -442,6 +442,8 @@ def test_a_converted_model_is_generated_from_and_evaluated(tmp_path, capsys):
         (["IN", "OUT", "--tokenizer=byte", "--dense-layers=1"], "--dense-layers: name files with --text"),
         (["IN", "OUT", "--tokenizer=byte", "--dense-layers=1", "--text", "FILE"], "no document has 129 tokens"),
         (["IN", "OUT", "--dense-layers=1", "--layer-pattern=nsa,dense"], "not allowed with argument"),
+        (["IN", "OUT", "--tokenizer=byte", "--nsa-layers=1"], "--nsa-layers: goes with --dense-layers"),
+        (["IN", "OUT", "--nsa-layers=-1"], "argument --nsa-layers"),
         (["IN", "OUT", "--selected=3"], "unrecognized arguments: --selected=3"),
         (["IN", "OUT", "--config.model.nsa.num_selectd=3"], "did you mean config.model.nsa.num_selected"),
         (["IN", "OUT", "--config.model.rope_theta=3"], "--config.model.rope_theta: the checkpoint"),
@@ -505,18 +507,39 @@ def test_layers_that_read_far_stay_dense(tmp_path, capsys, caplog):
     assert ("the model gains nothing here" in caplog.text) == (near <= full)  # its weights are random
     layer = int(lines[1].split()[1])
     pattern = nsa_jax.load(tmp_path / "out")[0].config.layer_pattern
-    assert lines[1].startswith(f"layer {layer} (the first is 0) dense: ") and lines[1].endswith("of the way")
+    assert lines[1].startswith(f"layer {layer} (the first is 0) sees all: ") and lines[1].endswith("of the way")
     assert f"to nsa, in layers {layer} dense attention" in lines[2]
     assert [kind == "dense" for kind in pattern] == [i == layer for i in range(len(pattern))]
     assert convert.main([*arguments, f"--dense-layers={len(pattern)}"]) == 2
     assert f"must be less than the model's {len(pattern)} layers" in capsys.readouterr().err
 
 
+def test_layers_after_those_that_read_far_are_windows(tmp_path, capsys):
+    described = describe("qwen3")
+    described["num_hidden_layers"] = 4
+    write(tmp_path / "in", described)
+    letters(tmp_path / "in")
+    (tmp_path / "text.txt").write_text("".join(chr(48 + i * i % 61) for i in range(1000)))
+    arguments = [str(tmp_path / "in"), str(tmp_path / "out"), "--text", str(tmp_path / "text.txt"), "--dense-layers=1"]
+    for count in (2, 0):
+        assert convert.main([*arguments, f"--nsa-layers={count}"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        order = [int(line.split("layer ")[1].split()[0]) for line in lines[1 : 2 + count]]
+        pattern = nsa_jax.load(tmp_path / "out")[0].config.layer_pattern
+        want = dict.fromkeys(range(4), "window") | dict.fromkeys(order, "nsa") | {order[0]: "dense"}
+        assert len(set(order)) == 1 + count and pattern == tuple(want.values())
+        nsa = ", ".join(str(layer) for layer in sorted(order[1:]))
+        also = f", in layers {nsa} nsa" if count else ""
+        assert f"to window, in layers {order[0]} dense{also} attention" in lines[2 + count]
+    assert convert.main([*arguments, "--nsa-layers=4"]) == 2
+    assert "the model has 4 layers" in capsys.readouterr().err
+
+
 def test_rows_to_look_for_far_layers_in_are_spread_over_documents(tmp_path):
     """Each of two files has more rows than are looked at; a document begins with the tokenizer's prefix."""
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name * 20_000)
-    args = argparse.Namespace(dense_layers=1, text=[str(tmp_path / "*.txt")])
+    args = argparse.Namespace(dense_layers=1, nsa_layers=None, text=[str(tmp_path / "*.txt")])
     config = default_config()
     config.data.seq_len, config.model.num_layers = 64, 2
     tokenizer = ByteTokenizer()

@@ -162,6 +162,11 @@ def test_step_zero_losses_are_those_of_the_models(tmp_path):
     ids = Letters().encode("hello world " * 8)
     log_probs = np.asarray(jax.nn.log_softmax(models["dense"](ids[:63, None])))[:, 0]
     assert cut == pytest.approx(-log_probs[np.arange(63), ids[1:64]].mean(), rel=1e-5)
+    # Of all files no more than the limit is read: the rest of a document that it cuts and the next ones stay out.
+    (tmp_path / "u.txt").write_text("world")
+    files = [str(text), str(tmp_path / "u.txt")]
+    few = export.step_zero_losses({"dense": models["dense"]}, Letters(), files, context=1, limit=40)["dense"]
+    assert few == pytest.approx(-log_probs[np.arange(39), ids[1:40]].mean(), rel=1e-5)
 
 
 def test_an_import_without_tokenizer_asks_for_one(tmp_path, capsys):
