@@ -10,6 +10,7 @@ as the context says.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import json
@@ -45,7 +46,9 @@ def filled(decoder: Decoder, batch: int, context: int, steps: int):
         leaves, tree = jax.tree.flatten(cache.layers)
         keys = jax.random.split(key, len(leaves))
         layers = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-        return cache._replace(layers=jax.tree.unflatten(tree, layers), lengths=jnp.full_like(cache.lengths, context))
+        return dataclasses.replace(
+            cache, layers=jax.tree.unflatten(tree, layers), lengths=jnp.full_like(cache.lengths, context)
+        )
 
     return fill(cache, jax.random.key(0))
 

@@ -1,4 +1,4 @@
-"""The KV cache: what a layer keeps of the tokens it has seen, for NSA and for dense (or window) attention.
+"""The KV cache: what a layer keeps of the tokens it has seen, for NSA, dense and window attention.
 
 Every array has a fixed shape. Row b of the batch has its first `lengths[b]` tokens in use, so prompts of different
 lengths start at position 0 and are padded on the right; what lies behind a row's length is never read and is written
@@ -10,6 +10,8 @@ kernels read, both in place, where a scan over layers would copy each layer's wh
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -27,9 +29,6 @@ from nsa_jax.ops.decode import decode_attention, gated_sum, slot_positions
 from nsa_jax.ops.implementations import kernels_wanted
 from nsa_jax.ops.mean_key import decode_mean_key_attention, select_by_mean_key
 from nsa_jax.ops.target import current_target
-
-# Elements of the largest array of dense prefill, float32.
-_DENSE_PREFILL_ELEMENTS = 2**26
 
 
 class NSALayerCache(NamedTuple):
@@ -71,23 +70,33 @@ class DenseLayerCache(NamedTuple):
     value: jax.Array  # [B, S, K, V]
 
 
-class Cache(NamedTuple):
-    """The cache of a model.
+class WindowLayerCache(NamedTuple):
+    """One window layer's cache: the last W = min(window, S) tokens; position p at p % W."""
+
+    key: jax.Array  # [B, W, K, H], roped
+    value: jax.Array  # [B, W, K, V]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("layers", "lengths", "segment_start"),
+    meta_fields=("capacity",),
+)
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """The cache of a model, a pytree.
 
     Attributes:
-      layers: one `NSALayerCache` or `DenseLayerCache` per layer.
+      layers: one `NSALayerCache`, `DenseLayerCache` or `WindowLayerCache` per layer.
       lengths: int32 [B], tokens in each row.
       segment_start: int32 [B], first position of the document that each row is in.
+      capacity: S, tokens a row can hold.
     """
 
     layers: tuple[Any, ...]
     lengths: jax.Array
     segment_start: jax.Array
-
-    @property
-    def capacity(self) -> int:
-        """S: tokens a row can hold."""
-        return self.layers[0][0].shape[1]
+    capacity: int
 
     def block_indices(self) -> jax.Array:
         """The block lists that every token read, int32 [NSA layers, B, S, K, n], padded with J = S / select_block.
@@ -118,16 +127,18 @@ def capacity_bucket(tokens: int, config: ModelConfig) -> int:
     return -(-max(min(power, most // block * block), tokens) // block) * block
 
 
-def _layer_shapes(config: ModelConfig, batch: int, capacity: int) -> NSALayerCache | DenseLayerCache:
+def _layer_shapes(config: ModelConfig, batch: int, capacity: int) -> NSALayerCache | DenseLayerCache | WindowLayerCache:
     def pair(length):
         return [
             jax.ShapeDtypeStruct((batch, length, config.num_kv_heads, dim), config.dtype)
             for dim in (config.head_dim, config.value_head_dim)
         ]
 
-    if config.attention != "nsa":
-        return DenseLayerCache(*pair(capacity))
     geometry = config.nsa
+    if config.attention == "window":
+        return WindowLayerCache(*pair(min(geometry.window, capacity)))
+    if config.attention == "dense":
+        return DenseLayerCache(*pair(capacity))
     lengths = (capacity, blocks.num_compressed(capacity, geometry), min(geometry.window, capacity))
     layer = NSALayerCache(*(x for length in (*lengths, geometry.compress_block) for x in pair(length)))
     if config.shared_kv:
@@ -172,7 +183,7 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, *, record_block_i
         jax.tree.map(lambda s: constrain_batch(jnp.zeros(s.shape, s.dtype)), shapes(layer))
         for layer in map(config.of_layer, range(config.num_layers))
     )
-    return Cache(layers, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32))
+    return Cache(layers, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32), capacity)
 
 
 def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, float]:
@@ -180,24 +191,24 @@ def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, f
 
     Returns:
       total_mib and dense_total_mib: the whole cache; bytes_per_token and dense_bytes_per_token: what one more token of
-      one row takes in all layers; fixed_bytes_per_row: window and tail, where the cache has them.
+      one row takes in all layers; fixed_bytes_per_row: windows and tails, where the cache has them.
     """
     layers = [_layer_shapes(config.of_layer(index), 1, capacity) for index in range(config.num_layers)]
 
     def size(arrays) -> int:
         return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(arrays))
 
-    dense_bytes = config.num_layers * config.num_kv_heads * (config.head_dim + config.value_head_dim)
-    dense_bytes *= config.dtype.itemsize
+    token_bytes = config.num_kv_heads * (config.head_dim + config.value_head_dim) * config.dtype.itemsize
+    dense_bytes = config.num_layers * token_bytes
     total, dense_total = size(layers), dense_bytes * capacity
     report = {"total_mib": batch * total / 2**20, "dense_total_mib": batch * dense_total / 2**20}
     sparse = [layer for layer in layers if isinstance(layer, NSALayerCache)]
+    windows = [layer for layer in layers if isinstance(layer, WindowLayerCache)]
     compressed = [layer[2:4] for layer in sparse]
     entry = size(jax.tree.map(lambda s: jax.ShapeDtypeStruct((1, 1, *s.shape[2:]), s.dtype), compressed))
-    per_token = dense_bytes + entry / config.nsa.compress_stride
-    fixed = size([layer[4:8] for layer in sparse])
+    per_token = (len(layers) - len(windows)) * token_bytes + entry / config.nsa.compress_stride
     report |= {"bytes_per_token": per_token, "dense_bytes_per_token": float(dense_bytes)}
-    report["fixed_bytes_per_row"] = float(fixed)
+    report["fixed_bytes_per_row"] = float(size([windows, [layer[4:8] for layer in sparse]]))
     return report
 
 
@@ -205,6 +216,25 @@ def _ordered(ring: jax.Array, first: jax.Array, count: int) -> jax.Array:
     """Positions first..first+count-1 of a ring buffer [B, W, ...]."""
     slots = (first + jnp.arange(count, dtype=jnp.int32)) % ring.shape[1]
     return jnp.take(ring, slots, axis=1)
+
+
+def _behind_rings(rings: Iterable, chunk: Iterable, offset: jax.Array, start: jax.Array | None):
+    """What the window reads of a chunk of tokens at positions offset..: the rings' tokens, in order, and the chunk's.
+
+    Args:
+      rings, chunk: keys and values, [B, W, ...] and [B, T, ...].
+      offset: int32 scalar.
+      start: int32 [B, T] or None.
+
+    Returns:
+      Keys and values [B, W + T, ...], and the start of each token's document among them.
+    """
+    joined = []
+    for ring, new in zip(rings, chunk, strict=True):
+        batch, slots = ring.shape[:2]
+        joined.append(jnp.concatenate([_ordered(ring, offset - slots, slots), new], axis=1))
+    zero = jnp.zeros((batch, new.shape[1]), jnp.int32) if start is None else start
+    return joined, jnp.maximum(zero - (offset - slots), 0)  # slots before position 0 are empty
 
 
 def _advance_ring(ring: jax.Array, chunk: jax.Array, offset: jax.Array, ends: jax.Array) -> jax.Array:
@@ -252,14 +282,8 @@ def _prefill_nsa(attention: NSAttention, h, layer: NSALayerCache, offset, start,
     if config.shared_kv:
         key_win, value_win, start_win, slots = key_slc, value_slc, start, offset
     else:
-        # The window branch reads the ring's tokens, in order, and then the chunk; slots before position 0 are empty.
         slots = layer.window()[0].shape[1]
-        key_win, value_win = (
-            jnp.concatenate([_ordered(ring, offset - slots, slots), new], axis=1)
-            for ring, new in zip(layer.window(), (p.key_win, p.value_win), strict=True)
-        )
-        zero = jnp.zeros((batch, length), jnp.int32) if start is None else start
-        start_win = jnp.maximum(zero - (offset - slots), 0)
+        (key_win, value_win), start_win = _behind_rings(layer.window(), (p.key_win, p.value_win), offset, start)
 
     def attend(start, start_win, query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates):
         common = dict(segment_start=start, query_offset=offset, implementation=config.implementation)
@@ -381,69 +405,56 @@ def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_
     return attended, layer
 
 
-def _masked_attention(query, key, value, t, start):
-    """Dense attention of queries at positions t [B, T] to a cache; scores of all keys at once."""
-    batch, length, num_heads, head_dim = query.shape
-    grouped = query.reshape(batch, length, key.shape[2], -1, head_dim)
-    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
-    dot = dict(precision=precision, preferred_element_type=jnp.float32)
-    scores = jnp.einsum("btkgh,bskh->btkgs", grouped, key, **dot) * head_dim**-0.5
-    position = jnp.arange(key.shape[1], dtype=jnp.int32)
-    mask = (position >= start[..., None]) & (position <= t[..., None])
-    probs = jax.nn.softmax(jnp.where(mask[:, :, None, None], scores, -1e30), axis=-1).astype(value.dtype)
-    out = jnp.einsum("btkgs,bskv->btkgv", probs, value, **dot)
-    return out.reshape(batch, length, num_heads, -1).astype(query.dtype)
+def _prefill_dense(attention: DenseAttention, h, layer: DenseLayerCache | WindowLayerCache, offset, start, ends):
+    config, length = attention.config, h.shape[1]
+    query, *new = attention.project(h, offset + jnp.arange(length, dtype=jnp.int32))
+    window, first = config.nsa.window, offset
+    if isinstance(layer, WindowLayerCache):
+        (key, value), start = _behind_rings(layer, new, offset, start)
+        kept: Any = WindowLayerCache(*(_advance_ring(*x, offset, ends) for x in zip(layer, new, strict=True)))
+        first = layer.key.shape[1]
+    else:
+        written = (jax.lax.dynamic_update_slice_in_dim(*x, offset, axis=1) for x in zip(layer, new, strict=True))
+        key, value = kept = DenseLayerCache(*written)
+        window = key.shape[1]
+
+    def attend(start, query, key, value):
+        return nsa.window_attention(
+            query, key, value, window=window, segment_start=start, query_offset=first,
+            implementation=config.implementation,
+        )  # fmt: skip
+
+    return sharded_attention(attend, start, query, key, value), kept
 
 
-def _prefill_dense(attention: DenseAttention, h, layer: DenseLayerCache, offset, start, ends):
-    del ends
-    batch, length = h.shape[:2]
-    positions = offset + jnp.arange(length, dtype=jnp.int32)
-    query, new_key, new_value = attention.project(h, positions)
-    key, value = (
-        jax.lax.dynamic_update_slice_in_dim(old, new, offset, axis=1)
-        for old, new in ((layer.key, new_key), (layer.value, new_value))
-    )
-    start = jnp.zeros((batch, length), jnp.int32) if start is None else start
-    if attention.config.attention == "window":
-        start = jnp.maximum(start, positions - attention.config.nsa.window + 1)
-
-    def attend(query, key, value, start):
-        rows = query.shape[0]
-        most = max(_DENSE_PREFILL_ELEMENTS // (rows * query.shape[2] * key.shape[1]), 1)
-        pieces = -(-length // most)
-        while length % pieces:
-            pieces += 1
-
-        def piece(args):
-            query, t, start = (jnp.moveaxis(x, 0, 1) for x in args)
-            return jnp.moveaxis(_masked_attention(query, key, value, t, start), 1, 0)
-
-        def cut(x):
-            return jnp.moveaxis(x, 1, 0).reshape(pieces, length // pieces, *x.shape[:1], *x.shape[2:])
-
-        t = jnp.broadcast_to(positions, (rows, length))
-        out = jax.lax.map(piece, (cut(query), cut(t), cut(start)))
-        return jnp.moveaxis(out.reshape(length, rows, *out.shape[3:]), 0, 1)
-
-    return sharded_attention(attend, query, key, value, start), DenseLayerCache(key, value)
-
-
-def _step_dense(attention: DenseAttention, h, layer: DenseLayerCache, lengths, segment_start):
-    query, new_key, new_value = attention.project(h, lengths[:, None])
-    key, value = (_write(old, lengths, new[:, 0]) for old, new in ((layer.key, new_key), (layer.value, new_value)))
-    if attention.config.attention == "window":
-        segment_start = jnp.maximum(segment_start, lengths - attention.config.nsa.window + 1)
+def _step_dense(attention: DenseAttention, h, layer: DenseLayerCache | WindowLayerCache, lengths, segment_start):
+    query, *new = attention.project(h, lengths[:, None])
+    ring = isinstance(layer, WindowLayerCache)
+    place = lengths % layer.key.shape[1] if ring else lengths
+    layer = type(layer)(*(_write(old, place, x[:, 0]) for old, x in zip(layer, new, strict=True)))
 
     def attend(query, key, value, lengths, start):
         target = current_target()
         shape = plan.Shape.of(query, key, value)
         if target.is_gpu and plan.unsupported("decode_attention", shape, target) is None:
-            return pallas.dense_decode_attention(query, key, value, lengths + 1, start[:, None])
-        return _masked_attention(query, key, value, lengths[:, None], start[:, None])
+            return pallas.dense_decode_attention(query, key, value, lengths, start[:, None], ring=ring)
+        slots = key.shape[1]
+        position = slot_positions(lengths, slots) if ring else jnp.arange(slots, dtype=jnp.int32)
+        return _masked_attention(query, key, value, (position >= start[:, None]) & (position < lengths[:, None]))
 
-    attended = sharded_attention(attend, query, key, value, lengths, segment_start)
-    return attended, DenseLayerCache(key, value)
+    return sharded_attention(attend, query, *layer, lengths + 1, segment_start), layer
+
+
+def _masked_attention(query, key, value, visible):
+    """Attention of one token per row, [B, 1, N, H], to the slots of a cache that `visible` [B, S] has."""
+    batch, _, num_heads, head_dim = query.shape
+    grouped = query.reshape(batch, key.shape[2], -1, head_dim)
+    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+    dot = dict(precision=precision, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bkgh,bskh->bkgs", grouped, key, **dot) * head_dim**-0.5
+    probs = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -1e30), axis=-1).astype(value.dtype)
+    out = jnp.einsum("bkgs,bskv->bkgv", probs, value, **dot)
+    return out.reshape(batch, 1, num_heads, -1).astype(query.dtype)
 
 
 def prefill_attention(attention, h: jax.Array, layer, offset: jax.Array, start: jax.Array | None, ends: jax.Array):

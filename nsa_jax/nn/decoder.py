@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -125,7 +126,9 @@ class Decoder:
             last = jnp.clip(lengths - 1 - offset, 0, tokens.shape[1] - 1)[:, None]
             here = (lengths > offset) & (lengths <= offset + tokens.shape[1])
             start = jnp.where(here, jnp.take_along_axis(segment_start, last, axis=1)[:, 0], start)
-        return self._normed(params, x), Cache(tuple(layers), ends, start)
+        return self._normed(params, x), dataclasses.replace(
+            cache, layers=tuple(layers), lengths=ends, segment_start=start
+        )
 
     def step(self, params, cache: Cache, tokens, segment_start=None):
         """One more token in every row.
@@ -155,7 +158,8 @@ class Decoder:
             x, layer = block.forward(x, attend)
             layers.append(layer)
         logits = self.logits(params, self._normed(params, x)[:batch, 0])
-        return logits, Cache(tuple(layers), jnp.minimum(cache.lengths + 1, cache.capacity), start)
+        lengths = jnp.minimum(cache.lengths + 1, cache.capacity)
+        return logits, dataclasses.replace(cache, layers=tuple(layers), lengths=lengths, segment_start=start)
 
     def steps(self, params, cache: Cache, tokens, draw: Callable, held: Any, count: int):
         """`count` steps in a loop on the device, so that a dispatch from Python brings more than one token.

@@ -124,10 +124,10 @@ def append_token(projected, gate_bias, turn, lengths, arrays, key_cmp, value_cmp
     return append.append_token(projected, gate_bias, turn, lengths, arrays, key_cmp, value_cmp, phis, **sizes)
 
 
-def dense_decode_attention(query, key, value, lengths, segment_start=None):
+def dense_decode_attention(query, key, value, lengths, segment_start=None, *, ring=False):
     """See `nsa_jax.ops.kernels.decode.dense.dense_decode_attention`."""
     made = plan.plan_decode(Shape.of(query, key, value), key.shape[1], NSAConfig())
-    return _kernels("decode.dense").dense_decode_attention(query, key, value, lengths, segment_start, made)
+    return _kernels("decode.dense").dense_decode_attention(query, key, value, lengths, segment_start, made, ring=ring)
 
 
 def layer_kernels_serve(width: int) -> bool:

@@ -17,6 +17,7 @@ import nsa_jax
 from nsa_jax import aot
 from nsa_jax.ops import blocks, plan, reference
 from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.decode import slot_positions
 
 SMALL = nsa_jax.NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12)
 PAPER = nsa_jax.NSAConfig()
@@ -321,6 +322,27 @@ def test_dense_decoding_kernel_equals_masked_attention():
         mask = (position >= low[..., None]) & (position <= t[..., None])
         want, _ = reference._attend(query, key, value, mask[:, :, None])
         out = jax.jit(dense_decode_attention)(query, key, value, lengths, packed)
+        chex.assert_trees_all_close(np.asarray(out), np.asarray(want), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_dense_decoding_kernel_reads_rings():
+    """Slots in another order give the same as the last tokens of a whole cache; a row may be longer than the ring."""
+    from nsa_jax.ops.pallas import dense_decode_attention
+
+    arrays, _, _ = filled_cache(SMALL, LENGTHS, group=3, v_dim=32)
+    query, key, value, lengths = arrays[0], arrays[3], arrays[4], arrays[-1]
+    slots = 40
+    assert min(LENGTHS) < slots < max(LENGTHS)
+    held = np.asarray(slot_positions(lengths, slots))
+    ring = [jnp.take_along_axis(x, jnp.maximum(held, 0)[..., None, None], axis=1) for x in (key, value)]
+    start = jnp.asarray([[0], [5], [17], [LENGTHS[3] - 15]], jnp.int32)
+    for packed in (None, start):
+        low = jnp.maximum(lengths[:, None] - slots, 0 if packed is None else packed)
+        position = jnp.arange(key.shape[1])
+        mask = (position >= low[..., None]) & (position < lengths[:, None, None])
+        want, _ = reference._attend(query, key, value, mask[:, :, None])
+        out = jax.jit(functools.partial(dense_decode_attention, ring=True))(query, *ring, lengths, packed)
         chex.assert_trees_all_close(np.asarray(out), np.asarray(want), atol=1e-5, rtol=1e-5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
@@ -124,6 +125,20 @@ def test_rows_of_different_lengths_do_not_touch_each_other():
     assert np.abs(first[:, 2] - second[:, 2]).max() > 1e-3
 
 
+def test_window_layers_keep_the_window_alone():
+    """In a model of window layers, too, rows end where the cache was asked to; short caches are no longer than rows."""
+    decoder = Decoder(make_model(attention="window", num_layers=2), chunk=32)
+    cache = decoder.init_cache(2, 1000)
+    assert cache.capacity == 1024 and all(x.shape[1] == 12 for x in jax.tree.leaves(cache.layers))
+    report = memory_report(decoder.config, 2, 1024)
+    assert report["total_mib"] * 2**20 == sum(x.nbytes for x in jax.tree.leaves(cache.layers))
+    assert report["bytes_per_token"] == 0 and report["fixed_bytes_per_row"] == 12 * report["dense_bytes_per_token"]
+    with pytest.raises(ValueError, match="the cache holds 1024 tokens"):
+        decoder.prefill(cache, random_tokens(2, 1025))
+    wide = dataclasses.replace(decoder.config, nsa=dataclasses.replace(SMALL, window=300))
+    assert nn.init_cache(wide, 1, 256).layers[0].key.shape[1] == 256
+
+
 def test_rows_that_dynamic_scaling_would_turn_again_have_no_cache():
     decoder = Decoder(make_model(rope_scaling=RopeScaling("dynamic", 2.0, 256)))
     decoder.init_cache(1, 256)
@@ -163,7 +178,7 @@ def test_every_part_of_the_cache_matters_to_decoding(changes):
         _, cache = decoder.prefill(decoder.init_cache(1, 128), tokens)
         if blank is not None:
             layers = tuple(layer._replace(**{blank: jnp.zeros_like(getattr(layer, blank))}) for layer in cache.layers)
-            cache = cache._replace(layers=layers)
+            cache = dataclasses.replace(cache, layers=layers)
         for token in (1, 2, 3, 4, 5, 6):  # completes compressed blocks from the tail
             out, cache = decoder.decode(cache, [token])
         return np.asarray(out)
@@ -194,6 +209,8 @@ def test_a_step_looks_through_tuples_of_arrays_alone():
         if isinstance(node, (dict, tuple)):
             for child in node.values() if isinstance(node, dict) else node:
                 check(child)
+        elif isinstance(node, nn.Cache):  # taken apart in C++, too
+            check((node.layers, node.lengths, node.segment_start))
         else:  # None is an array that this cache does not have
             assert node is None or isinstance(node, jax.Array), type(node)
 
@@ -318,7 +335,8 @@ def test_mistakes_are_named():
 
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize(
-    ("attention", "shared_kv"), [pytest.param("nsa", False, marks=pytest.mark.slow), ("nsa", True), ("dense", False)]
+    ("attention", "shared_kv"),
+    [pytest.param("nsa", False, marks=pytest.mark.slow), ("nsa", True), ("dense", False), ("window", False)],
 )
 def test_decode_and_prefill_compile_ahead_of_time(attention, shared_kv):
     """Six query heads per group and head dim 64, as in the production config, with the kernels chosen for an A100.
@@ -341,7 +359,7 @@ def test_decode_and_prefill_compile_ahead_of_time(attention, shared_kv):
 
     try:
         step = aot.compile_for_gpu(steps, params, cache, tokens, gpu="a100-80gb", donate_argnums=(1,))
-        if attention == "nsa" and not shared_kv:
+        if not shared_kv:
             prefill = aot.compile_for_gpu(
                 decoder.prefill_chunk, params, cache, chunk, offset, lengths, gpu="a100-80gb", donate_argnums=(1,)
             )
@@ -424,6 +442,8 @@ def test_a_row_by_itself_is_computed_as_in_a_batch(monkeypatch):
         dict(num_heads=12, num_kv_heads=2),
         dict(num_heads=16, num_kv_heads=1),
         dict(num_heads=12, num_kv_heads=2, shared_kv=True),
+        dict(num_heads=12, num_kv_heads=2, attention="window"),
+        dict(num_heads=12, num_kv_heads=2, attention="dense"),
     ],
     ids=str,
 )
@@ -435,7 +455,8 @@ def test_gpu_decode_equals_the_forward(shape):
     want = np.asarray(jax.jit(model)(row[None])[0], np.float32)
     splits = [1, 31, 32, 63, 64, 511, 512, 513, 1023, 1024, 1100, 1299]
     got = decode_from_every_split(Decoder(model, chunk=512), row, splits=splits)
-    assert nsa_jax.implementations_served()["decode_attention"] == "pallas"
+    op = "window_attention" if "attention" in shape else "decode_attention"
+    assert nsa_jax.implementations_served()[op] == "pallas"
     for b in range(len(splits)):
         error = np.linalg.norm(got[b] - want) / np.linalg.norm(want)
         assert error < 2e-2, (splits[b], error)

@@ -111,12 +111,12 @@ def test_prefill_and_decode_give_the_full_forward_pass(packed):
 def test_each_layer_has_the_cache_of_its_kind():
     cache, config = nn.init_cache(CONFIG, 2, 256), CONFIG
     names = [type(layer).__name__ for layer in cache.layers]
-    assert names == ["NSALayerCache", "DenseLayerCache", "DenseLayerCache"] * 4
+    assert names == ["NSALayerCache", "WindowLayerCache", "DenseLayerCache"] * 4
     report, size = memory_report(config, 2, 256), sum(x.nbytes for x in jax.tree.leaves(cache.layers))
     assert report["total_mib"] * 2**20 == size
     token = 2 * 16 * 4  # key and value of one token in one layer, bytes
-    assert report["dense_bytes_per_token"] == 12 * token and report["bytes_per_token"] == 12 * token + 4 * token / 4
-    assert report["fixed_bytes_per_row"] == 4 * token * (12 + 8)
+    assert report["dense_bytes_per_token"] == 12 * token and report["bytes_per_token"] == 8 * token + 4 * token / 4
+    assert report["fixed_bytes_per_row"] == 4 * token * (12 + 8) + 4 * token * 12
 
 
 def test_shares_of_tokens_and_heads_give_the_same_loss_and_gradients():

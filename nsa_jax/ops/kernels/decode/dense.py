@@ -21,34 +21,40 @@ from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.kernels.triton import triton_call
 
 
-def _dense_kernel(*refs, num_starts, num_queries, group, rows, keys, scale):
+def _dense_kernel(*refs, num_starts, num_queries, group, rows, keys, scale, ring):
     """One part of all keys. refs: lengths [1], segment_start [1] if packed, query [G, H], key [S, H], value [S, V];
     out: partial output [G, V], stats [2, G]."""
     lengths_ref, start_refs = refs[0], refs[1 : 1 + num_starts]
     q_ref, k_ref, v_ref, acc_ref, stats_ref = refs[1 + num_starts :]
-    t, start = query_position(lengths_ref, start_refs, num_queries, k_ref.shape[0])
+    slots = k_ref.shape[0]
+    t, start = query_position(lengths_ref, start_refs, num_queries, None if ring else slots)
+    if ring:
+        start = jnp.maximum(start, lengths_ref[0] - slots)
     softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
     count = pl.cdiv(jnp.maximum(t + 1 - start, 0), keys)
     begin, end = part_of(count, pl.num_programs(0), pl.program_id(0))
 
     def body(i, carry):
         position = start + i * keys + iota(keys)
-        slots = jnp.minimum(position, k_ref.shape[0] - 1)
-        return softmax.step(carry, k_ref, v_ref, slots, position <= t)[0]
+        slot = position % slots if ring else jnp.minimum(position, slots - 1)
+        return softmax.step(carry, k_ref, v_ref, slot, position <= t)[0]
 
     softmax.store(lax.fori_loop(begin, end, body, softmax.init()), acc_ref, stats_ref)
 
 
-def dense_decode_attention(query, key, value, lengths, segment_start, plan: Choice):
+def dense_decode_attention(query, key, value, lengths, segment_start, plan: Choice, *, ring: bool = False):
     """Full attention of the newest T tokens of each row to a cache: the baseline, split like the sparse kernels.
+
+    With `ring`, the cache holds position p at p % S, and the last S tokens alone are read.
 
     Args:
       query: [B, T, N, H].
-      key: [B, S, K, H], of which lengths[b] tokens are in use, the T queries' own included.
+      key: [B, S, K, H], of which lengths[b] tokens are in use, the T queries' own included; a ring has seen so many.
       value: [B, S, K, V].
       lengths: int [B].
       segment_start: int [B, T] or None.
       plan: how the keys are divided.
+      ring: see above.
 
     Returns:
       [B, T, N, V] in query's dtype.
@@ -68,6 +74,7 @@ def dense_decode_attention(query, key, value, lengths, segment_start, plan: Choi
             rows=max(16, pl.next_power_of_2(group)),
             keys=tile.keys,
             scale=LOG2E * h_dim**-0.5,
+            ring=ring,
         ),
         grid=(tile.compressed_parts, num_kv, num_rows),
         in_specs=[

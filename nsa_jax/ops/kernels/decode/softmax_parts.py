@@ -19,12 +19,14 @@ def iota(size: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, (size,), 0)
 
 
-def query_position(lengths_ref, start_refs, num_queries: int, capacity: int):
+def query_position(lengths_ref, start_refs, num_queries: int, capacity: int | None):
     """Position and segment start of this program's query; the last grid axis runs over B * T.
 
-    A row that claims more tokens than the cache holds is read up to its end: nothing outside the cache is touched.
+    A row that claims more tokens than the cache holds is read up to its end: nothing outside the cache is touched. A
+    ring has no such end, and no capacity.
     """
-    t = jnp.minimum(lengths_ref[0], capacity) - num_queries + pl.program_id(2) % num_queries
+    length = lengths_ref[0] if capacity is None else jnp.minimum(lengths_ref[0], capacity)
+    t = length - num_queries + pl.program_id(2) % num_queries
     return t, jnp.maximum(start_refs[0][0], 0) if start_refs else jnp.int32(0)
 
 
