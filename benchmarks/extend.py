@@ -138,10 +138,10 @@ def read(workdir: pathlib.Path) -> dict[str, Any]:
     seconds = statistics.median(row["perf/step_seconds"] for row in steps)
     config = env["config"]
     tokens = config["train"]["batch_size"] * config["data"]["seq_len"]
-    long, first = (
-        json.loads((workdir / name / "evaluation.json").read_text())["tasks"]["position"]["bins"]
-        for name in ("evaluation", "evaluation_first")
-    )
+    places = [workdir / name / "evaluation.json" for name in ("evaluation_first", "evaluation")]
+    *first, bins = (json.loads(path.read_text())["tasks"]["position"]["bins"] for path in places if path.exists())
+    if first:
+        bins = first[0] + [row for row in bins if row["from"] >= FIRST]
     selection = workdir / "selection.json"
     return {
         "parameters": env["parameters"],
@@ -149,7 +149,7 @@ def read(workdir: pathlib.Path) -> dict[str, Any]:
         "step_seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "validation": [{"step": row["step"], "loss": row["val/loss"]} for row in rows if "val/loss" in row],
-        "by_position": first + [row for row in long if row["from"] >= FIRST],
+        "by_position": bins,
         "device": env["devices"],
         "versions": env["versions"],
         "git": env["git"],

@@ -293,8 +293,10 @@ def import_dense(
     """
     if not 0.0 <= gate < 1.0:
         raise ValueError(f"gate={gate}: must be in [0, 1)")
-    if shared_kv and "nsa" not in (layer_pattern or (attention,)):
-        raise ValueError(f"shared_kv=True: must be False for attention={attention!r}, which has one branch")
+    kinds = tuple(layer_pattern) or (attention,)
+    if shared_kv and "nsa" not in kinds:
+        names = ", ".join(dict.fromkeys(kinds))
+        raise ValueError(f"shared_kv=True: must be False for layers of the kinds {names}, which have one branch")
     path = Path(directory)
     described = read_json(path, "config.json")
     if described.get("model_type") == MODEL_TYPE:

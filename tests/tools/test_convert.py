@@ -283,7 +283,7 @@ def test_shared_keys_and_values_are_the_checkpoints_once(tmp_path):
     moba, _ = import_dense(tmp_path, attention="nsa", shared_kv=True, edit=by_mean_keys)
     got = run(moba, row)
     assert error(got[:32], want[:32]) <= 2e-5 and error(got[32:], want[32:]) > 1e-3
-    with pytest.raises(ValueError, match="must be False for attention='dense'"):
+    with pytest.raises(ValueError, match="must be False for layers of the kinds dense"):
         import_dense(tmp_path, shared_kv=True)
 
 
@@ -444,6 +444,7 @@ def test_a_converted_model_is_generated_from_and_evaluated(tmp_path, capsys):
         (["IN", "OUT", "--dense-layers=1", "--layer-pattern=nsa,dense"], "not allowed with argument"),
         (["IN", "OUT", "--tokenizer=byte", "--nsa-layers=1"], "--nsa-layers: goes with --dense-layers"),
         (["IN", "OUT", "--nsa-layers=-1"], "argument --nsa-layers"),
+        (["IN", "OUT", "--shared-kv", "--layer-pattern=window,dense"], "False for layers of the kinds window, dense"),
         (["IN", "OUT", "--selected=3"], "unrecognized arguments: --selected=3"),
         (["IN", "OUT", "--config.model.nsa.num_selectd=3"], "did you mean config.model.nsa.num_selected"),
         (["IN", "OUT", "--config.model.rope_theta=3"], "--config.model.rope_theta: the checkpoint"),
