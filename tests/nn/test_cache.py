@@ -335,16 +335,17 @@ def test_mistakes_are_named():
 
 @pytest.mark.usefixtures("usual_compilation")
 @pytest.mark.parametrize(
-    ("attention", "shared_kv"),
-    [pytest.param("nsa", False, marks=pytest.mark.slow), ("nsa", True), ("dense", False), ("window", False)],
+    ("kinds", "shared_kv"),
+    [pytest.param(("nsa",), False, marks=pytest.mark.slow), (("nsa",), True), (("window", "dense"), False)],
+    ids=str,
 )
-def test_decode_and_prefill_compile_ahead_of_time(attention, shared_kv):
+def test_decode_and_prefill_compile_ahead_of_time(kinds, shared_kv):
     """Six query heads per group and head dim 64, as in the production config, with the kernels chosen for an A100.
 
     Several steps in one dispatch copy no cache, and the host need not look between them.
     """
-    fields = dict(dim=768, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=512, num_layers=1, mlp_dim=256)
-    config = nn.ModelConfig(**fields, attention=attention, shared_kv=shared_kv)
+    fields = dict(dim=768, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=512, mlp_dim=256)
+    config = nn.ModelConfig(**fields, num_layers=len(kinds), layer_pattern=kinds, shared_kv=shared_kv)
     decoder = Decoder(nn.Transformer(config, rngs=nnx.Rngs(0)))
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), decoder.params)
     cache = jax.eval_shape(lambda: nn.cache.init_cache(config, 4, 8192))
@@ -369,7 +370,7 @@ def test_decode_and_prefill_compile_ahead_of_time(attention, shared_kv):
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert step.memory_analysis().alias_size_in_bytes >= held  # the cache is updated in place
     assert step.memory_analysis().temp_size_in_bytes < held / 4
-    names = ("nsa_decode_append", "nsa_decode_emit", "nsa_decode_rank") if attention == "nsa" else ("dense_decode",)
+    names = ("nsa_decode_append", "nsa_decode_emit", "nsa_decode_rank") if "nsa" in kinds else ("dense_decode",)
     assert all(name in step.as_text() for name in names) and '"known_trip_count":{"n":"3"}' in step.as_text()
 
 
