@@ -160,9 +160,11 @@ def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
     model, config = import_dense(source, **kind, gate=args.gate, **options)
     kinds = ", ".join(model.config.kinds)
     if args.dense_layers:
-        rest, *others = ("nsa", "dense") if args.nsa_layers is None else ("window", "dense", "nsa")
-        places = {kind: [str(layer) for layer, its in enumerate(pattern) if its == kind] for kind in others}
-        kinds = ", ".join([rest, *(f"in layers {', '.join(at)} {kind}" for kind, at in places.items() if at)])
+        rest = "window" if "window" in pattern else "nsa"
+        places = {kind: [str(i) for i, its in enumerate(pattern) if its == kind] for kind in ("dense", "nsa")}
+        kinds = ", ".join(
+            [rest, *(f"in layers {', '.join(at)} {kind}" for kind, at in places.items() if at and kind != rest)]
+        )
     tokenizer = found[0]
     if config.data.tokenizer == "hf":
         config.data.tokenizer_path = str((target / "tokenizer.json").absolute())

@@ -532,6 +532,8 @@ def test_layers_after_those_that_read_far_are_windows(tmp_path, capsys):
         nsa = ", ".join(str(layer) for layer in sorted(order[1:]))
         also = f", in layers {nsa} nsa" if count else ""
         assert f"to window, in layers {order[0]} dense{also} attention" in lines[2 + count]
+    assert convert.main([*arguments, "--nsa-layers=3"]) == 0  # which leaves no layer for a window
+    assert f"to nsa, in layers {order[0]} dense attention" in capsys.readouterr().out
     assert convert.main([*arguments, "--nsa-layers=4"]) == 2
     assert "the model has 4 layers" in capsys.readouterr().err
 
