@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -218,7 +218,7 @@ def _ordered(ring: jax.Array, first: jax.Array, count: int) -> jax.Array:
     return jnp.take(ring, slots, axis=1)
 
 
-def _behind_rings(rings: Iterable, chunk: Iterable, offset: jax.Array, start: jax.Array | None):
+def _behind_rings(rings: Sequence, chunk: Sequence, offset: jax.Array, start: jax.Array | None):
     """What the window reads of a chunk of tokens at positions offset..: the rings' tokens, in order, and the chunk's.
 
     Args:
@@ -229,11 +229,10 @@ def _behind_rings(rings: Iterable, chunk: Iterable, offset: jax.Array, start: ja
     Returns:
       Keys and values [B, W + T, ...], and the start of each token's document among them.
     """
-    joined = []
-    for ring, new in zip(rings, chunk, strict=True):
-        batch, slots = ring.shape[:2]
-        joined.append(jnp.concatenate([_ordered(ring, offset - slots, slots), new], axis=1))
-    zero = jnp.zeros((batch, new.shape[1]), jnp.int32) if start is None else start
+    slots = rings[0].shape[1]
+    pairs = zip(rings, chunk, strict=True)
+    joined = [jnp.concatenate([_ordered(ring, offset - slots, slots), new], axis=1) for ring, new in pairs]
+    zero = jnp.zeros(chunk[0].shape[:2], jnp.int32) if start is None else start
     return joined, jnp.maximum(zero - (offset - slots), 0)  # slots before position 0 are empty
 
 
