@@ -1,11 +1,13 @@
 """Writes a corpus of long documents without a download: the source text of the Python packages that are installed.
 
     python benchmarks/corpus.py corpus --megabytes 220
+    python benchmarks/corpus.py corpus --megabytes 290 --short corpus_short
 
 A document is the Python files of one folder (and of those below it, while they are small), one after the other, each
 after a line with its path: names that are defined in one file are used in others, often tens of thousands of characters
 later. Documents have at least 64 KiB and at most 1 MiB. Only ASCII is kept, so that a byte is a token for the byte
-tokenizer. Which text is found depends on the machine; the report says how much.
+tokenizer. Which text is found depends on the machine; the report says how much. --short takes a fourteenth of the
+documents out of the corpus and writes them elsewhere as short ones, of 512 bytes each and at most 24,000.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import pathlib
+import random
 import sysconfig
 from collections.abc import Iterator
 
 LEAST, MOST = 64 * 2**10, 2**20
+SHORT, MOST_SHORT = 512, 24_000
 
 
 def _text(path: pathlib.Path, root: pathlib.Path) -> str:
@@ -46,6 +50,21 @@ def documents(root: pathlib.Path) -> Iterator[str]:
             yield "".join(parts)
 
 
+def take_short(corpus: pathlib.Path, output: pathlib.Path) -> None:
+    """Cuts the documents whose names, which are hashes, come last."""
+    files = sorted(corpus.glob("*.txt"))
+    taken = files[-max(len(files) // 14, 1) :]
+    texts = [path.read_text() for path in taken]
+    pieces = [text[i : i + SHORT] for text in texts for i in range(0, len(text) - SHORT + 1, SHORT)]
+    random.Random(0).shuffle(pieces)
+    output.mkdir(parents=True)
+    for count, piece in enumerate(pieces[:MOST_SHORT]):
+        (output / f"{count}.txt").write_text(piece)
+    for path in taken:
+        path.unlink()
+    print(f"{len(taken):,} of them became {min(len(pieces), MOST_SHORT):,} short ones in {output}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=pathlib.Path, help="folder, created if needed")
@@ -57,6 +76,7 @@ def main() -> None:
         default=[],
         help="folders of packages; default: site-packages and the standard library",
     )
+    parser.add_argument("--short", type=pathlib.Path, help="new folder for short documents")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     paths = sysconfig.get_paths()
@@ -71,6 +91,8 @@ def main() -> None:
             (options.output / f"{digest}.txt").write_text(text)
             total, count = total + len(text), count + 1
     print(f"{count:,} documents, {total / 1e6:.1f} MB in {options.output}")
+    if options.short:
+        take_short(options.output, options.short)
 
 
 if __name__ == "__main__":

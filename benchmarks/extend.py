@@ -16,8 +16,10 @@ begins at a tenth ("gate10"), blocks chosen by "mean_key", twice or four times a
 ("far1", "far2", "far3"), NSA in the next few alone and a window in the rest ("far2_nsa3": two layers dense, three
 NSA), scores that learn from dense attention which blocks to choose ("selection_loss";
 "selection_loss_fast": the compressor learns ten times as fast as old weights). Their commands are printed as they run;
-"report" compares what is there, with selection.json of a workdir if benchmarks/selection.py wrote it. Flags after --
-are passed on to train.py.
+"report" compares what is there, with selection.json of a workdir if benchmarks/selection.py wrote it. With --short a
+fifth of the tokens are in short documents, which corpus.py --short writes, and attention does not cross documents;
+--seed changes the order of the data. Workdirs are then called such as "dense_short_seed1". Flags after -- are passed on
+to train.py.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ CONVERSIONS = {
         f"far{n}_nsa{m}": [f"--dense-layers={n}", f"--nsa-layers={m}", *SHARED_MEAN]
         for n, m in ((2, 1), (2, 2), (2, 3), (2, 5), (3, 2))
     },
+    "far2_nsa0": ["--dense-layers=2", "--nsa-layers=0"],
     "selection_loss": ["--attention=nsa"],
     "selection_loss_fast": ["--attention=nsa"],
     "dense": ["--attention=dense"],
@@ -81,6 +84,14 @@ COMMON = [
     "--config.train.sample_tokens=0",
     "--config.model.scan_layers=False",
     "--config.model.remat=dots_saved",
+]
+# Long documents and short ones.
+SOURCES = [
+    "--config.data.packing=True",
+    "--config.data.sources.long.weight=0.8",
+    "--config.data.sources.long.source=text",
+    "--config.data.sources.short.weight=0.2",
+    "--config.data.sources.short.source=text",
 ]
 
 
@@ -110,7 +121,14 @@ def base(options: argparse.Namespace) -> None:
 
 def extend(options: argparse.Namespace, name: str) -> None:
     """One model, converted, trained on at long rows and evaluated."""
-    model, workdir = options.folder / "converted" / name, options.folder / name
+    run, flags = name, list(TRAINING.get(name, []))
+    if options.short:
+        run += "_short"
+        flags += [*SOURCES, f"--config.data.sources.short.files=('{options.short}/*.txt',)"]
+    if options.seed:
+        run += f"_seed{options.seed}"
+        flags.append(f"--config.seed={options.seed}")
+    model, workdir = options.folder / "converted" / run, options.folder / run
     what = [*CONVERSIONS[name], "--dtype=float32", "--tokenizer=byte"]
     if name.startswith("far"):
         files = sorted(options.corpus.glob("*.txt"))
@@ -120,7 +138,7 @@ def extend(options: argparse.Namespace, name: str) -> None:
     train(
         options, config, workdir, f"--resume={model}", "--stage", "--config.train.log_every=5",
         f"--config.train.steps={options.steps}", "--config.train.eval_batches=16", "--config.train.save_every=100000",
-        f"--config.train.eval_every={max(options.steps // 4, 1)}", *TRAINING.get(name, []),
+        f"--config.train.eval_every={max(options.steps // 4, 1)}", *flags,
     )  # fmt: skip
     # Long windows have few first tokens: those are measured in short ones.
     for context, batch_size, output in ((options.length, 4, "evaluation"), (FIRST, 256, "evaluation_first")):
@@ -181,11 +199,10 @@ def draw(runs: dict[str, dict[str, Any]]) -> Figure:
 
 def report(options: argparse.Namespace) -> None:
     """Compares what has been run; prints a table and writes the files."""
-    runs = {
-        name: read(options.folder / name)
-        for name in CONVERSIONS
-        if (options.folder / name / "evaluation_first" / "evaluation.json").exists()
-    }
+    done = {path.parents[1].name for path in options.folder.glob("*/evaluation_first/evaluation.json")}
+    order = list(CONVERSIONS)
+    base_names = {name: name.partition("_seed")[0].removesuffix("_short") for name in done}
+    runs = {name: read(options.folder / name) for name in sorted(done, key=lambda n: (order.index(base_names[n]), n))}
     print("| model | step 0 | end | tokens/s |\n|---|---|---|---|")
     for name, run in runs.items():
         first, last = run["validation"][0]["loss"], run["validation"][-1]["loss"]
@@ -206,6 +223,8 @@ def main() -> None:
     parser.add_argument("what", choices=("base", *CONVERSIONS, "report"))
     parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "runs" / "extension", help="of all runs")
     parser.add_argument("--corpus", type=pathlib.Path, default=ROOT / "corpus")
+    parser.add_argument("--short", type=pathlib.Path, help="folder of short documents to train on as well")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base_config", default="configs/a100_prod.py")
     parser.add_argument("--base_steps", type=int, default=1526, help="of 131,072 tokens: 200 million")
     parser.add_argument("--length", type=int, default=32_768, help="of the new rows")

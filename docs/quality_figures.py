@@ -228,6 +228,25 @@ def extend_rows() -> dict[str, list[str]]:
     return found
 
 
+def extend_short_rows() -> dict[str, list[str]]:
+    """Extensions with short documents among the long ones: two orders of the data, dense and with NSA."""
+    runs = results("extend_short_h100")["runs"]
+    names = ("dense_short", "dense_short_seed1", "far2_nsa3_short", "far2_nsa3_short_seed1")
+    dense, reordered, nsa, nsa_reordered = (runs[name] for name in names)
+    speed = [runs[name]["tokens_per_second"] for name in names]
+    ratios = [f"{speed[2] / speed[0]:.2f}x", f"{speed[3] / speed[1]:.2f}x"]
+    found = {
+        "with short documents, tokens/s": [f"{round(value, -2):,.0f}" for value in speed],
+        "with short documents, speed over dense": ["", "", *ratios],
+    }
+    for parts in zip(*(run["by_position"] for run in (dense, reordered, nsa, nsa_reordered)), strict=True):
+        losses = [part["loss"] for part in parts]
+        behind = (losses[1] - losses[0], losses[2] - losses[0], losses[3] - losses[1])
+        span = f"with short documents, {parts[0]['from']:,} to {parts[0]['to']:,}"
+        found[span] = [f"{losses[0]:.4f}", *(f"{round(value, 3) + 0.0:+.3f}" for value in behind)]
+    return found
+
+
 def all_rows() -> dict[str, list[str]]:
     """All of them."""
     return (
@@ -237,4 +256,5 @@ def all_rows() -> dict[str, list[str]]:
         | readme_quality_rows()
         | sharing_rows()
         | extend_rows()
+        | extend_short_rows()
     )
