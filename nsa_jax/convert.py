@@ -231,17 +231,21 @@ def _far_rows(args: argparse.Namespace, config: ConfigDict, tokenizer: Tokenizer
 
 
 def _far_layers(model: Transformer, config: ConfigDict, rows: np.ndarray, count: int) -> FarLayers:
-    """The layers of a dense model that need to read far, which are printed."""
+    """The layers of a dense model that need to read far, which are printed as they are found."""
     length, nsa = rows.shape[1] - 1, config.model.nsa
     near, first = min(_NEAR_TOKENS, length // 4), min(nsa.num_initial * nsa.select_block, length // 8)
-    found = far_layers(model, rows, count, near=near, first=first)
-    print(
-        f"loss in rows of {length} tokens: {found.full:.4f}; where layers see the first {first} and the last {near} "
-        f"tokens alone: {found.near:.4f}"
-    )
-    for index, (layer, loss) in enumerate(zip(found.layers, found.losses, strict=True)):
-        also = "also " if index else ""
-        print(f"{also}layer {layer} (the first is 0) sees all: {loss:.4f}, {found.share(index):.0%} of the way")
+
+    def tell(found: FarLayers) -> None:
+        index = len(found.layers) - 1
+        if not index:
+            seen = f"where layers see the first {first} and the last {near} tokens alone: {found.near:.4f}"
+            print(f"loss in rows of {length} tokens: {found.full:.4f}; {seen}")
+        what = f"{'also ' if index else ''}layer {found.layers[index]} (the first is 0) sees all"
+        print(f"{what}: {found.losses[index]:.4f}, {found.share(index):.0%} of the way", flush=True)
+
+    passes = count * model.config.num_layers
+    print(f"looking for the layers that read far: about {passes:,} times {len(rows) * length:,} tokens", flush=True)
+    found = far_layers(model, rows, count, near=near, first=first, on_found=tell)
     if found.near <= found.full:
         logging.warning(
             "the model gains nothing here from reading further, so that these layers mean nothing. Fix: give --text in "

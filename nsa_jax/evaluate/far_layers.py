@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -76,7 +76,14 @@ def _hidden(
 
 
 def far_layers(
-    model: Transformer, rows: np.ndarray, count: int, *, near: int = 128, first: int = 64, batch_size: int = 4
+    model: Transformer,
+    rows: np.ndarray,
+    count: int,
+    *,
+    near: int = 128,
+    first: int = 64,
+    batch_size: int = 4,
+    on_found: Callable[[FarLayers], None] | None = None,
 ) -> FarLayers:
     """Finds the layers of a dense model that need to read far, one after the other.
 
@@ -90,6 +97,7 @@ def far_layers(
       near: tokens that the other layers see, their own included.
       first: tokens of a row that they see, too; together less than T / 2.
       batch_size: rows at a time.
+      on_found: is called with all that is known whenever one more layer was found.
 
     Raises:
       ValueError: an argument is out of range, the model has other layers than dense ones, or a loss is not finite.
@@ -125,11 +133,11 @@ def far_layers(
         return mean
 
     alone = tuple(loss([layer]) for layer in range(num_layers))
-    layers: list[int] = []
-    losses: list[float] = []
-    while len(layers) < count:
+    found = FarLayers((), (), loss([]), loss(range(num_layers)), alone)
+    while len(layers := found.layers) < count:
         tried = {i: loss([*layers, i]) if layers else alone[i] for i in range(num_layers) if i not in layers}
         best = min(tried, key=lambda i: tried[i])
-        layers.append(best)
-        losses.append(tried[best])
-    return FarLayers(tuple(layers), tuple(losses), loss([]), loss(range(num_layers)), alone)
+        found = dataclasses.replace(found, layers=(*layers, best), losses=(*found.losses, tried[best]))
+        if on_found:
+            on_found(found)
+    return found

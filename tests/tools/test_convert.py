@@ -502,7 +502,8 @@ def test_layers_that_read_far_stay_dense(tmp_path, capsys, caplog):
     (tmp_path / "text.txt").write_text("".join(chr(48 + i * i % 61) for i in range(1000)))
     arguments = [str(tmp_path / "in"), str(tmp_path / "out"), "--text", str(tmp_path / "text.txt"), "--shared-kv"]
     assert convert.main([*arguments, "--dense-layers=1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("looking for the layers that read far: about ")
     assert lines[0].startswith("loss in rows of 128 tokens: ") and "the first 16 and the last 32" in lines[0]
     full, near = (float(lines[0].split()[place].strip(";")) for place in (6, -1))
     assert ("the model gains nothing here" in caplog.text) == (near <= full)  # its weights are random
@@ -524,7 +525,8 @@ def test_layers_after_those_that_read_far_are_windows(tmp_path, capsys):
     arguments = [str(tmp_path / "in"), str(tmp_path / "out"), "--text", str(tmp_path / "text.txt"), "--dense-layers=1"]
     for count in (2, 0):
         assert convert.main([*arguments, f"--nsa-layers={count}"]) == 0
-        lines = capsys.readouterr().out.splitlines()
+        first, *lines = capsys.readouterr().out.splitlines()
+        assert f"about {4 * (1 + count)} times " in first
         order = [int(line.split("layer ")[1].split()[0]) for line in lines[1 : 2 + count]]
         pattern = nsa_jax.load(tmp_path / "out")[0].config.layer_pattern
         want = dict.fromkeys(range(4), "window") | dict.fromkeys(order, "nsa") | {order[0]: "dense"}

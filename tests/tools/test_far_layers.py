@@ -57,7 +57,10 @@ def test_the_layer_that_reads_far_is_found():
     w_out[...] = w_out[...] * jnp.asarray([0.0, 1.0, 0.05])[:, None, None]
     rows = np.random.default_rng(0).integers(0, 20, (6, LENGTH + 1))
     rows[:, LENGTH // 2 :] = np.asarray(jnp.argmax(model(jnp.asarray(rows[:, :-1])), -1))[:, LENGTH // 2 - 1 :]
-    found = far_layers(model, rows, 3, near=4, first=0, batch_size=4)
+    told = []
+    found = far_layers(model, rows, 3, near=4, first=0, batch_size=4, on_found=told.append)
+    assert [len(early.layers) for early in told] == [1, 2, 3] and told[-1] == found
+    assert (told[0].layers, told[0].losses) == (found.layers[:1], found.losses[:1])
     assert found.layers[0] == 1 and sorted(found.layers) == [0, 1, 2]
     assert found.alone[1] == found.losses[0] < min(found.alone[0], found.alone[2])
     assert found.alone[0] == pytest.approx(found.near, abs=1e-6)
