@@ -79,6 +79,9 @@ field can be set:
 python train.py --config=configs/quickstart.py --config.train.steps=1000 --config.model.nsa.window=32
 python train.py --config=configs/a100_prod.py --config.data.source=text --config.data.files="('corpus/*.txt',)"
 ```
+
+The last value counts. A field of several texts gets one more each time it is given one, such as
+`--config.data.files=a.txt --config.data.files=b.txt`; a whole tuple replaces what came before.
 """
 
 _RULES = """

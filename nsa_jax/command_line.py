@@ -82,7 +82,8 @@ def override(config: ConfigDict, overrides: Sequence[str]) -> list[Problem]:
 
     Args:
       config: changed where an override is right.
-      overrides: such as "train.steps=5". A field of several texts that is named several times gets all of them.
+      overrides: such as "train.steps=5". A field of several texts that is named several times gets all of them; a whole
+        tuple, "data.files=('a', 'b')", replaces what came before.
 
     Returns:
       What is wrong with the others.
@@ -112,7 +113,7 @@ def override(config: ConfigDict, overrides: Sequence[str]) -> list[Problem]:
                         config.data.sources[sections[-1]] = ConfigDict()
                 for section in sections:
                     target = target[section]
-                if isinstance(value, tuple) and name in seen:
+                if isinstance(value, tuple) and name in seen and not value_text.startswith(("(", "[")):
                     value = target[last] + value
                 target[last] = value
         except Exception:  # the file's get_config() made another structure, which is reported as such
@@ -251,6 +252,9 @@ def run_program(work: Callable[[], object]) -> int:
     Returns:
       The exit status: 0, or EXIT_USAGE if an error was reported on standard error.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by >&-
+            setattr(sys, name, open(os.devnull, "w"))
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
     choose_platform()

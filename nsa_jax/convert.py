@@ -38,7 +38,7 @@ from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.evaluate.far_layers import FarLayers, far_layers
 from nsa_jax.evaluate.scoring import Scorer, score_documents
 from nsa_jax.fields import ConfigError, Problem
-from nsa_jax.hub.convert import GATE, import_dense
+from nsa_jax.hub.convert import GATE, check_import, import_dense
 from nsa_jax.hub.export import export
 from nsa_jax.hub.export_files import LoadError, file_in, read_json, shortened
 from nsa_jax.hub.families import sliding_window
@@ -83,22 +83,24 @@ def find_checkpoint(name: str) -> Path:
 
 def _tokenizer(given: str | None, source: Path, config: ConfigDict) -> Tokenizer:
     """The tokenizer that was asked for, or the checkpoint's own."""
-    if given == "byte":
-        return ByteTokenizer()
     path = Path(given) if given else source / "tokenizer.json"
     if not given:
         for name in _TOKENIZER_FILES:
             if os.path.lexists(source / name):
                 file_in(source, name)
-    if not path.is_file():
+    if given == "byte":
+        tokenizer: Tokenizer = ByteTokenizer()
+    elif path.is_file():
+        config.data.tokenizer, config.data.tokenizer_path = "hf", str(path.absolute())
+        tokenizer = load_tokenizer(config)
+    else:
         raise LoadError(f"{path} is no file; name a tokenizer.json with --tokenizer, or --tokenizer=byte")
-    config.data.tokenizer, config.data.tokenizer_path = "hf", str(path.absolute())
-    tokenizer = load_tokenizer(config)
     if tokenizer.vocab_size > config.model.vocab_size:
-        own = f"add rows with transformers, resize_token_embeddings({tokenizer.vocab_size}), and save it again"
+        fix = f"add rows with transformers, resize_token_embeddings({tokenizer.vocab_size}), and save it again"
+        fix = "give the tokenizer.json of the checkpoint" if given else fix
         raise LoadError(
-            f"{path}: its ids go up to {tokenizer.vocab_size - 1}, but the embedding has {config.model.vocab_size} "
-            f"rows. Fix: {'give the tokenizer.json of the checkpoint' if given else own}"
+            f"{'--tokenizer=byte' if given == 'byte' else path}: its ids go up to {tokenizer.vocab_size - 1}, but the "
+            f"embedding has {config.model.vocab_size} rows. Fix: {fix}"
         )
     if not given:
         keep_generation(tokenizer, source, read_json(source, "config.json"))
@@ -138,44 +140,33 @@ def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
         raise LoadError("--dense-layers: name files with --text, in which to find the layers that need to read far")
     if args.nsa_layers is not None and not args.dense_layers:
         raise LoadError("--nsa-layers: goes with --dense-layers, which layers stay dense before NSA takes its share")
-    if args.text:
-        TextSource(tuple(args.text))  # raises where a file is not there
-    found: list[Tokenizer] = []
-    rows: list[np.ndarray] = []
-
-    def edit(config: ConfigDict) -> None:  # before arrays are read, which may take long
-        _set_fields(config, overrides)
-        found.append(_tokenizer(args.tokenizer, source, config))
-        if args.dense_layers and not rows:
-            rows.append(_far_rows(args, config, found[0]))
-
-    options = {"dtype": args.dtype, "seq_len": args.seq_len, "edit": edit}
-    pattern = args.layer_pattern
+    options = {"dtype": args.dtype, "seq_len": args.seq_len, "edit": lambda config: _set_fields(config, overrides)}
+    kind = {"attention": args.attention, "layer_pattern": args.layer_pattern, "shared_kv": args.shared_kv}
+    if args.dense_layers:  # how many layers are of which kind is known now, and which ones only after a long search
+        num_layers = check_import(source, **options)[2].num_layers
+        _check_counts(args, num_layers)
+        kind["layer_pattern"] = _pattern(args, num_layers, range(num_layers))
+    config = check_import(source, **kind, **options)[1]
+    tokenizer = _tokenizer(args.tokenizer, source, config)
+    context = min(config.data.seq_len, 4096)
+    text = _first_tokens(tokenizer, args.text, context) if args.text else None
     if args.dense_layers:
-        dense, config = import_dense(source, attention="dense", **options)
-        found_layers = _far_layers(dense, config, rows[0], args.dense_layers + (args.nsa_layers or 0)).layers
-        pattern = _pattern(dense.config.num_layers, found_layers, args.dense_layers, args.nsa_layers)
+        rows = _far_rows(args, config, tokenizer)
+        dense, _ = import_dense(source, attention="dense", **options)
+        found = _far_layers(dense, config, rows, args.dense_layers + (args.nsa_layers or 0))
+        kind["layer_pattern"] = _pattern(args, num_layers, found.layers)
         del dense
-    kind = {"attention": args.attention, "layer_pattern": pattern, "shared_kv": args.shared_kv}
     model, config = import_dense(source, **kind, gate=args.gate, **options)
-    kinds = ", ".join(model.config.kinds)
-    if args.dense_layers:
-        rest = "window" if "window" in pattern else "nsa"
-        places = {kind: [str(i) for i, its in enumerate(pattern) if its == kind] for kind in ("dense", "nsa")}
-        kinds = ", ".join(
-            [rest, *(f"in layers {', '.join(at)} {kind}" for kind, at in places.items() if at and kind != rest)]
-        )
-    tokenizer = found[0]
-    if config.data.tokenizer == "hf":
-        config.data.tokenizer_path = str((target / "tokenizer.json").absolute())
+    if args.tokenizer != "byte":
+        config.data.tokenizer, config.data.tokenizer_path = "hf", str((target / "tokenizer.json").absolute())
     export(model, tokenizer, config, target, overwrite=args.overwrite)
+    kinds = _by_layer(kind["layer_pattern"]) if args.dense_layers else ", ".join(model.config.kinds)
     print(f"converted {args.checkpoint} to {kinds} attention: {target}")
-    if args.text:
+    if text:
         window, _ = sliding_window(read_json(source, "config.json"), source)
         was = "window" if 0 < window < config.data.seq_len else "dense"
         models = {was: import_dense(source, attention=was, **options)[0]} if "nsa" in model.config.kinds else {}
-        losses = step_zero_losses(models | {kinds: model}, tokenizer, args.text, min(config.data.seq_len, 4096))
-        for name, loss in losses.items():
+        for name, loss in _losses(models | {kinds: model}, tokenizer, text, context).items():
             print(f"loss at step 0, {name}: {loss:.4f} nats per token")
 
 
@@ -191,11 +182,39 @@ def _documents(tokenizer: Tokenizer, files: Sequence[str], characters: int | Non
             yield np.concatenate([prefix, tokens])
 
 
-def _pattern(num_layers: int, found: Sequence[int], dense: int, nsa: int | None) -> tuple[str, ...]:
-    """Kinds of the layers: of `found` the first are dense and others have NSA, like the rest unless `nsa` is given."""
-    rest = "nsa" if nsa is None else "window"
-    kinds = dict.fromkeys(range(num_layers), rest) | dict.fromkeys(found, "nsa") | dict.fromkeys(found[:dense], "dense")
+def _check_counts(args: argparse.Namespace, num_layers: int) -> None:
+    """Raises LoadError if --dense-layers and --nsa-layers ask for more layers than the model has."""
+    if args.dense_layers >= num_layers:
+        raise LoadError(
+            f"--dense-layers={args.dense_layers}: must be less than the model's {num_layers} layers; for dense "
+            "attention in all of them use --attention=dense"
+        )
+    if args.dense_layers + (args.nsa_layers or 0) > num_layers:
+        raise LoadError(
+            f"--dense-layers={args.dense_layers} --nsa-layers={args.nsa_layers}: the model has {num_layers} layers; "
+            "without --nsa-layers all that do not stay dense have NSA"
+        )
+
+
+def _pattern(args: argparse.Namespace, num_layers: int, order: Sequence[int]) -> tuple[str, ...]:
+    """Kinds of the layers: in this order as many are dense and have NSA as is asked for, and the rest have a window.
+
+    Without --nsa-layers the rest have NSA, too.
+    """
+    dense = args.dense_layers
+    nsa = num_layers if args.nsa_layers is None else args.nsa_layers
+    kinds = dict.fromkeys(range(num_layers), "nsa" if args.nsa_layers is None else "window")
+    kinds |= dict.fromkeys(order[: dense + nsa], "nsa") | dict.fromkeys(order[:dense], "dense")
     return tuple(kinds.values())
+
+
+def _by_layer(pattern: Sequence[str]) -> str:
+    """Kinds of the layers in words: that of the rest, and which layers are of another one."""
+    rest = "window" if "window" in pattern else "nsa"
+    places = {kind: [str(i) for i, its in enumerate(pattern) if its == kind] for kind in ("dense", "nsa")}
+    return ", ".join(
+        [rest, *(f"in layers {', '.join(at)} {kind}" for kind, at in places.items() if at and kind != rest)]
+    )
 
 
 def _far_rows(args: argparse.Namespace, config: ConfigDict, tokenizer: Tokenizer) -> np.ndarray:
@@ -203,16 +222,6 @@ def _far_rows(args: argparse.Namespace, config: ConfigDict, tokenizer: Tokenizer
 
     They are taken evenly from the first 256 rows of the files.
     """
-    if args.dense_layers >= config.model.num_layers:
-        raise LoadError(
-            f"--dense-layers={args.dense_layers}: must be less than the model's {config.model.num_layers} layers; for "
-            "dense attention in all of them use --attention=dense"
-        )
-    if args.dense_layers + (args.nsa_layers or 0) > config.model.num_layers:
-        raise LoadError(
-            f"--dense-layers={args.dense_layers} --nsa-layers={args.nsa_layers}: the model has "
-            f"{config.model.num_layers} layers; without --nsa-layers all that do not stay dense have NSA"
-        )
     length = min(config.data.seq_len, _FAR_TOKENS)
     if length < 16:
         raise LoadError(f"--seq-len={length}: must be at least 16 to find layers that need to read far")
@@ -241,25 +250,31 @@ def _far_layers(model: Transformer, config: ConfigDict, rows: np.ndarray, count:
             seen = f"where layers see the first {first} and the last {near} tokens alone: {found.near:.4f}"
             print(f"loss in rows of {length} tokens: {found.full:.4f}; {seen}")
         what = f"{'also ' if index else ''}layer {found.layers[index]} (the first is 0) sees all"
-        print(f"{what}: {found.losses[index]:.4f}, {found.share(index):.0%} of the way", flush=True)
+        share = f", {found.share(index):.0%} of the way" if found.clear else ""
+        print(f"{what}: {found.losses[index]:.4f}{share}", flush=True)
 
     passes = count * model.config.num_layers
     print(f"looking for the layers that read far: about {passes:,} times {len(rows) * length:,} tokens", flush=True)
     found = far_layers(model, rows, count, near=near, first=first, on_found=tell)
-    if found.near <= found.full:
+    if not found.clear:
         logging.warning(
-            "the model gains nothing here from reading further, so that these layers mean nothing. Fix: give --text in "
-            "which it pays to look back"
-        )
+            "reading further gains the model %.4f nats here, while the view of a single layer changes its loss by up "
+            "to %.4f: these layers may mean nothing. Fix: give --text in which it pays to look back",
+            found.near - found.full, max(abs(found.near - loss) for loss in found.alone),
+        )  # fmt: skip
     return found
 
 
-def step_zero_losses(
-    models: dict[str, Transformer], tokenizer: Tokenizer, files: Sequence[str], context: int, limit: int = 1 << 20
-) -> dict[str, float]:
-    """Nats per token of several models on the first `limit` tokens of text files, in windows of `context` tokens.
+def _first_tokens(
+    tokenizer: Tokenizer, files: Sequence[str], context: int, limit: int = 1 << 20
+) -> tuple[list[np.ndarray], list[int]]:
+    """Documents of the first `limit` tokens of text files, and the indices of those that were cut.
 
-    Of one document at most 64 windows are taken.
+    Of one document at most 64 windows of `context` tokens are taken. No more of the files is read.
+
+    Raises:
+      LoadError: the files hold no text.
+      DataError: a file cannot be read.
     """
     documents: list[np.ndarray] = []
     cut: list[int] = []
@@ -272,11 +287,35 @@ def step_zero_losses(
         room -= len(documents[-1])
         if room <= 0:
             break
-    text = (documents, np.asarray(tokenizer.token_bytes), tokenizer.eos_id)
+    if not documents:
+        raise LoadError(f"--text: these files hold no text: {', '.join(files)}. Fix: name files with text in them")
+    return documents, cut
+
+
+def _losses(
+    models: dict[str, Transformer], tokenizer: Tokenizer, text: tuple[list[np.ndarray], list[int]], context: int
+) -> dict[str, float]:
+    """Nats per token of several models on what `_first_tokens` returned."""
+    documents, cut = text
+    given = (documents, np.asarray(tokenizer.token_bytes), tokenizer.eos_id)
     return {
-        name: score_documents(Scorer(model), *text, context=context, stride=context, batch_size=1, cut=cut)["loss"]
+        name: score_documents(Scorer(model), *given, context=context, stride=context, batch_size=1, cut=cut)["loss"]
         for name, model in models.items()
     }
+
+
+def step_zero_losses(
+    models: dict[str, Transformer], tokenizer: Tokenizer, files: Sequence[str], context: int, limit: int = 1 << 20
+) -> dict[str, float]:
+    """Nats per token of several models on the first `limit` tokens of text files, in windows of `context` tokens.
+
+    Of one document at most 64 windows are taken.
+
+    Raises:
+      LoadError: the files hold no text.
+      DataError: a file cannot be read.
+    """
+    return _losses(models, tokenizer, _first_tokens(tokenizer, files, context, limit), context)
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
@@ -347,14 +386,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line tool; returns the exit status."""
-    parser = _parser()
+def parse_arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """Arguments that a parser declares, and the fields after --config., such as "model.nsa.num_selected=32"."""
     args, others = parser.parse_known_args(argv)
     prefix = "--config."
     if unknown := [text for text in others if not text.startswith(prefix) or "=" not in text]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; a field of the config is {prefix}FIELD=VALUE")
-    return run_program(lambda: convert(args, [text.removeprefix(prefix) for text in others]))
+    return args, [text.removeprefix(prefix) for text in others]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line tool; returns the exit status."""
+    args, overrides = parse_arguments(_parser(), argv)
+    return run_program(lambda: convert(args, overrides))
 
 
 if __name__ == "__main__":

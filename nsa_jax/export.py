@@ -12,7 +12,8 @@ With --format=transformers a model becomes a folder that transformers loads. Tha
 which transformers runs with trust_remote_code=True. A model with dense or window attention becomes a Llama, a Mistral,
 a Qwen2 or a Qwen3 that transformers loads by itself; `python -m nsa_jax.convert` reads it back bit-equal.
 
-With --import-from=CHECKPOINT the arguments are those of `python -m nsa_jax.convert`, which does the work.
+With --import-from=CHECKPOINT the arguments are those of `python -m nsa_jax.convert`, which does the work; without it
+they are refused.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nsa_jax.command_line import run_program
-from nsa_jax.convert import OVERWRITE, add_arguments, convert, step_zero_losses
+from nsa_jax.convert import OVERWRITE, add_arguments, convert, parse_arguments, step_zero_losses
 from nsa_jax.hub.convert import import_dense, imported_config
 from nsa_jax.hub.export import export, load_exported
 from nsa_jax.hub.export_files import LoadError
-from nsa_jax.hub.load import load, local_directory, recorded_metrics
+from nsa_jax.hub.load import load_recorded, local_directory
 from nsa_jax.hub.native import export_native
 from nsa_jax.hub.output import check_output
 
@@ -42,19 +43,32 @@ __all__ = [
 ]
 
 
-def _export(args: argparse.Namespace) -> None:
+def _import_options(argv: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Names of the options among the arguments that only an import reads."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    others = parser.parse_known_args(argv)[1]
+    given = [text for text in argv if text.startswith("--") and text not in others]
+    return [text.partition("=")[0] for text in [*given, *(f"--config.{text}" for text in overrides)]]
+
+
+def _export(args: argparse.Namespace, overrides: Sequence[str], import_options: Sequence[str]) -> None:
     if args.import_from:
         args.checkpoint, args.output = args.import_from, args.path
-        return convert(args)
+        return convert(args, overrides)
+    if import_options:
+        raise LoadError(
+            f"{', '.join(import_options)}: only with --import-from=CHECKPOINT; a model is exported as it is. Fix: "
+            "leave this out, or convert the checkpoint that the model came from"
+        )
     if not args.output:
         raise LoadError("name the directory to write: python -m nsa_jax.export WORKDIR OUTPUT")
     source, output = local_directory(args.path), Path(args.output)
     if source is not None and output.exists() and source.exists() and output.samefile(source):
         raise LoadError(f"{args.output}: is what is to be exported; name another directory to write")
     check_output(args.output, args.overwrite)
-    model, tokenizer, config = load(args.path)
+    model, tokenizer, config, metrics = load_recorded(args.path)
     if args.format == "transformers":
-        metrics = recorded_metrics(args.path)
         export_native(model, tokenizer, config, args.output, metrics=metrics, overwrite=args.overwrite)
     else:
         export(model, tokenizer, config, args.output, overwrite=args.overwrite)
@@ -84,8 +98,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line tool; returns the exit status."""
-    args = _parser().parse_args(argv)
-    return run_program(lambda: _export(args))
+    argv = sys.argv[1:] if argv is None else argv
+    args, overrides = parse_arguments(_parser(), argv)
+    return run_program(lambda: _export(args, overrides, _import_options(argv, overrides)))
 
 
 if __name__ == "__main__":

@@ -118,6 +118,8 @@ def _is_command(line: str) -> bool:
 
 def _interact(generator: Generator, args: argparse.Namespace, sampling: Sampling) -> None:
     """Reads lines and continues the text so far after each, until /reset."""
+    if sys.stdin is None:  # closed: there are no lines
+        return
     if not args.quiet and sys.stdin.isatty():
         limit = f"{generator.context:,} tokens" if generator.context else "no limit"
         print(f"{args.path}: context {limit}, up to {args.max_tokens:,} new tokens a line\n{_HELP}", file=sys.stderr)
@@ -152,6 +154,8 @@ def _prompt(args: argparse.Namespace) -> str | bytes:
     if args.prompt_file is None:
         return args.prompt or ""
     if str(args.prompt_file) == "-":
+        if sys.stdin is None:
+            raise PromptError("--prompt-file=-: the standard input is closed; pipe a text, or name a file")
         return sys.stdin.buffer.read()
     try:
         return args.prompt_file.read_bytes()

@@ -211,7 +211,10 @@ class Generator:
         tokens there. A sequence of ids is used as it is.
         """
         if isinstance(prompt, (str, bytes)):
-            ids, note = encode_prompt(self.tokenizer, prompt)
+            try:
+                ids, note = encode_prompt(self.tokenizer, prompt)
+            except UnicodeEncodeError as error:
+                raise PromptError(f"the prompt {prompt!r:.80} is no text: {error.reason}") from error
             if note:
                 logging.getLogger("nsa_jax").warning("%s", note)
             if self._prefix:
@@ -272,12 +275,15 @@ class Generator:
         settings = Sampling() if sampling is None else sampling
         if not isinstance(settings, Sampling):
             raise ValueError(f"sampling={sampling!r:.80}: must be a Sampling, such as Sampling(temperature=0.8)")
-        stop = [stop] if isinstance(stop, str) else stop
+        stop = [stop] if isinstance(stop, str) else list(stop)
+        if not all(isinstance(text, str) for text in stop):
+            raise ValueError(f"stop={stop!r:.80}: must be strings")
         _check_count("max_tokens", max_tokens)
         _check_count("num_samples", num_samples)
         if isinstance(prompts, (str, bytes)):
             raise PromptError(f"prompts={prompts!r:.80}: must be a list of prompts; for one, put it into a list")
-        if not len(prompts):
+        prompts = list(prompts)
+        if not prompts:
             self.stats = Stats()
             return []
         ids = [self.prompt_ids(prompt) for prompt in prompts]

@@ -39,6 +39,9 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            if not hasattr(value, "__float__"):
+                raise ValueError(f"{name}={value!r}: must be a number")
         for name, good, rule in (
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be positive and finite"),
             ("temperature", 0 <= self.temperature < math.inf, "must be 0 (greedy) or positive, and finite"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import tempfile
@@ -93,7 +94,16 @@ def few_mapped_areas():
         with open("/proc/self/maps") as areas:
             mapped = sum(1 for _ in areas)
         if mapped > 12_000:
+            gc.unfreeze()
             jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections():
+    """Leaves what earlier modules left out of garbage collections, which would look at a million objects each time."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config, items):

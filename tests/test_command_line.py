@@ -45,6 +45,8 @@ def overridden(*arguments):
         (["--config.data.files=['a']"], "data.files", ("a",)),
         (["--config.data.files=corpus/*.txt"], "data.files", ("corpus/*.txt",)),
         (["--config.data.files=a", "--config.data.files=b"], "data.files", ("a", "b")),
+        (["--config.data.files=a", "--config.data.files=('b', 'c')"], "data.files", ("b", "c")),
+        (["--config.data.files=['a']", "--config.data.files=b"], "data.files", ("a", "b")),
         (["--config.data.files="], "data.files", ()),
         (["--config.preflight.ignore=R013"], "preflight.ignore", ("R013",)),
         (["--config.model.nsa.window=32"], "model.nsa.window", 32),

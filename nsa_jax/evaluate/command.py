@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -59,12 +60,20 @@ from nsa_jax.evaluate.scoring import (
 from nsa_jax.evaluate.validation import repeat_validation
 from nsa_jax.extras import extra
 from nsa_jax.fields import source_configs
-from nsa_jax.hub.load import load, local_directory, recorded_metrics
+from nsa_jax.hub.load import load_recorded, local_directory
 from nsa_jax.train.env import write_json
 
 TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall", "far", "long", "context")
 _SAME_LOSS = 1e-3  # relative; kernels and precision of another machine may differ by less
 HARNESS = "lm_eval:"  # before names of tasks of the lm-evaluation-harness
+
+
+class _Console(Console):
+    """Goes on in silence when who reads the tables, such as head, has enough of them: results are in files too."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Evaluation:
@@ -75,11 +84,17 @@ class Evaluation:
         directory = local_directory(args.path)
         if directory is None and not args.output:
             raise ValueError(f"{args.path}: name a directory for the results with --output")
-        self.model, self.tokenizer, self.config = load(args.path)
+        self.model, self.tokenizer, self.config, self.recorded = load_recorded(args.path)
+        if self.tokenizer.vocab_size > self.model.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {self.tokenizer.vocab_size:,} ids and the model {self.model.config.vocab_size:,}: "
+                "give the tokenizer that the model was trained with"
+            )
         self.context = args.context or self.config.data.seq_len
         self.output = Path(args.output or Path(directory or "") / "evaluation")
         self.output.mkdir(parents=True, exist_ok=True)
-        self.console = Console() if sys.stdout.isatty() else Console(width=120)
+        self.console = _Console() if sys.stdout.isatty() else _Console(width=120)
+        self._said: list[Table | str] = []
         self._held_out: HeldOut | None = None
         self._scores: dict[str, Any] | None = None
         self._probe: inspect.Probe | None = None
@@ -169,7 +184,7 @@ class Evaluation:
     def validation(self) -> dict[str, Any]:
         """The run's validation, beside what the run recorded of it at this step."""
         result = repeat_validation(self.model, self.tokenizer, self.config, self.token_bytes, self.args.batch_size)
-        recorded = recorded_metrics(self.args.path).get("val/loss")
+        recorded = self.recorded.get("val/loss")
         if recorded is not None:
             result["recorded_loss"] = recorded
         self._table("validation" + ("" if recorded is None else ", as in training"), [result])
@@ -289,6 +304,7 @@ class Evaluation:
             raise DataError("--tasks context", what, fix)
         if left_out := sorted(set(self.args.cuts or ()) - set(cuts)):
             self._say(f"--cuts {', '.join(map(str, left_out))}: left out, not below the context {self.context}.")
+            self._show()
         scorer, tokens = Scorer(self.model), np.stack(rows)
         sizes = {"batch_size": self.args.batch_size}
         whole = long_context.context_losses(scorer, tokens, self.context, self.context, **sizes)
@@ -328,7 +344,13 @@ class Evaluation:
         return {f"{HARNESS}{name}": row for name, row in found.items()}
 
     def _say(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._said.append(line)
+
+    def _show(self) -> None:
+        """Prints what the tasks said, once their results are written."""
+        for said in self._said:
+            self.console.print(said, markup=False, highlight=False, soft_wrap=isinstance(said, str))
+        self._said.clear()
 
     def _table(self, title: str, rows: list[dict[str, Any]]) -> None:
         def shown(value):
@@ -347,17 +369,18 @@ class Evaluation:
                 table.add_column(name.replace("_", " "), justify="right")
             for row in rows:
                 table.add_row(*map(shown, row.values()))
-        self.console.print(table)
+        self._said.append(table)
 
     def run(self) -> dict[str, Any]:
         """Runs the tasks, and writes evaluation.json after each; returns what this call found."""
         tasks = self.args.tasks or self.default_tasks()
+        self._show()
         if not tasks:
             raise DataError("--tasks", "none fits synthetic data of this kind", "name tasks, with --files for text")
         for task in tasks:
             self._lengths(task)  # raises before anything is computed
         harness = [task for task in tasks if task not in TASKS]
-        model = {"path": str(self.args.path), "step": recorded_metrics(self.args.path).get("step")}
+        model = {"path": str(self.args.path), "step": self.recorded.get("step")}
         model["fingerprint"] = fingerprint(self.model)
         result: dict[str, Any] = {**model, "context": self.context, "tasks": {}}
         kept = self._results_of(model)
@@ -378,6 +401,7 @@ class Evaluation:
                 name: {"context": self.context, **values, "seconds": seconds} for name, values in found.items()
             }
             write_json(self.output / "evaluation.json", {**result, "tasks": kept | result["tasks"]})
+            self._show()
         self.console.print(f"written to {self.output}")
         return result
 

@@ -43,6 +43,14 @@ class FarLayers:
     full: float
     alone: tuple[float, ...]
 
+    @property
+    def clear(self) -> bool:
+        """Whether no single layer's view changes the loss by more than 1.25 times what the model gains by reading far.
+
+        Where one does, or the model gains nothing, shares of that gain say nothing.
+        """
+        return 1.25 * (self.near - self.full) > max(abs(self.near - loss) for loss in self.alone)
+
     def share(self, index: int) -> float:
         """How much of the way from `near` to `full` the first `index + 1` layers go; 0 if there is none to go."""
         way = self.near - self.full

@@ -253,6 +253,50 @@ def _read_params(arrays: Arrays, config: ModelConfig, abstract: dict[str, Any], 
     return params
 
 
+def check_import(
+    directory: str | os.PathLike,
+    *,
+    attention: str = "dense",
+    layer_pattern: Sequence[str] = (),
+    shared_kv: bool = False,
+    dtype: str | None = None,
+    seq_len: int | None = None,
+    edit: Callable[[ConfigDict], None] | None = None,
+) -> tuple[Arrays, ConfigDict, ModelConfig]:
+    """Refuses what `import_dense`, which has the same arguments, cannot import; no array is read.
+
+    Returns:
+      The checkpoint's arrays, the training config and the model's.
+    """
+    kinds = tuple(layer_pattern) or (attention,)
+    if shared_kv and "nsa" not in kinds:
+        names = ", ".join(dict.fromkeys(kinds))
+        raise ValueError(f"shared_kv=True: must be False for layers of the kinds {names}, which have one branch")
+    path = Path(directory)
+    described = read_json(path, "config.json")
+    if described.get("model_type") == MODEL_TYPE:
+        raise LoadError(
+            f"{path}: is a model of nsa_jax already, which load, generate, evaluate and --resume take as it is. To "
+            "begin with other attention, convert the checkpoint that it came from"
+        )
+    if described.get("model_type") == NSA_TYPE:
+        raise not_read_back(path)
+    _refuse(unsupported(described, path), path)
+    config = imported_config(described, attention, path, layer_pattern)
+    config.model.nsa.shared_kv = shared_kv
+    if seq_len is not None:
+        config.data.seq_len = seq_len
+    _check_format(path)
+    arrays = Arrays(path)  # their headers
+    config.model.param_dtype = dtype or _stored_dtype(arrays)
+    if edit is not None:
+        edit(config)
+    _check_window(described, config, path)
+    model_config = checked_model_config(config, config.model.vocab_size, arrays, path)
+    _check_arrays(arrays, model_config, path)
+    return arrays, config, model_config
+
+
 def import_dense(
     directory: str | os.PathLike,
     *,
@@ -293,32 +337,9 @@ def import_dense(
     """
     if not 0.0 <= gate < 1.0:
         raise ValueError(f"gate={gate}: must be in [0, 1)")
-    kinds = tuple(layer_pattern) or (attention,)
-    if shared_kv and "nsa" not in kinds:
-        names = ", ".join(dict.fromkeys(kinds))
-        raise ValueError(f"shared_kv=True: must be False for layers of the kinds {names}, which have one branch")
+    kinds: dict[str, Any] = {"attention": attention, "layer_pattern": layer_pattern, "shared_kv": shared_kv}
+    arrays, config, model_config = check_import(directory, **kinds, dtype=dtype, seq_len=seq_len, edit=edit)
     path = Path(directory)
-    described = read_json(path, "config.json")
-    if described.get("model_type") == MODEL_TYPE:
-        raise LoadError(
-            f"{path}: is a model of nsa_jax already, which load, generate, evaluate and --resume take as it is. To "
-            "begin with other attention, convert the checkpoint that it came from"
-        )
-    if described.get("model_type") == NSA_TYPE:
-        raise not_read_back(path)
-    _refuse(unsupported(described, path), path)
-    config = imported_config(described, attention, path, layer_pattern)
-    config.model.nsa.shared_kv = shared_kv
-    if seq_len is not None:
-        config.data.seq_len = seq_len
-    _check_format(path)
-    arrays = Arrays(path)  # their headers
-    config.model.param_dtype = dtype or _stored_dtype(arrays)
-    if edit is not None:
-        edit(config)
-    _check_window(described, config, path)
-    model_config = checked_model_config(config, config.model.vocab_size, arrays, path)
-    _check_arrays(arrays, model_config, path)
     if model_config.tie_embeddings and _has_own_head(arrays, model_config):
         logger.warning("%s: its lm_head.weight is not its embedding, so that they are not tied here", path)
         config.model.tie_embeddings = False

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from nsa_jax.data import DataError, Tokenizer
 from nsa_jax.data.cache import cache_root
-from nsa_jax.hub.checkpoint_files import best_of, find_steps, finite, load_part, read_info, verify
+from nsa_jax.hub.checkpoint_files import find_steps, finite, load_part, read_info, verify
 from nsa_jax.hub.digests import Damage
 from nsa_jax.hub.export import load_exported
 from nsa_jax.hub.export_files import LoadError
@@ -26,11 +26,16 @@ from nsa_jax.object_store import scheme_of
 logger = logging.getLogger("nsa_jax")
 
 
-def _split_step(path: str) -> tuple[Path, str]:
-    """PATH[@STEP]: STEP is a number, "best" or "" for the newest. A run in an object store is fetched."""
+def split_step(path: str) -> tuple[str, str]:
+    """PATH[@STEP]: STEP is a number, "best" or "" for the newest. A file or directory with the whole name is PATH."""
     name, at, step = path.rpartition("@")
-    if not (at and not Path(path).exists() and (step == "best" or step.isdecimal())):
-        name, step = path, ""
+    asks = at and (step == "best" or step.isdecimal()) and not Path(path).exists()
+    return (name, step) if asks else (path, "")
+
+
+def _find(path: str | os.PathLike) -> tuple[Path, str]:
+    """The directory and the step that a path for `load` names. A run in an object store is fetched."""
+    name, step = split_step(os.fspath(path))
     if scheme_of(name):
         try:
             workdir, found = local_copy(name, step, cache_root())
@@ -42,7 +47,7 @@ def _split_step(path: str) -> tuple[Path, str]:
 
 def local_directory(path: str | os.PathLike) -> Path | None:
     """The directory that a path for `load` names, without a step; None for one in an object store."""
-    return None if scheme_of(os.fspath(path)) else _split_step(os.fspath(path))[0]
+    return None if scheme_of(os.fspath(path)) else Path(split_step(os.fspath(path))[0])
 
 
 def _choose_step(workdir: Path, step: str) -> int:
@@ -73,8 +78,8 @@ def _choose_step(workdir: Path, step: str) -> int:
     raise LoadError(f"{workdir}{'@' if step else ''}{step}: damaged, {reasons}. Fix: {fix}")
 
 
-def _load_workdir(workdir: Path, step: str) -> tuple[Transformer, Tokenizer, ConfigDict]:
-    directory = (workdir / "checkpoints").absolute() / str(_choose_step(workdir, step))
+def _load_workdir(workdir: Path, step: int) -> tuple[Transformer, Tokenizer, ConfigDict]:
+    directory = (workdir / "checkpoints").absolute() / str(step)
     config = config_from_dict(read_info(directory)["config"])
     try:
         tokenizer = Tokenizer.load(workdir / "tokenizer")
@@ -97,7 +102,7 @@ def checkpoints_of(path: str | os.PathLike) -> list[tuple[int | None, str]]:
     Raises:
       LoadError: there is nothing to load there.
     """
-    directory, step = _split_step(os.fspath(path))
+    directory, step = _find(path)
     if not (directory / "checkpoints").is_dir():
         return [(None, str(directory))]
     if step:
@@ -111,28 +116,15 @@ def checkpoints_of(path: str | os.PathLike) -> list[tuple[int | None, str]]:
     return [(at, f"{directory}@{at}") for at in losses]
 
 
-def recorded_metrics(path: str | os.PathLike) -> dict[str, float]:
-    """What a workdir says about the checkpoint that `load` reads of it.
-
-    Args:
-      path: as `load` takes it.
-
-    Returns:
-      "step", "val/loss" and what else was measured at this step's validation, as far as it is known; nothing of an
-      export.
-    """
-    directory, step = _split_step(os.fspath(path))
-    losses, _ = find_steps(directory / "checkpoints")
-    chosen = best_of(losses) if step == "best" else int(step) if step else max(losses, default=None)
-    if chosen is None or chosen not in losses:
-        return {}
-    found: dict[str, float] = {"step": chosen}
-    if (loss := losses[chosen]) is not None:
+def _metrics_of(workdir: Path, step: int) -> dict[str, float]:
+    """What a workdir says about one of its checkpoints."""
+    found: dict[str, float] = {"step": step}
+    if (loss := read_info(workdir / "checkpoints" / str(step))["val_loss"]) is not None:
         found["val/loss"] = loss
-    for name in ("summary.json", f"summary_{chosen}.json"):  # of an end after which training went on
+    for name in ("summary.json", f"summary_{step}.json"):  # of an end after which training went on
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a run that was not finished has none
-            validation = json.loads((directory / name).read_bytes())["validation"]
-            if validation["step"] == chosen:
+            validation = json.loads((workdir / name).read_bytes())["validation"]
+            if validation["step"] == step:
                 found |= {name: value for name, value in validation.items() if finite(value) is not None}
     return found
 
@@ -152,11 +144,29 @@ def load(path: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
         outside of its directory is read, and nothing is allocated for arrays that it does not hold.
       StoreError: an object store refuses or does not answer.
     """
-    directory, step = _split_step(os.fspath(path))
+    return load_recorded(path)[:3]
+
+
+def load_recorded(path: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict, dict[str, float]]:
+    """`load`, with what the run recorded about the checkpoint that was read.
+
+    Args:
+      path: as `load` takes it.
+
+    Returns:
+      What `load` returns, and "step", "val/loss" and what else was measured at this step's validation, as far as it is
+      known; nothing of an export.
+
+    Raises:
+      LoadError, StoreError: as `load` does.
+    """
+    directory, step = _find(path)
     if not directory.is_dir():
         raise LoadError(f"{directory} is no directory; give a run's workdir or an exported model")
     if (directory / "checkpoints").is_dir():
-        return _load_workdir(directory, step)
+        chosen = _choose_step(directory, step)
+        metrics = _metrics_of(directory, chosen)  # before the weights: a run that goes on may delete the step
+        return *_load_workdir(directory, chosen), metrics
     if os.path.lexists(directory / "config.json"):
-        return load_exported(directory)
+        return *load_exported(directory), {}
     raise LoadError(f"{directory} holds neither checkpoints/ nor config.json: it is no run and no exported model")

@@ -51,6 +51,8 @@ def explore_runs(paths: Sequence[str], text: str, max_tokens: int) -> Exploratio
 
 
 def _write(args: argparse.Namespace) -> None:
+    if args.text == "-" and sys.stdin is None:
+        raise ValueError("--text=-: the standard input is closed; pipe a text, or name a FILE")
     try:
         text = sys.stdin.read() if args.text == "-" else Path(args.text).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

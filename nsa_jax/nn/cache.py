@@ -86,6 +86,9 @@ class WindowLayerCache(NamedTuple):
 class Cache:
     """The cache of a model, a pytree.
 
+    Rows grow and cannot be shortened: a smaller `lengths` would be wrong without an error, since rings hold the last
+    tokens alone. To go back, keep a copy; `Decoder` donates the cache that it is given.
+
     Attributes:
       layers: one `NSALayerCache`, `DenseLayerCache` or `WindowLayerCache` per layer.
       lengths: int32 [B], tokens in each row.
@@ -249,6 +252,12 @@ def _write(cache: jax.Array, index: jax.Array, value: jax.Array) -> jax.Array:
     return cache.at[rows, index].set(value, mode="drop", unique_indices=True)
 
 
+def _ring_slot(lengths: jax.Array, ring: jax.Array, capacity: int) -> jax.Array:
+    """The slot of the newest token in a ring, [B]; one past the end in rows that are full."""
+    slots = ring.shape[1]
+    return jnp.where(lengths < capacity, lengths % slots, slots)
+
+
 def _held(function: Callable, arrays: Iterable, *others: Iterable) -> list[Any]:
     """`function` of each array with its counterparts; None for those that the cache does not have."""
     rows = zip(arrays, *others, strict=True)
@@ -364,7 +373,8 @@ def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
         _write(old, lengths, new[:, 0]) for old, new in ((layer.key_slc, p.key_slc), (layer.value_slc, p.value_slc))
     )
     new = (p.key_win, p.value_win, p.key_raw, p.value_raw)
-    rings = _held(lambda ring, new: _write(ring, lengths % ring.shape[1], new[:, 0]), layer[4:8], new)
+    capacity = layer.key_slc.shape[1]
+    rings = _held(lambda ring, new: _write(ring, _ring_slot(lengths, ring, capacity), new[:, 0]), layer[4:8], new)
     layer = NSALayerCache(key_slc, value_slc, *layer[2:4], *rings)._replace(lists=layer.lists)
     # A block is complete every d tokens, in every row at its own time.
     first = lengths + 1 - geometry.compress_block
@@ -426,16 +436,17 @@ def _prefill_dense(attention: DenseAttention, h, layer: DenseLayerCache | Window
     return sharded_attention(attend, start, query, key, value), kept
 
 
-def _step_dense(attention: DenseAttention, h, layer: DenseLayerCache | WindowLayerCache, lengths, segment_start):
+def _step_dense(
+    attention: DenseAttention, h, layer: DenseLayerCache | WindowLayerCache, lengths, segment_start, capacity: int
+):
     query, *new = attention.project(h, lengths[:, None])
     ring = isinstance(layer, WindowLayerCache)
-    place = lengths % layer.key.shape[1] if ring else lengths
+    place = _ring_slot(lengths, layer.key, capacity) if ring else lengths
     layer = type(layer)(*(_write(old, place, x[:, 0]) for old, x in zip(layer, new, strict=True)))
 
     def attend(query, key, value, lengths, start):
-        target = current_target()
-        shape = plan.Shape.of(query, key, value)
-        if target.is_gpu and plan.unsupported("decode_attention", shape, target) is None:
+        shape, wanted = plan.Shape.of(query, key, value), kernels_wanted(attention.config.implementation)
+        if wanted and plan.unsupported("decode_attention", shape, current_target()) is None:
             return pallas.dense_decode_attention(query, key, value, lengths, start[:, None], ring=ring)
         slots = key.shape[1]
         position = slot_positions(lengths, slots) if ring else jnp.arange(slots, dtype=jnp.int32)
@@ -451,7 +462,9 @@ def _masked_attention(query, key, value, visible):
     precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
     dot = dict(precision=precision, preferred_element_type=jnp.float32)
     scores = jnp.einsum("bkgh,bskh->bkgs", grouped, key, **dot) * head_dim**-0.5
-    probs = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -1e30), axis=-1).astype(value.dtype)
+    visible = visible[:, None, None]
+    probs = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
+    probs = jnp.where(visible, probs, 0).astype(value.dtype)  # 0 where nothing is visible
     out = jnp.einsum("bkgs,bskv->bkgv", probs, value, **dot)
     return out.reshape(batch, 1, num_heads, -1).astype(query.dtype)
 
@@ -474,8 +487,8 @@ def prefill_attention(attention, h: jax.Array, layer, offset: jax.Array, start: 
     return serve(attention, h, layer, offset, start, ends)
 
 
-def step_attention(attention, h: jax.Array, layer, lengths: jax.Array, segment_start: jax.Array):
-    """Attention of one new token per row, and the cache with it.
+def step_attention(attention, h: jax.Array, layer, lengths: jax.Array, segment_start: jax.Array, capacity: int):
+    """Attention of one new token per row, and the cache with it. A row that is full stays as it is.
 
     Args:
       attention: `NSAttention` or `DenseAttention`.
@@ -483,9 +496,11 @@ def step_attention(attention, h: jax.Array, layer, lengths: jax.Array, segment_s
       layer: the layer's cache.
       lengths: int32 [B], tokens of each row before this one.
       segment_start: int32 [B], first position of the new token's document.
+      capacity: S, tokens a row can hold.
 
     Returns:
       The heads' outputs [B, 1, N, V] and the layer's cache.
     """
-    serve = _step_nsa if isinstance(attention, NSAttention) else _step_dense
-    return serve(attention, h, layer, lengths, segment_start)
+    if isinstance(attention, NSAttention):
+        return _step_nsa(attention, h, layer, lengths, segment_start)
+    return _step_dense(attention, h, layer, lengths, segment_start, capacity)

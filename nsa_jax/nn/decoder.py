@@ -143,7 +143,9 @@ class Decoder:
         Returns:
           float32 logits [B, vocab] of the tokens that follow, and the cache.
         """
-        start = cache.segment_start if segment_start is None else segment_start
+        start = cache.segment_start
+        if segment_start is not None:
+            start = jnp.where(cache.lengths < cache.capacity, segment_start, start)
         x, batch = params["embedding"][tokens[:, None]], len(tokens)
         if batch == 1 and current_target().is_gpu:
             # A single row goes through twice, because XLA computes norms and products of two rows in fewer kernels.
@@ -152,7 +154,7 @@ class Decoder:
         for block, layer in zip(self._blocks(params), cache.layers, strict=True):
 
             def attend(normed, attention=block.attention, layer=layer):
-                attended, layer = step_attention(attention, normed[:batch], layer, cache.lengths, start)
+                attended, layer = step_attention(attention, normed[:batch], layer, cache.lengths, start, cache.capacity)
                 return attention.output(attended), layer
 
             x, layer = block.forward(x, attend)

@@ -37,7 +37,7 @@ def dense_attention(query, key, value, *, segment_start=None, deterministic=Fals
       query: [B, T, N, H].
       key: [B, T, K, H].
       value: [B, T, K, V].
-      segment_start: int [B, T] or None.
+      segment_start: int [B, T] or None. A token whose document begins after it sees nothing; its output is 0.
       deterministic: the window kernels serve in cuDNN's place.
 
     Returns:
@@ -59,6 +59,8 @@ def dense_attention(query, key, value, *, segment_start=None, deterministic=Fals
     out = jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=True, scale=head_dim**-0.5, implementation="xla"
     )
+    if segment_start is not None:  # the mean of all values where a token sees nothing: its document begins after it
+        out = jnp.where((segment_start <= jnp.arange(length))[..., None, None], out, 0)
     return out[..., :value_dim]
 
 

@@ -130,6 +130,8 @@ def position(name: str, position, least: int = 0):
 
 def window_start(window_start, query_offset, window: int, segment_start) -> None:
     """The window's keys must begin with the first that is read, as far as tracing knows it, or before."""
+    message = f"window_start={window_start!r}: must be None without a query_offset"
+    require(window_start is None or query_offset is not None, message)
     if isinstance(window_start, int) and isinstance(query_offset, int):
         # Where documents begin later, fewer keys are read.
         first = query_offset if segment_start is not None else max(query_offset - window + 1, 0)

@@ -145,6 +145,31 @@ def selected_and_window(query, key_slc, value_slc, key_win, value_win, lists, le
     return out_slc, _attend(grouped, key_win, value_win, mask[:, :, None, None], keys)
 
 
+def check_cache(
+    sizes, query, key_slc, value_slc, key_win, value_win, gates, lengths, segment_start, config, compressed="key_cmp",
+    num_gates=3,
+) -> None:  # fmt: skip
+    """Checks what `decode_attention` reads beside the query and the compressed keys, of which `sizes` has C already."""
+    checks.key_value(("key_slc", "value_slc"), key_slc, value_slc, query, sizes, "S")
+    checks.key_value(("key_win", "value_win"), key_win, value_win, query, sizes, "W")
+    checks.array("gates", gates, f"BTN{num_gates}", {**sizes, str(num_gates): num_gates})
+    checks.floating("gates", gates)
+    checks.array("lengths", lengths, "B", sizes)
+    checks.require(jnp.issubdtype(lengths.dtype, jnp.integer), f"lengths has dtype {lengths.dtype}: must be an integer")
+    checks.segments(segment_start, sizes)
+    capacity, num_cmp, slots = sizes["S"], sizes["C"], sizes["W"]
+    checks.require(
+        capacity % config.select_block == 0,
+        f"key_slc has length {capacity}: must be a multiple of select_block={config.select_block}",
+    )
+    need = blocks.num_compressed(capacity, config)
+    message = f"{compressed} has length {num_cmp}: must be at least {need} for a capacity of {capacity}"
+    checks.require(num_cmp >= need, message)
+    need = min(config.window + sizes["T"] - 1, capacity)
+    message = f"key_win has length {slots}: must be at least {need} for {sizes['T']} queries per row"
+    checks.require(slots >= need, message)
+
+
 def decode_attention(
     query: Float[Array, "B T N H"],
     key_cmp: Float[Array, "B C K H"],
@@ -194,25 +219,8 @@ def decode_attention(
     checks.nsa_config(config)
     sizes = checks.query(query)
     checks.key_value(("key_cmp", "value_cmp"), key_cmp, value_cmp, query, sizes, "C")
-    checks.key_value(("key_slc", "value_slc"), key_slc, value_slc, query, sizes, "S")
-    checks.key_value(("key_win", "value_win"), key_win, value_win, query, sizes, "W")
-    checks.array("gates", gates, "BTN3", {**sizes, "3": 3})
-    checks.floating("gates", gates)
-    checks.array("lengths", lengths, "B", sizes)
-    checks.require(jnp.issubdtype(lengths.dtype, jnp.integer), f"lengths has dtype {lengths.dtype}: must be an integer")
-    checks.segments(segment_start, sizes)
-    capacity, num_cmp, slots = sizes["S"], sizes["C"], sizes["W"]
-    checks.require(
-        capacity % config.select_block == 0,
-        f"key_slc has length {capacity}: must be a multiple of select_block={config.select_block}",
-    )
-    need = blocks.num_compressed(capacity, config)
-    message = f"key_cmp has length {num_cmp}: must be at least {need} for a capacity of {capacity}"
-    checks.require(num_cmp >= need, message)
-    need = min(config.window + sizes["T"] - 1, capacity)
-    message = f"key_win has length {slots}: must be at least {need} for {sizes['T']} queries per row"
-    checks.require(slots >= need, message)
-
+    check_cache(sizes, query, key_slc, value_slc, key_win, value_win, gates, lengths, segment_start, config)
+    capacity = sizes["S"]
     serving = choose("decode_attention", implementation, Shape.of(query, key_slc, value_slc))
     arrays = map(jnp.asarray, (query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates))
     bounded = checks.at_most(lengths, capacity)

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 
 from nsa_jax.ops import checks, nsa, xla
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.decode import gated_sum, positions, selected_and_window
+from nsa_jax.ops.decode import check_cache, gated_sum, positions, selected_and_window
 
 
 def _check_blocks(config: NSAConfig) -> None:
@@ -121,7 +121,12 @@ def mean_key_attention(
       ValueError: an argument has the wrong shape, dtype or value.
       NotImplementedError: the named implementation cannot serve these inputs.
     """
+    _check_blocks(config)
     checks.array("gates", gates, "BTN2", {**checks.query(query), "2": 2})
+    checks.floating("gates", gates)
+    query_offset = checks.position("query_offset", query_offset)
+    window_start = checks.position("window_start", window_start, least=-(2**31) + 1)
+    checks.window_start(window_start, query_offset, config.window, segment_start)
     common: dict[str, Any] = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
     if block_indices is None:
         block_indices = select_by_mean_key(query, key_mean, config=config, num_keys=key_slc.shape[1], **common)
@@ -152,13 +157,21 @@ def decode_mean_key_attention(
 
     Returns:
       [B, T, N, V] in query's dtype, and the block lists, int32 [B, T, K, n].
+
+    Raises:
+      ValueError: an argument has the wrong shape, dtype or value.
     """
     _check_blocks(config)
+    sizes = checks.query(query)
+    checks.array("key_mean", key_mean, "BCKH", sizes)
+    checks.heads("key_mean", sizes)
+    arrays = (key_slc, value_slc, key_win, value_win, gates, lengths, segment_start)
+    check_cache(sizes, query, *arrays, config, compressed="key_mean", num_gates=2)
     lengths = checks.at_most(lengths, key_slc.shape[1])
     t, start = positions(lengths, query.shape[1], checks.clip_segments(segment_start))
     where: dict[str, Any] = dict(config=config, segment_start=start, query_offset=t[:, :1])
     mean = _mean_query(query, key_mean.shape[2])
     _, lse = xla.compressed_attention(mean, key_mean, key_mean, **where)
     lists = xla.select_blocks(mean, key_mean, lse, num_keys=key_slc.shape[1], **where)
-    arrays = (query, key_slc, value_slc, key_win, value_win, lists)
-    return gated_sum(gates, selected_and_window(*arrays, lengths, t, start, config), query.dtype), lists
+    outs = selected_and_window(query, *arrays[:4], lists, lengths, t, start, config)
+    return gated_sum(gates, outs, query.dtype), lists

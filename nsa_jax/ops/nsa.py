@@ -266,10 +266,6 @@ def check_branches(
     window_symbol = "S" if window_start is None else "W"
     checks.key_value(("key_win", "value_win"), key_win, value_win, query, sizes, window_symbol)
     checks.require(
-        window_start is None or query_offset is not None,
-        f"window_start={window_start!r}: must be None without a query_offset",
-    )
-    checks.require(
         key_cmp.shape[2] == sizes["K"] and value_cmp.shape[3] == sizes["V"],
         f"key_cmp and value_cmp have shapes {tuple(key_cmp.shape)} and {tuple(value_cmp.shape)}: must have "
         f"K={sizes['K']} heads and V={sizes['V']} to match key_slc and value_slc",

@@ -16,6 +16,8 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
@@ -27,6 +29,27 @@ _CHUNK_ELEMENTS = {"cpu": 2**20}
 _CHUNK_ELEMENTS_ELSEWHERE = 2**24
 # Up to this many times n * l' keys, masked matrix products over all keys beat gathering each query's blocks.
 _DENSE_FACTOR = 4
+
+
+def _layouts_are_types() -> bool:
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def _batch_layout(array: jax.Array, ndim: int) -> P | None:
+    """How an array with this one's batch is laid out, where that is a part of its type."""
+    return P(jax.typeof(array).sharding.spec[0], *[None] * (ndim - 1)) if _layouts_are_types() else None
+
+
+def _laid_out_alike(*arrays):
+    """The arrays, or None, with the first axis of all, the batch, laid out alike, where that is a part of types."""
+    if not _layouts_are_types():
+        return arrays
+    specs = [None if x is None else jax.typeof(x).sharding.spec for x in arrays]
+    batch = next((spec[0] for spec in specs if spec and spec[0]), None)
+    return tuple(
+        x if spec is None or spec[0] == batch else jax.sharding.reshard(x, P(batch, *spec[1:]))
+        for x, spec in zip(arrays, specs, strict=True)
+    )
 
 
 class _Chunk(NamedTuple):
@@ -135,7 +158,10 @@ class _Gather:
         return rows, heads, chunk.lists
 
     def load(self, array, chunk):
-        picked = array.at[self._index(chunk)].get(mode="clip")  # [B, Q, K, n, l', H]; padding is masked below
+        at = array.at[self._index(chunk)]
+        picked = at.get(
+            mode="clip", out_sharding=_batch_layout(array, 6)
+        )  # [B, Q, K, n, l', H]; padding is masked below
         return picked.reshape(*picked.shape[:3], -1, picked.shape[-1])
 
     def mask(self, num_keys, chunk):
@@ -147,7 +173,7 @@ class _Gather:
 
     def add(self, total, part, chunk):
         part = part.reshape(*chunk.lists.shape, self.select_block, part.shape[-1])
-        return total.at[self._index(chunk)].add(part, mode="drop")
+        return total.at[self._index(chunk)].add(part, mode="drop", out_sharding=_batch_layout(total, 5))
 
 
 def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -238,8 +264,14 @@ def _attend_primal(plan: _Plan, num_keys: int, rows: _Chunk, key: jax.Array, val
     return _attend_fwd(plan, num_keys, rows, key, value)[0]
 
 
-_attend = jax.custom_vjp(_attend_primal, nondiff_argnums=(0, 1))
-_attend.defvjp(_attend_fwd, _attend_bwd)
+_attend_vjp = jax.custom_vjp(_attend_primal, nondiff_argnums=(0, 1))
+_attend_vjp.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _attend(plan: _Plan, num_keys: int, rows: _Chunk, key: jax.Array, value: jax.Array):
+    """`_attend_primal` with its gradients."""
+    query, lists, key, value = _laid_out_alike(rows.query, rows.lists, key, value)
+    return _attend_vjp(plan, num_keys, rows._replace(query=query, lists=lists), key, value)
 
 
 def _chunk_size(length: int, elements_per_query: int) -> int:
@@ -282,6 +314,7 @@ def compressed_attention(query, key_cmp, value_cmp, *, config: NSAConfig, segmen
 def select_blocks(query, key_cmp, lse, *, config: NSAConfig, num_keys: int, segment_start=None, query_offset=0):
     """See `nsa_jax.select_blocks`; `num_keys` is S."""
     num_blocks = blocks.num_selection_blocks(num_keys, config.select_block)
+    query, key_cmp, lse = _laid_out_alike(query, key_cmp, lse)
     plan, rows, t, start = _compressed_rows(query, key_cmp, config, segment_start, query_offset)
 
     def body(_, arrays):

@@ -44,6 +44,7 @@ from nsa_jax.hub.checkpoint_files import (
 )
 from nsa_jax.hub.checkpoint_files import surplus as surplus_steps
 from nsa_jax.hub.digests import Damage
+from nsa_jax.hub.load import split_step
 from nsa_jax.hub.remote_run import local_copy
 from nsa_jax.nn import function_differences
 from nsa_jax.object_store import StoreError, scheme_of
@@ -113,7 +114,7 @@ def _listed(lines: list[str], limit: int = 20) -> str:
 
 
 def parse_resume(text: str) -> tuple[Path, int | None]:
-    """Splits "DIR[@STEP]" of --resume; DIR is a workdir or its checkpoints directory, STEP a number or "best".
+    """Splits "DIR[@STEP]" of --resume as `nsa_jax.load` does; DIR is a workdir or its checkpoints directory.
 
     A workdir in an object store is fetched.
 
@@ -121,9 +122,7 @@ def parse_resume(text: str) -> tuple[Path, int | None]:
       CheckpointError: there is no such directory, no checkpoint with a validation loss for "best", or an object store
         cannot be read.
     """
-    name, at, step = text.rpartition("@")
-    if not at or not (step.isdecimal() or (step == "best" and not Path(text).is_dir())):
-        name, step = text, ""
+    name, step = split_step(text)
     if scheme_of(name):
         try:
             workdir, found = processes.first_alone(lambda: local_copy(name, step, cache_root()))

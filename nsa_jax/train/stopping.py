@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from nsa_jax.train.terminal import Terminal
 
 HALT = "HALT"
+_ONE_REQUEST = 1.0  # seconds: GNU timeout sends SIGTERM to its child, and again to the group that the child is in
 
 
 @contextlib.contextmanager
@@ -101,10 +103,17 @@ class Vote:
         return int(self._votes.popleft()) if len(self._votes) > self._lag else 0
 
 
+def _repeated(times: dict[int, float], number: int) -> bool:
+    """Whether a signal that comes now is another request than the first of its kind, whose time is kept."""
+    now = time.monotonic()
+    first = times.setdefault(number, now)
+    return first < now and (number != signal.SIGTERM or now - first >= _ONE_REQUEST)
+
+
 class StopRequest:
     """SIGTERM, SIGINT or a file named HALT in the workdir ask the run to save and stop.
 
-    The second signal of a kind ends the process at once.
+    The second signal of a kind ends the process at once, but not a SIGTERM within a second of the first.
 
     Attributes:
       terminated: SIGTERM asked, by which schedulers announce that they take the machine: start the run again.
@@ -129,7 +138,8 @@ class StopRequest:
         self._signal: str | None = None
         self._previous: dict[int, Any] = {}
         self._terminal, self._stopping = terminal or Terminal(), stopping
-        self._heard: set[int] = set()
+        self._heard: dict[int, float] = {}
+        self._handled: dict[int, float] = {}
         self._listening = listening(self._on_byte)
 
     def __enter__(self) -> StopRequest:
@@ -149,18 +159,28 @@ class StopRequest:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self._signal = signal.Signals(number).name
-        signal.signal(number, self._previous[number])
+        if number != signal.SIGTERM:
+            signal.signal(number, self._previous[number])
+        elif _repeated(self._handled, number):
+            self._kill(number)
 
     def _on_byte(self, number: int) -> None:
         """Answers a signal, in another thread."""
         if number not in self._previous:
             return
-        name = "Ctrl-C" if number == signal.SIGINT and self._terminal.live else signal.Signals(number).name
         if number not in self._heard:
-            self._heard.add(number)
+            name = self._name(number)
             self._terminal.say(f"{name}: {self._stopping()}; {name} again kills, unsaved")
-        elif not hasattr(sys, "ps1"):  # a notebook's kernel outlives the run
+        if _repeated(self._heard, number):
+            self._kill(number)
+
+    def _name(self, number: int) -> str:
+        return "Ctrl-C" if number == signal.SIGINT and self._terminal.live else signal.Signals(number).name
+
+    def _kill(self, number: int) -> None:
+        if not hasattr(sys, "ps1"):  # a notebook's kernel outlives the run
             self._terminal.close()
+            name = self._name(number)
             self._terminal.say(f"{name} again: killed, unsaved; start again to resume from the newest checkpoint")
             os._exit(128 + number)
 

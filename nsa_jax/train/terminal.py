@@ -5,6 +5,7 @@ A stream that is no terminal gets the lines alone.
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import shutil
@@ -197,7 +198,7 @@ class Terminal:
     """
 
     def __init__(self, stream: TextIO | None = None, *, active: bool = True):
-        self._stream = stream or sys.stdout
+        self._stream = stream or sys.stdout or open(os.devnull, "w")  # a closed one is None
         self._active = active
         self.live = active and self._stream.isatty()
         self._console = Console(file=self._stream, highlight=False)
@@ -215,11 +216,19 @@ class Terminal:
         return self._console.width if self.live else None
 
     def say(self, line: str, *, wrap: bool = True) -> None:
-        """One line that stays; without `wrap` a terminal may break it within words, but copies it whole."""
-        if self.live:
-            self._console.print(line, markup=False, soft_wrap=not wrap)
-        elif self._active:
-            print(line, file=self._stream, flush=True)
+        """One line that stays; without `wrap` a terminal may break it within words, but copies it whole.
+
+        Where nobody reads it any more (`| head`, a log collector that ended), the run goes on in silence.
+        """
+        try:
+            if self.live:
+                self._console.print(line, markup=False, soft_wrap=not wrap)
+            elif self._active:
+                print(line, file=self._stream, flush=True)
+        except OSError as error:
+            self._active = self.live = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # Python flushes it at the end
+            logging.getLogger("nsa_jax").warning("nobody reads standard output (%s): the run goes on without it", error)
 
     def doing(self, what: str) -> None:
         """What the run does from now on."""

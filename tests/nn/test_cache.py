@@ -246,7 +246,7 @@ def test_the_cache_is_sharded_over_the_batch_axes():
     assert all(x.sharding.spec[0] == "data" for x in jax.tree.leaves(cache.layers))
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize("attention", ["nsa", "dense", "window"])
 def test_a_full_row_stays_full_while_the_others_go_on(attention):
     """A batch is decoded until its longest row ends: a row whose cache is full keeps it, the others are not touched."""
     decoder = Decoder(make_model(attention=attention), chunk=64)
@@ -256,7 +256,8 @@ def test_a_full_row_stays_full_while_the_others_go_on(attention):
         cache = decoder.init_cache(len(rows), 256, record_block_indices=attention == "nsa")
         _, cache = decoder.prefill(cache, tokens[rows], lengths[rows])
         for step in range(steps):
-            logits, cache = decoder.decode(cache, np.full((len(rows),), step, np.int32))
+            start = np.asarray(cache.lengths) if step == 4 else None  # another document
+            logits, cache = decoder.decode(cache, np.full((len(rows),), step, np.int32), start)
         return logits, cache
 
     logits, cache = run(7, np.asarray([0, 1]))
@@ -264,10 +265,24 @@ def test_a_full_row_stays_full_while_the_others_go_on(attention):
     np.testing.assert_array_equal(cache.lengths, [256, 47])
     chex.assert_trees_all_close(logits[1:], alone, atol=1e-6)
     _, before = run(2, np.asarray([0, 1]))
-    names = [name for name in cache.layers[0]._fields if not name.endswith(("_win", "_tail"))]
-    for name in names:  # rings turn on, with tokens that mean nothing
-        for new, old in zip(cache.layers, before.layers, strict=True):
-            np.testing.assert_array_equal(getattr(new, name)[0], getattr(old, name)[0])
+    chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[0], kept) for kept in (cache, before)))
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense", "window"])
+def test_a_token_before_its_document_sees_nothing(attention):
+    """As padding may be marked: what it gets depends on no other token, in a row as in prefill and in a step."""
+    model = make_model(attention=attention, num_layers=1)
+    decoder, tokens = Decoder(model, chunk=64), random_tokens(1, 40)
+    start = np.where(np.arange(40) < 20, 0, 64)[None]
+    changed = np.where(np.arange(40) == 39, tokens, (tokens + 1) % 7)
+    want = model(jnp.asarray(tokens), jnp.asarray(start))[:, -1]
+    for row in (tokens, changed):
+        np.testing.assert_allclose(model(jnp.asarray(row), jnp.asarray(start))[:, -1], want, atol=1e-6)
+        logits, _ = decoder.prefill(decoder.init_cache(1, 64), row, segment_start=start)
+        np.testing.assert_allclose(logits, want, atol=1e-5)
+        _, cache = decoder.prefill(decoder.init_cache(1, 64), row[:, :-1], segment_start=start[:, :-1])
+        logits, _ = decoder.decode(cache, row[:, -1], start[:, -1])
+        np.testing.assert_allclose(logits, want, atol=1e-5)
 
 
 def test_memory_report_counts_what_is_allocated():

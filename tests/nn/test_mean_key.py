@@ -16,7 +16,7 @@ from nsa_jax.nn import ModelConfig, NSAttention, Transformer, count_parameters, 
 from nsa_jax.nn.observe import walk_layers
 from nsa_jax.ops import reference
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.mean_key import mean_keys, select_by_mean_key
+from nsa_jax.ops.mean_key import decode_mean_key_attention, mean_key_attention, mean_keys, select_by_mean_key
 from nsa_jax.train.flops import forward_flops_per_token
 from tests.nn.test_model_options import OPTIONS, assert_computes, fill
 from tests.nn.test_parallel import layer_outputs, mesh_of
@@ -158,3 +158,25 @@ def test_blocks_of_compression_are_those_of_selection_whatever_the_config_says()
     assert messages and "multiples of 64 tokens (select_block)" in messages[0]
     config.model.nsa.selector = "mean"
     assert any("config.model.nsa.selector='mean': no such choice" in p.message for p in validate(config))
+
+
+def test_wrong_arguments_are_refused():
+    query, key, gates = jnp.ones((1, 16, 2, 8)), jnp.ones((1, 16, 2, 8)), jnp.ones((1, 16, 2, 2))
+    keys = mean_keys(key, config=NSA)
+    for changes, words in (
+        (dict(window_start=0), "window_start=0: must be None without a query_offset"),
+        (dict(query_offset=0, window_start=1), "window_start=1: must be at most 0"),
+        (dict(gates=gates.astype(int)), "gates has dtype int32: must be float32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            mean_key_attention(query, keys, *[key] * 4, **{"gates": gates, "config": NSA} | changes)
+    step = dict(gates=gates[:, :1], lengths=jnp.asarray([4]), config=NSA)
+    for ring, changes, words in (
+        (8, {}, "key_win has length 8: must be at least 10"),
+        (16, dict(lengths=jnp.asarray([4.0])), "lengths has dtype float32: must be an integer"),
+        (16, dict(gates=gates[:, :1, :, :1]), r"gates has shape \(1, 1, 2, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            decode_mean_key_attention(query[:, :1], keys, key, key, *[key[:, :ring]] * 2, **step | changes)
+    with pytest.raises(ValueError, match="key_mean has length 1: must be at least 2"):
+        decode_mean_key_attention(query[:, :1], keys[:, :1], *[key] * 4, **step)

@@ -176,6 +176,32 @@ def test_gradients_on_a_mesh_with_explicit_axes(wanted):
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-5)
 
 
+@pytest.mark.parametrize("select_block", [2, 8], ids=["gathered", "masked"])
+@pytest.mark.parametrize("split", ["query", "key", "query, key, lists"])
+def test_some_arrays_may_be_split_on_a_mesh_with_explicit_axes(split, select_block):
+    """Gradients have the layout of what they belong to."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    arrays = {"query": ARRAYS["query"], "key": ARRAYS["key_slc"], "lists": jnp.zeros((1, 40, 2, 2), jnp.int32)}
+    arrays = {name: jnp.concatenate([x] * 2) for name, x in arrays.items()}
+
+    def loss(query, key, lists):
+        common = dict(implementation="xla")
+        listed = nsa_jax.selected_attention(query, key, key, lists, select_block=select_block, **common)
+        keys = nsa_jax.mean_compress(key, config=SMALL)
+        _, lse = nsa_jax.compressed_attention(query, keys, keys, config=SMALL, **common)
+        chosen = nsa_jax.select_blocks(query, keys, lse, config=SMALL, **common)
+        near = nsa_jax.window_attention(query, key, key, window=4, **common)
+        return (listed**2).sum() + (near**3).sum() + chosen.sum()
+
+    gradients = jax.grad(loss, argnums=(0, 1))
+    want = gradients(*arrays.values())
+    with jax.set_mesh(mesh):
+        given = [jax.device_put(x, NamedSharding(mesh, P("data") if n in split else P())) for n, x in arrays.items()]
+        got = jax.jit(gradients)(*given)
+    assert [x.sharding.spec[0] for x in got] == ["data" if name in split else None for name in ("query", "key")]
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-5)
+
+
 def test_named_implementation_that_cannot_serve_says_why():
     with pytest.raises(NotImplementedError, match="pallas.*head dim 24"):
         nsa_jax.window_attention(

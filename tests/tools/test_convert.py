@@ -20,6 +20,7 @@ import nsa_jax
 from nsa_jax import convert, evaluate, export, generate
 from nsa_jax.config import default_config
 from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from nsa_jax.evaluate.far_layers import FarLayers
 from nsa_jax.hub.convert import GATE, gate_bias, import_dense
 from nsa_jax.hub.export_files import Arrays, LoadError
 
@@ -405,6 +406,10 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_pa
     letters(tmp_path / "in", size=VOCAB + 5)
     assert convert.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 2
     assert "its ids go up to 68, but the embedding has 64 rows" in capsys.readouterr().err
+    assert convert.main([str(tmp_path / "in"), str(tmp_path / "out"), "--tokenizer=byte"]) == 2
+    error = capsys.readouterr().err
+    assert "--tokenizer=byte: its ids go up to 256, but the embedding has 64 rows" in error
+    assert not (tmp_path / "out").exists()
 
 
 # The command line
@@ -468,6 +473,26 @@ def test_bad_arguments_are_one_line(tmp_path, capsys, arguments, words):
     assert (tmp_path / "in" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"Hello \xff", "not UTF-8 text"), (b"", "--text: these files hold no text")]
+)
+def test_texts_that_cannot_be_scored_are_refused_before_anything_is_written(tmp_path, capsys, content, words):
+    write(tmp_path / "in", describe("qwen3"))
+    letters(tmp_path / "in")
+    (tmp_path / "text").write_bytes(content)
+    assert convert.main([str(tmp_path / "in"), str(tmp_path / "out"), "--text", str(tmp_path / "text")]) == 2
+    shown = capsys.readouterr()
+    assert words in shown.err and not shown.out and not (tmp_path / "out").exists()
+
+
+def test_of_texts_no_more_is_read_than_is_scored(tmp_path):
+    for name, content in (("a", b"Hello there"), ("b", b"\xff")):
+        (tmp_path / name).write_bytes(content)
+    files = [str(tmp_path / name) for name in "ab"]
+    documents, cut = convert._first_tokens(ByteTokenizer(), files, context=128, limit=5)
+    assert [bytes(document.tolist()) for document in documents] == [b"Hello"] and cut == [0]
+
+
 def test_hub_ids_are_fetched(tmp_path, monkeypatch, capsys):
     import huggingface_hub
 
@@ -506,10 +531,11 @@ def test_layers_that_read_far_stay_dense(tmp_path, capsys, caplog):
     assert first.startswith("looking for the layers that read far: about ")
     assert lines[0].startswith("loss in rows of 128 tokens: ") and "the first 16 and the last 32" in lines[0]
     full, near = (float(lines[0].split()[place].strip(";")) for place in (6, -1))
-    assert ("the model gains nothing here" in caplog.text) == (near <= full)  # its weights are random
+    told = lines[1].endswith("of the way")
+    assert ("reading further gains the model" in caplog.text) == (not told) and not (told and near <= full)
     layer = int(lines[1].split()[1])
     pattern = nsa_jax.load(tmp_path / "out")[0].config.layer_pattern
-    assert lines[1].startswith(f"layer {layer} (the first is 0) sees all: ") and lines[1].endswith("of the way")
+    assert lines[1].startswith(f"layer {layer} (the first is 0) sees all: ")
     assert f"to nsa, in layers {layer} dense attention" in lines[2]
     assert [kind == "dense" for kind in pattern] == [i == layer for i in range(len(pattern))]
     assert convert.main([*arguments, f"--dense-layers={len(pattern)}"]) == 2
@@ -538,6 +564,38 @@ def test_layers_after_those_that_read_far_are_windows(tmp_path, capsys):
     assert f"to nsa, in layers {order[0]} dense attention" in capsys.readouterr().out
     assert convert.main([*arguments, "--nsa-layers=4"]) == 2
     assert "the model has 4 layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--nsa-layers=0", "--shared-kv"], "must be False for layers of the kinds dense, window"),
+        ([f"--config.model.nsa.{name}=8192" for name in ("compress_block", "select_block")], "compress_block=8192: "),
+    ],
+)
+def test_models_that_cannot_be_are_refused_before_layers_are_looked_for(tmp_path, capsys, monkeypatch, options, words):
+    monkeypatch.setattr(convert, "far_layers", lambda *_, **__: pytest.fail("layers were looked for"))
+    write(tmp_path / "in", describe("qwen3"))
+    letters(tmp_path / "in")
+    (tmp_path / "text.txt").write_text("Hello there " * 20)
+    arguments = [str(tmp_path / "in"), str(tmp_path / "out"), "--text", str(tmp_path / "text.txt"), "--dense-layers=1"]
+    assert convert.main([*arguments, *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("full", "told"), [(3.96, True), (3.99, False), (4.01, False)])
+def test_the_share_of_the_way_is_told_where_reading_far_gains(tmp_path, capsys, caplog, monkeypatch, full, told):
+    found = FarLayers(layers=(1,), losses=(3.98,), near=4.0, full=full, alone=(4.001, 3.98))
+
+    def far_layers(*_, on_found, **__):
+        on_found(found)
+        return found
+
+    monkeypatch.setattr(convert, "far_layers", far_layers)
+    rows, model = np.zeros((2, 129), np.int32), argparse.Namespace(config=argparse.Namespace(num_layers=2))
+    assert convert._far_layers(model, default_config(), rows, 1) == found
+    assert ("layer 1 (the first is 0) sees all: 3.9800, 50% of the way\n" in capsys.readouterr().out) == told
+    assert ("reading further gains the model" in caplog.text) == (not told)
 
 
 def test_rows_to_look_for_far_layers_in_are_spread_over_documents(tmp_path):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nsa_jax import convert, evaluate, export
+from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.evaluate import command
 from nsa_jax.inspect.__main__ import main as inspect_main
 
@@ -61,6 +65,59 @@ def test_the_validation_of_a_model_without_a_run_is_not_called_that_of_training(
         assert "validation" in shown and ("as in training" in shown) == said
 
 
+def damage_weights(workdir: Path, step: int) -> None:
+    state = workdir / "checkpoints" / str(step) / "state"
+    weights = max((path for path in state.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    weights.write_bytes(bytes(weights.stat().st_size))
+
+
+@pytest.mark.parametrize(("asked", "damaged", "read", "loss"), [("", 2, 1, 2.0), ("@best", 1, 2, 3.0)])
+def test_results_are_those_of_the_step_that_was_read(asked, damaged, read, loss, tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "run", small_config())
+    damage_weights(tmp_path / "run", damaged)
+    monkeypatch.setattr(command, "repeat_validation", lambda *_: {"loss": loss})
+    assert evaluate.main([f"{tmp_path / 'run'}{asked}", "--tasks=validation"]) == 0
+    found = results(tmp_path / "run")
+    assert (found["step"], found["tasks"]["validation"]["recorded_loss"]) == (read, loss)
+    assert "are not those of training" not in capsys.readouterr().out
+    assert export.main([f"{tmp_path / 'run'}{asked}", str(tmp_path / "out"), "--format=transformers"]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| training steps | {read} |" in card and f"| val/loss | {loss:.4f} |" in card
+
+
+def closed_pipe():
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w")
+
+
+def full_disk():
+    return open("/dev/full", "w")
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "done"),
+    [(closed_pipe, 0, {"perplexity", "position"}), (full_disk, 2, {"perplexity"})],
+)
+def test_results_are_written_before_they_are_shown(output, status, done, tmp_path, text, monkeypatch, capfd):
+    write_run(tmp_path / "run", small_config())
+    with contextlib.suppress(OSError), output() as stdout:  # closing /dev/full fails too
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert evaluate.main([str(tmp_path / "run"), *text[:2], "--tasks=perplexity,position"]) == status
+    assert results(tmp_path / "run")["tasks"].keys() == done
+    assert "pipe" not in capfd.readouterr().err
+
+
+def test_a_tokenizer_with_ids_that_the_model_has_not_is_refused(tmp_path, text, capsys):
+    config = small_config()
+    config.data.source, config.data.synthetic, config.data.synthetic_vocab = "synthetic", "copy", 32
+    config.model.vocab_size = 32
+    write_run(tmp_path / "run", config)
+    ByteTokenizer().save(tmp_path / "run" / "tokenizer")
+    assert evaluate.main([str(tmp_path / "run"), *text]) == 2
+    assert "error: the tokenizer has 257 ids and the model 32: give the tokenizer" in capsys.readouterr().err
+
+
 def test_rows_that_are_too_short_are_refused_or_left_out_before_anything_is_computed(tmp_path, monkeypatch, capsys):
     config = small_config()
     config.data.seq_len = 48
@@ -96,6 +153,12 @@ def test_inspect_says_that_its_text_is_a_file(tmp_path, capsys):
         assert inspect_main([str(tmp_path / "run"), "--text", given]) == 2
         error = capsys.readouterr().err
         assert f"--text={given}: cannot be read" in error and "names a FILE, and - is the standard input" in error
+
+
+def test_inspect_without_a_standard_input_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)  # as after <&-
+    assert inspect_main([str(tmp_path / "run"), "--text=-"]) == 2
+    assert capsys.readouterr().err == "error: --text=-: the standard input is closed; pipe a text, or name a FILE\n"
 
 
 def test_inspect_writes_into_a_directory_with_an_at_in_its_path(tmp_path, text):

@@ -18,6 +18,7 @@ from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.loading import LoadError
 
+from .checkpoints import describe, write
 from .make_tiny_llama import make
 from .runs import small_config, write_run
 
@@ -172,8 +173,32 @@ def test_step_zero_losses_are_those_of_the_models(tmp_path):
 def test_an_import_without_tokenizer_asks_for_one(tmp_path, capsys):
     assert export.main(["--import-from", str(LLAMA), str(tmp_path / "out")]) == EXIT_USAGE
     assert "name a tokenizer.json" in capsys.readouterr().err
-    assert export.main(["--import-from", str(LLAMA), str(tmp_path / "out"), "--tokenizer", "byte"]) == 0
-    assert nsa_jax.load(tmp_path / "out")[2].model.attention == "nsa"
+
+
+def test_an_import_takes_the_arguments_of_a_conversion(tmp_path, capsys):
+    write(tmp_path / "in", describe("llama2", vocab_size=300))
+    arguments = ["--import-from", str(tmp_path / "in"), str(tmp_path / "out"), "--tokenizer", "byte"]
+    assert export.main([*arguments, "--config.model.nsa.num_selected=7"]) == 0
+    config = nsa_jax.load(tmp_path / "out")[2].model
+    assert config.attention == "nsa" and config.nsa.num_selected == 7
+    assert export.main([*arguments, "--config.model.rope_theta=3"]) == EXIT_USAGE
+    assert "the checkpoint and the other options decide it" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        export.main([*arguments, "--selected=3"])
+    assert "unrecognized arguments: --selected=3" in capsys.readouterr().err
+
+
+def test_options_of_an_import_are_refused_without_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(export, "load", lambda *_: pytest.fail("weights were read"))
+    arguments = [str(tmp_path / "run"), str(tmp_path / "out"), "--format=transformers"]
+    for options, names in (
+        (["--dtype=bfloat16", "--seq-len", "64", "--shared-kv"], "--dtype, --seq-len, --shared-kv"),
+        (["--attention=nsa"], "--attention"),  # what it is by default
+        (["--config.model.nsa.window=64"], "--config.model.nsa.window"),
+    ):
+        assert export.main([*arguments, *options]) == EXIT_USAGE
+        error = capsys.readouterr().err
+        assert f"error: {names}: only with --import-from=CHECKPOINT" in error
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from nsa_jax import NSAConfig, nn
-from nsa_jax.evaluate.far_layers import _hidden, far_layers
+from nsa_jax.evaluate.far_layers import FarLayers, _hidden, far_layers
 
 LENGTH = 48
 
@@ -65,7 +65,22 @@ def test_the_layer_that_reads_far_is_found():
     assert found.alone[1] == found.losses[0] < min(found.alone[0], found.alone[2])
     assert found.alone[0] == pytest.approx(found.near, abs=1e-6)
     assert found.losses[-1] == pytest.approx(found.full, abs=1e-6) and found.share(2) == pytest.approx(1, abs=1e-4)
-    assert 0.9 < found.share(0) < 1.1
+    assert 0.9 < found.share(0) < 1.1 and found.clear
+
+
+@pytest.mark.parametrize(
+    ("full", "alone", "clear"),
+    [
+        (3.83, (4.001, 3.87, 3.95), True),  # as in trained models
+        (3.88, (4.001, 3.87, 3.95), True),  # one layer is enough, and a little better alone
+        (3.92, (4.001, 3.87, 3.95), False),  # 163 % of the way
+        (3.98, (4.050, 3.99, 3.99), False),  # a layer's view harms more than all of them gain
+        (4.00, (4.000, 4.00, 4.00), False),
+        (4.01, (4.000, 3.99, 3.98), False),
+    ],
+)
+def test_gains_are_clear_that_exceed_what_single_layers_change(full, alone, clear):
+    assert FarLayers((), (), near=4.0, full=full, alone=alone).clear == clear
 
 
 @pytest.mark.parametrize(

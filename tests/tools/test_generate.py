@@ -211,6 +211,16 @@ def test_prompts_that_do_not_fit_or_are_not_text(generator, caplog):
             generator([bad])
     with pytest.raises(PromptError, match="must be a list of prompts"):
         generator("text")
+    with pytest.raises(PromptError, match=r"the prompt 'a\\ud800' is no text: surrogates not allowed"):
+        generator(["a\ud800"])
+    for bad in ([b"x"], [None]):
+        with pytest.raises(ValueError, match="stop=.*: must be strings"):
+            generator(["x"], stop=bad)
+    assert len(generator((text for text in "xy"), max_tokens=1)) == 2
+    for field in (dict(top_p="0.9"), dict(temperature=None)):
+        with pytest.raises(ValueError, match=f"{next(iter(field))}=.*: must be a number"):
+            Sampling(**field)
+    assert Sampling(temperature=np.float32(0.5), top_p=jnp.asarray(0.5)).arrays().temperature == 0.5
     assert generator([]) == []
     for wrong in (dict(max_tokens=0), dict(num_samples=0)):
         with pytest.raises(ValueError, match="=0: must be a whole number of at least 1"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import nsa_jax
+from nsa_jax import generate
 from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer
 from nsa_jax.generator import Generator
 from nsa_jax.sampling import Sampling
@@ -60,3 +61,13 @@ def test_a_reader_that_has_enough_ends_it_quietly(tmp_path):
     done = subprocess.run(program, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment, timeout=300)
     os.close(writing)
     assert done.returncode == 0 and "pipe" not in done.stderr.lower() and "Traceback" not in done.stderr
+
+
+def test_a_closed_standard_input_is_the_end_of_lines_and_no_prompt(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "run", small_config())
+    monkeypatch.setattr(sys, "stdin", None)  # as after <&-
+    assert generate.main([str(tmp_path / "run"), "--interactive"]) == 0
+    assert generate.main([str(tmp_path / "run"), "--prompt-file=-"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "error: --prompt-file=-: the standard input is closed; pipe a text, or name a file\n"

@@ -243,6 +243,9 @@ def test_resume_argument(tmp_path):
     assert parse_resume(f"{tmp_path}/run@home@120") == (tmp_path / "run@home" / "checkpoints", 120)
     with pytest.raises(CheckpointError, match="is no directory"):
         parse_resume(f"{tmp_path}/missing@3")
+    (tmp_path / "run@home@120" / "checkpoints").mkdir(parents=True)  # a directory of that name is what is meant
+    assert parse_resume(f"{tmp_path}/run@home@120") == (tmp_path / "run@home@120" / "checkpoints", None)
+    assert parse_resume(f"{tmp_path}/run@home@120@7") == (tmp_path / "run@home@120" / "checkpoints", 7)
     with pytest.raises(CheckpointError, match="run@home@best: no checkpoint has a validation loss. Fix: name a step"):
         parse_resume(f"{tmp_path}/run@home@best")
 

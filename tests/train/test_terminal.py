@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -104,6 +106,31 @@ def test_a_terminal_has_a_status_line_and_a_pipe_has_lines_alone(tmp_path):
     assert "hello [bold]x[/bold]" in outputs[1] and "\x1b[" in outputs[1]
     assert "\x1b[?25h" in outputs[1]  # the cursor is there even if the run is killed
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["step"] == 3
+
+
+LEFT_ALONE = """
+import sys
+from nsa_jax.train.terminal import Terminal
+terminal = Terminal()
+terminal.say("one")
+sys.stdin.read()
+for _ in range(2):
+    terminal.say("two")
+print("went on", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["its reader leaves", "there is none"])
+def test_a_run_goes_on_where_nobody_reads_its_output(closed):
+    pipe = subprocess.PIPE
+    command = ["sh", "-c", f"exec {sys.executable} -c '{LEFT_ALONE}' {'>&-' if closed else ''}"]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert closed or process.stdout.readline() == "one\n"
+        process.stdout.close()
+        process.stdin.close()
+        said = process.stderr.read()
+        assert process.wait(60) == 0
+    assert said.count("nobody reads standard output") == (not closed) and said.rstrip().endswith("went on")
 
 
 def test_the_pace_is_that_of_finished_steps(monkeypatch):

@@ -123,19 +123,18 @@ def _append_kernel(*refs, h_dim, v_dim, offsets, chunks, learned, shared, config
                 index = begin + iota(size)
                 ref[slot, index] = y_ref[source + kv * v_dim + index].astype(ref.dtype)
 
-        if shared:
-            (kt_ref,) = ring_refs
-        else:
-            kw_ref, vw_ref, kt_ref, vt_ref = ring_refs
-            values(at_value_raw, vt_ref, at % vt_ref.shape[0])
-            keys(at_key_win, kw_ref, at % kw_ref.shape[0], True)
-            values(at_value_win, vw_ref, at % vw_ref.shape[0])
-        keys(at_key_raw, kt_ref, at % kt_ref.shape[0], False)
-
         @pl.when(at < ks_ref.shape[0])  # a full row stays as it is
         def _():
             keys(at_key_slc, ks_ref, at, True)
             values(at_value_slc, vs_ref, at)
+            if shared:
+                (kt_ref,) = ring_refs
+            else:
+                kw_ref, vw_ref, kt_ref, vt_ref = ring_refs
+                values(at_value_raw, vt_ref, at % vt_ref.shape[0])
+                keys(at_key_win, kw_ref, at % kw_ref.shape[0], True)
+                values(at_value_win, vw_ref, at % vw_ref.shape[0])
+            keys(at_key_raw, kt_ref, at % kt_ref.shape[0], False)
 
     if not learned:
         newest = [(y_ref, at_key_raw + kv * h_dim, at), (y_ref, at_value_raw + kv * v_dim, at)]
@@ -282,7 +281,7 @@ def append_token(
         are not read.
       gate_bias: [N, 3].
       turn: float32 [B, 2, H/2], cosine and sine of RoPE at the token's position.
-      lengths: int32 [B], the token's position. A row at the capacity keeps its cache, apart from the rings.
+      lengths: int32 [B], the token's position. A row at the capacity keeps its cache.
       caches: key_slc, value_slc, key_win, value_win, key_tail, value_tail; all are written in place. Where the branches
         share their keys and values, key_win, value_win and value_tail are None.
       key_cmp: [B, C, K, H].
