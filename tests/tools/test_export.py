@@ -189,7 +189,7 @@ def test_an_import_takes_the_arguments_of_a_conversion(tmp_path, capsys):
 
 
 def test_options_of_an_import_are_refused_without_one(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(export, "load", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(export, "load_recorded", lambda *_: pytest.fail("weights were read"))
     arguments = [str(tmp_path / "run"), str(tmp_path / "out"), "--format=transformers"]
     for options, names in (
         (["--dtype=bfloat16", "--seq-len", "64", "--shared-kv"], "--dtype, --seq-len, --shared-kv"),

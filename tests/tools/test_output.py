@@ -51,7 +51,7 @@ def test_a_directory_that_holds_something_else_is_left_alone(run, tmp_path, monk
     place = foreign(tmp_path / "place")
     before = content(place)
     with monkeypatch.context() as patched:
-        patched.setattr(export, "load", lambda *_: pytest.fail("weights were read"))
+        patched.setattr(export, "load_recorded", lambda *_: pytest.fail("weights were read"))
         assert export.main([str(run), str(place), *options]) == 2
     error = capsys.readouterr().err
     assert "holds config.json, model.safetensors, model_final.safetensors and 1 more" in error
@@ -93,7 +93,7 @@ def test_a_run_is_not_exported_onto_itself(run, capsys, step):
 
 
 def test_outputs_that_cannot_be_written_are_named_before_weights_are_read(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(export, "load", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(export, "load_recorded", lambda *_: pytest.fail("weights were read"))
     monkeypatch.setattr(convert, "import_dense", lambda *_, **__: pytest.fail("weights were read"))
     (tmp_path / "file").write_text("a file")
     for place, words in (
