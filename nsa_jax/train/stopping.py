@@ -159,10 +159,13 @@ class StopRequest:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self._signal = signal.Signals(number).name
-        if number != signal.SIGTERM:
-            signal.signal(number, self._previous[number])
-        elif _repeated(self._handled, number):
+        again = _repeated(self._handled, number)
+        if again:
             self._kill(number)
+        if again or number != signal.SIGTERM:
+            signal.signal(number, self._previous[number])
+        if again:  # in a notebook
+            signal.raise_signal(number)
 
     def _on_byte(self, number: int) -> None:
         """Answers a signal, in another thread."""

@@ -86,8 +86,9 @@ def test_one_signal_is_a_request(number, tmp_path):
 
 def test_a_second_sigterm_is_told_from_a_repeated_one(tmp_path, monkeypatch):
     """Without the thread that listens, and with handlers that Python has run."""
-    statuses = []
+    statuses, passed_on = [], []
     monkeypatch.setattr(stopping.os, "_exit", statuses.append)
+    previous = signal.signal(signal.SIGTERM, lambda number, _: passed_on.append(number))
     with stopping.StopRequest(tmp_path, jax.make_mesh((1,), ("data",))) as stop:
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
@@ -95,7 +96,8 @@ def test_a_second_sigterm_is_told_from_a_repeated_one(tmp_path, monkeypatch):
         assert stop.reason() == "SIGTERM" and not statuses
         monkeypatch.setattr(stopping, "_ONE_REQUEST", 0.1)
         signal.raise_signal(signal.SIGTERM)
-    assert set(statuses) == {128 + signal.SIGTERM}
+    signal.signal(signal.SIGTERM, previous)
+    assert set(statuses) == {128 + signal.SIGTERM} and passed_on == [signal.SIGTERM]
 
 
 def test_listeners_nest_and_leave_nothing_behind():
