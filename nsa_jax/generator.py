@@ -176,11 +176,7 @@ class Generator:
         for name, value in (("context", context), ("chunk", chunk), ("tokens_per_dispatch", tokens_per_dispatch)):
             if value is not None or name != "context":
                 _check_count(name, value)
-        if tokenizer.vocab_size > model.config.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {tokenizer.vocab_size:,} ids and the model {model.config.vocab_size:,}: "
-                "give the tokenizer that the model was trained with"
-            )
+        tokenizer.check_fits(model.config.vocab_size)
         self._prefix = tokenizer.prefix_ids if bos else ()
         self._ends = frozenset(end_ids(tokenizer))
         self.tokenizer, self.context, self.tokens_per_dispatch = tokenizer, context, tokens_per_dispatch

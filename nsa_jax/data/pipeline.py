@@ -92,7 +92,10 @@ class Pipeline:
         self._seq_len = data.seq_len
         self._prefetch = data.prefetch
         self._stream = stream
+        self._place = ""
         self.parts = parts or {"": Part(self, 1.0)}
+        for name in parts or ():
+            self.parts[name].pipeline._place = f"config.data.sources.{name}: "
 
     @property
     def streamed(self) -> bool:
@@ -171,7 +174,7 @@ class Pipeline:
         batches = -(-self._num_validation_rows // self._share.batch_size)
         if not batches:
             raise DataError(
-                "validation split",
+                f"{self._place}validation split",
                 "no document is held out, so there is nothing to validate on",
                 "raise config.data.val_fraction, use more documents (config.data.text_separator splits files), "
                 "or turn validation off with config.train.eval_batches=0",

@@ -60,6 +60,14 @@ class Tokenizer:
         """The smallest unsigned type that holds every id."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
+    def check_fits(self, vocab_size: int) -> None:
+        """Raises ValueError if a model with so many ids does not have all of this tokenizer's."""
+        if self.vocab_size > vocab_size:
+            raise ValueError(
+                f"the tokenizer has {self.vocab_size:,} ids and the model {vocab_size:,}: give the tokenizer that the "
+                "model was trained with"
+            )
+
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, without end-of-document token: int32 [n]."""
         return self.encode_batch([text])[0].astype(np.int32)

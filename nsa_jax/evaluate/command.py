@@ -85,11 +85,7 @@ class Evaluation:
         if directory is None and not args.output:
             raise ValueError(f"{args.path}: name a directory for the results with --output")
         self.model, self.tokenizer, self.config, self.recorded = load_recorded(args.path)
-        if self.tokenizer.vocab_size > self.model.config.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {self.tokenizer.vocab_size:,} ids and the model {self.model.config.vocab_size:,}: "
-                "give the tokenizer that the model was trained with"
-            )
+        self.tokenizer.check_fits(self.model.config.vocab_size)
         self.context = args.context or self.config.data.seq_len
         self.output = Path(args.output or Path(directory or "") / "evaluation")
         self.output.mkdir(parents=True, exist_ok=True)

@@ -12,13 +12,30 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nsa_jax.command_line import number, run_program
+from nsa_jax.data import Tokenizer
 from nsa_jax.hub.export_files import LoadError
 from nsa_jax.hub.load import checkpoints_of, load, local_directory
 from nsa_jax.inspect.exploration import MAX_TOKENS, Exploration
+from nsa_jax.nn import Transformer
+
+
+def _undamaged(path: str) -> Iterator[tuple[int | None, Transformer, Tokenizer]]:
+    """Step, model and tokenizer of the checkpoints that are whole; `load` warns of the others."""
+    places = checkpoints_of(path)
+    whole = 0
+    for index, (step, place) in enumerate(places):
+        try:
+            model, tokenizer, _ = load(place)
+        except LoadError:
+            if not whole and index + 1 == len(places):
+                raise
+            continue
+        whole += 1
+        yield step, model, tokenizer
 
 
 def explore_runs(paths: Sequence[str], text: str, max_tokens: int) -> Exploration:
@@ -36,8 +53,8 @@ def explore_runs(paths: Sequence[str], text: str, max_tokens: int) -> Exploratio
     found = None
     for path in dict.fromkeys(paths):
         name = Path(path).name if len({Path(p).name for p in paths}) == len(set(paths)) else path
-        for step, place in checkpoints_of(path):
-            model, tokenizer, _ = load(place)
+        for step, model, tokenizer in _undamaged(path):
+            tokenizer.check_fits(model.config.vocab_size)
             if found is None:
                 found, first = Exploration(tokenizer, text, max_tokens), tokenizer
             elif tokenizer.fingerprint != first.fingerprint:

@@ -230,6 +230,11 @@ def test_a_source_that_cannot_be_used_is_named(mixed_config, tmp_path):
     mixed_config.data.sources.code.files = (str(tmp_path / "nothing*"),)
     with pytest.raises(DataError, match=r"config.data.sources.code: .*matches no file"):
         make_pipeline(mixed_config)
+    mixed_config.data.sources.code.files = (str(tmp_path / "one.txt"),)
+    (tmp_path / "one.txt").write_text("one document " * 1000)
+    part = make_pipeline(mixed_config).parts["code"]
+    with pytest.raises(DataError, match="^config.data.sources.code: validation split: no document is held out"):
+        part.pipeline.validation()
     mixed_config.data.sources.code.weight = -1.0
     with pytest.raises(DataError, match=r"config.data.sources.code.weight=-1.0.*positive"):
         make_pipeline(mixed_config)

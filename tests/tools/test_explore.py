@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -89,9 +90,12 @@ def test_what_cannot_be_explored_is_refused_with_what_to_do(runs, tmp_path, caps
 
     config = small_config()
     config.data.source, config.data.synthetic, config.data.synthetic_vocab = "synthetic", "copy", 32
+    config.model.vocab_size = 32
     write_run(tmp_path / "other", config)
     text = str(runs / "text.txt")
     assert "compare runs of the same tokenizer" in refused(str(runs / "one"), str(tmp_path / "other"), "--text", text)
+    ByteTokenizer().save(tmp_path / "other" / "tokenizer")
+    assert "the tokenizer has 257 ids and the model 32" in refused(str(tmp_path / "other"), "--text", text)
     (tmp_path / "empty.txt").write_text("")
     assert "has no tokens" in refused(str(runs / "one"), "--text", str(tmp_path / "empty.txt"))
     (tmp_path / "bytes.txt").write_bytes(b"caf\xe9 au lait")
@@ -102,6 +106,18 @@ def test_what_cannot_be_explored_is_refused_with_what_to_do(runs, tmp_path, caps
     assert "no such step" in refused(f"{runs / 'one'}@7", "--text", text)
     with pytest.raises(ValueError, match="8,192; give less text"):
         inspect.Exploration(ByteTokenizer(), "a" * 9000)
+
+
+def test_a_damaged_checkpoint_is_left_out_unless_it_is_all(runs, tmp_path, capsys, caplog):
+    shutil.copytree(runs / "one", tmp_path / "run")
+    steps = sorted((tmp_path / "run" / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+    arguments = ["--text", str(runs / "text.txt"), "--html", str(tmp_path / "out.html")]
+    for step, status in zip(steps[::-1], (0, 2), strict=True):
+        largest = max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[:-7] + b"damaged")
+        assert main([str(tmp_path / "run"), *arguments]) == status
+        assert f"skipping checkpoint {step.name}" in caplog.text
+    assert "damaged" in capsys.readouterr().err
 
 
 def test_a_notebook_gets_the_page_in_a_frame_and_names_are_told_apart(runs):
