@@ -235,15 +235,18 @@ def extend_short_rows() -> dict[str, list[str]]:
     dense, reordered, nsa, nsa_reordered = (runs[name] for name in names)
     speed = [runs[name]["tokens_per_second"] for name in names]
     ratios = [f"{speed[2] / speed[0]:.2f}x", f"{speed[3] / speed[1]:.2f}x"]
+    losses = {step: [f"{runs[name]['validation'][step]['loss']:.4f}" for name in names] for step in (0, -1)}
     found = {
+        "with short documents, validation loss before": losses[0],
+        "with short documents, validation loss after 50 million tokens": losses[-1],
         "with short documents, tokens/s": [f"{round(value, -2):,.0f}" for value in speed],
         "with short documents, speed over dense": ["", "", *ratios],
     }
     for parts in zip(*(run["by_position"] for run in (dense, reordered, nsa, nsa_reordered)), strict=True):
-        losses = [part["loss"] for part in parts]
-        behind = (losses[1] - losses[0], losses[2] - losses[0], losses[3] - losses[1])
+        at = [part["loss"] for part in parts]
+        behind = (at[1] - at[0], at[2] - at[0], at[3] - at[1])
         span = f"with short documents, {parts[0]['from']:,} to {parts[0]['to']:,}"
-        found[span] = [f"{losses[0]:.4f}", *(f"{round(value, 3) + 0.0:+.3f}" for value in behind)]
+        found[span] = [f"{at[0]:.4f}", *(f"{round(value, 3) + 0.0:+.3f}" for value in behind)]
     return found
 
 
