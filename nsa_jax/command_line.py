@@ -18,7 +18,7 @@ import traceback
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ml_collections import ConfigDict
 
@@ -240,6 +240,12 @@ def _exists(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def silence(stream: TextIO) -> None:
+    """Lets what is still written to a stream go nowhere, with what Python flushes at the end."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def run_program(work: Callable[[], object]) -> int:

@@ -15,13 +15,12 @@ The text streams to standard output. Measured times go to standard error. From P
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa_jax.command_line import number, run_program
+from nsa_jax.command_line import number, run_program, silence
 from nsa_jax.generator import Completion, Generator, PromptError, Stats
 from nsa_jax.hub.generation import is_imported
 from nsa_jax.hub.load import load
@@ -202,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             _generate(args)
         except BrokenPipeError:  # who reads the text, such as head, has enough of it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            silence(sys.stdout)
 
     return run_program(work)
 

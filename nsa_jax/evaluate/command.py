@@ -33,7 +33,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -45,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa_jax import inspect
-from nsa_jax.command_line import number, run_program
+from nsa_jax.command_line import number, run_program, silence
 from nsa_jax.data import DataError, long_tasks
 from nsa_jax.evaluate import long_context, retrieval
 from nsa_jax.evaluate.scoring import (
@@ -73,7 +72,7 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
 
 
 class Evaluation:

@@ -15,10 +15,9 @@ from flax import nnx
 from nsa_jax.nn.cache import Cache, capacity_bucket, init_cache, prefill_attention, step_attention
 from nsa_jax.nn.layers import RMSNorm, soft_cap
 from nsa_jax.nn.projection import WIDTH_MULTIPLE
-from nsa_jax.nn.sharding import has_explicit_axes
 from nsa_jax.nn.transformer import Block, Transformer, layer_stacks
 from nsa_jax.ops import checks
-from nsa_jax.ops.target import current_target
+from nsa_jax.ops.target import current_target, has_explicit_axes
 
 # Parameters that are used in float32; all others are used in the compute dtype.
 _WIDE = ("scale", "gate_bias")

@@ -59,7 +59,7 @@ def dense_attention(query, key, value, *, segment_start=None, deterministic=Fals
     out = jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=True, scale=head_dim**-0.5, implementation="xla"
     )
-    if segment_start is not None:  # the mean of all values where a token sees nothing: its document begins after it
+    if segment_start is not None:  # XLA gives a token that sees nothing the mean of all values
         out = jnp.where((segment_start <= jnp.arange(length))[..., None, None], out, 0)
     return out[..., :value_dim]
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+from nsa_jax.ops.target import has_explicit_axes
 
 DATA, FSDP = "data", "fsdp"
 BATCH_AXES = (DATA, FSDP)
@@ -65,11 +66,6 @@ def tensor_size() -> int:
 def token_spec(batch_size: int, length: int) -> P:
     """How an array [B, T] is laid out."""
     return P(batch_axes(batch_size) or None, CONTEXT if context_size(length) > 1 else None)
-
-
-def has_explicit_axes() -> bool:
-    """Whether the mesh in context makes layouts a part of types, as `jax.make_mesh` does unless it is asked not to."""
-    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 def _laid_out(x: jax.Array, spec: P) -> jax.Array:

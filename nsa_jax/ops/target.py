@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.sharding import AxisType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,3 +86,8 @@ def current_target() -> Target:
         return Target(device.platform)
     major, minor = str(getattr(device, "compute_capability", "8.0")).split(".")[:2]
     return Target("gpu", (int(major), int(minor)))
+
+
+def has_explicit_axes() -> bool:
+    """Whether the mesh in context makes layouts a part of types, as `jax.make_mesh` does unless it is asked not to."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types

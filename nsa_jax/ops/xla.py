@@ -16,12 +16,11 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.target import current_target
+from nsa_jax.ops.target import current_target, has_explicit_axes
 
 # Elements of one chunk's largest array, of which several are alive at once. On a CPU they should stay in cache (4 MiB
 # of float32 was twice as fast as 64 MiB); on a GPU every step of the loop should keep the device busy.
@@ -31,18 +30,14 @@ _CHUNK_ELEMENTS_ELSEWHERE = 2**24
 _DENSE_FACTOR = 4
 
 
-def _layouts_are_types() -> bool:
-    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-
-
 def _batch_layout(array: jax.Array, ndim: int) -> P | None:
     """How an array with this one's batch is laid out, where that is a part of its type."""
-    return P(jax.typeof(array).sharding.spec[0], *[None] * (ndim - 1)) if _layouts_are_types() else None
+    return P(jax.typeof(array).sharding.spec[0], *[None] * (ndim - 1)) if has_explicit_axes() else None
 
 
 def _laid_out_alike(*arrays):
     """The arrays, or None, with the first axis of all, the batch, laid out alike, where that is a part of types."""
-    if not _layouts_are_types():
+    if not has_explicit_axes():
         return arrays
     specs = [None if x is None else jax.typeof(x).sharding.spec for x in arrays]
     batch = next((spec[0] for spec in specs if spec and spec[0]), None)
@@ -158,10 +153,9 @@ class _Gather:
         return rows, heads, chunk.lists
 
     def load(self, array, chunk):
-        at = array.at[self._index(chunk)]
-        picked = at.get(
-            mode="clip", out_sharding=_batch_layout(array, 6)
-        )  # [B, Q, K, n, l', H]; padding is masked below
+        layout = _batch_layout(array, 6)
+        # [B, Q, K, n, l', H]; padding is masked below.
+        picked = array.at[self._index(chunk)].get(mode="clip", out_sharding=layout)
         return picked.reshape(*picked.shape[:3], -1, picked.shape[-1])
 
     def mask(self, num_keys, chunk):

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from nsa_jax.command_line import silence
 from nsa_jax.data import Pipeline
 from nsa_jax.fields import source_configs
 from nsa_jax.train.state import Setup
@@ -218,7 +219,7 @@ class Terminal:
     def say(self, line: str, *, wrap: bool = True) -> None:
         """One line that stays; without `wrap` a terminal may break it within words, but copies it whole.
 
-        Where nobody reads it any more (`| head`, a log collector that ended), the run goes on in silence.
+        The run goes on in silence where a line cannot be written: a log collector ended, or the disk is full.
         """
         try:
             if self.live:
@@ -227,8 +228,9 @@ class Terminal:
                 print(line, file=self._stream, flush=True)
         except OSError as error:
             self._active = self.live = False
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # Python flushes it at the end
-            logging.getLogger("nsa_jax").warning("nobody reads standard output (%s): the run goes on without it", error)
+            silence(self._stream)
+            message = "standard output cannot be written (%s): the run goes on without it"
+            logging.getLogger("nsa_jax").warning(message, error)
 
     def doing(self, what: str) -> None:
         """What the run does from now on."""

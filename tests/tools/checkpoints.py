@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 from safetensors.numpy import save_file
 
 from nsa_jax.hub.export_files import Arrays
@@ -194,3 +195,16 @@ def stored(directory: Path) -> dict[str, np.ndarray]:
     """The arrays of a folder of safetensors."""
     arrays = Arrays(directory)
     return {name: np.asarray(arrays[name]) for name in arrays.files}
+
+
+def letters(path: Path, template: str | None = None, size: int = VOCAB) -> Path:
+    """Writes a tokenizer of single characters and its settings, as a checkpoint has them."""
+    words = {"</s>": 0, **{chr(48 + i): i for i in range(1, size)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    made.save(str(path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": "</s>"}, "auto_map": {"x": "y"}}
+    settings |= {"chat_template": template} if template else {}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path

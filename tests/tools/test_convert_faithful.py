@@ -16,8 +16,8 @@ from nsa_jax.data.tokenizers import load_tokenizer
 from nsa_jax.hub.convert import import_dense
 from nsa_jax.hub.export_files import LoadError
 
-from .checkpoints import VOCAB, describe, float32, run, tokens, write
-from .test_convert import SLIDING, letters
+from .checkpoints import VOCAB, describe, float32, letters, run, tokens, write
+from .test_convert import SLIDING
 
 SLIDING_MISTRAL = {"sliding_window": 16}
 

@@ -120,17 +120,18 @@ print("went on", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("closed", [False, True], ids=["its reader leaves", "there is none"])
-def test_a_run_goes_on_where_nobody_reads_its_output(closed):
+@pytest.mark.parametrize(("output", "warnings"), [("", 1), (">&-", 0), (">/dev/full", 1)])
+def test_a_run_goes_on_where_its_output_cannot_be_written(output, warnings):
+    """The reader of a pipe leaves, standard output is closed, and the disk is full."""
     pipe = subprocess.PIPE
-    command = ["sh", "-c", f"exec {sys.executable} -c '{LEFT_ALONE}' {'>&-' if closed else ''}"]
+    command = ["sh", "-c", f"exec {sys.executable} -c '{LEFT_ALONE}' {output}"]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        assert closed or process.stdout.readline() == "one\n"
+        assert process.stdout.readline() == ("" if output else "one\n")
         process.stdout.close()
         process.stdin.close()
         said = process.stderr.read()
         assert process.wait(60) == 0
-    assert said.count("nobody reads standard output") == (not closed) and said.rstrip().endswith("went on")
+    assert said.count("standard output cannot be written") == warnings and said.rstrip().endswith("went on")
 
 
 def test_the_pace_is_that_of_finished_steps(monkeypatch):
