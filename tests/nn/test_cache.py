@@ -268,10 +268,11 @@ def test_a_full_row_stays_full_while_the_others_go_on(attention):
     chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[0], kept) for kept in (cache, before)))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
 @pytest.mark.parametrize("attention", ["nsa", "dense", "window"])
-def test_a_token_before_its_document_sees_nothing(attention):
+def test_a_token_before_its_document_sees_nothing(attention, implementation):
     """As padding may be marked: what it gets depends on no other token, in a row as in prefill and in a step."""
-    model = make_model(attention=attention, num_layers=1)
+    model = make_model(attention=attention, num_layers=1, head_dim=16, implementation=implementation)
     decoder, tokens = Decoder(model, chunk=64), random_tokens(1, 40)
     start = np.where(np.arange(40) < 20, 0, 64)[None]
     changed = np.where(np.arange(40) == 39, tokens, (tokens + 1) % 7)
