@@ -40,17 +40,14 @@ def model_config(path: str, attention: str) -> ModelConfig:
 def filled(decoder: Decoder, batch: int, context: int, steps: int):
     """A cache with `context` random tokens in every row and room for `steps` more."""
     cache = decoder.init_cache(batch, context + steps)
-
-    @jax.jit
-    def fill(cache, key):
-        leaves, tree = jax.tree.flatten(cache.layers)
-        keys = jax.random.split(key, len(leaves))
-        layers = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-        return dataclasses.replace(
-            cache, layers=jax.tree.unflatten(tree, layers), lengths=jnp.full_like(cache.lengths, context)
-        )
-
-    return fill(cache, jax.random.key(0))
+    leaves, tree = jax.tree.flatten(cache.layers)
+    # One program for each shape. In one for the whole cache XLA puts the arrays of all layers into one kernel, whose
+    # compilation took several times as long as that of the steps, again for each row of the table.
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    layers = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    return dataclasses.replace(
+        cache, layers=jax.tree.unflatten(tree, layers), lengths=jnp.full_like(cache.lengths, context)
+    )
 
 
 def milliseconds(decoder: Decoder, batch: int, context: int, steps: int, at_once: int) -> float:
