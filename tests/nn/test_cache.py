@@ -18,7 +18,7 @@ from nsa_jax import aot, nn
 from nsa_jax.nn.cache import capacity_bucket, memory_report
 from nsa_jax.nn.decoder import Decoder
 from nsa_jax.ops.rope import RopeScaling
-from nsa_jax.ops.target import Target
+from nsa_jax.ops.target import Target, compile_for
 from tests.nn.test_model_options import OPTIONS, fill
 
 SMALL = nsa_jax.NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12)
@@ -403,6 +403,21 @@ def test_a_step_compiles_ahead_of_time_for_other_heads(compressor, head_dim, gro
     except aot.AheadOfTimeUnavailable as error:
         pytest.skip(str(error))
     assert "nsa_decode_append" in step.as_text()
+
+
+@pytest.mark.parametrize(("batch", "attention"), [(1, "nsa"), (64, "nsa"), (1, "dense")])
+def test_the_kernels_of_a_step_are_lowered_once_for_all_layers(batch, attention):
+    def kernels(num_layers):
+        fields = dict(dim=128, num_heads=4, num_kv_heads=2, head_dim=64, vocab_size=64, mlp_dim=128)
+        config = nn.ModelConfig(**fields, num_layers=num_layers, attention=attention, compute_dtype="bfloat16")
+        decoder = Decoder(nn.Transformer(config, rngs=nnx.Rngs(0)))
+        cache = jax.eval_shape(lambda: nn.cache.init_cache(config, batch, 2048))
+        tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        with compile_for(Target("gpu", (9, 0))):
+            lowered = jax.jit(decoder.step).trace(decoder.params, cache, tokens).lower(lowering_platforms=("cuda",))
+        return re.findall(r'name = "((?:nsa|dense)_decode\w*)"', lowered.as_text())
+
+    assert kernels(3) == kernels(1) != []
 
 
 @pytest.mark.usefixtures("usual_compilation")

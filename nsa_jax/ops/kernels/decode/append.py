@@ -271,6 +271,7 @@ def _emit_learned(turn, lengths, tails, key_cmp, value_cmp, phis: Sequence[Phi],
     )(*inputs)
 
 
+@functools.partial(jax.jit, static_argnames="config")
 def append_token(
     projected, gate_bias, turn, lengths, caches, key_cmp, value_cmp, phis: Sequence[Phi] | None, *, config: NSAConfig
 ):

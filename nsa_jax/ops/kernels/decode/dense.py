@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -42,6 +43,7 @@ def _dense_kernel(*refs, num_starts, num_queries, group, rows, keys, scale, ring
     softmax.store(lax.fori_loop(begin, end, body, softmax.init()), acc_ref, stats_ref)
 
 
+@functools.partial(jax.jit, static_argnames=("plan", "ring"))
 def dense_decode_attention(query, key, value, lengths, segment_start, plan: Choice, *, ring: bool = False):
     """Full attention of the newest T tokens of each row to a cache: the baseline, split like the sparse kernels.
 

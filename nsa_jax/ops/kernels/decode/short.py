@@ -96,6 +96,7 @@ def _finish_kernel(*refs, num_starts, num_queries, capacity, group, columns, wid
     write_sum(o_ref, branches)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "plan"))
 def decode_attention(
     query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config: NSAConfig, segment_start,
     plan: Choice,

@@ -164,6 +164,7 @@ def _selected_kernel(*refs, num_starts, num_queries, capacity, group, rows, keys
     selected_part(attended, lambda i: list_ref[i], begin, end, t, start, **sizes)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "plan"))
 def decode_attention(
     query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config: NSAConfig, segment_start,
     plan: Choice,
