@@ -7,7 +7,7 @@ A document is the Python files of one folder (and of those below it, while they 
 after a line with its path: names that are defined in one file are used in others, often tens of thousands of characters
 later. Documents have at least 64 KiB and at most 1 MiB. Only ASCII is kept, so that a byte is a token for the byte
 tokenizer. Which text is found depends on the machine; the report says how much. --short takes a fourteenth of the
-documents out of the corpus and writes them elsewhere as short ones, of 512 bytes each and at most 24,000.
+documents out of the corpus and writes them elsewhere as short ones, of 128 bytes each and 12.8 MB at most.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sysconfig
 from collections.abc import Iterator
 
 LEAST, MOST = 64 * 2**10, 2**20
-SHORT, MOST_SHORT = 512, 24_000
+MOST_SHORT = 12_800_000
 
 
 def _text(path: pathlib.Path, root: pathlib.Path) -> str:
@@ -50,19 +50,20 @@ def documents(root: pathlib.Path) -> Iterator[str]:
             yield "".join(parts)
 
 
-def take_short(corpus: pathlib.Path, output: pathlib.Path) -> None:
+def take_short(corpus: pathlib.Path, output: pathlib.Path, size: int) -> None:
     """Cuts the documents whose names, which are hashes, come last."""
     files = sorted(corpus.glob("*.txt"))
     taken = files[-max(len(files) // 14, 1) :]
     texts = [path.read_text() for path in taken]
-    pieces = [text[i : i + SHORT] for text in texts for i in range(0, len(text) - SHORT + 1, SHORT)]
+    pieces = [text[i : i + size] for text in texts for i in range(0, len(text) - size + 1, size)]
     random.Random(0).shuffle(pieces)
+    del pieces[MOST_SHORT // size :]
     output.mkdir(parents=True)
-    for count, piece in enumerate(pieces[:MOST_SHORT]):
+    for count, piece in enumerate(pieces):
         (output / f"{count}.txt").write_text(piece)
     for path in taken:
         path.unlink()
-    print(f"{len(taken):,} of them became {min(len(pieces), MOST_SHORT):,} short ones in {output}")
+    print(f"{len(taken):,} of them became {len(pieces):,} short ones in {output}")
 
 
 def main() -> None:
@@ -77,6 +78,7 @@ def main() -> None:
         help="folders of packages; default: site-packages and the standard library",
     )
     parser.add_argument("--short", type=pathlib.Path, help="new folder for short documents")
+    parser.add_argument("--short-bytes", type=int, default=128, help="of a short document (default %(default)s)")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     paths = sysconfig.get_paths()
@@ -92,7 +94,7 @@ def main() -> None:
             total, count = total + len(text), count + 1
     print(f"{count:,} documents, {total / 1e6:.1f} MB in {options.output}")
     if options.short:
-        take_short(options.output, options.short)
+        take_short(options.output, options.short, options.short_bytes)
 
 
 if __name__ == "__main__":

@@ -128,12 +128,13 @@ def extend(options: argparse.Namespace, name: str) -> None:
     if options.seed:
         run += f"_seed{options.seed}"
         flags.append(f"--config.seed={options.seed}")
-    model, workdir = options.folder / "converted" / run, options.folder / run
-    what = [*CONVERSIONS[name], "--dtype=float32", "--tokenizer=byte"]
-    if name.startswith("far"):
-        files = sorted(options.corpus.glob("*.txt"))
-        what += ["--text", *files[:: max(len(files) // 16, 1)][:16]]
-    command("-m", "nsa_jax.convert", options.folder / "base_hf", model, *what)
+    model, workdir = options.folder / "converted" / name, options.folder / run
+    if not model.exists():  # the same for all orders of the data
+        what = [*CONVERSIONS[name], "--dtype=float32", "--tokenizer=byte"]
+        if name.startswith("far"):
+            files = sorted(options.corpus.glob("*.txt"))
+            what += ["--text", *files[:: max(len(files) // 16, 1)][:16]]
+        command("-m", "nsa_jax.convert", options.folder / "base_hf", model, *what)
     config = f"{ROOT / 'configs' / 'extend.py'}:{model},{options.length}"
     train(
         options, config, workdir, f"--resume={model}", "--stage", "--config.train.log_every=5",

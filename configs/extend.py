@@ -7,8 +7,8 @@ What:    the argument is an exported model and the new row length, 32,768 if lef
          trained before. The learning rate starts at half of that of a model of this size and falls to zero, since 50
          million tokens are few. Without an argument the model is that of a100_prod at 32,768 tokens.
 Data:    text files, one document each: use documents as long as the rows. A corpus of short ones teaches nothing about
-         the longer row, but the first tokens of a row need some: let a fifth of the tokens be in short ones, by
-         config.data.sources (docs/extend.md). 380 steps of 4 x 32,768 tokens are 50 million tokens.
+         the longer row, but the first tokens of a row need some: let a fifth of the tokens be in short ones, of
+         128 bytes, say, by config.data.sources (docs/extend.md). 380 steps of 4 x 32,768 tokens are 50 million tokens.
 Takes:   112 s on an H200 for a model of 73M parameters with NSA, 292 s with dense attention; on an H100 123 and 310 s,
          and 124 s with two of its twelve layers dense, three of NSA and seven of windows.
 Reaches: 0.487 nats per byte of source text with NSA in every layer, 0.445 with those two layers dense that read far and

@@ -229,24 +229,24 @@ def extend_rows() -> dict[str, list[str]]:
 
 
 def extend_short_rows() -> dict[str, list[str]]:
-    """Extensions with short documents among the long ones: two orders of the data, dense and with NSA."""
+    """Extensions with short documents among the long ones: two base models, each with dense attention and with NSA."""
     runs = results("extend_short_h100")["runs"]
-    names = ("dense_short", "dense_short_seed1", "far2_nsa3_short", "far2_nsa3_short_seed1")
-    dense, reordered, nsa, nsa_reordered = (runs[name] for name in names)
-    speed = [runs[name]["tokens_per_second"] for name in names]
-    ratios = [f"{speed[2] / speed[0]:.2f}x", f"{speed[3] / speed[1]:.2f}x"]
-    losses = {step: [f"{runs[name]['validation'][step]['loss']:.4f}" for name in names] for step in (0, -1)}
+    pairs = [[runs[f"{name}_short{seed}"] for name in ("dense", "far2_nsa3")] for seed in ("", "_seed1")]
+    both = [run for pair in pairs for run in pair]
+    speeds = [run["tokens_per_second"] for run in both]
+    ratios = (f"{nsa['tokens_per_second'] / dense['tokens_per_second']:.2f}x" for dense, nsa in pairs)
     found = {
-        "with short documents, validation loss before": losses[0],
-        "with short documents, validation loss after 50 million tokens": losses[-1],
-        "with short documents, tokens/s": [f"{round(value, -2):,.0f}" for value in speed],
-        "with short documents, speed over dense": ["", "", *ratios],
+        "with short documents, before": [f"{run['validation'][0]['loss']:.4f}" for run in both],
+        "with short documents, after 50 million tokens": [f"{run['validation'][-1]['loss']:.4f}" for run in both],
+        "with short documents, tokens/s": [f"{round(value, -2):,.0f}" for value in speeds],
+        "with short documents, speed over dense": [cell for ratio in ratios for cell in ("", ratio)],
     }
-    for parts in zip(*(run["by_position"] for run in (dense, reordered, nsa, nsa_reordered)), strict=True):
-        at = [part["loss"] for part in parts]
-        behind = (at[1] - at[0], at[2] - at[0], at[3] - at[1])
+    for parts in zip(*(run["by_position"] for run in both), strict=True):
         span = f"with short documents, {parts[0]['from']:,} to {parts[0]['to']:,}"
-        found[span] = [f"{at[0]:.4f}", *(f"{round(value, 3) + 0.0:+.3f}" for value in behind)]
+        found[span] = []
+        for dense, nsa in (parts[:2], parts[2:]):
+            behind = round(nsa["loss"] - dense["loss"], 3) + 0.0
+            found[span] += [f"{dense['loss']:.4f}", f"{behind:+.3f}"]
     return found
 
 
