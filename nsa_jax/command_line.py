@@ -207,6 +207,8 @@ def workdir_problems(workdir: str | Path) -> list[Problem]:
     object below the address is written and deleted.
     """
     text = str(workdir)
+    if not text.strip():
+        return [Problem("R023", "error", "--workdir is empty", "name a directory, or leave it out for runs/NAME")]
     if scheme_of(text):
         try:
             Folder(text).check_writable()

@@ -54,6 +54,8 @@ def _import_options(argv: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 def _export(args: argparse.Namespace, overrides: Sequence[str], import_options: Sequence[str]) -> None:
     if args.import_from:
+        if args.output:
+            raise LoadError(f"{args.output}: with --import-from=CHECKPOINT name one directory, the one to write")
         args.checkpoint, args.output = args.import_from, args.path
         return convert(args, overrides)
     if import_options:

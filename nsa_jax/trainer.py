@@ -173,8 +173,12 @@ def beginning(resume: str | None, init: str | None) -> str | None:
     """What a run without checkpoints of its own begins with, from the values of --resume and --init.
 
     Raises:
-      ConfigError: both are given, or `init` is no exported model.
+      ConfigError: both are given, one is empty, or `init` is no exported model.
     """
+    for flag, value in (("--resume", resume), ("--init", init)):
+        if value is not None and not value.strip():
+            fix = "name what to begin with, or leave it out"
+            raise ConfigError([Problem("R022", "error", f"{flag} is empty", fix)])
     if init is None:
         return resume
     if resume is not None:
@@ -244,7 +248,9 @@ def main(argv: list[str]) -> int:
 
     try:
         config, problems = read_config()
-        workdir = os.path.expanduser(_WORKDIR.value or f"runs/{check_fields(config, default_config())[0].name}")
+        workdir = os.path.expanduser(
+            f"runs/{check_fields(config, default_config())[0].name}" if _WORKDIR.value is None else _WORKDIR.value
+        )
         problems += workdir_problems(workdir)
         if problems or not _PREFLIGHT.value:  # otherwise the preflight's report shows what there is
             for problem in check(config, problems):

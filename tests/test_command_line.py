@@ -262,6 +262,8 @@ def test_workdirs_must_be_directories_that_can_be_written(tmp_path, monkeypatch)
     for bad in (tmp_path / "file", tmp_path / "file" / "run", tmp_path / "run", "/proc/run", "x" * 300, "a\0b"):
         (problem,) = workdir_problems(bad)
         assert problem.rule == "R023" and str(bad) in problem.message
+    (problem,) = workdir_problems("")
+    assert problem.rule == "R023" and problem.message == "--workdir is empty"
 
     def read_only(dir):
         raise OSError(30, "Read-only file system")

@@ -175,6 +175,11 @@ def test_an_import_without_tokenizer_asks_for_one(tmp_path, capsys):
     assert "name a tokenizer.json" in capsys.readouterr().err
 
 
+def test_an_import_writes_one_directory(tmp_path, capsys):
+    assert export.main(["--import-from", str(LLAMA), str(tmp_path / "out"), str(tmp_path / "other")]) == EXIT_USAGE
+    assert "name one directory, the one to write" in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
 def test_an_import_takes_the_arguments_of_a_conversion(tmp_path, capsys):
     write(tmp_path / "in", describe("llama2", vocab_size=300))
     arguments = ["--import-from", str(tmp_path / "in"), str(tmp_path / "out"), "--tokenizer", "byte"]

@@ -141,6 +141,8 @@ def test_init_names_an_exported_model(first, tmp_path):
     for arguments, words in (
         ((None, str(first)), "no exported model there"),
         ((str(first), str(tmp_path / "export")), "a run has one beginning"),
+        (("", None), "--resume is empty"),  # as --resume=$RUN gives where RUN is not set
+        ((None, " "), "--init is empty"),
     ):
         with pytest.raises(ConfigError, match=words):
             beginning(*arguments)
