@@ -255,7 +255,7 @@ def run_program(work: Callable[[], object]) -> int:
 
     Args:
       work: what the tool does. The errors that name the user's mistakes (LoadError, DataError, ConfigError,
-        CheckpointError, PromptError) are ValueErrors; these, OSErrors and missing packages are reported.
+        CheckpointError, PromptError) are ValueErrors; these, OSErrors, NaN logits and missing packages are reported.
 
     Returns:
       The exit status: 0, or EXIT_USAGE if an error was reported on standard error.
@@ -268,7 +268,7 @@ def run_program(work: Callable[[], object]) -> int:
     choose_platform()
     try:
         work()
-    except (ValueError, OSError, MissingExtra) as error:
+    except (ValueError, OSError, FloatingPointError, MissingExtra) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     return 0

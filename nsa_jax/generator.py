@@ -264,6 +264,7 @@ class Generator:
 
         Raises:
           PromptError: a prompt is empty, no prompt or does not fit the context.
+          FloatingPointError: a row's logits are NaN, so that no token is the most likely one.
           ValueError: `max_tokens` or `num_samples` is no whole number of at least 1, `sampling` is something else, or
             the model has no block lists to return.
         """
@@ -316,6 +317,8 @@ class Generator:
             for by_row in fetched:
                 for row, completion in enumerate(completions):
                     if not completion.finish:
+                        if by_row[row] < 0:
+                            raise FloatingPointError(f"the model's logits of row {row} are NaN: check its weights")
                         self._take(completion, streams[row], int(by_row[row]), int(lengths[row]), max_tokens)
         if return_block_indices:
             self._add_lists(completions, state[0], lengths)

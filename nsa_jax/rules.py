@@ -96,7 +96,9 @@ def shortest_pattern(pattern: tuple[str, ...]) -> tuple[str, ...]:
 
 def pattern_problem(model: Mapping[str, Any]) -> tuple[str, str]:
     """What is wrong with the layer_pattern of `config.model`, and the fix; empty texts if nothing is."""
-    pattern, allowed = tuple(model["layer_pattern"]), CHOICES["model.attention"]
+    pattern, allowed = model["layer_pattern"], CHOICES["model.attention"]
+    if not isinstance(pattern, (tuple, list)):
+        return "must be a tuple of kinds of attention", "use () for one kind in all layers"
     if unknown := [kind for kind in pattern if kind not in allowed]:
         return f"{unknown[0]!r} is no kind of attention", f"""use {", ".join(allowed)}, such as ("nsa", "dense")"""
     if pattern and model["num_layers"] % len(pattern):
@@ -399,10 +401,11 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
     if d.tokenizer == "bpe" and d.bpe_vocab_size < 257:
         message = f"config.data.bpe_vocab_size={d.bpe_vocab_size}: smaller than the 256 bytes and EOS"
         found.error("R007", message, "use at least 257")
-    if config.train.batch_size % d.stream_lanes:
+    lanes = max(d.stream_lanes, 1)  # R002 tells of fewer
+    if config.train.batch_size % lanes:
         message = f"config.data.stream_lanes={d.stream_lanes}: cannot share batch_size={config.train.batch_size} evenly"
         found.error("R007", message, "use a divisor of config.train.batch_size")
-    elif (rows := piece_rows(config.train)) % d.stream_lanes:
+    elif (rows := piece_rows(config.train)) % lanes:
         message = f"config.data.stream_lanes={d.stream_lanes}: cannot share batch_ramp's pieces of {rows} rows"
         found.error("R007", message, f"use a divisor of {rows}, which divides every batch of config.train.batch_ramp")
     smallest = {"byte": 257, "bpe": d.bpe_vocab_size}.get(d.tokenizer, 0)

@@ -25,7 +25,8 @@ class Sampling:
       top_k: keep this many most likely tokens, and those as likely as the last of them; 0: all.
       top_p: keep the most likely tokens that together have at least this probability; 1: all.
       min_p: keep tokens with at least this share of the most likely token's probability; 0: all.
-      seed: at least 0, of any size; the same seed, prompt and settings give the same text.
+      seed: at least 0, of any size; the same seed, prompts and settings give the same texts. A prompt's place in
+        the list counts: each row draws numbers of its own.
 
     Raises:
       ValueError: naming the field.
@@ -125,8 +126,10 @@ def sample(logits, seen, keys, settings: Settings, vocab_size: int) -> jax.Array
       vocab_size: ids that may be drawn are below this.
 
     Returns:
-      int32 [B].
+      int32 [B]; -1 for a row whose logits hold a NaN.
     """
+    broken = jnp.isnan(jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, 0)).any(axis=-1)
     logits = filtered_logits(logits, seen, settings, vocab_size)
     drawn = jax.vmap(jax.random.categorical)(keys, logits)
-    return jnp.where(settings.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+    drawn = jnp.where(settings.temperature > 0, drawn, jnp.argmax(logits, axis=-1))
+    return jnp.where(broken, -1, drawn).astype(jnp.int32)

@@ -131,6 +131,12 @@ def test_bad_values_are_found_with_field_and_fix(field, value, rule):
         check(config)
 
 
+def test_no_lane_of_a_stream_is_too_few():
+    config = default_config()
+    config.data.stream_lanes = 0
+    assert "R002" in [problem.rule for problem in validate(config) if problem.severity == "error"]
+
+
 QUICKSTART = {"text": {"source": "stdlib"}, "keypad": {"source": "task"}}
 WITHOUT_EFFECT = [
     (["data.files=a.txt"], "error", "data.files=('a.txt',)", "data.source='stdlib'", "data.source='text'"),

@@ -143,10 +143,11 @@ class TrainIterator(grain.DatasetIterator):
         if state.get("data") != self._fingerprint:
             raise DataError(
                 f"saved data position (data {state.get('data')}, step {state.get('step')})",
-                f"belongs to other data than the config gives (data {self._fingerprint}): the corpus or its files, the "
-                "sources or their weights, the tokenizer, seq_len, packing, packing_method, batch_size, held-out "
-                "documents or seed differs, and the run could not continue exactly",
-                "restore these settings, or start a new run from the saved weights only",
+                f"belongs to other data than the config gives (data {self._fingerprint}): the corpus or its files "
+                "(path, size or time of a change), the sources or their weights, the tokenizer, seq_len, packing, "
+                "packing_method, batch_size, held-out documents or seed differs, and the run could not continue "
+                "exactly",
+                "restore these settings and files (touch -d sets a time), or start a new run from the saved weights",
             )
         self._step = int(state["step"])
         if self._stream:

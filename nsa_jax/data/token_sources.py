@@ -117,7 +117,16 @@ def _array_part(path: str, tokenizer: Tokenizer) -> Part:
     if size % width or (promised is not None and promised != size // width - first):
         what = f"{size:,} bytes are not " + (f"a header and {promised:,} tokens" if promised is not None else dtype)
         raise DataError(path, what, "copy the file again, or name the tokenizer that made it")
+    if dtype == "uint16" and not first:
+        _refuse_wider(path)
     return Part(path, size // width - first, dtype, first)
+
+
+def _refuse_wider(path: str) -> None:
+    """Half of the uint16 of small uint32 are 0, and would be taken for tokens."""
+    sample = np.memmap(path, np.uint16, "r")[:_CHUNK] if os.path.getsize(path) else np.empty(0, np.uint16)
+    if len(sample) >= 64 and sample[::2].any() and not sample[1::2].any():
+        raise DataError(path, "every second uint16 is 0, as in a file of uint32 or int64", "write the tokens as uint16")
 
 
 def _eos_spans(tokens: PartedTokens, eos_id: int) -> Iterator[Spans]:

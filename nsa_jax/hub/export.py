@@ -8,6 +8,7 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax import nnx, traverse_util
 from ml_collections import ConfigDict
 
@@ -58,7 +59,8 @@ def export(
       overwrite: write into a directory that holds something else, too, unless that is a run.
 
     Raises:
-      LoadError: the directory cannot be written, or holds something else.
+      LoadError: the directory cannot be written, or holds something else; the parameters have another dtype than the
+        model's config says.
     """
     described = {
         "model_type": MODEL_TYPE,
@@ -68,10 +70,26 @@ def export(
         "eos_token_id": int(tokenizer.eos_id),
         "config": json.loads(config.to_json()),
     }
+    check_dtype(model)
     with whole_export(directory, overwrite) as path:
         write_arrays(path, _flat(nnx.to_pure_dict(nnx.state(model, nnx.Param))), shard_bytes)
         tokenizer.save(path)
         (path / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+
+
+def check_dtype(model: Transformer) -> None:
+    """The parameters have the dtype of the config, which is how they are read back.
+
+    Raises:
+      LoadError: some have another.
+    """
+    wanted = model.config.param_dtype
+    found = {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))}
+    if found - {wanted}:
+        raise LoadError(
+            f"the model's parameters are {', '.join(sorted(found))}, and its config has param_dtype={wanted!r}: cast "
+            "them back; python -m nsa_jax.convert --dtype sets both"
+        )
 
 
 def exported_config(directory: str | os.PathLike) -> ConfigDict:

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from nsa_jax.data import Tokenizer
 from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from nsa_jax.hub.export import check_dtype
 from nsa_jax.hub.export_files import NSA_TYPE, LaterArray, LoadError, write_arrays
 from nsa_jax.hub.families import layer_shapes, model_shapes
 from nsa_jax.hub.generation import FILE, generation_fields, token_ids, tokenizer_settings
@@ -287,6 +288,7 @@ def export_native(
       LoadError: transformers has no such model, or the directory cannot be written or holds something else. Nothing is
         written then.
     """
+    check_dtype(model)
     described = native_config(model.config, config.data.seq_len)
     generation = generation_fields(tokenizer)
     with whole_export(directory, overwrite) as path:

@@ -160,9 +160,10 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, *, record_block_i
         row and layer.
 
     Raises:
-      ValueError: `capacity` is not a multiple of `select_block`, or rows would outgrow what RoPE scaling of the kind
-        "dynamic" leaves as it is, or lists are to be recorded without NSA layers.
+      ValueError: `batch` is no whole number of at least 1, `capacity` is not a multiple of `select_block`, rows would
+        outgrow what RoPE scaling of the kind "dynamic" leaves as it is, or lists are to be recorded without NSA layers.
     """
+    batch = checks.positive("batch", batch)
     if record_block_indices and "nsa" not in config.kinds:
         kinds = "/".join(config.kinds)
         raise ValueError(f"record_block_indices=True: must be False for attention={kinds!r}, which has no block lists")

@@ -167,7 +167,7 @@ class ModelConfig:
     def __post_init__(self):
         self._check_types()
         if message := pattern_problem(vars(self))[0]:
-            raise ValueError(f"ModelConfig.layer_pattern={self.layer_pattern}: {message}")
+            raise ValueError(f"ModelConfig.layer_pattern={self.layer_pattern!r}: {message}")
         if kinds := self.layer_pattern:
             kinds = shortest_pattern(tuple(kinds))
             object.__setattr__(self, "attention", kinds[0] if len(kinds) == 1 else "nsa")

@@ -145,7 +145,9 @@ class Decoder:
         start = cache.segment_start
         if segment_start is not None:
             start = jnp.where(cache.lengths < cache.capacity, segment_start, start)
-        x, batch = params["embedding"][tokens[:, None]], len(tokens)
+        # As the model reads it: zeros for a token that it does not have, such as the -1 of a row that has ended.
+        fill = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}
+        x, batch = params["embedding"].at[tokens[:, None]].get(**fill), len(tokens)
         if batch == 1 and current_target().is_gpu:
             # A single row goes through twice, because XLA computes norms and products of two rows in fewer kernels.
             x = jax.lax.optimization_barrier(jnp.broadcast_to(x, (2, *x.shape[1:])))

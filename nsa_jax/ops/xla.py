@@ -167,7 +167,8 @@ class _Gather:
 
     def add(self, total, part, chunk):
         part = part.reshape(*chunk.lists.shape, self.select_block, part.shape[-1])
-        return total.at[self._index(chunk)].add(part, mode="drop", out_sharding=_batch_layout(total, 5))
+        layout = jax.typeof(total).sharding.spec if has_explicit_axes() else None
+        return total.at[self._index(chunk)].add(part, mode="drop", out_sharding=layout)
 
 
 def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -175,6 +175,7 @@ class Run:
         """What this workdir holds, else what --resume names, else the initialisation."""
         own = checkpoints.restore(self.setup.target(), data, fresh_optimizer=optimizer_to_reset(self.setup))
         if own is None:
+            self.rollbacks.forget()
             self._compiling.wait("initial state")
             return first_state(self.setup, self._other, info, data, self._stage)
         step, state = own[0], self.setup.completed(own[1])
@@ -307,6 +308,8 @@ class Run:
             reason = stop.reason() or self._early
             if reason:
                 self.terminal.stopping(f"stopping after step {step}")
+                if step == 0:  # the checkpoint that follows needs its config and the stages before
+                    self._write_env(begin)
                 break
             self._begun = step + 1
             batch = next(batches)

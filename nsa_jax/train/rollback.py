@@ -34,6 +34,12 @@ class Rollbacks:
     def _read(self) -> str:
         return self._path.read_text() if self._path.exists() else "[]"
 
+    def forget(self) -> None:
+        """The run begins anew: records of one before in the same workdir are renamed, and skip nothing."""
+        self.done = []
+        if jax.process_index() == 0 and self._path.exists():
+            self._path.replace(self._path.with_name("rollbacks_before.json"))
+
     def serves(self, error: TrainingError) -> bool:
         """Whether a rollback is the answer to an error."""
         return error.guard in GUARDS and len(self.done) < self._limit

@@ -87,10 +87,15 @@ def check_source(workdir: Path, other: tuple[Path, int | None] | None, stage: bo
       steps: of the run.
 
     Raises:
-      ConfigError: the other run has no checkpoint, or none before the last step; `stage` has no other run or model; a
-        model is named with a step.
+      ConfigError: the other run has no checkpoint, or none before the last step, or not the one that is named; `stage`
+        has no other run or model, or is to go on from `workdir`; a model is named with a step.
       LoadError: the model is of another library.
     """
+    if stage and other and other[0].resolve() in (workdir.resolve(), (workdir / "checkpoints").resolve()):
+        fix = "give the stage a workdir of its own, or leave out --stage to go on with the run"
+        raise ConfigError(
+            [Problem("R022", "error", f"--resume={other[0]}: --stage goes on from the workdir itself", fix)]
+        )
     if any((workdir / "checkpoints").glob("*")):
         return
     if other is None:
@@ -104,6 +109,10 @@ def check_source(workdir: Path, other: tuple[Path, int | None] | None, stage: bo
         check_kind(other[0])
     elif not any(other[0].glob("[0-9]*")):
         raise _no_checkpoint(other[0])
+    elif other[1] is not None and not (other[0] / str(other[1])).exists():
+        message = f"--resume={other[0]}@{other[1]}: no checkpoint of this step there"
+        fix = f"give one of {', '.join(map(str, find_steps(other[0])[0]))}, or no step for the newest"
+        raise ConfigError([Problem("R022", "error", message, fix)])
     elif not stage:
         _check_steps_left(other[0], max(find_steps(other[0])[0], default=0) if other[1] is None else other[1], steps)
 

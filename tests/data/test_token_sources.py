@@ -180,6 +180,9 @@ def test_unusable_files_are_named(tokens, tmp_path, write_rows):
     data[data >= EOS] = 7
     path.write_bytes(data.tobytes())
     refused("train.bin: holds no end-of-document token .id 256.*tokenizer_eos")
+    for wider in (np.uint32, np.int64):
+        path.write_bytes(np.frombuffer(good, np.uint16).astype(wider).tobytes())
+        refused("train.bin: every second uint16 is 0, as in a file of uint32 or int64.*write the tokens as uint16")
     write_llm_c(path, data, count=5)
     refused("bytes are not a header and 5 tokens")
     write_megatron(path, tokens)

@@ -218,6 +218,15 @@ def test_a_step_looks_through_tuples_of_arrays_alone():
     assert len(jax.tree.leaves(arguments)) > 2 * 15
 
 
+@pytest.mark.parametrize("token", [-1, 31, 999])
+def test_a_step_reads_tokens_that_the_model_lacks_as_the_model_does(token):
+    model = make_model(num_layers=1)
+    decoder = Decoder(model)
+    assert decoder.config.vocab_size == 31
+    got, _ = decoder.decode(decoder.init_cache(1, 64), np.array([token]))
+    np.testing.assert_allclose(got, model(jnp.array([[token]]))[:, 0], atol=1e-5)
+
+
 def test_bfloat16_decode_is_near_the_forward():
     model = make_model(compute_dtype="bfloat16", init_std=0.05)
     row = random_tokens(1, 60)[0]
@@ -337,6 +346,9 @@ def test_mistakes_are_named():
     for tokens in (0, -5, 5.5):
         with pytest.raises(ValueError, match=f"tokens={tokens}: must be a positive int"):
             decoder.init_cache(1, tokens)
+    for batch in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"batch={batch}: must be a positive int"):
+            decoder.init_cache(batch, 5)
     with pytest.raises(ValueError, match="chunk=-1: must be a positive int"):
         Decoder(make_model(num_layers=1), chunk=-1)
     padded = np.asarray([[1, 2, -1, 900, -1]])  # what stands behind a prompt is nobody's token

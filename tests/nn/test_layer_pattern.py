@@ -170,6 +170,12 @@ def test_bad_patterns_are_refused(pattern, changes, words):
     assert problem.rule == "R004" and words in problem.message
 
 
+@pytest.mark.parametrize("pattern", [None, "nsa"])
+def test_patterns_are_tuples(pattern):
+    with pytest.raises(ValueError, match=f"ModelConfig.layer_pattern={pattern!r}: must be a tuple of kinds"):
+        dataclasses.replace(CONFIG, layer_pattern=pattern)
+
+
 def test_the_same_parameters_under_another_pattern_are_another_function():
     saved = default_config().model.to_dict() | {"layer_pattern": ["dense", "window"]}  # as JSON has it
     assert not nn.function_differences(saved, saved | {"layer_pattern": ("dense", "window") * 3})

@@ -202,6 +202,25 @@ def test_some_arrays_may_be_split_on_a_mesh_with_explicit_axes(split, select_blo
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-5)
 
 
+def test_heads_may_be_split_on_a_mesh_with_explicit_axes():
+    """Rows too long for masks: blocks are gathered, and their gradients added up chunk by chunk."""
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Explicit,))
+    config = NSAConfig(4, 4, 4, 3, window=4)
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, key, value = (jax.random.normal(k, (1, 1280, 2, 8)) for k in keys[:3])
+    arrays = query, key, value, jax.nn.sigmoid(jax.random.normal(keys[3], (1, 1280, 2, 3)))
+
+    def loss(*arrays):
+        return (nsa_jax.nsa_self_attention(*arrays, config=config, implementation="xla") ** 2).sum()
+
+    gradients = jax.grad(loss, argnums=(0, 1, 2, 3))
+    want = gradients(*arrays)
+    with jax.set_mesh(mesh):
+        got = jax.jit(gradients)(*(jax.device_put(x, NamedSharding(mesh, P(None, None, "heads"))) for x in arrays))
+    assert all(x.sharding.spec[2] == "heads" for x in got)
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-4, rtol=1e-4)
+
+
 def test_named_implementation_that_cannot_serve_says_why():
     with pytest.raises(NotImplementedError, match="pallas.*head dim 24"):
         nsa_jax.window_attention(

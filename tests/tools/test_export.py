@@ -170,6 +170,18 @@ def test_step_zero_losses_are_those_of_the_models(tmp_path):
     assert few == pytest.approx(-log_probs[np.arange(39), ids[1:40]].mean(), rel=1e-5)
 
 
+def test_parameters_of_another_dtype_than_the_configs_are_not_written(tmp_path):
+    write(tmp_path / "in", describe("llama2", vocab_size=300))
+    assert export.main(["--import-from", str(tmp_path / "in"), str(tmp_path / "out"), "--tokenizer=byte"]) == 0
+    model, tokenizer, config = nsa_jax.load(tmp_path / "out")
+    nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model)))
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    for write_export in (export.export, export.export_native):
+        with pytest.raises(LoadError, match="parameters are bfloat16, and its config has param_dtype='float32'"):
+            write_export(model, tokenizer, config, tmp_path / "out")
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
 def test_an_import_without_tokenizer_asks_for_one(tmp_path, capsys):
     assert export.main(["--import-from", str(LLAMA), str(tmp_path / "out")]) == EXIT_USAGE
     assert "name a tokenizer.json" in capsys.readouterr().err

@@ -75,6 +75,14 @@ def test_samples_depend_on_seed_and_row_alone(generator):
     assert two != texts(2, 2)
 
 
+def test_logits_that_are_nan_are_no_text(model):
+    broken = nnx.clone(model)
+    broken.norm.scale[...] = broken.norm.scale[...] * jnp.nan
+    for temperature in (0.0, 1.0):
+        with pytest.raises(FloatingPointError, match="logits of row 0 are NaN: check its weights"):
+            Generator(broken, ByteTokenizer())(["a"], sampling=Sampling(temperature=temperature))
+
+
 def test_tokens_per_dispatch_changes_no_token(model, generator):
     """Rows end at a stop string, at max_tokens, and where the context is full; the lists read are the same too."""
     prompts = ["x", "y" * 91, "def "]

@@ -1,6 +1,7 @@
 """Steps that spike are left out, inside the compiled step; runs that go wrong return to their last checkpoint."""
 
 import json
+import shutil
 
 import chex
 import jax
@@ -140,6 +141,20 @@ def test_a_run_returns_to_its_last_checkpoint_and_leaves_out_the_data_since(tmp_
             poison(make_run(stopped, **ROLLING), 6, 8).run()
     assert poison(make_run(stopped, **ROLLING), 6, 8).run()["start_step"] == 4
     assert losses(stopped) == losses(tmp_path / "whole")
+
+
+def test_a_run_that_begins_anew_leaves_out_nothing(tmp_path):
+    """As R023 advises where checkpoints are gone. The records of the dead run's returns are not this run's."""
+    rolling = ROLLING | {"optim__schedule": "constant"}
+    poison(make_run(tmp_path / "run", **rolling), 6, 8).run()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    make_run(tmp_path / "run", **rolling | {"train__steps": 4}).run()
+    summary = make_run(tmp_path / "run", **rolling).run()
+    assert (summary["start_step"], summary["rollbacks"]) == (4, 0)
+    assert len(json.loads((tmp_path / "run" / "rollbacks_before.json").read_text())) == 2
+    make_run(tmp_path / "whole", **rolling).run()
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_returns_are_bounded(tmp_path):

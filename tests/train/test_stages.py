@@ -134,6 +134,25 @@ def test_a_run_that_has_nothing_to_begin_with_is_refused_before_its_data_are_rea
         make_run(tmp_path / "c", str(tmp_path / "empty"))
 
 
+def test_a_stage_of_the_workdir_itself_and_steps_that_are_not_there_are_refused(first, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "make_pipeline", lambda *_, **__: pytest.fail("the data were read"))
+    with pytest.raises(
+        ConfigError, match="R022.*--stage goes on from the workdir itself. Fix: give the stage a workdir"
+    ):
+        stage(first, str(first))
+    with pytest.raises(ConfigError, match="R022.*@5: no checkpoint of this step there. Fix: give one of 3, 6, or no"):
+        make_run(tmp_path / "a", f"{first}@5")
+
+
+def test_a_stage_that_is_stopped_before_its_first_step_keeps_its_chain(first, tmp_path):
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "HALT").touch()
+    assert stage(tmp_path / "second", str(first)).run()["step"] == 0
+    assert stage(tmp_path / "second", str(first)).run()["step"] == 4
+    stages = json.loads((tmp_path / "second" / "env.json").read_text())["stages"]
+    assert [(row["run"], row["step"]) for row in stages] == [(str(first), 6)]
+
+
 def test_init_names_an_exported_model(first, tmp_path):
     export(*load(first), tmp_path / "export")
     assert beginning(None, str(tmp_path / "export")) == str(tmp_path / "export")
