@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import reprlib
@@ -26,9 +27,15 @@ from nsa_jax.hub.export_files import (
 )
 from nsa_jax.hub.output import whole_export
 from nsa_jax.hub.saved_config import abstract_model, checked_model_config, config_from_dict, whole
-from nsa_jax.nn import Transformer
+from nsa_jax.nn import ModelConfig, Transformer
 
 _SHARD_BYTES = 5 * 2**30
+
+# Fields of a ModelConfig that say how parameters begin and are computed with, not what they compute.
+_HOW_COMPUTED: dict[str, Any] = dict(
+    implementation=None, compute_dtype="float32", matmul_dtype="", scan_layers=True, remat="block", deterministic=False,
+    dropout=0.0, init_std=0.0, gate_bias=0.0,
+)  # fmt: skip
 
 
 def _flat(params: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +67,7 @@ def export(
 
     Raises:
       LoadError: the directory cannot be written, or holds something else; the parameters have another dtype than the
-        model's config says.
+        model's config says, or `config` describes another function than the model's own.
     """
     described = {
         "model_type": MODEL_TYPE,
@@ -71,6 +78,7 @@ def export(
         "config": json.loads(config.to_json()),
     }
     check_dtype(model)
+    _check_config(model, config)
     with whole_export(directory, overwrite) as path:
         write_arrays(path, _flat(nnx.to_pure_dict(nnx.state(model, nnx.Param))), shard_bytes)
         tokenizer.save(path)
@@ -89,6 +97,20 @@ def check_dtype(model: Transformer) -> None:
         raise LoadError(
             f"the model's parameters are {', '.join(sorted(found))}, and its config has param_dtype={wanted!r}: cast "
             "them back; python -m nsa_jax.convert --dtype sets both"
+        )
+
+
+def _check_config(model: Transformer, config: ConfigDict) -> None:
+    """A config that was changed after its model was made would be read back as another function."""
+    own, given = (
+        dataclasses.replace(described, **_HOW_COMPUTED)
+        for described in (model.config, ModelConfig.from_config(config, model.config.vocab_size))
+    )
+    names = [field.name for field in dataclasses.fields(own) if getattr(own, field.name) != getattr(given, field.name)]
+    if names:
+        raise LoadError(
+            f"config.model and the model's own config differ in {', '.join(names)}: give the config that the model was "
+            "made from"
         )
 
 

@@ -35,10 +35,11 @@ class Rollbacks:
         return self._path.read_text() if self._path.exists() else "[]"
 
     def forget(self) -> None:
-        """The run begins anew: records of one before in the same workdir are renamed, and skip nothing."""
+        """The run begins anew: records of one before in the same workdir are put aside, and skip nothing."""
+        if self.done and jax.process_index() == 0:
+            write_json(self._path.with_name("rollbacks_before.json"), self.done)
+            write_json(self._path, [])  # and not removed, so that a copy in an object store is replaced
         self.done = []
-        if jax.process_index() == 0 and self._path.exists():
-            self._path.replace(self._path.with_name("rollbacks_before.json"))
 
     def serves(self, error: TrainingError) -> bool:
         """Whether a rollback is the answer to an error."""

@@ -170,10 +170,14 @@ def test_step_zero_losses_are_those_of_the_models(tmp_path):
     assert few == pytest.approx(-log_probs[np.arange(39), ids[1:40]].mean(), rel=1e-5)
 
 
-def test_parameters_of_another_dtype_than_the_configs_are_not_written(tmp_path):
+def test_a_config_that_does_not_fit_the_model_is_not_written(tmp_path):
     write(tmp_path / "in", describe("llama2", vocab_size=300))
     assert export.main(["--import-from", str(tmp_path / "in"), str(tmp_path / "out"), "--tokenizer=byte"]) == 0
     model, tokenizer, config = nsa_jax.load(tmp_path / "out")
+    other = config.copy_and_resolve_references()
+    other.model.rope_theta, other.model.remat, other.data.seq_len = 999.0, "none", 64
+    with pytest.raises(LoadError, match="the model's own config differ in rope_theta: give the config that"):
+        export.export(model, tokenizer, other, tmp_path / "out")
     nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model)))
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     for write_export in (export.export, export.export_native):
