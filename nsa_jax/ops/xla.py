@@ -30,11 +30,6 @@ _CHUNK_ELEMENTS_ELSEWHERE = 2**24
 _DENSE_FACTOR = 4
 
 
-def _batch_layout(array: jax.Array, ndim: int) -> P | None:
-    """How an array with this one's batch is laid out, where that is a part of its type."""
-    return P(jax.typeof(array).sharding.spec[0], *[None] * (ndim - 1)) if has_explicit_axes() else None
-
-
 def _laid_out_alike(*arrays):
     """The arrays, or None, with the first axis of all, the batch, laid out alike, where that is a part of types."""
     if not has_explicit_axes():
@@ -153,8 +148,11 @@ class _Gather:
         return rows, heads, chunk.lists
 
     def load(self, array, chunk):
-        layout = _batch_layout(array, 6)
-        # [B, Q, K, n, l', H]; padding is masked below.
+        # [B, K, J, l', H] as [B, Q, K, n, l', H], with batch and heads laid out alike; padding is masked below.
+        layout = None
+        if has_explicit_axes():
+            batch, heads = jax.typeof(array).sharding.spec[:2]
+            layout = P(batch, None, heads)
         picked = array.at[self._index(chunk)].get(mode="clip", out_sharding=layout)
         return picked.reshape(*picked.shape[:3], -1, picked.shape[-1])
 
