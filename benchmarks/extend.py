@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
@@ -111,6 +112,7 @@ def train(options: argparse.Namespace, config: str, workdir: pathlib.Path, *flag
 def base(options: argparse.Namespace) -> None:
     """The dense model at short rows, as transformers has it."""
     folder = options.folder
+    shutil.rmtree(folder / "converted", ignore_errors=True)  # from another base
     train(
         options, options.base_config, folder / "base", "--config.model.attention=dense", "--config.model.mlp_dim=0",
         f"--config.train.steps={options.base_steps}", "--config.train.batch_size=64", "--config.train.grad_accum=1",
@@ -129,7 +131,7 @@ def extend(options: argparse.Namespace, name: str) -> None:
         run += f"_seed{options.seed}"
         flags.append(f"--config.seed={options.seed}")
     model, workdir = options.folder / "converted" / name, options.folder / run
-    if not model.exists():  # the same for all orders of the data
+    if not (model / "config.json").exists():  # the same for all orders of the data
         what = [*CONVERSIONS[name], "--dtype=float32", "--tokenizer=byte"]
         if name.startswith("far"):
             files = sorted(options.corpus.glob("*.txt"))

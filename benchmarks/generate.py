@@ -41,8 +41,8 @@ def filled(decoder: Decoder, batch: int, context: int, steps: int):
     """A cache with `context` random tokens in every row and room for `steps` more."""
     cache = decoder.init_cache(batch, context + steps)
     leaves, tree = jax.tree.flatten(cache.layers)
-    # One program for each shape. In one for the whole cache XLA puts the arrays of all layers into one kernel, whose
-    # compilation took several times as long as that of the steps, again for each row of the table.
+    # One program for each shape: in one for the whole cache, XLA puts the arrays of all layers into one kernel, which
+    # takes several times as long to compile as the steps.
     keys = jax.random.split(jax.random.key(0), len(leaves))
     layers = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
     return dataclasses.replace(

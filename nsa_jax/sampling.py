@@ -128,8 +128,8 @@ def sample(logits, seen, keys, settings: Settings, vocab_size: int) -> jax.Array
     Returns:
       int32 [B]; -1 for a row whose logits hold a NaN.
     """
-    broken = jnp.isnan(jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, 0)).any(axis=-1)
     logits = filtered_logits(logits, seen, settings, vocab_size)
     drawn = jax.vmap(jax.random.categorical)(keys, logits)
     drawn = jnp.where(settings.temperature > 0, drawn, jnp.argmax(logits, axis=-1))
-    return jnp.where(broken, -1, drawn).astype(jnp.int32)
+    # Among logits that may be drawn one is 0, unless a NaN was compared with all of them.
+    return jnp.where(jnp.isneginf(logits).all(axis=-1), -1, drawn).astype(jnp.int32)

@@ -32,10 +32,9 @@ from nsa_jax.nn import ModelConfig, Transformer
 _SHARD_BYTES = 5 * 2**30
 
 # Fields of a ModelConfig that say how parameters begin and are computed with, not what they compute.
-_HOW_COMPUTED: dict[str, Any] = dict(
-    implementation=None, compute_dtype="float32", matmul_dtype="", scan_layers=True, remat="block", deterministic=False,
-    dropout=0.0, init_std=0.0, gate_bias=0.0,
-)  # fmt: skip
+_HOW_COMPUTED = (
+    "implementation compute_dtype matmul_dtype scan_layers remat deterministic dropout init_std gate_bias".split()
+)
 
 
 def _flat(params: dict[str, Any]) -> dict[str, Any]:
@@ -102,11 +101,9 @@ def check_dtype(model: Transformer) -> None:
 
 def _check_config(model: Transformer, config: ConfigDict) -> None:
     """A config that was changed after its model was made would be read back as another function."""
-    own, given = (
-        dataclasses.replace(described, **_HOW_COMPUTED)
-        for described in (model.config, ModelConfig.from_config(config, model.config.vocab_size))
-    )
-    names = [field.name for field in dataclasses.fields(own) if getattr(own, field.name) != getattr(given, field.name)]
+    own, given = model.config, ModelConfig.from_config(config, model.config.vocab_size)
+    fields = [field.name for field in dataclasses.fields(own) if field.name not in _HOW_COMPUTED]
+    names = [name for name in fields if getattr(own, name) != getattr(given, name)]
     if names:
         raise LoadError(
             f"config.model and the model's own config differ in {', '.join(names)}: give the config that the model was "

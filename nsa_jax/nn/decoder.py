@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from nsa_jax.nn.cache import Cache, capacity_bucket, init_cache, prefill_attention, step_attention
-from nsa_jax.nn.layers import RMSNorm, soft_cap
+from nsa_jax.nn.layers import RMSNorm, lookup, soft_cap
 from nsa_jax.nn.projection import WIDTH_MULTIPLE
 from nsa_jax.nn.transformer import Block, Transformer, layer_stacks
 from nsa_jax.ops import checks
@@ -136,7 +136,8 @@ class Decoder:
           params: `self.params`.
           cache: the tokens so far. A row that is full stays as it is: its token is lost and its logits mean nothing,
             which lets a batch go on after some of its rows have ended.
-          tokens: int32 [B], the tokens at positions `cache.lengths`.
+          tokens: int32 [B], the tokens at positions `cache.lengths`. An id that the model does not have,
+            such as -1, has an embedding of zeros, as in the model.
           segment_start: int32 [B] if a token begins another document; None keeps each row's document.
 
         Returns:
@@ -145,9 +146,7 @@ class Decoder:
         start = cache.segment_start
         if segment_start is not None:
             start = jnp.where(cache.lengths < cache.capacity, segment_start, start)
-        # As the model reads it: zeros for a token that it does not have, such as the -1 of a row that has ended.
-        fill = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}
-        x, batch = params["embedding"].at[tokens[:, None]].get(**fill), len(tokens)
+        x, batch = lookup(params["embedding"], tokens[:, None], self.config.dtype), len(tokens)
         if batch == 1 and current_target().is_gpu:
             # A single row goes through twice, because XLA computes norms and products of two rows in fewer kernels.
             x = jax.lax.optimization_barrier(jnp.broadcast_to(x, (2, *x.shape[1:])))

@@ -74,7 +74,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
 
-def _rows_plain(table: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def lookup(table: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """table[index] in `dtype`; 0 where the index is outside."""
     inside = (index >= 0) & (index < len(table))
     return jnp.where(inside[..., None], table[jnp.where(inside, index, 0)].astype(dtype), 0)
@@ -83,11 +83,11 @@ def _rows_plain(table: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Arr
 # XLA's gradient of a lookup adds with atomics on GPUs: runs differ.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rows(table: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return _rows_plain(table, index, dtype)
+    return lookup(table, index, dtype)
 
 
 def _rows_fwd(table, index, dtype):
-    return _rows_plain(table, index, dtype), (index, jnp.zeros((len(table), 0), table.dtype))
+    return lookup(table, index, dtype), (index, jnp.zeros((len(table), 0), table.dtype))
 
 
 def _rows_bwd(dtype, residuals, grad):
@@ -110,7 +110,7 @@ def _added_rows(number: jax.Array, grad: jax.Array, first: jax.Array | int, coun
 # The gradient of a table that fsdp splits is made in pieces where it is large.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _fetched_rows(shard: jax.Array, index: jax.Array, dtype: jnp.dtype, dimension: int) -> jax.Array:
-    return _rows_plain(fetch(shard.astype(dtype), dimension), index, dtype)
+    return lookup(fetch(shard.astype(dtype), dimension), index, dtype)
 
 
 def _fetched_rows_fwd(shard, index, dtype, dimension):
@@ -156,7 +156,7 @@ def embed(table: Float[Array, "vocab D"], tokens: Int[Array, "B T"], dtype: jnp.
         if dimension is not None:
             rows = _fetched_rows(shard, index, dtype, dimension)
         else:
-            rows = (_rows if layer_kernels_serve(table.shape[1]) else _rows_plain)(shard, index, dtype)
+            rows = (_rows if layer_kernels_serve(table.shape[1]) else lookup)(shard, index, dtype)
         return rows[None] if split else rows
 
     if not split:

@@ -38,7 +38,7 @@ class Rollbacks:
         """The run begins anew: records of one before in the same workdir are put aside, and skip nothing."""
         if self.done and jax.process_index() == 0:
             write_json(self._path.with_name("rollbacks_before.json"), self.done)
-            write_json(self._path, [])  # and not removed, so that a copy in an object store is replaced
+            write_json(self._path, [])  # not removed: an object store keeps what is removed here
         self.done = []
 
     def serves(self, error: TrainingError) -> bool:

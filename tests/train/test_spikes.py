@@ -152,7 +152,8 @@ def test_a_run_that_begins_anew_leaves_out_nothing(tmp_path):
     make_run(tmp_path / "run", **rolling | {"train__steps": 4}).run()
     summary = make_run(tmp_path / "run", **rolling).run()
     assert (summary["start_step"], summary["rollbacks"]) == (4, 0)
-    assert len(json.loads((tmp_path / "run" / "rollbacks_before.json").read_text())) == 2
+    kept = [json.loads((tmp_path / "run" / f"rollbacks{name}.json").read_text()) for name in ("", "_before")]
+    assert [len(records) for records in kept] == [0, 2]
     make_run(tmp_path / "whole", **rolling).run()
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
