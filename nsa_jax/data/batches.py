@@ -94,6 +94,7 @@ class TrainIterator(grain.DatasetIterator):
     Args:
       open_at: opens the underlying grain iterator at a step.
       fingerprint: of everything that decides the batches.
+      earlier: the fingerprint that earlier versions saved for these batches.
       start_step: first step to yield.
       stream: whether the underlying iterator has a position of its own.
     """
@@ -103,12 +104,13 @@ class TrainIterator(grain.DatasetIterator):
         open_at: Callable[[int], grain.DatasetIterator],
         fingerprint: str,
         *,
+        earlier: str = "",
         start_step: int = 0,
         stream: bool = False,
     ):
         super().__init__()
         self._open_at = open_at
-        self._fingerprint = fingerprint
+        self._fingerprint, self._earlier = fingerprint, earlier or fingerprint
         self._stream = stream
         self._step = start_step
         self._inner: grain.DatasetIterator | None = None
@@ -140,14 +142,14 @@ class TrainIterator(grain.DatasetIterator):
         Raises:
           DataError: the state belongs to other data, tokenizer, sequence length, batch size or seed.
         """
-        if state.get("data") != self._fingerprint:
+        if state.get("data") not in (self._fingerprint, self._earlier):
+            files = " or its files (path, size or time of a change; touch -d sets a time)" if self._stream else ""
             raise DataError(
                 f"saved data position (data {state.get('data')}, step {state.get('step')})",
-                f"belongs to other data than the config gives (data {self._fingerprint}): the corpus or its files "
-                "(path, size or time of a change), the sources or their weights, the tokenizer, seq_len, packing, "
-                "packing_method, batch_size, held-out documents or seed differs, and the run could not continue "
-                "exactly",
-                "restore these settings and files (touch -d sets a time), or start a new run from the saved weights",
+                f"belongs to other data than the config gives (data {self._fingerprint}): the corpus{files}, the "
+                "sources or their weights, the tokenizer, seq_len, packing, packing_method, batch_size, held-out "
+                "documents or seed differs, and the run could not continue exactly",
+                "restore these settings and documents, or start a new run from the saved weights",
             )
         self._step = int(state["step"])
         if self._stream:

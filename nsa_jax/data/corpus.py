@@ -99,7 +99,8 @@ class Corpus:
 
     Attributes:
       directory: where it is.
-      fingerprint: of source, tokenizer and split.
+      fingerprint: of source, tokenizer and split: the name in the cache.
+      content: of the documents of both splits, wherever the source's files lie: what a data position belongs to.
       train: documents to train on.
       validation: documents held out.
       apart: the documents held out are those of another corpus.
@@ -108,6 +109,7 @@ class Corpus:
 
     directory: Path
     fingerprint: str
+    content: str
     train: Split
     validation: Split
     apart: bool = False
@@ -115,9 +117,15 @@ class Corpus:
 
     def with_held_out(self, other: Corpus) -> Corpus:
         """These training documents, and the held-out documents of another corpus."""
-        both = f"{self.fingerprint} {other.fingerprint}".encode()
-        fingerprint = hashlib.blake2b(both, digest_size=12).hexdigest()
-        return dataclasses.replace(self, fingerprint=fingerprint, validation=other.validation, apart=True)
+        fingerprint = _digest(f"{self.fingerprint} {other.fingerprint}")
+        content = _digest(f"{self.content} {other.content}")
+        return dataclasses.replace(
+            self, fingerprint=fingerprint, content=content, validation=other.validation, apart=True
+        )
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 def meta_checksum(meta: dict[str, Any]) -> int:
@@ -166,4 +174,7 @@ def open_corpus(directory: Path, fingerprint: str = "") -> Corpus | None:
             "Delete it to have it built again with them",
             directory,
         )
-    return Corpus(directory, meta["fingerprint"], splits[0], splits[1], empty_documents=meta.get("empty_documents"))
+    held = [meta["checksums"], meta["splits"], meta["dtype"]] if checked else meta["fingerprint"]
+    content = _digest(json.dumps(held, sort_keys=True))
+    empty = meta.get("empty_documents")
+    return Corpus(directory, meta["fingerprint"], content, splits[0], splits[1], empty_documents=empty)

@@ -57,6 +57,7 @@ class Pipeline:
       stats: {"train": SplitStats, "validation": SplitStats}; None where the size is not known (streams, synthetic).
       corpus: the cached corpus; None for streams, synthetic data and several sources.
       fingerprint: of everything that decides the batches.
+      earlier_fingerprint: as earlier versions saved it, who took paths and times of files for the documents.
       parts: each source by its name; a single source is the pipeline itself, under an empty name.
     """
 
@@ -70,6 +71,7 @@ class Pipeline:
         validation_rows: Callable[[np.ndarray], Batch] | None = None,
         num_validation_rows: int = 0,
         data_fingerprint: str,
+        earlier_fingerprint: str = "",
         corpus: cache.Corpus | None = None,
         stats: dict[str, SplitStats | None] | None = None,
         stream: streaming.StreamBatches | None = None,
@@ -79,10 +81,13 @@ class Pipeline:
         self.corpus = corpus
         self.stats = stats or {"train": None, "validation": None}
         data = config.data
-        identity = [data_fingerprint, tokenizer.fingerprint, data.seq_len, data.packing, share.batch_size, config.seed]
+        settings = [tokenizer.fingerprint, data.seq_len, data.packing, share.batch_size, config.seed]
         if data.packing_method != "concatenate":
-            identity.append(data.packing_method)
-        self.fingerprint = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
+            settings.append(data.packing_method)
+        self.fingerprint, self.earlier_fingerprint = (
+            hashlib.blake2b(json.dumps([documents, *settings]).encode(), digest_size=8).hexdigest()
+            for documents in (data_fingerprint, earlier_fingerprint or data_fingerprint)
+        )
         self._share = share
         self._train_rows = train_rows
         self._validation_rows = validation_rows
@@ -112,9 +117,14 @@ class Pipeline:
           A grain iterator of dicts `inputs`, `targets`, `segment_start` int32 [b, T] and `loss_mask` float32 [b, T],
           where b = batch_size / process_count.
         """
-        if self._stream is not None:
-            return TrainIterator(self._open_stream, self.fingerprint, start_step=start_step, stream=True)
-        return TrainIterator(self._open_at, self.fingerprint, start_step=start_step)
+        stream = self._stream is not None
+        return TrainIterator(
+            self._open_stream if stream else self._open_at,
+            self.fingerprint,
+            earlier=self.earlier_fingerprint,
+            start_step=start_step,
+            stream=stream,
+        )
 
     def _open_at(self, step: int) -> grain.DatasetIterator:
         assert self._train_rows is not None
@@ -266,7 +276,8 @@ def _cached_pipeline(
         train_rows=train_rows,
         validation_rows=held_out,
         num_validation_rows=held_out.num_rows,
-        data_fingerprint=corpus.fingerprint,
+        data_fingerprint=corpus.content,
+        earlier_fingerprint=corpus.fingerprint,
         corpus=corpus,
         stats={"train": corpus.train.stats, "validation": corpus.validation.stats},
     )
@@ -312,6 +323,9 @@ def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pi
         share,
         train_rows=MixedRows(tuple(rows for part in parts.values() if (rows := part.pipeline._train_rows)), schedule),
         data_fingerprint=sources.digest([(n, weights[n], part.pipeline.fingerprint) for n, part in parts.items()]),
+        earlier_fingerprint=sources.digest(
+            [(n, weights[n], part.pipeline.earlier_fingerprint) for n, part in parts.items()]
+        ),
         parts=parts,
     )
 

@@ -3,6 +3,7 @@ import contextlib
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -222,6 +223,36 @@ def test_orbax_protocol_saves_and_loads_the_position_for_another_process_count(t
 
 
 CHANGES = ["seed", "seq_len", "batch_size", "packing", "packing_method", "corpus", "val_fraction"]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_position_belongs_to_documents_wherever_their_files_lie(text_config, tmp_path, mixed):
+    def pipeline(where):
+        files = (str(where / "**" / "*.txt"),)
+        text_config.data.files = files
+        one = (str(where / "part1" / "*.txt"),)
+        text_config.data.sources = {"a": {"files": files}, "b": {"files": one}} if mixed else {}
+        return make_pipeline(text_config)
+
+    before = pipeline(tmp_path / "corpus")
+    iterator = before.train()
+    take(iterator, 3)
+    state, expected = iterator.get_state(), take(iterator, 2)
+    iterator.close()
+    shutil.copytree(tmp_path / "corpus", tmp_path / "moved", copy_function=shutil.copyfile)  # without their times
+    moved = pipeline(tmp_path / "moved")
+    assert moved.fingerprint == before.fingerprint != before.earlier_fingerprint != moved.earlier_fingerprint
+    again = moved.train()
+    again.set_state(state)
+    chex.assert_trees_all_equal(take(again, 2), expected)
+    again.set_state({**state, "data": moved.earlier_fingerprint})  # saved by an earlier version
+    with pytest.raises(DataError, match="belongs to other data"):
+        again.set_state({**state, "data": before.earlier_fingerprint})
+    again.close()
+    changed = next((tmp_path / "moved").rglob("*.txt"))
+    text = changed.read_text()
+    changed.write_text(text.replace("e", "i"))  # as many documents, of as many bytes
+    assert changed.read_text() != text and pipeline(tmp_path / "moved").fingerprint != before.fingerprint
 
 
 @pytest.mark.parametrize("change", CHANGES)

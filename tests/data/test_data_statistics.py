@@ -67,11 +67,11 @@ def split(hashes, lengths):
 
 def test_duplicates_and_overlap_are_counted_by_document_and_by_token(tmp_path):
     train = split([5, 1, 2, 1, 1, 2], [4, 10, 3, 20, 30, 3])
-    report = statistics.corpus_report(Corpus(tmp_path, "x", train, split([2, 9, 2], [3, 1, 3])))
+    report = statistics.corpus_report(Corpus(tmp_path, "x", "y", train, split([2, 9, 2], [3, 1, 3])))
     assert report.duplicate_documents == 0.5 and report.duplicate_tokens == pytest.approx(53 / 70)
     assert report.overlap_documents == 2
     empty = split([], [])
-    report = statistics.corpus_report(Corpus(tmp_path / "none", "x", empty, empty))
+    report = statistics.corpus_report(Corpus(tmp_path / "none", "x", "y", empty, empty))
     assert (report.duplicate_documents, report.duplicate_tokens, report.overlap_documents) == (0, 0, 0)
 
 

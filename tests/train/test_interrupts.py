@@ -74,7 +74,8 @@ def test_signals_are_answered_while_the_main_thread_compiles(number, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_is_a_request(number, tmp_path):
-    command = [sys.executable, "-c", BUSY, str(tmp_path), str(1 << 22), "60"]  # however long this machine pauses between two signals
+    patience = "60"  # seconds, however long this machine pauses between two signals
+    command = [sys.executable, "-c", BUSY, str(tmp_path), str(1 << 22), patience]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "busy\n"

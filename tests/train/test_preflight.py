@@ -95,6 +95,8 @@ def test_a_workdir_of_another_run_or_without_permission_is_an_error(tmp_path):
     assert preflight.check_workdir(config, tmp_path) == []
     config.optim.learning_rate = 1e-4  # on purpose, after a divergence
     assert rules(preflight.check_workdir(config, tmp_path), "warning") == {"R023"}
+    config.data.files, config.data.tokenizer_path = ("/elsewhere/*.txt",), "/elsewhere/tokenizer.json"
+    assert rules(preflight.check_workdir(config, tmp_path), "warning") == {"R023"}
     config.data.seq_len = 64
     (problem,) = preflight.check_workdir(config, tmp_path)
     assert problem.severity == "error" and "data.seq_len: 48 there, 64 now" in problem.message

@@ -222,8 +222,11 @@ def test_files_that_were_added_are_told_from_a_changed_config(tmp_path, monkeypa
         (tmp_path / f"{number}.txt").write_text(f"{number} " * 200)
         if number == 2:
             make_run(tmp_path / "run", **text).run()
+            copy = shutil.copytree(tmp_path, tmp_path / "moved", ignore=lambda *_: ["run", "cache", "moved"])
+            moved = {**text, "data__files": (f"{copy}/*.txt",), "train__steps": 5}
+            assert make_run(tmp_path / "run", **moved).run()["start_step"] == 4
     with pytest.raises(DataError, match="training documents: 3 there, 4 now\n  training tokens: 1203 there, 1604 now"):
-        make_run(tmp_path / "run", **{**text, "train__steps": 5}).run()
+        make_run(tmp_path / "run", **{**text, "train__steps": 6}).run()
 
 
 def test_differences_name_the_tokenizer_and_missing_parameters():
