@@ -225,6 +225,10 @@ def workdir_problems(workdir: str | Path) -> list[Problem]:
         for inside in (directory, directory / "checkpoints"):
             if _exists(inside) and not inside.is_dir():
                 return [Problem("R023", "error", f"--workdir={text}: {inside} is a file", "name a directory")]
+        for link in (directory, *directory.parents):
+            if link.is_symlink() and not link.exists():
+                message = f"--workdir={text}: {link} is a link to {os.readlink(link)}, which does not exist"
+                return [Problem("R023", "error", message, "mount or create that, or name another directory")]
         existing = next(parent for parent in (directory, *directory.parents) if _exists(parent))
         with tempfile.TemporaryFile(dir=existing):
             pass

@@ -415,7 +415,8 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
     if d.tokenizer == "bpe" and {part.data.source for part in source_configs(config).values()} == {"task"}:
         message = "config.data.tokenizer='bpe': tasks are no text to train it on"
         found.error("R007", message, "use byte, or hf with a tokenizer_path")
-    own = all(part.data.val_files or part.data.hf_val_split for part in source_configs(config).values())
+    read = [part.data for part in source_configs(config).values() if part.data.source not in GENERATED]
+    own = all(data.val_files or data.hf_val_split for data in read)
     if config.train.eval_batches and d.val_fraction == 0 and not made and not own:
         message = f"config.data.val_fraction={d.val_fraction} with eval_batches > 0: no document is held out"
         fix = "hold out a share such as 0.01, name val_files or hf_val_split, or set config.train.eval_batches=0"

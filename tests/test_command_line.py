@@ -281,6 +281,13 @@ def test_rules_without_which_no_run_could_follow_cannot_be_ignored():
     assert {(p.rule, p.severity) for p in caught.value.problems} == {("R000", "error"), ("R001", "error")}
 
 
+def test_a_link_to_a_disk_that_is_not_there_is_named(tmp_path):
+    (tmp_path / "link").symlink_to("/nowhere/scratch")
+    for workdir in (tmp_path / "link", tmp_path / "link" / "run"):
+        (problem,) = workdir_problems(workdir)
+        assert problem.rule == "R023" and "link is a link to /nowhere/scratch, which does not exist" in problem.message
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

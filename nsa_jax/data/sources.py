@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import gzip
 import io
+import logging
 import os
 import sys
 import sysconfig
@@ -28,6 +29,8 @@ from nsa_jax.data.encoding import GroupedText
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.huggingface import HuggingFaceSource
 from nsa_jax.data.token_sources import HuggingFaceTokens, TokenFiles
+
+logger = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 20
 
@@ -355,6 +358,7 @@ class TextSource:
         return digest(self.name, [self._objects.get(f) or _file_version(f) for f in self.files], self.separator)
 
     def documents(self) -> Iterator[str]:
+        self._separated = False
         for path in self.files:
             try:
                 with _open_text(path) as stream:
@@ -371,6 +375,12 @@ class TextSource:
                 if not isinstance(error, (OSError, *_DAMAGED)):
                     raise
                 raise DataError(path, f"cannot be read ({error})", "replace the file or leave it out") from error
+        if self.separator and not self._separated:
+            logger.warning(
+                "config.data.text_separator=%r is in none of the %d files: each is one document. Shells write a line's "
+                "end as $'\\n', and files of Windows have '\\r\\n'",
+                *(self.separator, len(self.files)),
+            )
 
     def _pieces(self, stream: io.TextIOWrapper) -> Iterator[str]:
         pending = ""
@@ -378,6 +388,7 @@ class TextSource:
             pending += chunk
             if self.separator:
                 *whole, pending = pending.split(self.separator)
+                self._separated |= bool(whole)
                 for document in whole:
                     yield from bounded(document)
             while len(pending) > documents.MAX_DOCUMENT_CHARS + len(self.separator):

@@ -23,6 +23,7 @@ from nsa_jax.data.tokenizers import Tokenizer
 _CHUNK = 4 << 20  # tokens that are looked at in one go
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_NPY_MAGIC = b"\x93NUMPY"
 _HEADER_INTS = 256  # int32, of llm.c: magic, version, number of tokens
 _HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # of GPT-2 and of Llama 3
 
@@ -106,6 +107,10 @@ def _array_part(path: str, tokenizer: Tokenizer) -> Part:
     """How the tokens of a .bin file are stored."""
     size = os.path.getsize(path)
     first, dtype, promised = 0, tokenizer.dtype.name, None
+    with open(path, "rb") as file:
+        if file.read(len(_NPY_MAGIC)) == _NPY_MAGIC:
+            fix = f"write the numbers alone: array.astype(np.{dtype}).tofile('tokens.bin')"
+            raise DataError(path, "is a .npy file, whose header would be read as tokens", fix)
     if _index_path(path).exists():
         dtype = _megatron_index(_index_path(path))[0]
     elif size >= 4 * _HEADER_INTS:

@@ -204,7 +204,7 @@ def curves(rows: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[
     by_name: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
-            number = _number(value)
+            number = math.nan if value is None else _number(value)
             if name not in ("step", "time") and not name.startswith("time/") and number is not None:
                 by_name.setdefault(name, {})[row["step"]] = number
     found, events = {}, []

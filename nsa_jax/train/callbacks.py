@@ -28,7 +28,8 @@ class Callback:
         """A step has finished. The loop reads metrics at the end of a log interval, so that no step waits for them.
 
         Args:
-          step: its number, from 1; every step is reported once, in order.
+          step: its number, from 1; every step is reported once, in order. After a rollback (`on_start` is called again)
+            steps are counted from the restored checkpoint.
           metrics: `train/loss` and the other metrics of a step, under the names of metrics.jsonl.
         """
 

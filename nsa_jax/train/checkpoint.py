@@ -129,7 +129,7 @@ def parse_resume(text: str) -> tuple[Path, int | None]:
         except (Damage, StoreError) as error:
             raise CheckpointError(f"--resume={text}: {error}") from error
         return workdir / "checkpoints", found
-    directory = Path(name)
+    directory = Path(name).expanduser()
     if (directory / "checkpoints").is_dir():
         directory = directory / "checkpoints"
     if not directory.is_dir():
@@ -202,7 +202,13 @@ class Checkpoints:
         return None if step is None or loss is None else (step, loss)
 
     def save(
-        self, step: int, state: State, data: Any, val_loss: float | None = None, guards: dict[str, Any] | None = None
+        self,
+        step: int,
+        state: State,
+        data: Any,
+        val_loss: float | None = None,
+        guards: dict[str, Any] | None = None,
+        tokens: int | None = None,
     ) -> None:
         """Starts to write a checkpoint; returns when the arrays are copied, and waits for an earlier one first.
 
@@ -212,6 +218,7 @@ class Checkpoints:
           data: the training iterator.
           val_loss: at this step, if it is known.
           guards: what the guards remember (`Guards.state`).
+          tokens: trained on so far.
         """
         self.wait()
         temporary = self._directory / f"{step}{_WRITING}"
@@ -222,6 +229,7 @@ class Checkpoints:
         for old in surplus:
             del self._losses[old]
         info = {**self._info, "val_loss": self._losses[step], "guards": guards or {}}
+        info |= {} if tokens is None else {"tokens": tokens}
         self._writing = self._background.submit(self._finish, step, temporary, response, info, surplus)
 
     def guards(self, step: int) -> dict[str, Any]:

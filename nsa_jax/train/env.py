@@ -189,8 +189,17 @@ def environment(
     }
 
 
+def strict(value: Any) -> Any:
+    """The same with None for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: strict(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Writes a file that is never seen half-written."""
+    """Writes a file that is never seen half-written; null stands for numbers that are not finite."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.write_text(json.dumps(strict(value), indent=2) + "\n")
     temporary.replace(path)

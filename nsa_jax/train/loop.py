@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from nsa_jax.train.rollback import Rollbacks
 from nsa_jax.train.start import (
     Start,
     begins_anew,
+    check_elsewhere,
     check_source,
     finished_before,
     first_state,
@@ -94,7 +95,10 @@ class Run:
         self.workdir.mkdir(parents=True, exist_ok=True)
         processes.check_shared(self.workdir)
         processes.check_devices()
-        self._other = parse_resume(resume) if resume else None
+        if stage and resume:
+            check_elsewhere(self.workdir, resume)
+        needed = resume if newest_checkpoint(self.workdir) is None else None  # later the other run may be gone
+        self._other = parse_resume(needed) if needed else None
         self._stage = stage
         check_source(self.workdir, self._other, stage, config.train.steps)
         self._window = profile
@@ -134,6 +138,7 @@ class Run:
         self.trackers = Trackers(self.config.train.trackers, active=active)
         self.best: tuple[int, float] | None = None
         self._offset = 0  # pieces of data (`BatchRamp.unit` rows) that were left out
+        self._unplanned = 0  # tokens trained on beyond what the ramp gives, which was another before
         self._early: str | None = None  # why to stop before the last step
         self._live: tuple[int, State, Any] | None = None  # last finished step, state, data: what a guard's stop saves
         self._last_validation: tuple[int, dict[str, float]] | None = None
@@ -182,7 +187,8 @@ class Run:
         for _ in range(self.rollbacks.batches_to_skip(step, data.get_state()["step"])):
             next(data)
         self.best = checkpoints.best()
-        self.guards.restore(checkpoints.guards(step))
+        if step:  # the validation at step 0 is repeated, and must count once
+            self.guards.restore(checkpoints.guards(step))
         self._early = self.guards.early_stop()
         self._last_row, self._last_validation = metrics.last_rows(self.workdir, step)
         return Start.after(step, state, self.workdir, self.config, recorded_stages(self.workdir))
@@ -197,15 +203,18 @@ class Run:
           TrainingError: a guard stopped the run; stopped.json says why.
           CheckpointError: a checkpoint does not fit the config.
         """
+        request = StopRequest(self.workdir, self.setup.mesh, self.terminal, self._stopping)
         try:
-            while (summary := self._run()) is None:
-                self._forget()
+            with contextlib.ExitStack() as whole:  # a request that comes before a rollback counts after it
+                stop = functools.cache(lambda: whole.enter_context(request))
+                while (summary := self._run(stop)) is None:
+                    self._forget()
         except BaseException:
             self._compiling.abandon()
             raise
         return summary
 
-    def _run(self) -> dict[str, Any] | None:
+    def _run(self, stop_request: Callable[[], StopRequest]) -> dict[str, Any] | None:
         """From the last checkpoint on; None if it is to be restored again, since a guard has called for that."""
         config, train = self.config, self.config.train
         info = {
@@ -234,7 +243,8 @@ class Run:
             if start >= train.steps and (finished := finished_before(self.workdir, start)) is not None:
                 return finished
             if self._window is not None:
-                check_window(self._window, start + 1, train.steps)
+                own = begin.source == str(self.workdir)
+                self._window = check_window(self._window, start + 1, train.steps, goes_on=own)
             data.start_prefetch()
             if jax.process_index() == 0:
                 set_aside_ends(self.workdir)
@@ -257,7 +267,7 @@ class Run:
             self.profile = Profile(self._window, self.workdir, writer.say)
             stack.callback(self.profile.close)
             self._begun = start
-            stop = stack.enter_context(StopRequest(self.workdir, self.setup.mesh, self.terminal, self._stopping))
+            stop = stop_request()
             self.watchdog = stack.enter_context(
                 Watchdog(
                     self.workdir,
@@ -294,6 +304,7 @@ class Run:
         config, train = self.config, self.config.train
         start, state = begin.step, begin.state
         self._offset = data.get_state()["step"] - self.ramp.rows_before(start) // self.ramp.unit
+        self._unplanned = 0 if begin.tokens is None else begin.tokens - self._tokens(start)
         batches = Batches(data, self.setup, start, self.guards.on_batch, self.ramp)
         sizes: set[int] = set()  # of batches, for each of which the step is compiled
         pending: collections.deque[Interval] = collections.deque()
@@ -346,7 +357,8 @@ class Run:
             changes = self.ramp.rows(step + 1) != rows  # a log line's steps have batches of one size
             last = step == train.steps
             evaluates = train.eval_batches and (last or (train.eval_every and step % train.eval_every == 0))
-            saves = train.save_every and (last or step % train.save_every == 0)
+            kept = train.keep_every and step % train.keep_every == 0
+            saves = train.save_every and (last or kept or step % train.save_every == 0)
             if step % train.log_every == 0 or last or evaluates or saves or profiled or changes:
                 if self.health is not None:
                     interval.health = self.health.start(state["params"], batch)
@@ -388,7 +400,7 @@ class Run:
         row = metrics.train_row(rows[-1])
         for name in ("loss", "bits_per_byte"):
             row[f"train/{name}_mean"] = metrics.finite_mean([values[name] for values in rows])
-        row["train/tokens"] = self.ramp.rows_before(step) * config.data.seq_len
+        row["train/tokens"] = self._tokens(step)
         if timed:  # otherwise the step was over before the clock ran
             row["perf/tokens_per_second"] = tokens / seconds
             row["perf/step_seconds"] = seconds / timed
@@ -433,6 +445,10 @@ class Run:
                 path = guards.dump(self.workdir, error.step, self.pipeline, rows, *self._pieces(error.step))
                 logger.error("the batch and the statistics of step %s are in %s", error.step, path)
             raise
+
+    def _tokens(self, step: int) -> int:
+        """Trained on up to a step."""
+        return self.ramp.rows_before(step) * self.config.data.seq_len + self._unplanned
 
     def _pieces(self, step: int) -> tuple[int, int]:
         """Where the batch of a step begins in the data, and how many pieces it has."""
@@ -542,7 +558,7 @@ class Run:
         self._doing(step, "saving")
         check_room(self.workdir, self.setup.checkpoint_bytes(), step)
         with writing_checkpoint(step), self.goodput.spent_on("saving"):
-            checkpoints.save(step, state, data, val_loss, self.guards.state())
+            checkpoints.save(step, state, data, val_loss, self.guards.state(), self._tokens(step))
         if self._mirror is not None:
             self._mirror.check(step)
 

@@ -1,6 +1,7 @@
 """Metrics: their names, where they are written, and the measurements that are not part of the compiled step.
 
-Names (every row also has `step`, the number of finished optimizer steps):
+In metrics.jsonl null stands for a number that is not finite. Names (every row also has `step`, the number of finished
+optimizer steps):
   train/loss, train/perplexity, train/bits_per_byte: of the batch of that step, nats per token.
   train/loss_mean, train/bits_per_byte_mean: averages of the finite values of the steps since the last row.
   train/tokens: of all batches up to that step.
@@ -32,6 +33,7 @@ import jax
 import numpy as np
 
 from nsa_jax.train.board import Board, scalar, text
+from nsa_jax.train.env import strict
 from nsa_jax.train.terminal import Terminal, train_line
 from nsa_jax.train.trackers import Trackers
 
@@ -46,8 +48,8 @@ TRAIN_NAMES = {
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
+    """exp(loss), infinite where that overflows, nan of nan."""
+    return math.inf if loss >= 700 else math.exp(loss)
 
 
 def finite_mean(losses: list[float]) -> float:
@@ -122,11 +124,11 @@ def wait_row(seconds: list[float]) -> dict[str, float]:
 def _drop_rows_after(path: Path, step: int) -> None:
     """Removes rows of steps that will be run again, and a last line that was cut off."""
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             continue
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept))
@@ -142,13 +144,14 @@ def last_rows(workdir: Path, step: int) -> tuple[dict[str, Any], tuple[int, dict
     row: dict[str, Any] = {}
     validation = None
     path = workdir / "metrics.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             values = json.loads(line)
             at = values.pop("step")
-        except (ValueError, KeyError):  # cut off
+        except (ValueError, KeyError, TypeError, AttributeError):  # cut off
             continue
         values.pop("time", None)
+        values = {name: math.nan if value is None else value for name, value in values.items()}
         if at <= step and "train/loss" in values:
             row = values
         elif at <= step and "val/loss" in values:
@@ -203,10 +206,10 @@ class MetricsWriter:
         """Appends one row; numbers also go to TensorBoard and the trackers."""
         if not self._active:
             return
-        self._file.write(json.dumps({"step": step, **row, "time": round(time.time(), 3)}) + "\n")
+        self._file.write(json.dumps(strict({"step": step, **row, "time": round(time.time(), 3)})) + "\n")
         self._file.flush()
         numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
-        self._board.add(step, (scalar(name, value) for name, value in numbers.items()))
+        self._board.add(step, (scalar(name, value) for name, value in numbers.items() if math.isfinite(value)))
         self._trackers.log(step, numbers)
 
     def text(self, step: int, name: str, content: str) -> None:

@@ -8,6 +8,7 @@ https://ui.perfetto.dev. Process 0 writes that of its own devices.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 import jax
 
 from nsa_jax.config import ConfigError, Problem
+
+logger = logging.getLogger("nsa_jax")
 
 _MOST_STEPS = 100  # a longer trace takes gigabytes and no viewer opens it
 
@@ -48,19 +51,33 @@ def parse_window(text: str) -> Window:
     return window
 
 
-def check_window(window: Window, first_step: int, last_step: int) -> None:
+def check_window(window: Window, first_step: int, last_step: int, *, goes_on: bool = False) -> Window | None:
     """The steps must be among those that are about to be trained, after the first, which compiles.
+
+    Args:
+      window: the steps to trace.
+      first_step: that is about to be trained.
+      last_step: of the run.
+      goes_on: the run was interrupted, or has rolled back, and goes on from its own checkpoint.
+
+    Returns:
+      The window; None if a run that goes on has passed its beginning.
 
     Raises:
       ConfigError: they are not.
     """
     text = f"{window.start}:{window.stop}"
     if window.start <= first_step:
+        if goes_on:
+            what = "--profile=%s: the run goes on with step %d, which compiles: nothing is traced; use %d or later"
+            logger.warning(what, text, first_step, first_step + 1)
+            return None
         raise _error(
             text, f"this start begins with step {first_step}, which compiles", f"use {first_step + 1} or later"
         )
     if window.stop - 1 > last_step:
         raise _error(text, f"the run ends with step {last_step}", "trace earlier steps")
+    return window
 
 
 def _error(text: str, wrong: str, fix: str) -> ConfigError:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from nsa_jax.config import ConfigError, Problem
 from nsa_jax.train import processes
 from nsa_jax.train.env import write_json
 from nsa_jax.train.errors import TrainingError
@@ -25,11 +26,19 @@ class Rollbacks:
     Args:
       workdir: of the run.
       limit: how many there may be, over all starts.
+
+    Raises:
+      ConfigError: rollbacks.json is damaged.
     """
 
     def __init__(self, workdir: Path, limit: int):
         self._path, self._limit = workdir / "rollbacks.json", limit
-        self.done: list[dict[str, Any]] = json.loads(processes.from_first(self._read))
+        try:
+            self.done: list[dict[str, Any]] = json.loads(processes.from_first(self._read))
+        except ValueError as error:
+            fix = "restore it; writing [] into it instead has the run train on the batches that it had left out"
+            problem = Problem("R023", "error", f"{self._path}: is damaged ({error})", fix)
+            raise ConfigError([problem]) from error
 
     def _read(self) -> str:
         return self._path.read_text() if self._path.exists() else "[]"

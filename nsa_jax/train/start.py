@@ -20,6 +20,7 @@ from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.hub.checkpoint_files import find_steps, read_info
 from nsa_jax.hub.export import check_kind, load_exported
+from nsa_jax.hub.load import split_step
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences
 from nsa_jax.train.env import plain_config
 from nsa_jax.train.errors import newest_checkpoint
@@ -42,6 +43,7 @@ class Start(NamedTuple):
       said: one line about it for the terminal; None for the initialisation.
       stages: the stages before this run's, as env.json holds them: run, step at which the next stage took over, tokens
         trained on in it, seq_len and batch_size; of an exported model its directory alone, as run.
+      tokens: trained on so far; None: as many as the config gives for the steps.
     """
 
     step: int
@@ -49,32 +51,51 @@ class Start(NamedTuple):
     source: str | None = None
     said: str | None = None
     stages: Sequence[dict[str, Any]] = ()
+    tokens: int | None = None
 
     @classmethod
     def after(
         cls, step: int, state: State, source: Path, config: ConfigDict, stages: Sequence[dict[str, Any]] = ()
     ) -> Start:
         """Training goes on after a step of a run: of `source`, its workdir or its directory of checkpoints."""
-        said = f"resuming after step {step} of {source}{_other_learning_rate(source, step, config)}"
-        return cls(step, state, str(source), said, stages)
+        directory = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+        info = read_info(directory / str(step))
+        said = f"resuming after step {step} of {source}{_other_learning_rate(info.get('config', {}), step, config)}"
+        return cls(step, state, str(source), said, stages, info.get("tokens"))
 
 
-def _other_learning_rate(source: Path, step: int, config: ConfigDict) -> str:
-    """What another number of steps makes of the learning rate; empty if it is as it was."""
-    directory = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-    saved = read_info(directory / str(step)).get("config", {})
+def _other_learning_rate(saved: dict[str, Any], step: int, config: ConfigDict) -> str:
+    """What another number of steps than in a saved config makes of the learning rate; empty if it is as it was."""
     there, now = saved.get("train", {}).get("steps"), config.train.steps
     if there is None or there == now:
         return ""
     old = config.copy_and_resolve_references()
-    with old.unlocked():
+    with old.unlocked(), old.ignore_type():
         old.train.steps = there
+        old.optim.update(saved.get("optim", {}))
     before, after = (float(learning_rate(c)(jnp.asarray(step))) for c in (old, config))
     if math.isclose(before, after, rel_tol=1e-6):
         return ""
-    return (
-        f"; its learning rate goes from {before:.2e} to {after:.2e}, since config.train.steps is {now:,}, not {there:,}"
-    )
+    change = " and config.optim has changed" if old.optim != config.optim else ""
+    why = f"since config.train.steps is {now:,}, not {there:,}{change}"
+    return f"; its learning rate goes from {before:.2e} to {after:.2e}, {why}"
+
+
+def check_elsewhere(workdir: Path, resume: str) -> None:
+    """Another stage has a workdir of its own.
+
+    Args:
+      workdir: of the stage.
+      resume: "DIR[@STEP]" of --resume.
+
+    Raises:
+      ConfigError: the stage is to go on from `workdir`.
+    """
+    if Path(split_step(resume)[0]).expanduser().resolve() in (workdir.resolve(), (workdir / "checkpoints").resolve()):
+        fix = "give the stage a workdir of its own, or leave out --stage to go on with the run"
+        raise ConfigError(
+            [Problem("R022", "error", f"--resume={resume}: --stage goes on from the workdir itself", fix)]
+        )
 
 
 def check_source(workdir: Path, other: tuple[Path, int | None] | None, stage: bool, steps: int) -> None:
@@ -88,14 +109,9 @@ def check_source(workdir: Path, other: tuple[Path, int | None] | None, stage: bo
 
     Raises:
       ConfigError: the other run has no checkpoint, or none before the last step, or not the one that is named; `stage`
-        has no other run or model, or is to go on from `workdir`; a model is named with a step.
+        has no other run or model; a model is named with a step.
       LoadError: the model is of another library.
     """
-    if stage and other and other[0].resolve() in (workdir.resolve(), (workdir / "checkpoints").resolve()):
-        fix = "give the stage a workdir of its own, or leave out --stage to go on with the run"
-        raise ConfigError(
-            [Problem("R022", "error", f"--resume={other[0]}: --stage goes on from the workdir itself", fix)]
-        )
     if any((workdir / "checkpoints").glob("*")):
         return
     if other is None:
@@ -196,7 +212,7 @@ def first_state(
     step, state = found[0], setup.completed(found[1])
     if not stage:
         _check_steps_left(directory, step, setup.config.train.steps)
-        return Start.after(step, state, directory, setup.config)
+        return Start.after(step, state, directory, setup.config, recorded_stages(directory.parent))
     source = f"{directory}@{step}"
     return Start(0, setup.another_stage(state), source, f"another stage of {source}", _stages_up_to(directory, step))
 
@@ -221,7 +237,8 @@ def _stages_up_to(directory: Path, step: int) -> list[dict[str, Any]]:
     config = _json_object(workdir / "env.json").get("config", {})
     if {"data", "train"} <= config.keys():
         seq_len, batch_size = config["data"]["seq_len"], config["train"]["batch_size"]
-        tokens = BatchRamp.of(config["train"]).rows_before(step) * seq_len
+        planned = BatchRamp.of(config["train"]).rows_before(step) * seq_len
+        tokens = read_info(directory / str(step)).get("tokens", planned)
         last |= {"tokens": tokens, "seq_len": seq_len, "batch_size": batch_size}
     return [*recorded_stages(workdir), last]
 

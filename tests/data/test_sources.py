@@ -111,6 +111,13 @@ def test_text_cuts_long_documents_at_line_ends(tmp_path, monkeypatch, separator)
     assert all(p.endswith("\n") for p in pieces[:10])
 
 
+def test_a_separator_that_is_in_no_file_is_told(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("one\r\n\r\ntwo", newline="")
+    assert len(list(TextSource(tmp_path / "a.txt", separator="\r\n\r\n").documents())) == 2 and not caplog.text
+    assert len(list(TextSource(tmp_path / "a.txt", separator="\n\n").documents())) == 1
+    assert r"text_separator='\n\n' is in none of the 1 files" in caplog.text and r"have '\r\n'" in caplog.text
+
+
 def test_text_fingerprint_follows_the_files(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one")

@@ -1,4 +1,5 @@
 import pickle
+import shutil
 import struct
 
 import chex
@@ -183,6 +184,9 @@ def test_unusable_files_are_named(tokens, tmp_path, write_rows):
     for wider in (np.uint32, np.int64):
         path.write_bytes(np.frombuffer(good, np.uint16).astype(wider).tobytes())
         refused("train.bin: every second uint16 is 0, as in a file of uint32 or int64.*write the tokens as uint16")
+    np.save(tmp_path / "array.npy", data)
+    shutil.copy(tmp_path / "array.npy", path)
+    refused(r"train.bin: is a .npy file.*Fix: write the numbers alone: array.astype\(np.uint16\).tofile")
     write_llm_c(path, data, count=5)
     refused("bytes are not a header and 5 tokens")
     write_megatron(path, tokens)

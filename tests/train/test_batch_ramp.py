@@ -93,3 +93,10 @@ def test_validation_is_on_the_same_rows(tmp_path):
         make_run(tmp_path / name, **{**settings, "train__batch_ramp": ramp}).run()
     first = [json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0]) for name in ("ramp", "plain")]
     assert first[0]["step"] == 0 and first[0]["val/loss"] == pytest.approx(first[1]["val/loss"], rel=1e-6)
+
+
+def test_tokens_are_counted_as_they_were_trained_on_when_the_ramp_has_changed(tmp_path):
+    saving = {**RAMP, "train__save_every": 1, "train__log_every": 1}
+    make_run(tmp_path, **{**saving, "train__steps": 4}).run()
+    make_run(tmp_path, **{**saving, "train__batch_ramp": ("2:2",)}).run()  # step 3 had 6 rows
+    assert [row["train/tokens"] / 48 for row in rows(tmp_path).values()] == [2, 4, 10, 18, 26, 34]

@@ -72,6 +72,17 @@ def test_windows_that_this_start_does_not_train(tmp_path):
         profiled(tmp_path, "5:8").run()
     make_run(tmp_path, **{**SMALL, "train__steps": 3, "train__save_every": 3}).run()
     with pytest.raises(ConfigError, match="begins with step 4, which compiles.*use 5 or later"):
-        profiled(tmp_path, "4:6", train__save_every=3).run()
+        run = Run(tiny_config(**SMALL), tmp_path / "new", f"{tmp_path}@3", one_device(), parse_window("4:6"))
+        run.run()
     assert profiled(tmp_path, "5:7", train__save_every=3).run()["start_step"] == 3
     assert traced_steps(tmp_path) == [5, 6]
+
+
+def test_a_run_that_goes_on_behind_the_window_traces_nothing(tmp_path, caplog):
+    """The same command starts it again, after a preemption or a rollback."""
+    assert profiled(tmp_path, "2:4", train__save_every=2).run()["finished"]
+    summary = profiled(tmp_path, "2:4", train__save_every=2, train__steps=8).run()
+    assert (summary["start_step"], summary["step"]) == (6, 8)
+    assert (
+        "--profile=2:4: the run goes on with step 7, which compiles: nothing is traced; use 8 or later" in caplog.text
+    )

@@ -135,6 +135,14 @@ def test_a_finished_run_keeps_its_summary(tmp_path, caplog):
     assert {**written, "start_step": 0} == before
 
 
+def test_the_validation_at_step_0_counts_once(tmp_path):
+    """A run that is stopped before its first step has a checkpoint, and validates again when it goes on."""
+    patient = dict(DENSE, train__eval_every=9, train__eval_batches=1, guards__early_stop=1)
+    (tmp_path / "HALT").touch()
+    assert make_run(tmp_path, **patient).run()["step"] == 0
+    assert make_run(tmp_path, **patient).run()["step"] == 4
+
+
 def test_patience_survives_a_kill(tmp_path, monkeypatch):
     patient = dict(DENSE, train__steps=9, train__eval_every=1, train__eval_batches=1, guards__early_stop=4)
     patient["guards__early_stop_delta"] = 100.0  # only the first validation counts as an improvement
@@ -268,6 +276,12 @@ def test_resuming_a_run_that_has_had_all_steps_is_refused(step, uninterrupted, t
         make_run(tmp_path, resume=f"{uninterrupted}{step}", **changes)
     assert list(tmp_path.iterdir()) == []
     Run(tiny_config(**changes), tmp_path, f"{uninterrupted}{step}", one_device(), stage=True)
+
+
+def test_multiples_of_keep_every_are_saved_whatever_save_every_is(tmp_path):
+    changes = {**DENSE, "train__steps": 7, "train__save_every": 5, "train__keep_every": 3, "train__keep_last": 1}
+    make_run(tmp_path, **changes).run()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "6", "7"]
 
 
 def test_other_steps_on_resume_tell_the_learning_rate_before_and_now(tmp_path, capsys):

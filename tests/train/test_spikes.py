@@ -8,7 +8,9 @@ import jax
 import numpy as np
 import pytest
 
+from nsa_jax.config import ConfigError
 from nsa_jax.train import TrainingError, spikes
+from nsa_jax.train.metrics import last_rows
 from nsa_jax.train.state import batch_sharding, to_device
 from nsa_jax.train.watch.guards import Guards
 
@@ -156,6 +158,43 @@ def test_a_run_that_begins_anew_leaves_out_nothing(tmp_path):
     assert [len(records) for records in kept] == [0, 2]
     make_run(tmp_path / "whole", **rolling).run()
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_a_request_to_stop_outlives_a_return(tmp_path):
+    """It comes after the batch that is not finite, and before anyone has seen the loss of that."""
+
+    def change(step, batch):
+        if step == 7:
+            (tmp_path / "HALT").touch()
+        return {**batch, "loss_mask": batch["loss_mask"] * (np.nan if step == 6 else 1)}
+
+    changes = {**ROLLING, "train__save_every": 4, "train__log_every": 100, "data__prefetch": 0}
+    summary = with_batches(make_run(tmp_path, **changes), change).run()
+    assert (summary["rollbacks"], summary["step"], summary["stopped_by"]) == (1, 4, "HALT")
+    assert not (tmp_path / "HALT").exists()
+
+
+def test_a_damaged_record_is_named(tmp_path):
+    (tmp_path / "rollbacks.json").write_bytes(bytes(100))
+    with pytest.raises(ConfigError, match="R023.*rollbacks.json: is damaged.*Fix: restore it"):
+        make_run(tmp_path, **ROLLING)
+
+
+def test_rows_are_json_where_a_loss_is_not_finite(tmp_path):
+    """Null stands for it, in the summary too; a resumed run reads it as it was."""
+    skipping = {**ROLLING, "guards__roll_back": 0, "guards__skip_steps": 1, "train__steps": 4, "train__log_every": 1}
+    poison(make_run(tmp_path, **skipping), 4).run()
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    rows = [json.loads(line, parse_constant=refuse) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["train/loss"] is None] == [4] and rows[3]["train/perplexity"] is None
+    assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)["last"]["train/loss"] is None
+    assert np.isnan(last_rows(tmp_path, 4)[0]["train/loss"])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n[1, 2]\n")  # as a disk leaves it that lost power
+    assert make_run(tmp_path, **{**skipping, "train__steps": 5}).run()["step"] == 5
 
 
 def test_returns_are_bounded(tmp_path):

@@ -1,6 +1,7 @@
 """Another stage of a run: its weights and averages, with data, rows, schedule and RoPE of its own."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -55,7 +56,7 @@ def restored(run, workdir):
 
 def test_weights_and_averages_are_kept_and_steps_and_schedule_begin_again(first, tmp_path):
     before_step, before, *_ = restored(make_run(tmp_path / "same", **FIRST | {"train__steps": 7}), first)
-    step, state, source, said, _ = restored(stage(tmp_path / "second", str(first)), first)
+    step, state, source, said, *_ = restored(stage(tmp_path / "second", str(first)), first)
     assert (before_step, step) == (6, 0) and source == f"{first / 'checkpoints'}@6"
     assert said == f"another stage of {source}"
     assert int(before["step"]) == 6 and int(state["step"]) == 0
@@ -153,10 +154,31 @@ def test_a_stage_that_is_stopped_before_its_first_step_keeps_its_chain(first, tm
     assert [(row["run"], row["step"]) for row in stages] == [(str(first), 6)]
 
 
+def test_a_run_goes_on_when_what_it_began_with_is_gone(first, tmp_path):
+    shutil.copytree(first, tmp_path / "first")
+    gone = str(tmp_path / "first")
+    assert stage(tmp_path / "second", gone, train__steps=2).run()["step"] == 2
+    assert make_run(tmp_path / "branch", f"{gone}@3", **FIRST | {"train__steps": 5}).run()["step"] == 5
+    shutil.rmtree(gone)
+    assert stage(tmp_path / "second", gone, train__steps=4).run()["step"] == 4
+    assert make_run(tmp_path / "branch", f"{gone}@3", **FIRST | {"train__steps": 6}).run()["step"] == 6
+    assert beginning(None, gone, tmp_path / "branch") == gone
+    with pytest.raises(ConfigError, match="--stage goes on from the workdir itself"):
+        stage(tmp_path / "second", str(tmp_path / "second"))
+
+
+def test_a_branch_of_a_stage_keeps_its_chain(first, tmp_path):
+    stage(tmp_path / "second", str(first)).run()
+    branch = make_run(tmp_path / "branch", str(tmp_path / "second"), **SECOND | {"train__steps": 6}).run()
+    assert branch["start_step"] == 4
+    stages = json.loads((tmp_path / "branch" / "env.json").read_text())["stages"]
+    assert [(row["run"], row["step"]) for row in stages] == [(str(first), 6)]
+
+
 def test_init_names_an_exported_model(first, tmp_path):
     export(*load(first), tmp_path / "export")
-    assert beginning(None, str(tmp_path / "export")) == str(tmp_path / "export")
-    assert beginning(str(first), None) == str(first) and beginning(None, None) is None
+    assert beginning(None, str(tmp_path / "export"), tmp_path) == str(tmp_path / "export")
+    assert beginning(str(first), None, tmp_path) == str(first) and beginning(None, None, tmp_path) is None
     for arguments, words in (
         ((None, str(first)), "no exported model there"),
         ((str(first), str(tmp_path / "export")), "a run has one beginning"),
@@ -164,4 +186,4 @@ def test_init_names_an_exported_model(first, tmp_path):
         ((None, " "), "--init is empty"),
     ):
         with pytest.raises(ConfigError, match=words):
-            beginning(*arguments)
+            beginning(*arguments, tmp_path)

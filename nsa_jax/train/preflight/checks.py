@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from pathlib import Path
@@ -88,7 +87,7 @@ def check_disk(config: ConfigDict, workdir: Path, one_checkpoint: int) -> list[P
     t = config.train
     kept = t.keep_last + t.keep_best + 1
     if t.keep_every:
-        kept += t.steps // math.lcm(t.keep_every, t.save_every)
+        kept += t.steps // t.keep_every
     parent = workdir
     while not parent.exists():
         parent = parent.parent

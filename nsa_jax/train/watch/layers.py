@@ -23,6 +23,7 @@ import numpy as np
 
 from nsa_jax.nn import ModelConfig
 from nsa_jax.nn.transformer import layer_stacks
+from nsa_jax.train.env import strict
 
 
 def layer_figures(config: ModelConfig, **trees: Any) -> dict[str, jax.Array]:
@@ -64,4 +65,4 @@ def write_layers(workdir: Path, step: int, figures: Mapping[str, jax.Array] | No
         return
     row = {name: [float(f"{v:.5g}") for v in np.asarray(x)] for name, x in jax.device_get(dict(figures)).items()}
     with (workdir / "layers.jsonl").open("a") as file:
-        file.write(json.dumps({"step": step, **row}) + "\n")
+        file.write(json.dumps(strict({"step": step, **row})) + "\n")
