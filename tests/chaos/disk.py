@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,12 @@ import numpy as np
 
 from .harness import Outcome
 from .kills import differences
-from .runs import Runs
+from .runs import Runs, rows
 
 QUICK = 1
 
 _MOST_LINES = 130  # a line for each of 48 steps, and what a start tells
+_LATE = 40  # rows of 48: hardly anything would be written after them
 _FLAGS = ('--config.preflight.ignore=("R024",)', "--config.train.log_every=1")
 
 
@@ -31,6 +33,12 @@ def _fill(disk: Path, leave: int) -> None:
     with contextlib.suppress(OSError), (disk / "hog").open("wb", buffering=0) as file:
         while size > 0:
             size -= file.write(bytes(min(size, 1 << 16)))
+
+
+def _clear(disk: Path) -> None:
+    for path in disk.iterdir():
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True) if path.is_file() else None
 
 
 def _check_stop(runs: Runs, run, workdir: Path) -> str:
@@ -72,15 +80,21 @@ def attack(rng: np.random.Generator, folder: Path) -> Iterator[Outcome]:
                 goal = int(rng.integers(1, 25))
                 runs.until_rows(run, workdir, goal)
                 if kind == "training":
-                    _fill(disk, rest)
+                    run.kill(signal.SIGSTOP)  # however long this process takes to fill the disk
+                    late = run.status() is not None or len(rows(workdir)) > _LATE
+                    if not late:
+                        _fill(disk, rest)
+                    run.kill(signal.SIGCONT)
+                    if late:
+                        runs.wait(run)
+                        _clear(disk)
+                        continue
                 broken = failure or _check_stop(runs, run, workdir)
                 (disk / "hog").unlink()
                 broken = broken or runs.finish(workdir, *_FLAGS).complaint()
                 (workdir / "stopped.json").unlink(missing_ok=True)
                 broken = broken or differences(workdir, reference)
-                for path in disk.iterdir():
-                    shutil.rmtree(path, ignore_errors=True)
-                    path.unlink(missing_ok=True) if path.is_file() else None
+                _clear(disk)
                 yield Outcome(f"filled up to {rest:,} bytes while {kind}", broken)
     finally:
         subprocess.run(["umount", "-l", str(disk)], capture_output=True, check=False)

@@ -156,3 +156,8 @@ def test_no_share_is_needed_beside_them():
     assert any(p.rule == "R009" for p in validate(config))
     config.data.val_files = ("b.txt",)
     assert not any(p.rule == "R009" for p in validate(config))
+    config.data.val_files = ()
+    config.data.sources = {"a": {"val_files": ("b.txt",)}, "t": {"source": "task", "weight": 0.5}}
+    assert not any(p.rule == "R009" for p in validate(config))
+    config.data.sources.b = {"files": ("c.txt",)}
+    assert any(p.rule == "R009" for p in validate(config))
