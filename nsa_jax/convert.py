@@ -49,7 +49,7 @@ from nsa_jax.nn import Transformer
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
 _NEW_FIELDS = ("model.nsa.", "model.compressor=", "data.tokenizer_eos=")  # what a dense checkpoint leaves open
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 # Which layers need to read far is found in so many rows of at most so many tokens; the others see so many of the last.
 _FAR_ROWS, _FAR_TOKENS, _NEAR_TOKENS = 32, 2048, 128

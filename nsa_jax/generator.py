@@ -63,18 +63,30 @@ class Stats:
     cache: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+_BEFORE = 4  # tokens of a prompt after which its continuation is decoded
+
+
 class _TextStream:
     """Turns the tokens of one row into text as they arrive.
 
     Text is passed on when no later token can change it. It is held back while a character's bytes are incomplete, and
     while it could be the beginning of a stop string.
+
+    Args:
+      tokenizer: of the model.
+      stop: strings before which the text ends.
+      emit: called with text as it becomes final.
+      before: the last tokens of what the text continues: some decoders leave out a space at the beginning of a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], emit: Callable[[str], None]):
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str], emit: Callable[[str], None], before: Sequence[int] = ()
+    ):
         self._tokenizer, self._stop, self._emit = tokenizer, [s for s in stop if s], emit
-        self._ids: list[int] = []
+        cut = tokenizer.decode(before).endswith("\ufffd")  # within a character, which is then part of the text
+        self._ids: list[int] = [] if cut else [int(i) for i in before]
         # Decoding restarts at `_prefix`. The text up to `_read` has already been passed on.
-        self._prefix = self._read = 0
+        self._prefix, self._read = 0, len(self._ids)
         self._held = ""
         self.text = ""
         self.stopped = False
@@ -302,7 +314,9 @@ class Generator:
         def emitter(row):
             return (lambda text: on_text(row, text)) if on_text else (lambda text: None)
 
-        streams = [_TextStream(self.tokenizer, stop, emitter(row)) for row in range(batch)]
+        streams = [
+            _TextStream(self.tokenizer, stop, emitter(row), given[-_BEFORE:].tolist()) for row, given in enumerate(ids)
+        ]
         key, rows, scalars = settings.key(), jnp.arange(batch, dtype=jnp.uint32), settings.arrays()
         logits, cache = self.decoder.prefill(cache, tokens, lengths)
         token, seen = self._first(logits, jnp.asarray(seen), key, rows, jnp.int32(0), scalars)

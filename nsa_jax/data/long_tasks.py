@@ -107,7 +107,7 @@ def _lexicon(tokenizer: Tokenizer) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     lengths = rng.choice([2, 3, 4, 6, 7, 8], _LEXICON)
     words = [random_words(rng, 1, int(length))[0] + (".\n" if i % 8 == 0 else " ") for i, length in enumerate(lengths)]
-    return [np.asarray(tokenizer.encode(word), np.int32) for word in words]
+    return [np.asarray(tokenizer.encode_within(word), np.int32) for word in words]
 
 
 def filler(rng: np.random.Generator, length: int, tokenizer: Tokenizer) -> np.ndarray:
@@ -150,7 +150,7 @@ def _source(tokenizer: Tokenizer, statement: str, answer: str, num_tokens: int) 
     """The place in a statement of the token with which the answer begins; the last if the statement lacks it."""
     at = statement.find(" " + answer.split()[0])
     # A tokenizer may cut statement and answer differently.
-    return min(len(tokenizer.encode(statement[:at])) if at >= 0 else num_tokens, num_tokens - 1)
+    return min(len(tokenizer.encode_within(statement[:at])) if at >= 0 else num_tokens, num_tokens - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Task:
         """Tokens that hold the statements and questions of any draw: twice what those of one draw take."""
         groups, questions = self.make(np.random.default_rng(0))
         texts = [*(text for group in groups for text in group), *(q.text + q.answer for q in questions)]
-        return 2 * sum(len(tokenizer.encode(text)) + 2 for text in texts)
+        return 2 * sum(len(tokenizer.encode_within(text)) + 2 for text in texts)
 
     def row(self, rng: np.random.Generator, length: int, tokenizer: Tokenizer, *, distance: int | None = None) -> Row:
         """One row.
@@ -188,8 +188,8 @@ class Task:
         """
         groups, questions = self.make(rng)
         texts = [text for group in groups for text in group]
-        statements = [np.asarray(tokenizer.encode(text), np.int32) for text in texts]
-        asked = [[np.asarray(tokenizer.encode(t), np.int32) for t in (q.text, q.answer)] for q in questions]
+        statements = [np.asarray(tokenizer.encode_within(text), np.int32) for text in texts]
+        asked = [[np.asarray(tokenizer.encode_within(t), np.int32) for t in (q.text, q.answer)] for q in questions]
         needed = sum(map(len, statements)) + sum(len(part) for pair in asked for part in pair)
         room = length - needed
         if room < (distance or 0):
@@ -272,7 +272,7 @@ def _count(rng: np.random.Generator, keys: int) -> tuple[list[list[str]], list[Q
 
 def _character_tokens(tokenizer: Tokenizer, characters: str) -> np.ndarray:
     """A token for each character: int32 [len(characters)]. What a tokenizer puts before a word is left out."""
-    found = [int(tokenizer.encode(character)[-1]) for character in characters]
+    found = [int(tokenizer.encode_within(character)[-1]) for character in characters]
     if len(set(found)) < len(found):
         what = "the task keypad needs a token of its own for each letter, digit and mark"
         raise DataError(f"tokenizer {tokenizer.name}", what, "use the tokenizer 'byte', or leave the task out")

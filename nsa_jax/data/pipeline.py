@@ -436,7 +436,9 @@ def _task_pipeline(config: ConfigDict, share: Share, tokenizer: tokenizers.Token
         )
         for split in ("train", "validation")
     }
-    identity = ["tasks-1", sorted(weights.items()), data.task_length, data.task_answers_only, data.task_answer_weight]
+    # Rows of the first kind began each statement as the tokenizer begins a text.
+    kind = "tasks-1" if np.array_equal(tokenizer.encode("a"), tokenizer.encode_within("a")) else "tasks-2"
+    identity = [kind, sorted(weights.items()), data.task_length, data.task_answers_only, data.task_answer_weight]
     return Pipeline(
         config,
         tokenizer,

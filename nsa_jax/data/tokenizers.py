@@ -31,6 +31,8 @@ CONFIG_FILE = "tokenizer_config.json"  # in the folder of a tokenizer
 _MOST_IDS = 1 << 24  # larger vocabularies are mistakes, and tables of their size would fill the memory
 # Of a tokenizer_config.json: what `save` writes itself, and what names code to be run, which nothing here does.
 _OWN_SETTINGS = ("kind", "eos_token", "fingerprint", "auto_map")
+_ANCHOR = "\n"  # no tokenizer of words joins it with what follows
+_SPECIAL = ("eos_token", "bos_token", "pad_token", "unk_token")
 _KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
 
 
@@ -76,9 +78,20 @@ class Tokenizer:
         """Token ids of several texts, in the tokenizer's own dtype."""
         raise NotImplementedError
 
+    def encode_within(self, text: str) -> np.ndarray:
+        """Token ids of a text that continues another: int32 [n].
+
+        Some tokenizers put a space before a text, those of Llama 2 and Mistral 7B for instance; there is none here.
+        """
+        return self.encode(text)
+
     def decode(self, ids: Any) -> str:
         """The text of token ids; end-of-document tokens are left out."""
         raise NotImplementedError
+
+    def decode_each(self, ids: Any) -> list[str]:
+        """The text of each token as it is within a text, where `decode` may leave out a space at the beginning."""
+        return [self.decode([int(i)]) for i in np.asarray(ids).ravel()]
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes tokenizer files into `directory`, which is created if needed."""
@@ -205,17 +218,25 @@ class HuggingFaceTokenizer(Tokenizer):
 
     Args:
       serialized: text of a tokenizer.json.
-      eos: its end-of-document token. If empty, the first of the usual names in its vocabulary is used.
+      eos: its end-of-document token. If empty, the first of `eos_ids`, else of the usual names in its vocabulary is
+        used.
       name: for messages.
       settings: what its tokenizer_config.json says besides, such as a chat template; kept by `save`, used by nothing
         here.
+      eos_ids: ids that end a text.
 
     Raises:
       DataError: the file is no tokenizer, or has no end-of-document token.
     """
 
     def __init__(
-        self, serialized: str, *, eos: str = "", name: str = "tokenizer.json", settings: Mapping[str, Any] | None = None
+        self,
+        serialized: str,
+        *,
+        eos: str = "",
+        name: str = "tokenizer.json",
+        settings: Mapping[str, Any] | None = None,
+        eos_ids: Sequence[int] = (),
     ):
         self.name = name
         self.settings = {key: value for key, value in (settings or {}).items() if key not in _OWN_SETTINGS}
@@ -234,7 +255,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._serialized = serialized
-        candidates = (eos,) if eos else _KNOWN_EOS
+        named = [token for i in eos_ids if i < _MOST_IDS and (token := self._tokenizer.id_to_token(i))]
+        candidates = (eos,) if eos else (*named, *_KNOWN_EOS)
         self.eos_token = next((c for c in candidates if self._tokenizer.token_to_id(c) is not None), "")
         if not self.eos_token:
             raise DataError(
@@ -285,6 +307,28 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(e.ids, self.dtype) for e in encodings]
+
+    @functools.cached_property
+    def _anchor(self) -> np.ndarray:
+        return self.encode(_ANCHOR)
+
+    @functools.cached_property
+    def _marks_beginnings(self) -> bool:
+        """Whether a text has other tokens at its beginning than within another."""
+        return self.encode(_ANCHOR + "a")[len(self._anchor) :].tolist() != self.encode("a").tolist()
+
+    def encode_within(self, text: str) -> np.ndarray:
+        if self._marks_beginnings:
+            first = len(self._anchor)
+            both = self.encode(_ANCHOR + text)
+            if np.array_equal(both[:first], self._anchor):
+                return both[first:]
+        return self.encode(text)
+
+    def decode_each(self, ids: Any) -> list[str]:
+        before = self.decode(self._anchor)
+        pairs = ((int(i), self.decode([*self._anchor, int(i)])) for i in np.asarray(ids).ravel())
+        return [both[len(before) :] if both.startswith(before) else self.decode([i]) for i, both in pairs]
 
     def decode(self, ids: Any) -> str:
         kept = [int(i) for i in np.asarray(ids).reshape(-1) if i != self.eos_id and i < self.vocab_size]
@@ -411,7 +455,34 @@ def _hf_tokenizer_files(path: str) -> tuple[str, dict[str, Any]]:
     settings = settings if isinstance(settings, dict) else {}
     if template is not None:
         settings["chat_template"] = template
+    if local.exists():
+        special = _object_beside(local, "special_tokens_map.json")
+        for name in _SPECIAL:
+            token = special.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str) and not settings.get(name):
+                settings[name] = token
     return serialized, settings
+
+
+def _object_beside(path: Path, name: str) -> dict[str, Any]:
+    """What another file of a checkpoint says; nothing if it is not there, or damaged."""
+    try:
+        found = json.loads(path.with_name(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _end_ids_beside(path: str) -> list[int]:
+    """The ids that end a text by the configs of the checkpoint in which a tokenizer.json lies."""
+    local = Path(path).expanduser()
+    for name in ("generation_config.json", "config.json"):
+        ids = _object_beside(local / "tokenizer.json" if local.is_dir() else local, name).get("eos_token_id")
+        ids = [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and i >= 0]
+        if ids:
+            return ids
+    return []
 
 
 def load_tokenizer(
@@ -446,5 +517,6 @@ def load_tokenizer(
         found = settings.get("eos_token")
         found = found.get("content") if isinstance(found, dict) else found
         eos = data.tokenizer_eos or (found if isinstance(found, str) else "")
-        return HuggingFaceTokenizer(serialized, eos=eos, name=data.tokenizer_path, settings=settings)
+        ids = [] if eos else _end_ids_beside(data.tokenizer_path)
+        return HuggingFaceTokenizer(serialized, eos=eos, name=data.tokenizer_path, settings=settings, eos_ids=ids)
     raise DataError(f"config.data.tokenizer={data.tokenizer!r}", "no such tokenizer", "use byte, bpe or hf")

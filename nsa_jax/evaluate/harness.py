@@ -31,6 +31,7 @@ from nsa_jax.evaluate.requests import DEFAULT_NEW_TOKENS, generation_settings, l
 from nsa_jax.evaluate.scoring import Scorer
 from nsa_jax.fields import nearest
 from nsa_jax.generator import Generator
+from nsa_jax.hub.generation import end_ids
 from nsa_jax.nn import Transformer
 
 
@@ -90,6 +91,12 @@ class HarnessModel(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
+    def _alone(self, tokens: Sequence[int], stop: Sequence[str]) -> str:
+        """The text of new tokens, decoded without the prompt, as the harness does, up to the first stop string."""
+        ends = end_ids(self._text)
+        text = self._text.decode([token for token in tokens if token not in ends])
+        return text[: min((at for s in stop if s and (at := text.find(s)) >= 0), default=len(text))]
+
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Continuations, in batches of requests that ask for the same settings, the longest prompts first."""
         if self._generator is None:
@@ -113,8 +120,8 @@ class HarnessModel(TemplateLM):
                 cut = [prompts[index][new_tokens - self.max_length :].tolist() for index in part]
                 done = self._generator(cut, max_tokens=new_tokens, sampling=sampling, stop=stop)
                 for index, completion in zip(part, done, strict=True):
-                    found[index] = completion.text
-                    self.cache_hook.add_partial("generate_until", requests[index].args, completion.text)
+                    found[index] = self._alone(completion.tokens, stop)
+                    self.cache_hook.add_partial("generate_until", requests[index].args, found[index])
                 bar.update(len(part))
         bar.close()
         return found

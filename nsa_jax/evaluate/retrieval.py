@@ -18,7 +18,9 @@ from nsa_jax.ops import blocks
 
 def needle_tokens(tokenizer: Tokenizer, num_keys: int, template: Sequence[str] = NEEDLE) -> int:
     """About how many tokens the facts, the question and the answer take."""
-    fact, question, answer = (len(tokenizer.encode(part.format(key="abcde", value="12345"))) for part in template)
+    fact, question, answer = (
+        len(tokenizer.encode_within(part.format(key="abcde", value="12345"))) for part in template
+    )
     return num_keys * fact + question + answer
 
 
@@ -52,8 +54,9 @@ def needle_row(
     """
     keys = random_words(rng, num_keys)
     values = [str(rng.integers(10_000, 100_000)) for _ in keys]
+    pairs = list(zip(keys, values, strict=True))
     fact, question, answer = (
-        [tokenizer.encode(part.format(key=k, value=v)) for k, v in zip(keys, values, strict=True)] for part in template
+        [tokenizer.encode_within(part.format(key=key, value=value)) for key, value in pairs] for part in template
     )
     room = length - sum(len(f) for f in fact) - len(question[0]) - len(answer[0])
     if room < 0:
@@ -65,7 +68,7 @@ def needle_row(
     row = np.concatenate([head, question[0], answer[0]]).astype(np.int32)
     # Where the answer's tokens are in the fact, clipped to it: a tokenizer may cut the two differently.
     stated, wanted = (part.format(key=keys[0], value=values[0]) for part in (template[0], template[2]))
-    before = len(tokenizer.encode(stated[: stated.index(wanted)]))
+    before = len(tokenizer.encode_within(stated[: stated.index(wanted)]))
     span = np.minimum(before + np.arange(len(answer[0])), len(fact[0]) - 1)
     queries = np.arange(length - len(answer[0]) - 1, length - 1)
     return row, queries, starts[0] + span

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
-from nsa_jax.data import DataError, Tokenizer, make_pipeline
+from nsa_jax.data import DataError, Pipeline, Tokenizer, make_pipeline
 from nsa_jax.data.sources import TextSource
 from nsa_jax.nn import Transformer
 from nsa_jax.nn.sharding import MESH_AXES
@@ -229,6 +229,22 @@ class HeldOut(NamedTuple):
     cut: frozenset[int]
 
 
+def data_of_the_run(config: ConfigDict, tokenizer: Tokenizer) -> Pipeline:
+    """The data that a config names, in the tokens of a model.
+
+    Raises:
+      DataError: they have another tokenizer now.
+    """
+    pipeline = make_pipeline(config)
+    if pipeline.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"config.data.source={config.data.source!r}",
+            f"its tokenizer now is {pipeline.tokenizer.fingerprint}, the model's is {tokenizer.fingerprint}",
+            "restore data and tokenizer of the run, or name texts with --files and --tasks perplexity",
+        )
+    return pipeline
+
+
 def held_out_documents(
     config: ConfigDict, files: Sequence[str], tokenizer: Tokenizer, max_tokens: int, context: int = 0
 ) -> HeldOut:
@@ -238,7 +254,7 @@ def held_out_documents(
     of `context` tokens, or of the training length if that is longer.
 
     Raises:
-      DataError: there are none.
+      DataError: there are none, or they have another tokenizer now.
     """
     found: list[np.ndarray] = []
     cut: list[int] = []
@@ -246,7 +262,7 @@ def held_out_documents(
     if files:
         source: Iterator[np.ndarray] = (tokenizer.encode(text) for text in TextSource(tuple(files)).documents())
     else:
-        corpora = [part.pipeline.corpus for part in make_pipeline(config).parts.values()]
+        corpora = [part.pipeline.corpus for part in data_of_the_run(config, tokenizer).parts.values()]
         splits = [corpus.validation for corpus in corpora if corpus is not None]
         if not splits:
             raise DataError(

@@ -11,7 +11,8 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from nsa_jax.data import DataError, Tokenizer, make_pipeline
+from nsa_jax.data import DataError, Tokenizer
+from nsa_jax.evaluate.scoring import data_of_the_run
 from nsa_jax.nn import Transformer
 from nsa_jax.train import setup
 from nsa_jax.train.state import batch_sharding
@@ -43,13 +44,7 @@ def repeat_validation(
     train = config.train
     if not train.eval_batches:
         raise DataError("config.train.eval_batches=0", "the run has no validation", "use --tasks perplexity")
-    pipeline = make_pipeline(config)
-    if pipeline.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise DataError(
-            f"config.data.source={config.data.source!r}",
-            f"its tokenizer now is {pipeline.tokenizer.fingerprint}, the model's is {tokenizer.fingerprint}",
-            "restore the data that the run was trained on, or use --tasks perplexity",
-        )
+    pipeline = data_of_the_run(config, tokenizer)
     here = copy.deepcopy(config)
     here.mesh.update({"data": -1, "fsdp": 1, "tensor": 1, "context": 1})
     rows = max(n for n in range(1, train.batch_size + 1) if train.batch_size % n == 0 and n <= batch_size)

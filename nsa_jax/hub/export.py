@@ -153,6 +153,8 @@ def load_exported(directory: str | os.PathLike) -> tuple[Transformer, Tokenizer,
     for name, leaf in expected.items():
         arrays.expect(name, leaf.shape, str(leaf.dtype))
     tokenizer = _exported_tokenizer(path)
+    if config.data.tokenizer == "hf":  # where it was when the model was converted may hold another by now
+        config.data.tokenizer_path = str(path.absolute() / "tokenizer.json")
     for name in expected:
         loaded[name] = arrays[name]
     return nnx.merge(graphdef, _nested(loaded)), tokenizer, config

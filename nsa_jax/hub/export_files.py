@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import re
@@ -36,6 +37,8 @@ _SHARD_NAME = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _BLOCK_BYTES = 8 * 2**20  # of an array that is read in parts
+
+logger = logging.getLogger("nsa_jax")
 
 
 class LoadError(ValueError):
@@ -199,8 +202,12 @@ def write_arrays(directory: Path, arrays: Mapping[str, Any], shard_bytes: int, k
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
-    """{array: file} of a sharded checkpoint; None of one that is a single file."""
+    """{array: file} of a sharded checkpoint; None of one that is a single file, which counts where both are there."""
+    whole = os.path.lexists(directory / WHOLE)
     if not os.path.lexists(directory / INDEX):
+        return None
+    if whole:
+        logger.warning("%s holds %s and %s: the first is read, as transformers does", directory, WHOLE, INDEX)
         return None
     found = read_json(directory, INDEX).get("weight_map")
     if not isinstance(found, dict):

@@ -64,7 +64,7 @@ def generation_fields(tokenizer: Tokenizer) -> dict[str, Any]:
     ends = end_ids(tokenizer)
     found: dict[str, Any] = {"bos_token_id": None, **(kept if isinstance(kept, dict) else {})}
     found["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-    if "pad_token" not in tokenizer.settings:
+    if not tokenizer.settings.get("pad_token"):
         found.setdefault("pad_token_id", int(tokenizer.eos_id))
     return found
 

@@ -223,7 +223,8 @@ def _save_tokenizer(tokenizer: Tokenizer, path: Path) -> bool:
         return False
     tokenizer.save(path)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    settings |= {"pad_token": tokenizer.eos_token, **tokenizer_settings(tokenizer), "eos_token": tokenizer.eos_token}
+    settings |= {**tokenizer_settings(tokenizer), "eos_token": tokenizer.eos_token}
+    settings["pad_token"] = settings.get("pad_token") or tokenizer.eos_token
     (path / _SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return True
 

@@ -23,6 +23,11 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _STALE = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", *SOURCES)
 
 
+def _is_card(path: Path) -> bool:
+    """Whether a file is the README.md that an earlier export wrote."""
+    return path.name == "README.md" and path.is_file() and "\n- nsa_jax\n" in path.read_text(errors="replace")[:1000]
+
+
 def _is_export(path: Path) -> bool:
     """Whether a directory holds what an export wrote: its config.json says so, or its weights have checksums."""
     with contextlib.suppress(LoadError):
@@ -99,7 +104,7 @@ def whole_export(directory: str | os.PathLike, overwrite: bool = False) -> Itera
         # config.json is removed first and comes last: an export that is cut short here is not taken for a whole one.
         (path / "config.json").unlink(missing_ok=True)
         for name in os.listdir(path):
-            if name in (WHOLE, INDEX, *_STALE) or _SHARD.fullmatch(name):
+            if name in (WHOLE, INDEX, *_STALE) or _SHARD.fullmatch(name) or _is_card(path / name):
                 (path / name).unlink()
         # Weights go first: by their checksums what is there is known as an export if this is cut short.
         names = sorted(os.listdir(unfinished))

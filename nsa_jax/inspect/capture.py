@@ -242,7 +242,7 @@ def read_weights_arrays(
 
 def token_strings(tokenizer: Tokenizer, tokens: Sequence[int] | np.ndarray) -> list[str]:
     """The text of each single token; that of the end-of-document token is empty."""
-    return [tokenizer.decode([int(token)]) for token in np.asarray(tokens).ravel()]
+    return tokenizer.decode_each(tokens)
 
 
 def token_kinds(strings: Sequence[str]) -> np.ndarray:

@@ -177,7 +177,7 @@ def show_far_question(probe: Probe, task: FarTask) -> tuple[str, Figure] | None:
     reading = read_weights(probe.model, tokens, query)
     strings = token_strings(task.tokenizer, row.tokens)
     text = describe_reading(reading, strings, lists, source)
-    said = task.tokenizer.decode([int(most_likely[0, 0])])
+    (said,) = task.tokenizer.decode_each(most_likely[0, :1])
     figure = draw_reading(reading)
     title = f"{strings[query]!r} at {query} asks for {strings[source]!r} at {source}, the answer is {said!r}"
     figure.axes[0].set_title(title, fontsize=10)

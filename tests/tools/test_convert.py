@@ -387,6 +387,27 @@ def test_the_tokenizer_and_its_chat_template_are_kept(tmp_path):
     assert not settings.keys() & {"kind", "fingerprint", "auto_map", "generation_config"}
 
 
+def test_a_pad_token_that_is_null_is_none(tmp_path):
+    write(tmp_path / "in", describe("llama2"))
+    letters(tmp_path / "in")
+    settings = json.loads((tmp_path / "in" / "tokenizer_config.json").read_text())
+    (tmp_path / "in" / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": None}))
+    assert convert.main([str(tmp_path / "in"), str(tmp_path / "dense"), "--attention=dense"]) == 0
+    assert export.main([str(tmp_path / "dense"), str(tmp_path / "out"), "--format=transformers"]) == 0
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["pad_token"] == "</s>"
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["pad_token_id"] == 0
+
+
+def test_a_whole_file_counts_beside_an_index_as_in_transformers(tmp_path, caplog):
+    """save_pretrained leaves the other kind of an earlier save where it is."""
+    c = describe("llama2")
+    arrays = write(tmp_path, c)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "gone.safetensors"}}')
+    model, _ = import_dense(tmp_path, edit=float32)
+    np.testing.assert_allclose(run(model, tokens(20)), logits(c, arrays, tokens(20)), atol=1e-4)
+    assert "holds model.safetensors and model.safetensors.index.json: the first is read" in caplog.text
+
+
 def test_links_out_of_a_checkpoint_are_not_followed(tmp_path, capsys):
     write(tmp_path / "in", describe("llama2"))
     letters(tmp_path / "in")

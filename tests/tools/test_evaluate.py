@@ -19,7 +19,7 @@ from nsa_jax.config import default_config
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.synthetic import recall_rows
 from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer
-from nsa_jax.evaluate import retrieval, validation
+from nsa_jax.evaluate import retrieval, scoring, validation
 
 from .runs import small_config, write_run
 
@@ -221,7 +221,7 @@ def test_command_line(tmp_path, capsys):
 
 def test_validation_that_cannot_be_repeated_is_refused(model, monkeypatch):
     config, token_bytes = small_config(), np.ones(260, np.int32)
-    monkeypatch.setattr(validation, "make_pipeline", lambda config: types.SimpleNamespace(tokenizer=ByteTokenizer()))
+    monkeypatch.setattr(scoring, "make_pipeline", lambda config: types.SimpleNamespace(tokenizer=ByteTokenizer()))
     with pytest.raises(DataError, match="tokenizer now is byte-1, the model's is synthetic-1-257-random"):
         validation.repeat_validation(model, SyntheticTokenizer(257, copy=False), config, token_bytes, 8)
     config.train.eval_batches = 0

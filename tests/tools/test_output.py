@@ -120,6 +120,17 @@ def test_only_files_of_an_exports_names_are_removed(run, tmp_path):
     assert all((tmp_path / name).read_text() == "mine" for name in kept)
 
 
+def test_the_card_of_another_export_does_not_stay(run, tmp_path):
+    model, tokenizer, config = nsa_jax.load(run)
+    native.export_native(model, tokenizer, config, tmp_path)
+    assert (tmp_path / "README.md").exists()
+    export.export(model, tokenizer, config, tmp_path)
+    assert not (tmp_path / "README.md").exists()
+    (tmp_path / "README.md").write_text("mine, of nsa_jax")
+    export.export(model, tokenizer, config, tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine, of nsa_jax"
+
+
 _KILLED = """
 import os, sys
 import nsa_jax

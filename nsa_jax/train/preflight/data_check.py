@@ -243,7 +243,9 @@ def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
     text = printable(pipeline.tokenizer.decode(batches[0]["inputs"][0, : min(64, config.data.seq_len)]))
     counts = statistics.token_histogram(tokens, pipeline.tokenizer.vocab_size)
     top = np.argsort(counts)[::-1][:5]
-    common = ", ".join(f"{printable(pipeline.tokenizer.decode([i]))!r} {counts[i] / counts.sum():.1%}" for i in top)
+    strings = pipeline.tokenizer.decode_each(top)
+    shares = counts[top] / counts.sum()
+    common = ", ".join(f"{printable(text)!r} {share:.1%}" for text, share in zip(strings, shares, strict=True))
     report.facts = [
         ("first text", text.replace("\n", "\\n")[:160]),
         ("time to the first batch", f"{first:.2f} s, then {each * 1e3:.1f} ms each"),
