@@ -144,7 +144,7 @@ def default_config() -> ConfigDict:
     t.eval_batches = 16  # batches of each validation
     t.save_every = 500  # steps between checkpoints; 0: none
     t.keep_last = 3  # checkpoints kept besides the best
-    t.keep_every = 0  # also save and keep the steps that are multiples of this, if any are saved; 0: none
+    t.keep_every = 0  # also save and keep the steps that are multiples of this, unless save_every is 0; 0: none
     t.keep_best = True  # also save at validations lower than all before, and keep the checkpoint of the lowest
     t.ema_decay = 0.0  # decay of an average of the weights, such as 0.9995, which is validated and exported; 0: none
     t.local_dir = ""  # where a run with an s3:// or gs:// workdir keeps its files; empty: runs/SCHEME/BUCKET/PATH

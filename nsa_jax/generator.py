@@ -63,7 +63,7 @@ class Stats:
     cache: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-_BEFORE = 4  # tokens of a prompt after which its continuation is decoded
+_BEFORE = 8  # tokens of a prompt after which its continuation is decoded
 
 
 class _TextStream:
@@ -83,8 +83,9 @@ class _TextStream:
         self, tokenizer: Tokenizer, stop: Sequence[str], emit: Callable[[str], None], before: Sequence[int] = ()
     ):
         self._tokenizer, self._stop, self._emit = tokenizer, [s for s in stop if s], emit
-        cut = tokenizer.decode(before).endswith("\ufffd")  # within a character, which is then part of the text
-        self._ids: list[int] = [] if cut else [int(i) for i in before]
+        tails = [[int(i) for i in before[at:]] for at in range(len(before))]
+        # Neither begins nor ends within a character; if the whole ends so, the rest of it is part of the text.
+        self._ids: list[int] = next((tail for tail in tails if not tokenizer.decode(tail).endswith("\ufffd")), [])
         # Decoding restarts at `_prefix`. The text up to `_read` has already been passed on.
         self._prefix, self._read = 0, len(self._ids)
         self._held = ""

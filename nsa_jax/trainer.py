@@ -169,10 +169,11 @@ def _tell_others_apart(process: int, count: int) -> None:
         logging.getLogger("nsa_jax").setLevel(logging.WARNING)
 
 
-def beginning(resume: str | None, init: str | None, workdir: Path) -> str | None:
+def beginning(resume: str | None, init: str | None, workdir: str) -> str | None:
     """What a run without checkpoints of its own begins with, from the values of --resume and --init.
 
-    If `workdir` has a checkpoint, the model that --init names is not needed, and may be gone.
+    If the workdir has a checkpoint, the model that --init names is not needed, and may be gone; what an object store
+    has is looked at later.
 
     Raises:
       ConfigError: both are given, one is empty, or `init` is no exported model.
@@ -188,7 +189,8 @@ def beginning(resume: str | None, init: str | None, workdir: Path) -> str | None
     if resume is not None:
         fix = "leave out one of them"
         raise ConfigError([Problem("R022", "error", f"--init={init} --resume={resume}: a run has one beginning", fix)])
-    if not (Path(init).expanduser() / "config.json").is_file() and newest_checkpoint(workdir) is None:
+    needed = not scheme_of(workdir) and newest_checkpoint(Path(workdir)) is None
+    if needed and not (Path(init).expanduser() / "config.json").is_file():
         fix = "name a directory that convert or export wrote; --resume=RUN goes on from a run"
         raise ConfigError([Problem("R022", "error", f"--init={init}: no exported model there", fix)])
     return init
@@ -210,7 +212,7 @@ def train(config, workdir: str) -> tuple[int, str]:
             processes.join(cluster, config.guards.peer_seconds)
             _tell_others_apart(cluster.process_id, cluster.num_processes)
             processes.check_same_run(config, workdir)
-        resume = beginning(_RESUME.value, _INIT.value, Path(workdir))
+        resume = beginning(_RESUME.value, _INIT.value, workdir)
         summary = run(config, workdir, resume, profile=window, stage=_STAGE.value, began=process_start())
     except (ConfigError, CheckpointError, DataError, LoadError, WorkdirInUse, processes.DistributedError) as error:
         print(error, file=sys.stderr)

@@ -174,7 +174,8 @@ def open_corpus(directory: Path, fingerprint: str = "") -> Corpus | None:
             "Delete it to have it built again with them",
             directory,
         )
-    held = [meta["checksums"], meta["splits"], meta["dtype"]] if checked else meta["fingerprint"]
-    content = _digest(json.dumps(held, sort_keys=True))
+    content = meta["fingerprint"]
+    if checked:
+        content = _digest(json.dumps([meta["checksums"], meta["splits"], meta["dtype"]], sort_keys=True))
     empty = meta.get("empty_documents")
     return Corpus(directory, meta["fingerprint"], content, splits[0], splits[1], empty_documents=empty)

@@ -104,10 +104,20 @@ def _values(rng: np.random.Generator, count: int) -> list[str]:
 @functools.lru_cache(maxsize=4)
 def _lexicon(tokenizer: Tokenizer) -> list[np.ndarray]:
     """Tokens of the filler's words; every eighth ends a sentence."""
+    return [np.asarray(tokenizer.encode_within(word), np.int32) for word in _lexicon_words()]
+
+
+def _lexicon_words() -> list[str]:
     rng = np.random.default_rng(0)
     lengths = rng.choice([2, 3, 4, 6, 7, 8], _LEXICON)
-    words = [random_words(rng, 1, int(length))[0] + (".\n" if i % 8 == 0 else " ") for i, length in enumerate(lengths)]
-    return [np.asarray(tokenizer.encode_within(word), np.int32) for word in words]
+    return [random_words(rng, 1, int(length))[0] + (".\n" if i % 8 == 0 else " ") for i, length in enumerate(lengths)]
+
+
+def rows_kind(tokenizer: Tokenizer) -> str:
+    """Names how rows are made of text: those of "tasks-1" began each statement as the tokenizer begins a text."""
+    pieces = [*_lexicon_words(), *(part.format(key="abcde", value="12345") for part in NEEDLE)]
+    same = all(np.array_equal(tokenizer.encode(piece), tokenizer.encode_within(piece)) for piece in pieces)
+    return "tasks-1" if same else "tasks-2"
 
 
 def filler(rng: np.random.Generator, length: int, tokenizer: Tokenizer) -> np.ndarray:

@@ -436,8 +436,7 @@ def _task_pipeline(config: ConfigDict, share: Share, tokenizer: tokenizers.Token
         )
         for split in ("train", "validation")
     }
-    # Rows of the first kind began each statement as the tokenizer begins a text.
-    kind = "tasks-1" if np.array_equal(tokenizer.encode("a"), tokenizer.encode_within("a")) else "tasks-2"
+    kind = long_tasks.rows_kind(tokenizer)
     identity = [kind, sorted(weights.items()), data.task_length, data.task_answers_only, data.task_answer_weight]
     return Pipeline(
         config,

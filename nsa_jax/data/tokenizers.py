@@ -455,30 +455,36 @@ def _hf_tokenizer_files(path: str) -> tuple[str, dict[str, Any]]:
     settings = settings if isinstance(settings, dict) else {}
     if template is not None:
         settings["chat_template"] = template
-    if local.exists():
-        special = _object_beside(local, "special_tokens_map.json")
+    if not settings.get("eos_token") or local.exists():
+        special = _object_beside(path, "special_tokens_map.json")
         for name in _SPECIAL:
             token = special.get(name)
             token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str) and not settings.get(name):
+            if isinstance(token, str) and token in serialized and not settings.get(name):
                 settings[name] = token
     return serialized, settings
 
 
-def _object_beside(path: Path, name: str) -> dict[str, Any]:
-    """What another file of a checkpoint says; nothing if it is not there, or damaged."""
+def _object_beside(path: str, name: str) -> dict[str, Any]:
+    """What another file of the checkpoint says whose tokenizer a path or hub id names; nothing without such a file."""
+    local = Path(path).expanduser()
     try:
-        found = json.loads(path.with_name(name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        if local.exists():
+            file = local / name if local.is_dir() else local.with_name(name)
+        else:
+            import huggingface_hub
+
+            file = Path(huggingface_hub.hf_hub_download(path, name))
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except Exception:  # optional
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _end_ids_beside(path: str) -> list[int]:
-    """The ids that end a text by the configs of the checkpoint in which a tokenizer.json lies."""
-    local = Path(path).expanduser()
+    """The ids that end a text by the configs of the checkpoint."""
     for name in ("generation_config.json", "config.json"):
-        ids = _object_beside(local / "tokenizer.json" if local.is_dir() else local, name).get("eos_token_id")
+        ids = _object_beside(path, name).get("eos_token_id")
         ids = [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and i >= 0]
         if ids:
             return ids

@@ -20,7 +20,7 @@ from nsa_jax.hub.export_files import NSA_TYPE, LaterArray, LoadError, write_arra
 from nsa_jax.hub.families import layer_shapes, model_shapes
 from nsa_jax.hub.generation import FILE, generation_fields, token_ids, tokenizer_settings
 from nsa_jax.hub.native_nsa import ARCHITECTURE, SOURCES, copy_sources, nsa_fields, nsa_layer_arrays, nsa_layer_shapes
-from nsa_jax.hub.output import whole_export
+from nsa_jax.hub.output import CARD, whole_export
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
 from nsa_jax.nn.transformer import layer_stacks
 
@@ -252,7 +252,7 @@ def _card(model: Transformer, config: ConfigDict, metrics: Mapping[str, Any], ha
     load += [f'tokenizer = AutoTokenizer.from_pretrained("DIRECTORY"{code}{side})'] if has_tokenizer else []
     note += "" if has_tokenizer else "\nIts tokens are synthetic: there is no tokenizer for text.\n"
     return (
-        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- nsa_jax\n---\n\n# {config.name}\n\n"
+        f"{CARD}# {config.name}\n\n"
         f"A language model with {attention}, trained with nsa_jax.\n{note}\n"
         f"| | |\n|---|---|\n{table}\n\n"
         "val/loss is in nats per token, measured on held-out documents by the trainer.\n\n"

@@ -16,16 +16,20 @@ from nsa_jax.fields import remote
 from nsa_jax.hub.export_files import CHECKSUMS, INDEX, MODEL_TYPE, WHOLE, LoadError, read_json
 from nsa_jax.hub.native_nsa import SOURCES
 
+# With which the README.md of an export for transformers begins.
+CARD = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- nsa_jax\n---\n\n"
 _UNFINISHED = ".unfinished-export"  # files are written here first
 _RUN = ("checkpoints", "env.json")  # what tells a run's workdir
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 # Files of an export that a reader would take for part of the next one.
-_STALE = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", *SOURCES)
+_STALE = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *SOURCES)
 
 
 def _is_card(path: Path) -> bool:
     """Whether a file is the README.md that an earlier export wrote."""
-    return path.name == "README.md" and path.is_file() and "\n- nsa_jax\n" in path.read_text(errors="replace")[:1000]
+    with contextlib.suppress(OSError):
+        return path.name == "README.md" and path.read_text(errors="replace").startswith(CARD)
+    return False
 
 
 def _is_export(path: Path) -> bool:

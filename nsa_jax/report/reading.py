@@ -244,10 +244,11 @@ def health_maps(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     maps = {}
     for name in names:
         grid = np.full((layers, len(steps)), np.nan)
+        unknown = np.inf if name.endswith("_largest") else np.nan  # layers.jsonl has no infinity, and it must be seen
         for column, step in enumerate(steps):
             value = by_step[step].get(name)
             numbers = [_number(v) for v in value] if isinstance(value, list) and len(value) <= layers else []
-            grid[: len(numbers), column] = [np.nan if v is None else v for v in numbers]
+            grid[: len(numbers), column] = [unknown if v is None else v for v in numbers]
         if name in _WORST:
             parts = [_WORST[name].reduce(grid[:, b], axis=1) for b in buckets]
         else:

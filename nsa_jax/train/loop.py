@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import json
 import logging
 import math
 import time
@@ -97,8 +98,8 @@ class Run:
         processes.check_devices()
         if stage and resume:
             check_elsewhere(self.workdir, resume)
-        needed = resume if newest_checkpoint(self.workdir) is None else None  # later the other run may be gone
-        self._other = parse_resume(needed) if needed else None
+        own = json.loads(processes.from_first(lambda: json.dumps(newest_checkpoint(self.workdir))))
+        self._other = parse_resume(resume) if resume and own is None else None  # later the other run may be gone
         self._stage = stage
         check_source(self.workdir, self._other, stage, config.train.steps)
         self._window = profile
@@ -319,7 +320,7 @@ class Run:
             reason = stop.reason() or self._early
             if reason:
                 self.terminal.stopping(f"stopping after step {step}")
-                if step == 0:  # the checkpoint that follows needs its config and the stages before
+                if step == start:  # the checkpoint that follows needs its config and the stages before
                     self._write_env(begin)
                 break
             self._begun = step + 1

@@ -35,13 +35,15 @@ class Rollbacks:
         self._path, self._limit = workdir / "rollbacks.json", limit
         try:
             self.done: list[dict[str, Any]] = json.loads(processes.from_first(self._read))
-        except ValueError as error:
+            if not all(record.keys() >= {"checkpoint", "position", "next_batch"} for record in list(self.done)):
+                raise ValueError("a record lacks a field")
+        except (ValueError, TypeError, AttributeError) as error:
             fix = "restore it; writing [] into it instead has the run train on the batches that it had left out"
             problem = Problem("R023", "error", f"{self._path}: is damaged ({error})", fix)
             raise ConfigError([problem]) from error
 
     def _read(self) -> str:
-        return self._path.read_text() if self._path.exists() else "[]"
+        return self._path.read_text(errors="replace") if self._path.exists() else "[]"
 
     def forget(self) -> None:
         """The run begins anew: records of one before in the same workdir are put aside, and skip nothing."""

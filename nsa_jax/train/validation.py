@@ -12,6 +12,7 @@ import numpy as np
 
 from nsa_jax.data import Pipeline
 from nsa_jax.train import metrics
+from nsa_jax.train.env import strict
 from nsa_jax.train.state import Setup, to_device
 from nsa_jax.train.step import make_sampler
 from nsa_jax.train.watch.health import Health
@@ -71,7 +72,7 @@ def record_validation(
         row["selection"] = health.sampled_lists(params, to_device(batch, sharding), pipeline.tokenizer)
     if jax.process_index() == 0:
         with (workdir / "validation.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(strict(row)) + "\n")
 
 
 class Sampler:

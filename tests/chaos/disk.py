@@ -86,8 +86,10 @@ def attack(rng: np.random.Generator, folder: Path) -> Iterator[Outcome]:
                         _fill(disk, rest)
                     run.kill(signal.SIGCONT)
                     if late:
-                        runs.wait(run)
+                        broken = runs.wait(run).complaint()
                         _clear(disk)
+                        if broken:
+                            yield Outcome("trained before the disk was full", broken)
                         continue
                 broken = failure or _check_stop(runs, run, workdir)
                 (disk / "hog").unlink()

@@ -477,17 +477,21 @@ def test_a_cache_of_another_corpus_is_built_again(documents, tmp_path):
 
 def test_a_cache_of_a_version_without_checksums_is_used_with_a_warning(documents, tmp_path, caplog):
     source = ListSource(documents)
-    directory = load(source, tmp_path).directory
-    truth = np.array(load(source, tmp_path).train.tokens.array)
+    whole = load(source, tmp_path)
+    directory, truth = whole.directory, np.array(whole.train.tokens.array)
+    assert whole.content != whole.fingerprint
     meta = json.loads((directory / "meta.json").read_text())
     del meta["checksums"], meta["checksum"], meta["empty_documents"]
     for path in directory.glob("*.crc32"):
         del meta["files"][path.name]
         path.unlink()
     (directory / "meta.json").write_text(json.dumps(meta))
-    tokens = load(source, tmp_path).train.tokens
+    corpus = load(source, tmp_path)
+    tokens = corpus.train.tokens
     chex.assert_trees_all_equal(tokens[5:50], truth[5:50])
     chex.assert_trees_all_equal(tokens.array, truth)
+    # What is saved with it is accepted as a position of before, when the corpus has been built again.
+    assert corpus.content == corpus.fingerprint == whole.fingerprint
     assert source.reads == 1 and "kept no checksums" in caplog.text and "Delete it" in caplog.text
 
 

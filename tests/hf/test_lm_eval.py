@@ -27,6 +27,7 @@ from nsa_jax.hub.export import export
 from nsa_jax.hub.native import export_native
 from nsa_jax.sampling import Sampling
 from tests.tools.runs import small_config
+from tests.tools.test_first_words import sentencepiece
 
 CONTEXT = 96
 KINDS = {
@@ -49,6 +50,14 @@ def model():
 @pytest.fixture(scope="module")
 def adapter(model):
     return HarnessModel(model, ByteTokenizer(), context=CONTEXT, batch_size=8)
+
+
+def test_new_text_is_decoded_without_the_prompt_as_the_harness_does(model):
+    tokenizer = sentencepiece()
+    adapter = HarnessModel(model, tokenizer, context=CONTEXT, batch_size=8)
+    tokens = [*tokenizer.encode_within(" the model reads the end").tolist(), tokenizer.eos_id]
+    assert adapter._alone(tokens, ["reads", "", "nowhere"]) == "the model "
+    assert adapter._alone(tokens, []) == "the model reads the end"
 
 
 @pytest.fixture(scope="module")

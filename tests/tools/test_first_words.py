@@ -13,7 +13,7 @@ from nsa_jax import convert, evaluate
 from nsa_jax.data import DataError, load_tokenizer, make_pipeline
 from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from nsa_jax.evaluate import retrieval
-from nsa_jax.generator import _TextStream
+from nsa_jax.generator import _BEFORE, _TextStream
 from nsa_jax.inspect.capture import token_strings
 
 from .checkpoints import describe, letters, write
@@ -66,12 +66,13 @@ def test_a_model_that_copies_finds_every_needle(tokenizer):
 
 def test_a_continuation_keeps_its_first_space():
     tokenizer = sentencepiece()
-    prompt, new = tokenizer.encode("the"), tokenizer.encode_within(" model reads")
-    stream = _TextStream(tokenizer, (), lambda text: None, prompt[-4:].tolist())
-    for token in new:
-        stream.add(int(token))
-    stream.finish()
-    assert stream.text == " model reads"
+    new = tokenizer.encode_within(" model reads")
+    for prompt in ("the", "日本", "日本\n", "日本\n\n"):
+        stream = _TextStream(tokenizer, (), lambda text: None, tokenizer.encode(prompt)[-_BEFORE:].tolist())
+        for token in new:
+            stream.add(int(token))
+        stream.finish()
+        assert stream.text == " model reads"
     prompt = "é".encode()[:1]  # cut within a character, whose rest comes: the text has all that decodes
     stream = _TextStream(ByteTokenizer(), (), lambda text: None, list(prompt))
     stream.add("é".encode()[1])
@@ -92,6 +93,7 @@ def test_the_end_of_a_document_is_the_checkpoints_own(tmp_path):
     for name, special, described, expected in (
         ("map", {"eos_token": {"content": "<0x04>"}, "pad_token": "<unk>"}, {}, "<0x04>"),
         ("ids", {}, {"eos_token_id": [7, 1]}, "<0x05>"),
+        ("strange", {"eos_token": "<nowhere>"}, {"eos_token_id": 7}, "<0x05>"),
         ("usual", {}, {}, "</s>"),
     ):
         source = checkpoint(tmp_path / name, {"eos_token": None}, **described)

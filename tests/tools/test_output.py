@@ -126,9 +126,10 @@ def test_the_card_of_another_export_does_not_stay(run, tmp_path):
     assert (tmp_path / "README.md").exists()
     export.export(model, tokenizer, config, tmp_path)
     assert not (tmp_path / "README.md").exists()
-    (tmp_path / "README.md").write_text("mine, of nsa_jax")
+    mine = "---\nlicense: mit\ntags:\n- nsa_jax\n---\nmine"
+    (tmp_path / "README.md").write_text(mine)
     export.export(model, tokenizer, config, tmp_path)
-    assert (tmp_path / "README.md").read_text() == "mine, of nsa_jax"
+    assert (tmp_path / "README.md").read_text() == mine
 
 
 _KILLED = """

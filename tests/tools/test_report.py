@@ -81,6 +81,18 @@ def test_heat_maps_keep_the_worst_column_and_average_the_others():
     assert found["z"]["block_overlap"][1][123] == pytest.approx(0.45) and found["z"]["block_overlap"][0][7] == 0.5
 
 
+def test_a_weight_that_overflowed_is_seen_and_a_missing_figure_is_none():
+    rows = [
+        {"step": s, "weights_largest": [2.0, None if s == 9 else 2.0], "gate_entropy": [None, 1.0]}
+        for s in range(1, 2 * COLUMNS + 1)
+    ]
+    found = health_maps(rows)["z"]
+    assert found["weights_largest"][1][:6] == [2.0, 2.0, 2.0, 2.0, None, 2.0] and set(found["weights_largest"][0]) == {
+        2.0
+    }
+    assert set(found["gate_entropy"][0]) == {None} and set(found["gate_entropy"][1]) == {1.0}
+
+
 def test_a_killed_run_is_read_up_to_its_last_whole_line(full):
     run = read_run(full)
     assert run["outcome"]["state"] == "interrupted" and run["outcome"]["step"] == 5000

@@ -96,6 +96,11 @@ def test_a_workdir_of_another_run_or_without_permission_is_an_error(tmp_path):
     config.optim.learning_rate = 1e-4  # on purpose, after a divergence
     assert rules(preflight.check_workdir(config, tmp_path), "warning") == {"R023"}
     config.data.files, config.data.tokenizer_path = ("/elsewhere/*.txt",), "/elsewhere/tokenizer.json"
+    (problem,) = preflight.check_workdir(
+        config, tmp_path
+    )  # without a checkpoint nothing tells whether they are the same
+    assert problem.severity == "error"
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     assert rules(preflight.check_workdir(config, tmp_path), "warning") == {"R023"}
     config.data.seq_len = 64
     (problem,) = preflight.check_workdir(config, tmp_path)

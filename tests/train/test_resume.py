@@ -290,8 +290,10 @@ def test_other_steps_on_resume_tell_the_learning_rate_before_and_now(tmp_path, c
     make_run(tmp_path / "b", resume=f"{tmp_path / 'a'}@3", **{**DENSE, "train__steps": 40}).run()
     said = "its learning rate goes from 3.00e-04 to 3.00e-03, since config.train.steps is 40, not 4"
     assert said in capsys.readouterr().out
-    make_run(tmp_path / "a", **{**DENSE, "train__steps": 9}).run()
-    assert "since config.train.steps is 9, not 4" in capsys.readouterr().out
+    make_run(tmp_path / "a", **{**DENSE, "train__steps": 9, "optim__learning_rate": 1e-3}).run()
+    said = capsys.readouterr().out
+    assert "from 3.00e-04 to 7." in said
+    assert "since config.train.steps is 9, not 4 and config.optim has changed" in said
 
 
 def test_an_end_is_forgotten_when_training_goes_on(tmp_path, monkeypatch):

@@ -175,9 +175,10 @@ def test_a_request_to_stop_outlives_a_return(tmp_path):
 
 
 def test_a_damaged_record_is_named(tmp_path):
-    (tmp_path / "rollbacks.json").write_bytes(bytes(100))
-    with pytest.raises(ConfigError, match="R023.*rollbacks.json: is damaged.*Fix: restore it"):
-        make_run(tmp_path, **ROLLING)
+    for content in (bytes(100), b"null", b"[1]", b'[{"step": 1}]', b"\xff"):
+        (tmp_path / "rollbacks.json").write_bytes(content)
+        with pytest.raises(ConfigError, match="R023.*rollbacks.json: is damaged.*Fix: restore it"):
+            make_run(tmp_path, **ROLLING)
 
 
 def test_rows_are_json_where_a_loss_is_not_finite(tmp_path):

@@ -162,23 +162,26 @@ def test_a_run_goes_on_when_what_it_began_with_is_gone(first, tmp_path):
     shutil.rmtree(gone)
     assert stage(tmp_path / "second", gone, train__steps=4).run()["step"] == 4
     assert make_run(tmp_path / "branch", f"{gone}@3", **FIRST | {"train__steps": 6}).run()["step"] == 6
-    assert beginning(None, gone, tmp_path / "branch") == gone
+    assert beginning(None, gone, str(tmp_path / "branch")) == gone == beginning(None, gone, "s3://bucket/run")
     with pytest.raises(ConfigError, match="--stage goes on from the workdir itself"):
         stage(tmp_path / "second", str(tmp_path / "second"))
 
 
 def test_a_branch_of_a_stage_keeps_its_chain(first, tmp_path):
     stage(tmp_path / "second", str(first)).run()
-    branch = make_run(tmp_path / "branch", str(tmp_path / "second"), **SECOND | {"train__steps": 6}).run()
-    assert branch["start_step"] == 4
+    longer = SECOND | {"train__steps": 6}
+    (tmp_path / "branch").mkdir()
+    (tmp_path / "branch" / "HALT").touch()  # before its first step
+    assert make_run(tmp_path / "branch", str(tmp_path / "second"), **longer).run()["step"] == 4
+    assert make_run(tmp_path / "branch", str(tmp_path / "second"), **longer).run()["start_step"] == 4
     stages = json.loads((tmp_path / "branch" / "env.json").read_text())["stages"]
     assert [(row["run"], row["step"]) for row in stages] == [(str(first), 6)]
 
 
 def test_init_names_an_exported_model(first, tmp_path):
     export(*load(first), tmp_path / "export")
-    assert beginning(None, str(tmp_path / "export"), tmp_path) == str(tmp_path / "export")
-    assert beginning(str(first), None, tmp_path) == str(first) and beginning(None, None, tmp_path) is None
+    assert beginning(None, str(tmp_path / "export"), str(tmp_path)) == str(tmp_path / "export")
+    assert beginning(str(first), None, str(tmp_path)) == str(first) and beginning(None, None, "") is None
     for arguments, words in (
         ((None, str(first)), "no exported model there"),
         ((str(first), str(tmp_path / "export")), "a run has one beginning"),
@@ -186,4 +189,4 @@ def test_init_names_an_exported_model(first, tmp_path):
         ((None, " "), "--init is empty"),
     ):
         with pytest.raises(ConfigError, match=words):
-            beginning(*arguments, tmp_path)
+            beginning(*arguments, str(tmp_path))

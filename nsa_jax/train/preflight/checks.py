@@ -30,7 +30,7 @@ from nsa_jax.train.state import Setup
 # Fields that may change between two starts of one run without making it another experiment.
 _MAY_CHANGE = ("name", "compilation_cache_dir", "preflight", "guards", "train", "mesh", *LOADER_FIELDS)
 _MAY_CHANGE_ON_PURPOSE = ("optim.", "model.implementation", "model.remat", "model.scan_layers", "model.matmul_dtype")
-# Where files lie. What they hold is compared with what the data position in a checkpoint belongs to.
+# Where files lie. If there is a checkpoint, what they hold is compared with what its data position belongs to.
 _PLACE = re.compile(r"data\.(sources\.[^.]+\.)?(files|val_files|hf_path|hf_data_files|tokenizer_path): ")
 
 
@@ -45,7 +45,8 @@ def check_workdir(config: ConfigDict, workdir: Path) -> list[Problem]:
     try:
         old = json.loads((workdir / "env.json").read_text())["config"]
         changed = changed_fields(old, new, but=_MAY_CHANGE)
-        if newest_checkpoint(workdir) is not None and piece_rows(old["train"]) != piece_rows(new["train"]):
+        saved = newest_checkpoint(workdir) is not None
+        if saved and piece_rows(old["train"]) != piece_rows(new["train"]):
             changed += changed_fields(_batch_fields(old["train"]), _batch_fields(new["train"]), "train.")
     except FileNotFoundError:
         return []
@@ -54,7 +55,7 @@ def check_workdir(config: ConfigDict, workdir: Path) -> list[Problem]:
         return [Problem("R023", "warning", message, "another --workdir, if this is not the run to continue")]
     if not changed:
         return []
-    on_purpose = all(line.startswith(_MAY_CHANGE_ON_PURPOSE) or _PLACE.match(line) for line in changed)
+    on_purpose = all(line.startswith(_MAY_CHANGE_ON_PURPOSE) or (saved and _PLACE.match(line)) for line in changed)
     message = f"workdir {workdir} holds a run with another config: {'; '.join(changed[:8])}"
     fix = "choose another --workdir, or restore the config in its env.json"
     return [Problem("R023", "warning" if on_purpose else "error", message, fix)]
