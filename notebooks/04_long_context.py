@@ -19,6 +19,7 @@ from matplotlib import pyplot as plt
 import nsa_jax
 from configs import a100_prod, recall
 from nsa_jax import inspect
+from nsa_jax.data import Tokenizer
 from nsa_jax.data.synthetic import num_facts, recall_rows
 from nsa_jax.evaluate import Scorer, held_out_documents, position_bins, retrieval, score_documents
 from nsa_jax.nn import ModelConfig, memory_report
@@ -148,7 +149,7 @@ say(
 
 
 # %%
-class Symbols:
+class Symbols(Tokenizer):
     """Writes facts as the recall task does: a word is one of the keys, a number one of the values."""
 
     def encode(self, text):

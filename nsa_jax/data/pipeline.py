@@ -57,7 +57,7 @@ class Pipeline:
       stats: {"train": SplitStats, "validation": SplitStats}; None where the size is not known (streams, synthetic).
       corpus: the cached corpus; None for streams, synthetic data and several sources.
       fingerprint: of everything that decides the batches.
-      earlier_fingerprint: as earlier versions saved it, who took paths and times of files for the documents.
+      earlier_fingerprint: as earlier versions saved it, which took paths and times of files for the documents.
       parts: each source by its name; a single source is the pipeline itself, under an empty name.
     """
 

@@ -117,7 +117,10 @@ def exported_config(directory: str | os.PathLike) -> ConfigDict:
     Raises:
       LoadError: there is no export, or its config is damaged.
     """
-    return config_from_dict(read_json(Path(directory), "config.json").get("config"))
+    config = config_from_dict(read_json(Path(directory), "config.json").get("config"))
+    if config.data.tokenizer == "hf":  # where it was when the model was converted may hold another by now
+        config.data.tokenizer_path = str(Path(directory).absolute() / "tokenizer.json")
+    return config
 
 
 def check_kind(directory: Path) -> None:
@@ -153,8 +156,6 @@ def load_exported(directory: str | os.PathLike) -> tuple[Transformer, Tokenizer,
     for name, leaf in expected.items():
         arrays.expect(name, leaf.shape, str(leaf.dtype))
     tokenizer = _exported_tokenizer(path)
-    if config.data.tokenizer == "hf":  # where it was when the model was converted may hold another by now
-        config.data.tokenizer_path = str(path.absolute() / "tokenizer.json")
     for name in expected:
         loaded[name] = arrays[name]
     return nnx.merge(graphdef, _nested(loaded)), tokenizer, config

@@ -203,10 +203,9 @@ def write_arrays(directory: Path, arrays: Mapping[str, Any], shard_bytes: int, k
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
     """{array: file} of a sharded checkpoint; None of one that is a single file, which counts where both are there."""
-    whole = os.path.lexists(directory / WHOLE)
     if not os.path.lexists(directory / INDEX):
         return None
-    if whole:
+    if os.path.lexists(directory / WHOLE):
         logger.warning("%s holds %s and %s: the first is read, as transformers does", directory, WHOLE, INDEX)
         return None
     found = read_json(directory, INDEX).get("weight_map")
