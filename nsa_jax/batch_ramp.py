@@ -76,3 +76,35 @@ class BatchRamp:
         config.train.eval_batches *= pieces
         config.data.prefetch *= pieces
         return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """What a run has taken of its data by a step: what the ramp gives, and what it does not tell.
+
+    Attributes:
+      ramp: of the run.
+      seq_len: tokens of a row.
+      more_pieces: pieces that were left out, or taken under another ramp before.
+      more_tokens: tokens that were trained on under another ramp before.
+    """
+
+    ramp: BatchRamp
+    seq_len: int
+    more_pieces: int = 0
+    more_tokens: int = 0
+
+    def after(self, step: int, pieces: int, tokens: int | None) -> Taken:
+        """With so many pieces taken and so many tokens trained on by a step; None: as many as the ramp gives."""
+        planned = Taken(self.ramp, self.seq_len)
+        more_tokens = 0 if tokens is None else tokens - planned.tokens(step)
+        return Taken(self.ramp, self.seq_len, pieces - sum(planned.pieces(step)), more_tokens)
+
+    def tokens(self, step: int) -> int:
+        """Trained on up to a step."""
+        return self.ramp.rows_before(step) * self.seq_len + self.more_tokens
+
+    def pieces(self, step: int) -> tuple[int, int]:
+        """Where the batch of a step begins in the data, and how many pieces it has."""
+        before = self.ramp.rows_before(step - 1) // self.ramp.unit
+        return self.more_pieces + before, (self.ramp.rows_before(step) // self.ramp.unit) - before

@@ -189,17 +189,22 @@ def environment(
     }
 
 
-def strict(value: Any) -> Any:
+def _strict(value: Any) -> Any:
     """The same with None for numbers that are not finite, which JSON does not have."""
     if isinstance(value, dict):
-        return {name: strict(item) for name, item in value.items()}
+        return {name: _strict(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [strict(item) for item in value]
+        return [_strict(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def json_line(row: dict[str, Any]) -> str:
+    """A row of a JSON Lines file; null stands for numbers that are not finite."""
+    return json.dumps(_strict(row)) + "\n"
 
 
 def write_json(path: Path, value: Any) -> None:
     """Writes a file that is never seen half-written; null stands for numbers that are not finite."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(strict(value), indent=2) + "\n")
+    temporary.write_text(json.dumps(_strict(value), indent=2) + "\n")
     temporary.replace(path)

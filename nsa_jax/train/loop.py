@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import json
 import logging
 import math
 import time
@@ -17,14 +16,14 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from nsa_jax.batch_ramp import BatchRamp
+from nsa_jax.batch_ramp import BatchRamp, Taken
 from nsa_jax.data import make_pipeline
 from nsa_jax.object_store import scheme_of
 from nsa_jax.ops.implementations import forget_implementations_served, implementations_served
 from nsa_jax.train import disk, env, far_task, flops, metrics, preflight, processes
 from nsa_jax.train.batches import Batches
 from nsa_jax.train.callbacks import Callback, Callbacks
-from nsa_jax.train.checkpoint import Checkpoints, describe, parse_resume
+from nsa_jax.train.checkpoint import Checkpoints, describe
 from nsa_jax.train.compile_ahead import CompileAhead, first_programs
 from nsa_jax.train.errors import TrainingError, check_room, newest_checkpoint, write_stop, writing_checkpoint
 from nsa_jax.train.goodput import Goodput
@@ -35,11 +34,10 @@ from nsa_jax.train.rollback import Rollbacks
 from nsa_jax.train.start import (
     Start,
     begins_anew,
-    check_elsewhere,
-    check_source,
     finished_before,
     first_state,
     optimizer_to_reset,
+    other_run,
     recorded_stages,
     set_aside_ends,
 )
@@ -96,12 +94,8 @@ class Run:
         self.workdir.mkdir(parents=True, exist_ok=True)
         processes.check_shared(self.workdir)
         processes.check_devices()
-        if stage and resume:
-            check_elsewhere(self.workdir, resume)
-        own = json.loads(processes.from_first(lambda: json.dumps(newest_checkpoint(self.workdir))))
-        self._other = parse_resume(resume) if resume and own is None else None  # later the other run may be gone
+        self._other = other_run(self.workdir, resume, stage, config.train.steps)
         self._stage = stage
-        check_source(self.workdir, self._other, stage, config.train.steps)
         self._window = profile
         self._callbacks = Callbacks(callbacks)
         self.ramp = BatchRamp.of(config.train)
@@ -138,8 +132,7 @@ class Run:
         self.goodput = Goodput(self.workdir, began, active=active)
         self.trackers = Trackers(self.config.train.trackers, active=active)
         self.best: tuple[int, float] | None = None
-        self._offset = 0  # pieces of data (`BatchRamp.unit` rows) that were left out
-        self._unplanned = 0  # tokens trained on beyond what the ramp gives, which was another before
+        self._taken = Taken(self.ramp, self.config.data.seq_len)
         self._early: str | None = None  # why to stop before the last step
         self._live: tuple[int, State, Any] | None = None  # last finished step, state, data: what a guard's stop saves
         self._last_validation: tuple[int, dict[str, float]] | None = None
@@ -304,8 +297,7 @@ class Run:
         """The loop. Returns the last finished step, the state, and what stopped it early (or None)."""
         config, train = self.config, self.config.train
         start, state = begin.step, begin.state
-        self._offset = data.get_state()["step"] - self.ramp.rows_before(start) // self.ramp.unit
-        self._unplanned = 0 if begin.tokens is None else begin.tokens - self._tokens(start)
+        self._taken = self._taken.after(start, data.get_state()["step"], begin.tokens)
         batches = Batches(data, self.setup, start, self.guards.on_batch, self.ramp)
         sizes: set[int] = set()  # of batches, for each of which the step is compiled
         pending: collections.deque[Interval] = collections.deque()
@@ -401,7 +393,7 @@ class Run:
         row = metrics.train_row(rows[-1])
         for name in ("loss", "bits_per_byte"):
             row[f"train/{name}_mean"] = metrics.finite_mean([values[name] for values in rows])
-        row["train/tokens"] = self._tokens(step)
+        row["train/tokens"] = self._taken.tokens(step)
         if timed:  # otherwise the step was over before the clock ran
             row["perf/tokens_per_second"] = tokens / seconds
             row["perf/step_seconds"] = seconds / timed
@@ -410,7 +402,7 @@ class Run:
         peak = flops.peak_flops(jax.devices()[0].device_kind)
         if peak is not None and timed:
             row["perf/mfu"] = self._flops_per_token * tokens / seconds / (peak * self.setup.mesh.size)
-        row.update(metrics.epochs_row(self.pipeline.epochs(sum(self._pieces(step)))))
+        row.update(metrics.epochs_row(self.pipeline.epochs(sum(self._taken.pieces(step)))))
         row.update(metrics.memory_row())
         row.update(
             self.guards.on_report(
@@ -443,18 +435,9 @@ class Run:
             self.guards.on_steps(first_step, rows)
         except TrainingError as error:
             if error.guard == "non_finite" and jax.process_index() == 0:
-                path = guards.dump(self.workdir, error.step, self.pipeline, rows, *self._pieces(error.step))
+                path = guards.dump(self.workdir, error.step, self.pipeline, rows, *self._taken.pieces(error.step))
                 logger.error("the batch and the statistics of step %s are in %s", error.step, path)
             raise
-
-    def _tokens(self, step: int) -> int:
-        """Trained on up to a step."""
-        return self.ramp.rows_before(step) * self.config.data.seq_len + self._unplanned
-
-    def _pieces(self, step: int) -> tuple[int, int]:
-        """Where the batch of a step begins in the data, and how many pieces it has."""
-        unit = self.ramp.unit
-        return self._offset + self.ramp.rows_before(step - 1) // unit, self.ramp.rows(step) // unit
 
     def _roll_back(self, error: TrainingError, checkpoints: Checkpoints, writer: metrics.MetricsWriter) -> bool:
         """Prepares going back to the last checkpoint without the data since; False if the run must stop instead."""
@@ -470,7 +453,7 @@ class Run:
         step = checkpoints.steps()[-1]
         # Process 0 alone gives a finished step its name.
         position = int(processes.from_first(lambda: str(checkpoints.position(step))))
-        writer.say(self.rollbacks.add(error, step, position, sum(self._pieces(error.step))))
+        writer.say(self.rollbacks.add(error, step, position, sum(self._taken.pieces(error.step))))
         return True
 
     def _explain(self, error: TrainingError, checkpoints: Checkpoints) -> None:
@@ -559,7 +542,7 @@ class Run:
         self._doing(step, "saving")
         check_room(self.workdir, self.setup.checkpoint_bytes(), step)
         with writing_checkpoint(step), self.goodput.spent_on("saving"):
-            checkpoints.save(step, state, data, val_loss, self.guards.state(), self._tokens(step))
+            checkpoints.save(step, state, data, val_loss, self.guards.state(), self._taken.tokens(step))
         if self._mirror is not None:
             self._mirror.check(step)
 

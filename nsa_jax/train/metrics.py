@@ -33,7 +33,7 @@ import jax
 import numpy as np
 
 from nsa_jax.train.board import Board, scalar, text
-from nsa_jax.train.env import strict
+from nsa_jax.train.env import json_line
 from nsa_jax.train.terminal import Terminal, train_line
 from nsa_jax.train.trackers import Trackers
 
@@ -206,7 +206,7 @@ class MetricsWriter:
         """Appends one row; numbers also go to TensorBoard and the trackers."""
         if not self._active:
             return
-        self._file.write(json.dumps(strict({"step": step, **row, "time": round(time.time(), 3)})) + "\n")
+        self._file.write(json_line({"step": step, **row, "time": round(time.time(), 3)}))
         self._file.flush()
         numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
         self._board.add(step, (scalar(name, value) for name, value in numbers.items() if math.isfinite(value)))

@@ -21,7 +21,8 @@ from nsa_jax.config import ConfigError, Problem
 from nsa_jax.hub.checkpoint_files import find_steps, read_info
 from nsa_jax.hub.export import check_kind, load_exported
 from nsa_jax.hub.load import split_step
-from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences
+from nsa_jax.train import processes
+from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences, parse_resume
 from nsa_jax.train.env import plain_config
 from nsa_jax.train.errors import newest_checkpoint
 from nsa_jax.train.optimizer import learning_rate
@@ -81,37 +82,38 @@ def _other_learning_rate(saved: dict[str, Any], step: int, config: ConfigDict) -
     return f"; its learning rate goes from {before:.2e} to {after:.2e}, {why}"
 
 
-def check_elsewhere(workdir: Path, resume: str) -> None:
-    """Another stage has a workdir of its own.
+def other_run(workdir: Path, resume: str | None, stage: bool, steps: int) -> tuple[Path, int | None] | None:
+    """What a run begins with if it has no checkpoint of its own, as far as names of files tell: no data have been read.
 
     Args:
-      workdir: of the stage.
-      resume: "DIR[@STEP]" of --resume.
-
-    Raises:
-      ConfigError: the stage is to go on from `workdir`.
-    """
-    if Path(split_step(resume)[0]).expanduser().resolve() in (workdir.resolve(), (workdir / "checkpoints").resolve()):
-        fix = "give the stage a workdir of its own, or leave out --stage to go on with the run"
-        raise ConfigError(
-            [Problem("R022", "error", f"--resume={resume}: --stage goes on from the workdir itself", fix)]
-        )
-
-
-def check_source(workdir: Path, other: tuple[Path, int | None] | None, stage: bool, steps: int) -> None:
-    """What a run may begin with is there, as far as names of files tell: for when no data have been read yet.
-
-    Args:
-      workdir: of the run; one with checkpoints of its own needs no other run.
-      other: directory and step that --resume names.
+      workdir: of the run; one with checkpoints of its own needs no other run, which may be gone.
+      resume: "DIR[@STEP]" of --resume, or None.
       stage: this is another stage of the other run.
       steps: of the run.
 
+    Returns:
+      Directory and step of the other run, on all processes; None if there is none, or it is not needed.
+
     Raises:
       ConfigError: the other run has no checkpoint, or none before the last step, or not the one that is named; `stage`
-        has no other run or model; a model is named with a step.
+        has no other run or model, or is to go on from `workdir`; a model is named with a step.
+      CheckpointError: as `parse_resume`.
       LoadError: the model is of another library.
     """
+    if stage and resume:
+        named = Path(split_step(resume)[0]).expanduser().resolve()
+        if named in (workdir.resolve(), (workdir / "checkpoints").resolve()):
+            fix = "give the stage a workdir of its own, or leave out --stage to go on with the run"
+            raise ConfigError(
+                [Problem("R022", "error", f"--resume={resume}: --stage goes on from the workdir itself", fix)]
+            )
+    own = json.loads(processes.from_first(lambda: json.dumps(newest_checkpoint(workdir))))
+    other = parse_resume(resume) if resume and own is None else None
+    _check_other(workdir, other, stage, steps)
+    return other
+
+
+def _check_other(workdir: Path, other: tuple[Path, int | None] | None, stage: bool, steps: int) -> None:
     if any((workdir / "checkpoints").glob("*")):
         return
     if other is None:
@@ -184,7 +186,7 @@ def first_state(
       stage: this is another stage of the other run.
 
     Raises:
-      ConfigError: as `check_source`.
+      ConfigError: as `other_run`.
       CheckpointError: what is there does not fit the config.
     """
     may_change = STAGE_MAY_CHANGE if stage else ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 
 from nsa_jax.data import Pipeline
 from nsa_jax.train import metrics
-from nsa_jax.train.env import strict
+from nsa_jax.train.env import json_line
 from nsa_jax.train.state import Setup, to_device
 from nsa_jax.train.step import make_sampler
 from nsa_jax.train.watch.health import Health
@@ -72,7 +71,7 @@ def record_validation(
         row["selection"] = health.sampled_lists(params, to_device(batch, sharding), pipeline.tokenizer)
     if jax.process_index() == 0:
         with (workdir / "validation.jsonl").open("a") as file:
-            file.write(json.dumps(strict(row)) + "\n")
+            file.write(json_line(row))
 
 
 class Sampler:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 
 import chex
 import jax
@@ -160,17 +161,18 @@ def test_a_run_that_begins_anew_leaves_out_nothing(tmp_path):
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-def test_a_request_to_stop_outlives_a_return(tmp_path):
+@pytest.mark.parametrize("request_", ["HALT", "SIGTERM", "SIGINT"])
+def test_a_request_to_stop_outlives_a_return(tmp_path, request_):
     """It comes after the batch that is not finite, and before anyone has seen the loss of that."""
 
     def change(step, batch):
         if step == 7:
-            (tmp_path / "HALT").touch()
+            (tmp_path / "HALT").touch() if request_ == "HALT" else signal.raise_signal(signal.Signals[request_])
         return {**batch, "loss_mask": batch["loss_mask"] * (np.nan if step == 6 else 1)}
 
     changes = {**ROLLING, "train__save_every": 4, "train__log_every": 100, "data__prefetch": 0}
     summary = with_batches(make_run(tmp_path, **changes), change).run()
-    assert (summary["rollbacks"], summary["step"], summary["stopped_by"]) == (1, 4, "HALT")
+    assert (summary["rollbacks"], summary["step"], summary["stopped_by"]) == (1, 4, request_)
     assert not (tmp_path / "HALT").exists()
 
 

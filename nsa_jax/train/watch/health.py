@@ -22,7 +22,6 @@ step uses, and looks at what lies between: gates, the three branches' outputs, a
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +36,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.data import Tokenizer
 from nsa_jax.nn.observe import BRANCHES, NSAArrays, walk_layers
 from nsa_jax.ops import block_mass, blocks
-from nsa_jax.train.env import strict
+from nsa_jax.train.env import json_line
 from nsa_jax.train.errors import TrainingError
 from nsa_jax.train.state import Setup, batch_sharding, replicated
 from nsa_jax.train.watch.guards import Guards
@@ -240,7 +239,7 @@ class Health:
                 for layer, v in zip(self._layers, value, strict=True):
                     rounded[name][layer] = round(float(v), 5)
             with self._path.open("a") as file:
-                file.write(json.dumps(strict({"step": step, **rounded})) + "\n")
+                file.write(json_line({"step": step, **rounded}))
         check(values, step, self._config, guards, self._layers)
         return {**summarise(values), "perf/health_seconds": self.seconds}
 

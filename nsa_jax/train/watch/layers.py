@@ -12,7 +12,6 @@ out.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import numpy as np
 
 from nsa_jax.nn import ModelConfig
 from nsa_jax.nn.transformer import layer_stacks
-from nsa_jax.train.env import strict
+from nsa_jax.train.env import json_line
 
 
 def layer_figures(config: ModelConfig, **trees: Any) -> dict[str, jax.Array]:
@@ -65,4 +64,4 @@ def write_layers(workdir: Path, step: int, figures: Mapping[str, jax.Array] | No
         return
     row = {name: [float(f"{v:.5g}") for v in np.asarray(x)] for name, x in jax.device_get(dict(figures)).items()}
     with (workdir / "layers.jsonl").open("a") as file:
-        file.write(json.dumps(strict({"step": step, **row})) + "\n")
+        file.write(json_line({"step": step, **row}))
