@@ -205,6 +205,9 @@ class NSAttention(nnx.Module):
             query, key_mean, _, *others = arrays
             return mean_key_attention(query, key_mean, *others, **common)
         common |= dict(return_block_indices=True, nonnegative_gates=True)  # a sigmoid's
+        if self.config.shared_kv:  # the same arrays, which sharding may have told apart
+            query, key_cmp, value_cmp, key, value, _, _, gates = arrays
+            arrays = (query, key_cmp, value_cmp, key, value, key, value, gates)
         return nsa_attention(*arrays, **common)
 
     def _kernels_cut(self, x: jax.Array) -> bool:
@@ -240,8 +243,8 @@ class NSAttention(nnx.Module):
 
         def local(segment_start, first_position, cos, sin, phi, bias, fused):
             sizes = dict(num_heads=config.num_heads, head_dim=config.head_dim, value_dim=config.value_head_dim)
-            sizes |= dict(num_kv_heads=kv_heads, shared_kv=config.shared_kv)
-            pieces = projected.split_projection(fused, cos, sin, **sizes)
+            sizes |= dict(num_kv_heads=kv_heads)
+            pieces = projected.split_projection(fused, cos, sin, config=config.nsa, shared_kv=config.shared_kv, **sizes)
             if first_position.ndim > 1:
                 first_position = jnp.repeat(first_position, kv_heads, axis=0)
             compressors = nnx.merge(graphdef, whole_weights(phi, phi_specs))
@@ -258,6 +261,7 @@ class NSAttention(nnx.Module):
                 segment_start=segment_start,
                 implementation=config.implementation,
                 nonnegative_gates=True,  # sigmoid's
+                shared_kv=config.shared_kv,
             )
 
         return on_shards(local, arrays, specs, (split.heads, split.heads))

@@ -128,3 +128,8 @@ class NSAPlan:
     selection: SelectionPlan
     selected: SelectedPlan
     window: RangePlan
+
+    @property
+    def joint_window(self) -> bool:
+        """Whether the window's backward pass is a part of the selected branch's."""
+        return self.window.grad_query.kernel == self.selected.backward.grad_query.kernel

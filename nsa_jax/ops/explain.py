@@ -80,6 +80,7 @@ def explain(
     batch: int = 1,
     dtype: str = "bfloat16",
     packed: bool = False,
+    shared_kv: bool = False,
     config: NSAConfig | None = None,
     target: Target | str | None = None,
 ) -> Explanation:
@@ -94,6 +95,7 @@ def explain(
       batch: B.
       dtype: of queries, keys and values.
       packed: rows hold several documents (`segment_start` is given).
+      shared_kv: the branches have the same keys and values, and no gate is negative.
       config: block geometry; None means the paper's.
       target: a name such as "a100", "h100", "b200" or "l40s" (`nsa_jax.ops.gpus.GPUS`), or a `Target`; None means the
         current device.
@@ -112,12 +114,15 @@ def explain(
         raise ValueError(f"num_heads={num_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
     batch, length, num_heads, num_kv_heads, head_dim, value_dim = sizes.values()
     shape = Shape(batch, length, length, num_heads, num_kv_heads, head_dim, value_dim, dtype)
-    explanation = explanation_of(shape, config or NSAConfig(), target or current_target(), packed=packed)
+    options = dict(packed=packed, shared_kv=shared_kv)
+    explanation = explanation_of(shape, config or NSAConfig(), target or current_target(), **options)
     print(explanation)
     return explanation
 
 
-def explanation_of(shape: Shape, config: NSAConfig, target: Target, *, packed: bool) -> Explanation:
+def explanation_of(
+    shape: Shape, config: NSAConfig, target: Target, *, packed: bool, shared_kv: bool = False
+) -> Explanation:
     """What `explain` prints, for the sizes of the selected branch; with more keys than queries, of the last queries."""
     reason = plan.unsupported("select_blocks", shape, target, select_block=config.select_block)
     if reason is None and not target.is_gpu:
@@ -126,7 +131,8 @@ def explanation_of(shape: Shape, config: NSAConfig, target: Target, *, packed: b
     if reason is None:
         count = blocks.num_compressed(shape.num_keys, config)
         cudnn = not packed and not target.ahead_of_time and pallas.has_cudnn()
-        rows = plan_rows(plan.plan_nsa(shape, config, target, num_compressed=count, cudnn=cudnn))
+        made = plan.plan_nsa(shape, config, target, num_compressed=count, cudnn=cudnn, shared_window=shared_kv)
+        rows = plan_rows(made)
     return Explanation(target, shape, packed, reason, rows)
 
 

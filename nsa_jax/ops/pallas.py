@@ -67,7 +67,9 @@ def window_attention(query, key, value, *, window: int, segment_start=None, quer
     )  # fmt: skip
 
 
-def _plan_nsa(query, others, *, config, segment_start, query_offset, window_start, by_kv_head: bool) -> plan.NSAPlan:
+def _plan_nsa(
+    query, others, *, config, segment_start, query_offset, window_start, by_kv_head: bool, shared_window: bool
+) -> plan.NSAPlan:
     key_cmp, _, key_slc, value_slc, key_win, *_ = others
     return plan.plan_nsa(
         Shape.of(query, key_slc, value_slc),
@@ -77,6 +79,7 @@ def _plan_nsa(query, others, *, config, segment_start, query_offset, window_star
         window_keys=key_win.shape[1],
         cudnn=window_start is None and _whole_rows(segment_start, query_offset) and has_cudnn(),
         by_kv_head=by_kv_head,
+        shared_window=shared_window,
     )
 
 
@@ -85,18 +88,25 @@ def nsa_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """See `nsa_jax.nsa_attention`; returns the output and the block lists."""
     where = dict(segment_start=segment_start, query_offset=query_offset, window_start=window_start)
-    made = _plan_nsa(query, others, config=config, **where, by_kv_head=False)
+    _, _, key_slc, value_slc, key_win, value_win, _ = others
+    shared = nonnegative_gates and window_start is None and key_win is key_slc and value_win is value_slc
+    made = _plan_nsa(query, others, config=config, **where, by_kv_head=False, shared_window=shared)
     return _kernels("layer.nsa").nsa_attention(
         query, *others, config=config, **where, nonnegative_gates=nonnegative_gates, plan=made
     )
 
 
 def nsa_attention_by_kv_head(
-    queries, others, *, kv_heads: int, config: NSAConfig, segment_start=None, nonnegative_gates: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """See `nsa_jax.ops.kernels.layer.nsa.nsa_attention_by_kv_head`; rows are whole."""
+    queries, others, *, kv_heads: int, config: NSAConfig, segment_start=None, nonnegative_gates: bool = False,
+    shared_kv: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """See `nsa_jax.ops.kernels.layer.nsa.nsa_attention_by_kv_head`; rows are whole.
+
+    With `shared_kv` the window's keys and values are those of the selected branch.
+    """
     where = dict(segment_start=segment_start, query_offset=0, window_start=None)
-    made = _plan_nsa(queries[0], others, config=config, **where, by_kv_head=True)
+    shared = nonnegative_gates and shared_kv
+    made = _plan_nsa(queries[0], others, config=config, **where, by_kv_head=True, shared_window=shared)
     return _kernels("layer.nsa").nsa_attention_by_kv_head(
         queries, others, kv_heads=kv_heads, config=config, **where, nonnegative_gates=nonnegative_gates, plan=made
     )

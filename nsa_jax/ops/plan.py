@@ -129,8 +129,8 @@ def plan_range(shape: Shape, target: Target, *, span: int | None = None, cudnn: 
                 Choice(f"range_attention.{kernel}", rule(*dims), reason, f"range_attention.{otherwise}")
                 for kernel, rule, otherwise in (
                     ("sm90_forward", tiles.ranged_hopper_config, "triton_forward"),
-                    ("sm90_backward", tiles.ranged_hopper_dq_config, "triton_backward"),
-                    ("sm90_backward", tiles.ranged_hopper_dkv_config, "triton_backward"),
+                    ("sm90_grad_query", tiles.ranged_hopper_dq_config, "triton_backward"),
+                    ("sm90_grad_key_value", tiles.ranged_hopper_dkv_config, "triton_backward"),
                 )
             )
         )
@@ -223,6 +223,12 @@ def reads_whole_rows(shape: Shape, target: Target, select_block: int, num_select
         and shape.num_queries > 1
         and sm90_obstacle(shape, target) is None
     )
+
+
+def shares_window_pass(shape: Shape, target: Target, config: NSAConfig) -> bool:
+    """Whether the window's backward pass is a part of the selected branch's, where they share keys and values."""
+    narrow = max(shape.head_dim, shape.value_dim) <= 128  # heads of 192 leave no shared memory
+    return narrow and reads_whole_rows(shape, target, config.select_block, config.num_selected)
 
 
 def _whole_row_reason(num_selected: int) -> str:
@@ -367,6 +373,7 @@ def plan_nsa(
     window_keys: int | None = None,
     cudnn: bool = False,
     by_kv_head: bool = False,
+    shared_window: bool = False,
 ) -> NSAPlan:
     """Plans the whole operator.
 
@@ -378,6 +385,7 @@ def plan_nsa(
       window_keys: keys of the window branch; None means as many as the selected branch has.
       cudnn: rows are whole and hold one document each, and cuDNN is there.
       by_kv_head: the arrays' key/value heads are batch entries already.
+      shared_window: the window's keys and values are those of the selected branch, and no gate is negative.
     """
     moved = None
     if not by_kv_head and shape.kv_heads > 1 and moves_heads_to_batch(shape, target):
@@ -386,13 +394,22 @@ def plan_nsa(
         shape = shape.heads_to_batch()
     window = shape.with_keys(shape.num_keys if window_keys is None else window_keys)
     compressed = shape.with_keys(num_compressed)
+    selected = plan_selected(shape, target, select_block=config.select_block, num_selected=config.num_selected)
+    window_plan = plan_range(window, target, span=config.window, cudnn=cudnn)
+    if shared_window and shares_window_pass(shape, target, config):
+        reason = "with the selected branch's pass, whose keys and values are the same: the products are shared"
+        joint = [
+            Choice(selected.backward.by_block.kernel, None, reason, choice.kernel)
+            for choice in (window_plan.grad_query, window_plan.grad_key_value)
+        ]
+        window_plan = RangePlan(window_plan.forward, *joint)
     return NSAPlan(
         shape=shape,
         heads_to_batch=moved,
         compressed=plan_range(compressed, target) if num_compressed else None,
         selection=plan_selection(compressed, config, target),
-        selected=plan_selected(shape, target, select_block=config.select_block, num_selected=config.num_selected),
-        window=plan_range(window, target, span=config.window, cudnn=cudnn),
+        selected=selected,
+        window=window_plan,
     )
 
 

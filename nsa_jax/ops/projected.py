@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -44,8 +46,24 @@ def serves(
     return plan.moves_heads_to_batch(sizes, target)
 
 
-def split_projection(projected: jax.Array, cos: jax.Array, sin: jax.Array, **sizes: int):
-    """See `nsa_jax.ops.kernels.layer.projection.split_projection`."""
+def split_projection(
+    projected: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    config: NSAConfig,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    shared_kv: bool,
+):
+    """See `nsa_jax.ops.kernels.layer.projection.split_projection`; the query as often as `attend` takes it."""
+    batch, length, _ = projected.shape
+    sizes: dict[str, Any] = dict(num_heads=num_heads, head_dim=head_dim, value_dim=value_dim)
+    shape = Shape(batch, length, length, kv_heads=num_kv_heads, dtype=projected.dtype.name, **sizes)
+    joint = plan.shares_window_pass(shape, current_target(), config) if shared_kv else False
+    sizes |= dict(num_kv_heads=num_kv_heads, shared_kv=shared_kv, queries=2 if joint else 3)
     return module("pallas").split_projection(projected, cos, sin, **sizes)
 
 
@@ -58,14 +76,17 @@ def attend(
     segment_start: jax.Array | None = None,
     implementation: str | None = None,
     nonnegative_gates: bool = False,
+    shared_kv: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As `nsa_jax.nsa_attention` of whole rows, where `serves` says so, with key/value heads as batch entries.
 
     Args:
-      queries: the query [B * K, T, G, H] three times; each gets the gradient of one branch.
+      queries: the query [B * K, T, G, H] as `split_projection` gives it; each gets a part of its gradient.
       others: its arguments after the query: six keys and values [B * K, S, 1, H or V], gates [B * K, T, G, 3].
       kv_heads: K.
       config, segment_start, implementation, nonnegative_gates: see `nsa_jax.nsa_attention`.
+      shared_kv: the window's keys and values are those of the selected branch. Where kernels compute both gradients at
+        once, the window's are 0 and the selected branch's are their sum.
 
     Returns:
       [B, T, K * G, V] and the block lists, int32 [B, T, K, n].
@@ -84,4 +105,5 @@ def attend(
         config=config,
         segment_start=checks.clip_segments(segment_start),
         nonnegative_gates=nonnegative_gates,
+        shared_kv=shared_kv,
     )

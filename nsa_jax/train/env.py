@@ -141,7 +141,8 @@ def explain_step(setup: Setup, target: Target) -> Explanation | None:
     length, tensor = config.data.seq_len, setup.mesh.shape.get("tensor", 1)
     heads = tensor if m.num_kv_heads % tensor == 0 else 1
     dims = m.num_heads // heads, m.num_kv_heads // heads, m.head_dim, m.value_head_dim, jnp.dtype(m.dtype).name
-    return explanation_of(Shape(rows, length, length, *dims), m.nsa, target, packed=config.data.packing)
+    shape = Shape(rows, length, length, *dims)
+    return explanation_of(shape, m.nsa, target, packed=config.data.packing, shared_kv=m.shared_kv)
 
 
 def environment(

@@ -51,3 +51,36 @@ def test_groups_of_six_equal_the_reference(num_selected, packed, nonnegative_gat
     assert relative_error(out.astype(jnp.float32), expected) <= 4e-3
     for name, gradient, reference in zip(ARGUMENTS, gradients, expected_gradients, strict=True):
         assert relative_error(gradient.astype(jnp.float32), reference) <= 1e-2, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 64), (16, 1, 128), (8, 2, 128)])
+def test_branches_that_share_keys_and_values_equal_the_reference(heads, kv_heads, dim, packed):
+    """Rows are read whole: on Hopper one backward pass serves the selected branch and the window."""
+    config = NSAConfig(window=200)
+    batch, length = 2, 1100
+    rng = np.random.default_rng(heads)
+    arrays = [jnp.asarray(rng.normal(size=(batch, length, n, dim)), jnp.bfloat16) for n in (heads, kv_heads, kv_heads)]
+    arrays.append(jnp.asarray(rng.uniform(0.05, 1, (batch, length, heads, 3)), jnp.float32))
+    start = jnp.asarray(np.where(np.arange(length) < 301, 0, 301)[None].repeat(batch, 0), jnp.int32) if packed else None
+    weight = jnp.asarray(rng.normal(size=(batch, length, heads, dim)), jnp.float32)
+
+    def run(implementation, *arrays):
+        def loss(*arrays):
+            out = nsa_jax.nsa_self_attention(
+                *arrays, config=config, segment_start=start, implementation=implementation, nonnegative_gates=True
+            )
+            return (out.astype(jnp.float32) * weight).sum(), out
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*arrays)
+
+    (_, out), gradients = run("pallas", *arrays)
+    (_, expected), expected_gradients = run("reference", *(x.astype(jnp.float32) for x in arrays))
+    assert relative_error(out.astype(jnp.float32), expected) <= 4e-3
+    for name, gradient, reference in zip(
+        ("query", "key", "value", "gates"), gradients, expected_gradients, strict=True
+    ):
+        assert relative_error(gradient.astype(jnp.float32), reference) <= 1e-2, name
+    again = run("pallas", *arrays)[1]
+    jax.tree.map(np.testing.assert_array_equal, again, gradients)

@@ -38,7 +38,7 @@ def called(monkeypatch):
         yield names
 
 
-FORWARD_AND_BACKWARD = ["sm90_forward", "sm90_backward", "sm90_backward"]
+FORWARD_AND_BACKWARD = ["sm90_forward", "sm90_grad_query", "sm90_grad_key_value"]
 
 COMPRESSED = NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4)
 NARROW = dataclasses.replace(COMPRESSED, window=40)
@@ -227,7 +227,7 @@ def test_a_gradient_of_the_query_is_added_onto_another(group, kv_heads, in_kerne
     rounding = np.abs(np.asarray(difference, np.float32))
     assert (rounding <= 2**-8 * np.abs(np.asarray(alone, np.float32)) + 1e-6).all()
     assert (np.count_nonzero(rounding) > rounding.size // 2) == in_kernel
-    assert called == FORWARD_AND_BACKWARD + ["sm90_backward"] * 4
+    assert called == FORWARD_AND_BACKWARD + FORWARD_AND_BACKWARD[1:] * 2
 
 
 def test_known_ranges_change_no_bit_of_selected_attention(called, monkeypatch):
@@ -244,6 +244,55 @@ def test_known_ranges_change_no_bit_of_selected_attention(called, monkeypatch):
 
     jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda: run(False))(), jax.jit(lambda: run(True))())
     assert called == FORWARD_AND_BACKWARD * 2
+
+
+# `divide_work`'s numbers, the window, and the shape. Whole key blocks lie in the longer windows of a tile's queries.
+JOINT_CASES = {
+    "group_6": (2, 2, 250, dict(length=420, num_keys=420, num_heads=12, num_kv=2)),
+    "group_6_short_window_packed": (3, 1, 40, dict(length=151, num_keys=151, num_heads=6, packed=True)),
+    "group_16_offset": (2, 2, 150, dict(length=71, num_keys=371, num_heads=16, h_dim=128, v_dim=128, offset=300)),
+    "group_4_packed_in_batch": (1, 3, 130, dict(batch=2, length=230, num_keys=230, num_heads=4, packed=True)),
+}
+
+
+@pytest.mark.parametrize("name", JOINT_CASES)
+def test_selected_and_window_attention_are_differentiated_together(name, called, monkeypatch):
+    """The sum of the gradients of both, in one pass over the keys that they share."""
+    tiles, splits, window, shape = JOINT_CASES[name]
+    divide_work(monkeypatch, tiles, splits)
+    case = SELECTED | dict(slots=6) | shape
+    *inputs, lists, d_out, start = selected_cases._inputs(0, dtype=jnp.bfloat16, **case)
+    offset, packed, num_keys = case["offset"], case["packed"], case["num_keys"]
+    made = plan.plan_selected(plan.Shape.of(*inputs), current_target(), select_block=64, num_selected=lists.shape[-1])
+    assert made.backward.lists is None
+
+    t = jnp.arange(case["length"])[:, None] + offset
+    key = jnp.arange(num_keys)
+    near = (key <= t) & (key > t - window) & (key >= start[..., None])  # [B, T, S]
+    listed = (lists[..., None] == key // 64).any(-2)  # [B, T, K, S]
+    seen = listed & ((key <= t) & (key >= start[..., None]))[:, :, None]
+
+    @jax.jit
+    def exact(query, key, value, mask):
+        (out, lse), pullback = jax.vjp(lambda *x: reference._attend(*x, mask), query, key, value)
+        return out, lse, pullback((d_out.astype(jnp.float32), jnp.zeros_like(lse)))
+
+    attentions = [exact(*(x.astype(jnp.float32) for x in inputs), mask) for mask in (seen, near[:, :, None])]
+    want = jax.tree.map(jnp.add, *(grads for *_, grads in attentions))
+    (delta, lse), (window_delta, window_lse) = [(row_delta(out, d_out), lse) for out, lse, _ in attentions]
+
+    @functools.partial(jax.jit, static_argnums=4)
+    def together(inputs, delta, lse, window, packed):
+        arrays = *inputs, lists, delta, lse, d_out, start, offset, made.backward, packed
+        return whole_row_sm90.backward(*arrays, window=(*window, JOINT_CASES[name][2]))
+
+    got = together(inputs, delta, lse, (window_delta, window_lse), packed)
+    errors = [test_ranged.relative_error(g, w) for g, w in zip(got, want, strict=True)]
+    assert all(error <= 1e-2 for error in errors), errors
+    assert called == FORWARD_AND_BACKWARD[1:]
+    if not packed:  # ranges that tracing knows change no bit
+        again = together(inputs, delta, lse, (window_delta, window_lse), True)
+        jax.tree.map(np.testing.assert_array_equal, got, again)
 
 
 # The kernel, its query tiles per program or, of neighbours_sm90, its programs. Lists have 5 blocks, of which as

@@ -17,7 +17,13 @@ from nsa_jax.ops import blocks, pallas, plan, reference
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.choices import Shape
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
-from nsa_jax.ops.kernels.range_attention import sm90_backward, sm90_forward, triton_backward, triton_forward
+from nsa_jax.ops.kernels.range_attention import (
+    sm90_forward,
+    sm90_grad_key_value,
+    sm90_grad_query,
+    triton_backward,
+    triton_forward,
+)
 from nsa_jax.ops.kernels.range_attention import tiles as range_tiles
 from nsa_jax.ops.kernels.softmax import NO_WEIGHT
 from nsa_jax.ops.target import Target, compile_for, current_target
@@ -426,9 +432,9 @@ def test_gpu_hopper_kernels_equal_the_triton_ones(group):
         finite = ~jnp.isneginf(lse)
         np.testing.assert_allclose(jnp.where(finite, got_lse, 0), jnp.where(finite, lse, 0), atol=1e-4)
         args = (query, key, value, grad_out, weight, delta, low, high)
-        got = jax.jit(functools.partial(sm90_backward.grad_query, config=config))(*args)
+        got = jax.jit(functools.partial(sm90_grad_query.grad_query, config=config))(*args)
         assert relative_error(got.reshape(grad_query.shape), grad_query) <= 2e-3
         keys_config = tuning.RangedHopperKeysConfig(stages, splits=splits)
-        backward = functools.partial(sm90_backward.grad_key_value, config=keys_config)
+        backward = functools.partial(sm90_grad_key_value.grad_key_value, config=keys_config)
         for got, want in zip(jax.jit(backward)(*args), grads, strict=True):
             assert relative_error(got, want) <= 5e-3

@@ -28,8 +28,8 @@ SHAPES = {
     "float32": (2, 4096, 8, 2, 64, 128, "float32"),
     "narrow": (2, 4096, 8, 2, 32, 32, "bfloat16"),
 }
-TRITON_RANGE = "range_attention.triton_forward range_attention.triton_backward"
-SM90_RANGE = "range_attention.sm90_forward range_attention.sm90_backward"
+TRITON_RANGE = "range_attention.triton_forward" + " range_attention.triton_backward" * 2
+SM90_RANGE = "range_attention.sm90_forward range_attention.sm90_grad_query range_attention.sm90_grad_key_value"
 # Of each shape: heads moved to the batch, range attention, scores, shared blocks, the rest, backward by block, dq.
 A100_TABLE = {
     "paper": (False, TRITON_RANGE, "neighbours_triton", "by_token_triton", "grad_by_block_triton", "grad_query"),
@@ -71,10 +71,8 @@ def test_the_table_of_kernels(target, name):
     made = planned(name, {"a100": A100, "h100": H100}[target])
     moved, ranges, shared, rest, by_block, grad_query = (A100_TABLE if target == "a100" else H100_TABLE)[name]
     assert (made.heads_to_batch is not None) == moved
-    forward, backward = ranges.split()
     for branch in (made.compressed, made.window):
-        assert (branch.forward.kernel, branch.grad_query.kernel) == (forward, backward)
-        assert branch.grad_key_value.kernel == backward
+        assert [x.kernel for x in (branch.forward, branch.grad_query, branch.grad_key_value)] == ranges.split()
     scores = "sm90" if target == "h100" and name in SCORES_SM90 else "triton"
     assert made.selection.scores.kernel == f"selection.scores_{scores}"
     selected = made.selected
@@ -82,6 +80,18 @@ def test_the_table_of_kernels(target, name):
     assert got == shared
     chosen = (selected.forward.rest, selected.backward.by_block, selected.backward.grad_query)
     assert [choice.kernel for choice in chosen] == [f"selected.{x}" for x in (rest, by_block, grad_query)]
+
+
+def test_a_shared_window_is_differentiated_with_the_selected_branch():
+    """Where rows are read whole and the keys are the same; nowhere else."""
+    for name, (batch, length, num_heads, kv_heads, *rest) in SHAPES.items():
+        shape = Shape(batch, length, length, num_heads, kv_heads, *rest)
+        sizes = dict(num_compressed=blocks.num_compressed(length, PAPER), shared_window=True)
+        for target in (A100, H100):
+            made = plan.plan_nsa(shape, PAPER, target, **sizes)
+            assert made.joint_window == (name == "short_rows" and target is H100)
+            assert not plan.plan_nsa(shape, PAPER, target, **sizes | dict(shared_window=False)).joint_window
+            assert made.joint_window == plan.shares_window_pass(shape, target, PAPER)
 
 
 @pytest.mark.parametrize(("target", "name"), [*itertools.product([A100, H100], SHAPES)])
@@ -146,7 +156,7 @@ def test_an_a100_that_is_here_gets_mosaic_gpu(monkeypatch):
     chosen = made.forward, made.grad_query, made.grad_key_value
     names = ["sm80_forward", "sm80_grad_query", "sm80_grad_key_value"]
     assert [choice.kernel for choice in chosen] == [f"range_attention.{name}" for name in names]
-    assert " ".join(dict.fromkeys(choice.otherwise for choice in chosen)) == TRITON_RANGE
+    assert [choice.otherwise for choice in chosen] == TRITON_RANGE.split()
 
     for other, target, why in (
         (dataclasses.replace(shape, dtype="float32"), here, "float32"),

@@ -201,6 +201,12 @@ def box_rows(tiles, slot, tokens: int, group: int):
     return tiles[1].at[slot, pl.ds(0, tokens * group)].reshape(tokens, group, tiles[1].shape[-1])
 
 
+def divided(refs, *arrays) -> list[list]:
+    """References in a row, divided as the sequences of arrays that they are of."""
+    rest = iter(refs)
+    return [[next(rest) for _ in some] for some in arrays]
+
+
 def load(ref, layout, **options):
     """A part of an array in a register layout; JAX before 0.11 also takes an index."""
     try:

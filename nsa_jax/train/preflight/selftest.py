@@ -97,7 +97,7 @@ def _explained(model: ModelConfig, length: int) -> Explanation:
     """What serves each stage and pass of NSA in rows of a length."""
     heads, dims = (model.num_heads, model.num_kv_heads), (model.head_dim, model.value_head_dim)
     shape = Shape(1, length, length, *heads, *dims, model.compute_dtype)
-    return explanation_of(shape, model.nsa, current_target(), packed=False)
+    return explanation_of(shape, model.nsa, current_target(), packed=False, shared_kv=model.shared_kv)
 
 
 def _kernels(model: ModelConfig, length: int) -> list[str]:

@@ -21,6 +21,7 @@ from nsa_jax.ops.choices import NSAPlan
 from nsa_jax.ops.kernels.layer import gate_kernels
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges
+from nsa_jax.ops.kernels.selected import whole_row_sm90
 from nsa_jax.ops.kernels.selected.attention import selected_forward
 from nsa_jax.ops.kernels.selected.backward import selected_backward
 from nsa_jax.ops.kernels.selection.select import select_blocks
@@ -43,7 +44,7 @@ class _Static:
     kv_heads: int  # how many key/value heads of a batch entry have become batch entries; 1 if they have not
     offset: int | None  # query_offset, where it is a Python int
     window_start: int | None  # of the window's keys, where it is a Python int
-    separate: bool  # the branches' gradients of the query are handed out one by one, not added up
+    gradients: int  # of the query that are handed out, one of each branch's backward pass; 1: they are added up
 
 
 def nsa_attention(
@@ -99,8 +100,8 @@ def nsa_attention_by_kv_head(
     """As `nsa_attention`, of tensors whose key/value heads are batch entries already.
 
     Args:
-      queries: the query [B * K, T, G, H]. Given three times, each gets the gradient of one branch; given once, it gets
-        their sum.
+      queries: the query [B * K, T, G, H]. Given as often as there are backward passes, each gets the gradient of one:
+        three times, or twice where `plan.joint_window`. Given once, it gets their sum.
       others: the arguments of `nsa_jax.nsa_attention` after it: keys and values [B * K, S, 1, H or V], gates
         [B * K, T, G, 3].
       kv_heads: K; 1 for tensors as `nsa_attention` takes them, whose key/value heads are no batch entries.
@@ -120,8 +121,8 @@ def nsa_attention_by_kv_head(
     offset = jnp.asarray(query_offset, jnp.int32)
     window_start = 0 if window_start is None else window_start
     static_offset, static_window = (x if isinstance(x, int) else None for x in (query_offset, window_start))
-    separate = len(queries) > 1
-    static = _Static(config, plan, packed, nonnegative_gates, kv_heads, static_offset, static_window, separate)
+    gates = nonnegative_gates, kv_heads, static_offset, static_window
+    static = _Static(config, plan, packed, *gates, gradients=len(queries))
     positions = segment_start.astype(jnp.int32), offset, jnp.asarray(window_start, jnp.int32)
     out, indices = _nsa(static, queries, others, positions)
     if kv_heads > 1:
@@ -238,7 +239,7 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
 
     def before() -> jax.Array | None:
         """What the next branch adds its gradient of the query to, unless the gradients are handed out one by one."""
-        return None if static.separate else d_queries.pop()
+        return d_queries.pop() if static.gradients == 1 else None
 
     def after(key: jax.Array) -> jax.Array:
         """Lets the next branch wait for those before: through its key, or its cotangent would be written early."""
@@ -249,18 +250,24 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
             d_queries[-1], key, d_out = lax.optimization_barrier((d_queries[-1], key, d_out))
         return key
 
-    d_query, d_key_slc, d_value_slc = selected_backward(
-        query,
-        key_slc,
-        value_slc,
-        indices,
-        *branch(1),
-        select_block=static.config.select_block,
-        segment_start=segment_start,
-        query_offset=offset if static.offset is None else static.offset,
-        packed=static.packed,
-        plan=plan.selected.backward,
-    )
+    known_offset = offset if static.offset is None else static.offset
+    selected = query, key_slc, value_slc, indices, *branch(1)
+    if plan.joint_window:
+        assert static.fold_gates  # so that both branches have the same cotangent
+        delta, lse, _ = branch(2)
+        d_query, d_key_slc, d_value_slc = whole_row_sm90.backward(
+            *selected, segment_start, known_offset, plan.selected.backward, static.packed,
+            window=(delta, lse, static.config.window),
+        )  # fmt: skip
+    else:
+        d_query, d_key_slc, d_value_slc = selected_backward(
+            *selected,
+            select_block=static.config.select_block,
+            segment_start=segment_start,
+            query_offset=known_offset,
+            packed=static.packed,
+            plan=plan.selected.backward,
+        )
     d_queries.append(d_query)
     if plan.compressed is not None:
         key_cmp = after(key_cmp)
@@ -270,13 +277,15 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
         d_queries.append(d_query)
     else:
         d_key_cmp, d_value_cmp = jnp.zeros_like(key_cmp), jnp.zeros_like(value_cmp)
-    key_win = after(key_win)
-    d_query, d_key_win, d_value_win = range_attention.backward(
-        query, key_win, value_win, low_win, high_win, *branch(2), plan.window, known_win, before()
-    )
-    d_queries.append(d_query)
-    if static.separate and len(d_queries) < 3:
-        d_queries.append(jnp.zeros_like(query))
+    if plan.joint_window:
+        d_key_win, d_value_win = jnp.zeros_like(key_win), jnp.zeros_like(value_win)
+    else:
+        key_win = after(key_win)
+        d_query, d_key_win, d_value_win = range_attention.backward(
+            query, key_win, value_win, low_win, high_win, *branch(2), plan.window, known_win, before()
+        )
+        d_queries.append(d_query)
+    d_queries += [jnp.zeros_like(query)] * (static.gradients - len(d_queries))
     d_others = (d_key_cmp, d_value_cmp, d_key_slc, d_value_slc, d_key_win, d_value_win, d_gates.astype(gates.dtype))
     return tuple(d_queries), d_others, None
 

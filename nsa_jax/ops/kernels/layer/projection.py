@@ -35,11 +35,11 @@ _LOADS = 8
 class Pieces(NamedTuple):
     """A projection by key/value head: these are batch entries, with their query heads beside each other.
 
-    The query comes three times, once for each branch: the gradients that come back are added in float32 where they are
-    rotated. So do keys and values that the branches share.
+    The query comes several times, once for each backward pass of the branches: the gradients that come back are added
+    in float32 where they are rotated. So do keys and values that the branches share.
     """
 
-    queries: tuple[jax.Array, jax.Array, jax.Array]  # one array [B * K, T, G, H], roped
+    queries: tuple[jax.Array, ...]  # one array [B * K, T, G, H], roped
     key_raw: jax.Array  # [B * K, T, 1, H]
     value_raw: jax.Array  # [B * K, T, 1, V]
     key_slc: jax.Array  # [B * K, T, 1, H], roped
@@ -75,6 +75,7 @@ class _Layout:
     value_dim: int
     width: int
     shared_kv: bool
+    queries: int
 
     @property
     def group(self) -> int:
@@ -188,10 +189,10 @@ def _split_kernel(projected_ref, cos_ref, sin_ref, *out_refs, rows: int, length:
 
 
 def _join_kernel(cos_ref, sin_ref, *refs, rows: int, length: int, layout: _Layout):
-    """Turns, three gradients of the query, those of the other arrays by key/value head, and of the logits with the
+    """Turns, the gradients of the query, those of the other arrays by key/value head, and of the logits with the
     padding behind them [B * T, columns]; out: the projection's gradient [B * T, width]."""
     *grad_refs, tail_ref, out_ref = refs
-    queries, others = grad_refs[:3], grad_refs[3:]
+    queries, others = grad_refs[: layout.queries], grad_refs[layout.queries :]
     row, turn_row, row_of = _where(rows, length, cos_ref.shape[0] > length)
     turns = _load_turns(cos_ref, sin_ref, turn_row)
 
@@ -251,7 +252,7 @@ def _forward(projected: jax.Array, cos: jax.Array, sin: jax.Array, layout: _Layo
     # The barrier hides the kernel from XLA's dynamic-slice fusion, see `layer.nsa`: a scan may keep these arrays.
     query, others, logits = checkpoint_name(lax.optimization_barrier((query, others, logits)), _PIECES)
     array = dict(zip(layout.written[1:], others, strict=True))
-    return Pieces._make([(query,) * 3, *(array[i] for i in layout.same[1:]), logits])
+    return Pieces._make([(query,) * layout.queries, *(array[i] for i in layout.same[1:]), logits])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -294,6 +295,7 @@ def split_projection(
     head_dim: int,
     value_dim: int,
     shared_kv: bool = False,
+    queries: int = 3,
 ) -> Pieces:
     """Cuts a fused projection into its parts, rotates query and keys (RoPE), and puts key/value heads into the batch.
 
@@ -308,6 +310,7 @@ def split_projection(
       value_dim: V.
       shared_kv: the projection has one key and one value (K*H and K*V columns) for all branches; `Pieces` holds the
         roped key and the value as often as branches read them, and their gradients are added in float32.
+      queries: how many times `Pieces` holds the query.
     """
-    layout = _Layout(num_heads, num_kv_heads, head_dim, value_dim, projected.shape[-1], shared_kv)
+    layout = _Layout(num_heads, num_kv_heads, head_dim, value_dim, projected.shape[-1], shared_kv, queries)
     return _split(projected, cos, sin, layout)

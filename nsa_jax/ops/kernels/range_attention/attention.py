@@ -21,8 +21,9 @@ from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.choices import RangePlan
 from nsa_jax.ops.kernels.range_attention import (
-    sm90_backward,
     sm90_forward,
+    sm90_grad_key_value,
+    sm90_grad_query,
     triton_backward,
     triton_forward,
     window_cudnn,
@@ -160,8 +161,8 @@ def backward(
         # head are not rearranged.
         kv_heads = key.shape[2]
         inside = onto if kv_heads == 1 or query.shape[2] // kv_heads in DIRECT_GROUPS else None
-        grad_query = sm90_backward.grad_query(*args, plan.grad_query.tiles, known, inside)
-        others = sm90_backward.grad_key_value(*args, plan.grad_key_value.tiles, known)
+        grad_query = sm90_grad_query.grad_query(*args, plan.grad_query.tiles, known, inside)
+        others = sm90_grad_key_value.grad_key_value(*args, plan.grad_key_value.tiles, known)
         onto = onto if inside is None else None
     if onto is not None:
         grad_query = (grad_query.astype(jnp.float32) + onto.astype(jnp.float32)).astype(query.dtype)

@@ -185,7 +185,7 @@ def _kernel(problem: Problem, stages: int, splits: int, batches: int, seen_ref, 
 def grad_key_value(
     query, key, value, grad_out, lse, delta, low, high, config: RangedSm80KeysConfig, known: KnownRanges | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """As `sm90_backward.grad_key_value`, for bfloat16 and H = V of 64 or 128."""
+    """As `sm90_grad_key_value.grad_key_value`, for bfloat16 and H = V of 64 or 128."""
     rows, stages = config.rows, config.stages
     problem = Problem.of(query, key, rows, sm80.TILE)
     batches, num_rows = query.shape[0], problem.length * problem.group

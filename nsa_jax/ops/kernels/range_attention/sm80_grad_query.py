@@ -145,7 +145,7 @@ def _kernel(problem: Problem, bounds_ref, ranges_ref, query_ref, key_ref, value_
 def grad_query(
     query, key, value, grad_out, lse, delta, low, high, config: RangedSm80Config, known: KnownRanges | None = None
 ) -> jax.Array:
-    """As `sm90_backward.grad_query`, for bfloat16 and H = V of 64 or 128."""
+    """As `sm90_grad_query.grad_query`, for bfloat16 and H = V of 64 or 128."""
     problem = Problem.of(query, key, config.rows, config.keys)
 
     def nsa_ranged_dq_sm80(*refs):

@@ -21,6 +21,19 @@ from nsa_jax.ops.tiles import ROWS
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
+# A position behind any key.
+_BEHIND = 2**30
+
+
+def joint_limits(bounds, window) -> jax.Array:
+    """Limits of the phases of `BlockMaskAndWindow` from `tile_bounds` of its two attentions: int32 [B, tiles, 7]."""
+    begin, exact_begin, exact_end, end = jnp.moveaxis(bounds, -1, 0)
+    window_begin = jnp.clip(window[..., 0], begin, end)
+    limits = [begin, jnp.minimum(exact_begin, window_begin), jnp.minimum(exact_end, window_begin), window_begin]
+    limits += [jnp.clip(window[..., i], window_begin, end) for i in (1, 2)]
+    return jnp.stack([*limits, end], axis=-1)
+
+
 class KeyRange:
     """Each row sees the keys of its range.
 
@@ -28,10 +41,13 @@ class KeyRange:
       bounds: int32, which blocks a tile visits: `tile_bounds`, or [B, K, tiles, 2] of `Neighbours`.
       num_words: words of bits that are loaded with every row.
       begins_masked: whether blocks come before those that every row sees whole.
+      phases: of the steps between a tile's limits: whether every row sees whole blocks, and how many attentions there
+        are.
     """
 
     num_words = 0
     begins_masked = True
+    phases: tuple[tuple[bool, int], ...] = ((False, 1), (True, 1), (False, 1))
 
     def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None = None):
         self.rows = rows
@@ -45,8 +61,8 @@ class KeyRange:
         return ()
 
     def tile_range(self, bounds_ref, tile, batch, kv_head):
-        """(begin, exact_begin, exact_end, end) of a tile's steps; every row sees all of [exact_begin, exact_end)."""
-        return tuple(bounds_ref[batch, tile, i] for i in range(4))
+        """A tile's limits, between which `phases` lie: (begin, exact_begin, exact_end, end) of its steps."""
+        return tuple(bounds_ref[batch, tile, i] for i in range(len(self.phases) + 1))
 
     def look_up(self, mask_refs, tile, batch, kv_head, i) -> tuple:
         """What step i needs from global memory, read one step ahead: (block, bits), or nothing."""
@@ -97,6 +113,24 @@ class BlockMask(KeyRange):
     def seen(self, words_smem, at, i, bits, wg):
         words = sm90.load(words_smem.at[at, lax.div(i, jnp.int32(32))], ROW_LAYOUT)
         return sm90.has_bit(words, i)
+
+
+class BlockMaskAndWindow(BlockMask):
+    """`BlockMask`, and beside it a second attention that sees the end of every row's range, whatever its bits say.
+
+    Args:
+      window: a `sm90_grad_query.Window`.
+    """
+
+    phases = ((False, 1), (True, 1), (False, 1), (False, 2), (True, 2), (False, 2))
+
+    def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None, listed, window):
+        super().__init__(rows, row_low, row_high, keys, known, listed)
+        low, high = window.low, row_high
+        if window.known is not None:
+            low, high = window.known.low[None], rows.per_token(window.known.high[None], 0)
+        bounds = for_batch(tile_bounds(rows.per_token(low, _BEHIND), high, rows.tile, keys), row_low.shape[0])
+        self.bounds = joint_limits(self.bounds, bounds)
 
 
 class Neighbours(KeyRange):

@@ -1,6 +1,6 @@
 """Backward of ranged attention without atomics: one kernel for dq, one for dk and dv, each recomputing the weights.
 
-These are the Triton kernels; `sm90_backward` has Hopper's.
+These are the Triton kernels; `sm90_grad_query` and `sm90_grad_key_value` are Hopper's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gradients(
     query, key, value, grad_out, lse, delta, low, high, query_config: RangedConfig, key_config: RangedConfig,
     known: KnownRanges | None = None,
 ):  # fmt: skip
-    """Gradients of query, key and value; arguments as those of `sm90_backward`'s two functions."""
+    """Gradients of query, key and value; arguments as those of `sm90_grad_query` and `sm90_grad_key_value`."""
     batch, length, heads, v_dim = grad_out.shape
     rows, h_dim = (batch, length * heads), query.shape[-1]
     flat_query, flat_grad = query.reshape(*rows, h_dim), grad_out.reshape(*rows, v_dim)

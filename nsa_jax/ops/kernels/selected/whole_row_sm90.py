@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from nsa_jax.ops import blocks
 from nsa_jax.ops.choices import SelectedBackwardPlan
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
-from nsa_jax.ops.kernels.range_attention import sm90_backward, sm90_forward
+from nsa_jax.ops.kernels.range_attention import sm90_forward, sm90_grad_key_value, sm90_grad_query
 from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS, RangedHopperConfig
@@ -38,11 +38,11 @@ def visible_ranges(query, key, segment_start, query_offset) -> tuple[jax.Array, 
     return range_attention.clip_ranges(low, high, key.shape[1])
 
 
-def _known(query, key, query_offset, packed: bool) -> KnownRanges | None:
-    """`visible_ranges` where tracing knows them."""
+def _known(query, key, query_offset, packed: bool, window: int = _WHOLE) -> KnownRanges | None:
+    """`visible_ranges`, or those of a window, where tracing knows them."""
     if packed or not isinstance(query_offset, int):
         return None
-    return range_attention.known_window_ranges(query.shape[1], query_offset, key.shape[1], _WHOLE)
+    return range_attention.known_window_ranges(query.shape[1], query_offset, key.shape[1], window)
 
 
 def forward(
@@ -60,13 +60,29 @@ def forward(
 
 def backward(
     query, key, value, block_indices, delta, lse, d_out, segment_start, query_offset, plan: SelectedBackwardPlan,
-    packed: bool = True,
+    packed: bool = True, window: tuple[jax.Array, jax.Array, int] | None = None,
 ):  # fmt: skip
-    """Gradients of query, key and value; arguments as `backward.selected_backward`."""
+    """Gradients of query, key and value; arguments as `backward.selected_backward`.
+
+    Args:
+      window: (delta, lse, w) of window attention with the same query, key, value and d_out. The gradients are then
+        those of the sum of both: they share their products.
+    """
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], ROWS))
     low, high = visible_ranges(query, key, segment_start, query_offset)
-    lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
-    args = (query, key, value, d_out.astype(query.dtype), lse, delta, low, high)
+    args = (query, key, value, d_out.astype(query.dtype), _base_2(lse), delta, low, high)
     known = _known(query, key, query_offset, packed)
-    d_query = sm90_backward.block_masked_grad_query(*args, plan.grad_query.tiles, known, listed)
-    return d_query, *sm90_backward.block_masked_grad_key_value(*args, plan.by_block.tiles, known, listed)
+    second = None
+    if window is not None:
+        delta, lse, size = window
+        ranges = range_attention.window_ranges(query, segment_start, query_offset, size)
+        low, _ = range_attention.clip_ranges(*ranges, key.shape[1])
+        second = sm90_grad_query.Window(_base_2(lse), delta, low, _known(query, key, query_offset, packed, size))
+    d_query = sm90_grad_query.block_masked_grad_query(*args, plan.grad_query.tiles, known, listed, second)
+    d_key, d_value = sm90_grad_key_value.block_masked_grad_key_value(*args, plan.by_block.tiles, known, listed, second)
+    return d_query, d_key, d_value
+
+
+def _base_2(lse: jax.Array) -> jax.Array:
+    """A natural-log log-sum-exp as the backward kernels take it."""
+    return jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)

@@ -1,0 +1,307 @@
+"""Gradients of keys and values of range attention for Hopper: each consumer warpgroup has 64 keys, a producer loads the
+rows that see them through TMA."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.kernels.range_attention.sm90_grad_query import Window
+from nsa_jax.ops.kernels.range_attention.tiles import (
+    KnownRanges,
+    for_batch,
+    known_tile_ranges,
+    query_tile_ranges,
+    splits_for,
+    warpgroup_ranges,
+)
+from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
+from nsa_jax.ops.tiles import ROWS
+
+
+def grad_key_value(
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperKeysConfig,
+    known: KnownRanges | None = None,
+):  # fmt: skip
+    """dk [B, S, K, H] and dv [B, S, K, V]; arguments as `grad_query`."""
+    from nsa_jax.ops.kernels.range_attention import sm90_visibility
+
+    arrays = query, key, value, grad_out, lse, delta, low, high
+    return _grad_key_value(*arrays, config, sm90_visibility.KeyBlockRange(), known)
+
+
+def block_masked_grad_key_value(
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperKeysConfig, known, listed,
+    window: Window | None = None,
+):  # fmt: skip
+    """`grad_key_value` of `sm90_forward.block_masked_forward`, whose blocks have 64 keys; with a window, of the sum of
+    both attentions."""
+    from nsa_jax.ops.kernels.range_attention import sm90_visibility
+
+    arrays = query, key, value, grad_out, lse, delta, low, high
+    return _grad_key_value(*arrays, config, sm90_visibility.KeyBlockMask(config.warpgroups, listed), known, window)
+
+
+# Of the tiles between the limits of a warpgroup's keys: whether their rows see whole blocks, and how many attentions
+# there are. The second list is of two, see `_joint_ranges`.
+_PHASES: tuple[tuple[bool, int], ...] = ((False, 1), (True, 1), (False, 1))
+_JOINT_PHASES = ((False, 2), (True, 2), (False, 2), *_PHASES)
+
+
+def _joint_ranges(ranges, window, batch: int) -> jax.Array:
+    """Limits of `_JOINT_PHASES` from the tiles (first, whole_begin, whole_end, last) of two attentions, the second of
+    which sees the end of every row's range: int32 [B, 7, blocks]."""
+    first, whole_begin, whole_end, last = (for_batch(ranges[:, i], batch) for i in range(4))
+    _, window_begin, window_end, window_last = (for_batch(window[:, i], batch) for i in range(4))
+    window_last = jnp.clip(window_last, first, last)
+    limits = [jnp.clip(x, first, window_last) for x in (window_begin, window_end)]
+    limits += [window_last, *(jnp.clip(x, window_last, last) for x in (whole_begin, whole_end))]
+    return jnp.stack([first, *limits, last], axis=1)
+
+
+def _grad_key_value(
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperKeysConfig, visibility,
+    known: KnownRanges | None, window: Window | None = None,
+):  # fmt: skip
+    """The kernel; `visibility` is one of `sm90_visibility`'s classes for blocks of keys."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from nsa_jax.ops.kernels import mosaic, sm90
+    from nsa_jax.ops.kernels.range_attention import sm90_visibility
+
+    stages, warpgroups = config.stages, config.warpgroups
+    batch, length, heads, h_dim = query.shape
+    num_keys, kv_heads, v_dim = value.shape[1:]
+    group = heads // kv_heads
+    rows = sm90.RowTiles(length, group, kv_heads, warpgroups=1)
+    keys = warpgroups * ROWS  # 64 keys per warpgroup
+    blocks = pl.cdiv(num_keys, keys)
+
+    def tile_ranges(low, known) -> Any:
+        """(tiles of each warpgroup's keys, tiles of each program)."""
+        if known is None:
+            return warpgroup_ranges(query_tile_ranges(low, high, group, ROWS, ROWS, num_keys), warpgroups)
+        return warpgroup_ranges(known_tile_ranges(known, group, ROWS, ROWS), warpgroups)
+
+    own_ranges, ranges = tile_ranges(low, known)
+    splits = config.splits or splits_for(key, value, length * group, keys=keys, rows=ROWS, ranges=ranges)
+    ranges, phases = for_batch(ranges, batch), _PHASES
+    query, grad_out = rows.arrange(query), rows.arrange(grad_out)
+    # The ranges' ends, then where they begin: those of the window last.
+    bounds = [rows.per_token(high, 0), rows.per_token(low, num_keys)]
+    statistics = [rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)]
+    if window is None:
+        own_ranges = for_batch(own_ranges, batch)
+    else:
+        phases = _JOINT_PHASES
+        own_ranges = _joint_ranges(own_ranges, tile_ranges(window.low, window.known)[0], batch)
+        bounds.append(rows.per_token(window.low, num_keys))
+        statistics += [rows.per_row(window.lse, NO_WEIGHT), rows.per_row(window.delta, 0.0)]
+    key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
+    masks, num_words = visibility.mask_arrays(rows), visibility.num_words
+    scale = 1.0 / math.sqrt(h_dim)
+    column_layout, shape = plgpu.Layout.WGMMA.reduce(0), (ROWS, ROWS)
+
+    def kernel(ranges_ref, own_ref, query_ref, grad_ref, key_ref, value_ref, *refs):
+        *arrays, dk_ref, dv_ref, buffers, vectors, words_smem, loaded, freed = refs
+        bound_refs, statistic_refs, mask_refs = sm90.divided(arrays, bounds, statistics, masks)
+        key_smem2, value_smem2, query_smem, grad_smem = buffers
+        keys_loaded, query_loaded, grad_loaded = loaded
+        query_freed, grad_freed = freed
+        bounds_smem, statistics_smem = sm90.divided(vectors, bounds, statistics)
+        b, kv_head, wg = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("wg")
+        program = lax.axis_index("block")
+        block, split = lax.div(program, jnp.int32(splits)), lax.rem(program, jnp.int32(splits))
+        first, last = (ranges_ref[b, i, block] for i in range(2))
+        per_split = lax.div(last - first + splits - 1, jnp.int32(splits))
+        begin = jnp.minimum(first + split * per_split, last)
+        end = jnp.minimum(begin + per_split, last)
+        own_block = block * warpgroups + wg
+        first_word = visibility.first_word(block * warpgroups)
+
+        def prologue():
+            """Loads the warpgroup's keys and values: where they lie, and their index in key and value."""
+            key_smem, value_smem = key_smem2.at[wg], value_smem2.at[wg]
+            base = block * keys + wg * ROWS
+            index = (b, pl.ds(base, ROWS), kv_head)
+            plgpu.copy_gmem_to_smem(key_ref.at[index], key_smem, keys_loaded.at[wg])
+            plgpu.copy_gmem_to_smem(value_ref.at[index], value_smem, keys_loaded.at[wg])
+            plgpu.barrier_wait(keys_loaded.at[wg])
+            return key_smem, value_smem, base, index
+
+        def own_limits():
+            """The tiles between which the phases of the warpgroup's keys lie, as far as they are the program's."""
+            return [jnp.clip(own_ref[b, i, own_block], begin, end) for i in range(len(phases) + 1)]
+
+        def skip(tile, _):
+            """Frees a tile that only the keys of other warpgroups see, once it is there: its barriers count it too."""
+            slot = lax.rem(tile - begin, jnp.int32(stages))
+            for loaded, freed in ((query_loaded, query_freed), (grad_loaded, grad_freed)):
+                plgpu.barrier_wait(loaded.at[slot])
+                plgpu.barrier_arrive(freed.at[slot])
+
+        def own(index, slot):
+            """A statistic of the rows of a tile."""
+            return sm90.load(statistics_smem[index].at[slot], column_layout)
+
+        def weights_of(exact, slot, scores, base, which=0):
+            """Weights [keys, rows] of a tile in one attention: 0 is the first, 1 the window."""
+            row_lse = own(2 * which, slot)
+            if which == 0:
+                row_lse = visibility.hidden_lse(row_lse, words_smem, slot, own_block, first_word, column_layout)
+            weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_lse, shape, [1]))
+            if exact:
+                return weights
+            position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + base
+            row_range = bounds_smem[1 + which].at[slot], bounds_smem[0].at[slot]
+            return sm90_visibility.hide(weights, 0.0, position, *row_range, axis=1)
+
+        def gradient_of(weights, d_weights, slot, which=0):
+            """Gradient of a tile's scores in one attention."""
+            return weights * (d_weights - lax.broadcast_in_dim(own(2 * which + 1, slot), shape, [1]))
+
+        def step(exact, key_smem, value_smem, base, tile, carry):
+            """One tile of rows: `exact` if they see all of the keys, or all of what their bits allow."""
+            dk, dv = carry
+            slot = lax.rem(tile - begin, jnp.int32(stages))
+            plgpu.barrier_wait(query_loaded.at[slot])
+
+            def multiply(scores_ref):
+                plgpu.wgmma(scores_ref, key_smem, sm90.transpose(query_smem.at[slot]))
+                return scores_ref[...]
+
+            weights = weights_of(exact, slot, pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32)), base)
+            half = weights.astype(query_ref.dtype)
+            plgpu.barrier_wait(grad_loaded.at[slot])
+
+            def multiply_grad(refs):
+                dv_acc, d_weights_ref = refs
+                plgpu.wgmma(dv_acc, half, grad_smem.at[slot])
+                plgpu.wgmma(d_weights_ref, value_smem, sm90.transpose(grad_smem.at[slot]))
+
+            accs = plgpu.ACC.init(dv), plgpu.ACC.init(sm90.zeros(shape))
+            dv, d_weights = pl.run_state(multiply_grad)(accs)
+            d_scores = gradient_of(weights, d_weights, slot)
+            plgpu.barrier_arrive(grad_freed.at[slot])
+            d_scores = d_scores.astype(query_ref.dtype)
+
+            def accumulate(dk_acc):
+                plgpu.wgmma(dk_acc, d_scores, query_smem.at[slot])
+
+            dk = pl.run_state(accumulate)(plgpu.ACC.init(dk))
+            plgpu.barrier_arrive(query_freed.at[slot])
+            return dk, dv
+
+        def joint_step(exact, key_smem, value_smem, base, tile, carry):
+            """As `step` for both attentions, whose products are the same; they come first, to free registers."""
+            slot = lax.rem(tile - begin, jnp.int32(stages))
+
+            def multiply(scores_ref, d_weights_ref):
+                plgpu.barrier_wait(query_loaded.at[slot])
+                plgpu.wgmma(scores_ref, key_smem, sm90.transpose(query_smem.at[slot]))
+                plgpu.barrier_wait(grad_loaded.at[slot])
+                plgpu.wgmma(d_weights_ref, value_smem, sm90.transpose(grad_smem.at[slot]))
+                return scores_ref[...], d_weights_ref[...]
+
+            products = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+            weights = [weights_of(exact, slot, products[0], base, which) for which in range(2)]
+            d_scores = [gradient_of(x, products[1], slot, which) for which, x in enumerate(weights)]
+            half, d_half = (sum(x).astype(query_ref.dtype) for x in (weights, d_scores))
+
+            def accumulate(refs):
+                dk_acc, dv_acc = refs
+                plgpu.wgmma(dv_acc, half, grad_smem.at[slot])
+                plgpu.wgmma(dk_acc, d_half, query_smem.at[slot])
+
+            dk, dv = pl.run_state(accumulate)(tuple(plgpu.ACC.init(x) for x in carry))
+            plgpu.barrier_arrive(grad_freed.at[slot])
+            plgpu.barrier_arrive(query_freed.at[slot])
+            return dk, dv
+
+        def load(tile, _):
+            count = tile - begin
+            slot = lax.rem(count, jnp.int32(stages))
+            base = tile * ROWS
+            pl.when(count >= stages)(lambda: plgpu.barrier_wait(query_freed.at[slot]))
+            barrier = query_loaded.at[slot]
+            rows.load(query_ref, query_smem.at[slot], barrier, b, kv_head, base)
+            own_rows = pl.ds(base, ROWS)
+            for ref, smem in zip(statistic_refs[::2], statistics_smem[::2], strict=True):
+                plgpu.copy_gmem_to_smem(ref.at[b, kv_head, own_rows], smem.at[slot], barrier)
+            for ref, smem in zip(bound_refs, bounds_smem, strict=True):
+                plgpu.copy_gmem_to_smem(ref.at[b, own_rows], smem.at[slot], barrier)
+            visibility.load(mask_refs, words_smem, slot, barrier, b, kv_head, first_word, base)
+            pl.when(count >= stages)(lambda: plgpu.barrier_wait(grad_freed.at[slot]))
+            barrier = grad_loaded.at[slot]
+            rows.load(grad_ref, grad_smem.at[slot], barrier, b, kv_head, base)
+            for ref, smem in zip(statistic_refs[1::2], statistics_smem[1::2], strict=True):
+                plgpu.copy_gmem_to_smem(ref.at[b, kv_head, own_rows], smem.at[slot], barrier)
+
+        @pl.when(wg < warpgroups)
+        def _consumer():
+            plgpu.set_max_registers(sm90.registers(warpgroups)[0], action="increase")
+            key_smem, value_smem, base, index = prologue()
+            limits = own_limits()
+            carry = (sm90.zeros((ROWS, h_dim)), sm90.zeros((ROWS, v_dim)))
+            lax.fori_loop(begin, limits[0], skip, None)
+            for (exact, attentions), first, last in zip(phases, limits[:-1], limits[1:], strict=True):
+                serve = functools.partial(step if attentions == 1 else joint_step, exact, key_smem, value_smem, base)
+                carry = lax.fori_loop(first, last, serve, carry)
+            dk, dv = carry
+            lax.fori_loop(limits[-1], end, skip, None)
+            key_smem[...] = (dk * scale).astype(dk_ref.dtype)
+            value_smem[...] = dv.astype(dv_ref.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(key_smem, dk_ref.at[(split, *index)])
+            plgpu.copy_smem_to_gmem(value_smem, dv_ref.at[(split, *index)])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == warpgroups)
+        def _producer():
+            plgpu.set_max_registers(sm90.registers(warpgroups)[1], action="decrease")
+            lax.fori_loop(begin, end, load, None)
+
+    def nsa_ranged_dkv(*refs):
+        tiled = functools.partial(sm90.tiled, dtype=query.dtype)
+        vector = lambda dtype: plgpu.SMEM((stages, ROWS), dtype)  # noqa: E731
+        barriers = lambda arrivals: plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals)  # noqa: E731
+        pl.run_scoped(
+            lambda *scoped: kernel(*refs, *scoped),
+            (
+                tiled(warpgroups, ROWS, h_dim),
+                tiled(warpgroups, ROWS, v_dim),
+                tiled(stages, ROWS, h_dim),
+                tiled(stages, ROWS, v_dim),
+            ),
+            (*(vector(jnp.int32) for _ in bounds), *(vector(jnp.float32) for _ in statistics)),
+            plgpu.SMEM((stages, num_words, ROWS), jnp.int32) if num_words else None,
+            (
+                plgpu.Barrier(num_barriers=warpgroups, num_arrivals=2),
+                barriers(rows.copies + len(bounds) + len(statistics) // 2 + num_words),
+                barriers(rows.copies + len(statistics) // 2),
+            ),
+            (barriers(warpgroups), barriers(warpgroups)),
+            collective_axes="wg",
+        )
+
+    dk, dv = mosaic.call(
+        nsa_ranged_dkv,
+        (blocks * splits, kv_heads, batch),
+        ("block", "kv_head", "batch"),
+        [jax.ShapeDtypeStruct((splits, *x.shape), x.dtype) for x in (key, value)],
+        *(ranges, own_ranges, query, grad_out, key, value, *bounds, *statistics, *masks),
+        warpgroups=warpgroups + 1,
+    )
+
+    def total(x):
+        x = x[:, :, :num_keys]
+        return x[0] if splits == 1 else x.astype(jnp.float32).sum(0).astype(x.dtype)
+
+    return total(dk), total(dv)

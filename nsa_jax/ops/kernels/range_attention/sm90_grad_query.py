@@ -1,0 +1,255 @@
+"""The query's gradient of range attention for Hopper: consumer warpgroups compute, a producer loads through TMA."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges
+from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
+from nsa_jax.ops.tiles import ROWS
+
+
+def grad_query(
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig,
+    known: KnownRanges | None = None, onto: jax.Array | None = None,
+):  # fmt: skip
+    """dq [B, T, N, H].
+
+    Args:
+      query, key, value, low, high: as `triton_forward.ranged_forward` took them.
+      grad_out: [B, T, N, V].
+      lse: float32 [B, T, N], base 2, `NO_WEIGHT` where a query sees nothing.
+      delta: float32 [B, T, N], the sums over V of out * grad_out.
+      config: tiles.
+      known: the ranges, if tracing knows them.
+      onto: another gradient of the query; the result is the sum of both, rounded once.
+    """
+    from nsa_jax.ops.kernels.range_attention import sm90_visibility
+
+    arrays = query, key, value, grad_out, lse, delta, low, high
+    return _grad_query(*arrays, config, functools.partial(sm90_visibility.KeyRange, known=known), onto)
+
+
+class Window(NamedTuple):
+    """A second attention of the same queries and cotangents over the same keys and values: the end of every range.
+
+    Attributes:
+      lse, delta: as those of the first attention.
+      low: int32 [B, T]; the query at t sees keys low[t] <= p < high[t], where `high` is that of the first attention.
+      known: these ranges, if tracing knows them, and then those of the first attention too.
+    """
+
+    lse: jax.Array
+    delta: jax.Array
+    low: jax.Array
+    known: KnownRanges | None
+
+
+def block_masked_grad_query(
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig, known, listed,
+    window: Window | None = None,
+):  # fmt: skip
+    """`grad_query` of `sm90_forward.block_masked_forward`; with a window, of the sum of both attentions."""
+    from nsa_jax.ops.kernels.range_attention import sm90_visibility
+
+    visibility: Callable = functools.partial(sm90_visibility.BlockMask, known=known, listed=listed)
+    if window is not None:
+        visibility = functools.partial(sm90_visibility.BlockMaskAndWindow, known=known, listed=listed, window=window)
+    arrays = query, key, value, grad_out, lse, delta, low, high
+    return _grad_query(*arrays, config, visibility, window=window)
+
+
+class _Tile(NamedTuple):
+    """What the steps of one query tile share in a computing warpgroup."""
+
+    begin: jax.Array  # its steps
+    end: jax.Array
+    before: jax.Array  # steps of the tiles before
+    buffer: jax.Array  # of its rows
+    at: jax.Array  # the warpgroup's part of that buffer
+    statistics: tuple  # (lse, delta) of the warpgroup's rows, then those of the window
+
+
+def _grad_query(
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig, make_visibility,
+    onto: jax.Array | None = None, window: Window | None = None,
+):  # fmt: skip
+    """The kernel; `make_visibility` makes one of `sm90_visibility`'s classes from (rows, low, high, keys)."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from nsa_jax.ops.kernels import mosaic, sm90
+    from nsa_jax.ops.kernels.range_attention import sm90_visibility
+
+    keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
+    batch, length, heads, h_dim = query.shape
+    num_keys, kv_heads, v_dim = value.shape[1:]
+    rows = sm90.RowTiles(length, heads // kv_heads, kv_heads, warpgroups)
+    row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
+    visibility = make_visibility(rows, row_low, row_high, keys)
+    query, grad_out = rows.arrange(query), rows.arrange(grad_out)
+    # The ranges' ends, then where they begin: those of the window last.
+    bounds = [row_high, row_low]
+    statistics = [rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)]
+    if window is not None:
+        bounds.append(rows.per_token(window.low, num_keys))
+        statistics += [rows.per_row(window.lse, NO_WEIGHT), rows.per_row(window.delta, 0.0)]
+    key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
+    masks, num_words = visibility.mask_arrays(), visibility.num_words
+    others = () if onto is None else (rows.arrange(onto),)
+    scale = 1.0 / math.sqrt(h_dim)
+    total = rows.tiles * kv_heads * batch
+    per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(total, config.most_tiles)
+    shape = (ROWS, keys)
+
+    def kernel(bounds_ref, query_ref, grad_ref, key_ref, value_ref, *refs):
+        *arrays, dq_ref, buffers, vectors, words_smem2, loaded, freed, others_loaded = refs
+        bound_refs, statistic_refs, mask_refs, other_refs = sm90.divided(arrays, bounds, statistics, masks, others)
+        query_smem2, grad_smem2, out_smem2, key_smem, value_smem = buffers
+        high_smem2, *low_smem3 = [vectors[0].at[i] for i in range(len(bounds))]
+        statistics_smem3 = [vectors[1].at[i] for i in range(len(statistics))]
+        rows_loaded, key_loaded, value_loaded = loaded
+        rows_freed, key_freed, value_freed = freed
+        b, kv_head, wg = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("wg")
+        # Late queries see most: they go first.
+        last = rows.tiles - 1 - lax.axis_index("program") * per_program
+        num_tiles = jnp.minimum(last + 1, per_program)
+
+        def tile_range(n):
+            tile = last - n
+            return tile, *visibility.tile_range(bounds_ref, tile, b, kv_head)
+
+        def multiply(tile, slot):
+            """(scores, gradient of the weights) of the warpgroup's rows and a block's keys, neither scaled."""
+
+            def multiply_both(scores_ref, d_weights_ref):
+                plgpu.barrier_wait(key_loaded.at[slot])
+                plgpu.wgmma(scores_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
+                plgpu.barrier_wait(value_loaded.at[slot])
+                plgpu.wgmma(d_weights_ref, grad_smem2.at[tile.at], sm90.transpose(value_smem.at[slot]))
+                return scores_ref[...], d_weights_ref[...]
+
+            products = pl.run_scoped(multiply_both, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+            plgpu.barrier_arrive(value_freed.at[slot])
+            return products
+
+        def gradient_of(exact, tile, i, products, which):
+            """Gradient of the scores of one attention: 0 is the first, 1 the window."""
+            scores, d_weights = products
+            lse, delta = tile.statistics[2 * which : 2 * which + 2]
+            subtract = lse if which else visibility.hidden_lse(lse, words_smem2, tile.at, i)
+            weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(subtract, shape, [0]))
+            if not exact:
+                position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
+                row_range = low_smem3[which].at[tile.at], high_smem2.at[tile.at]
+                weights = sm90_visibility.hide(weights, 0.0, position, *row_range, axis=0)
+            return weights * (d_weights - lax.broadcast_in_dim(delta, shape, [0]))
+
+        def step(exact, attentions, tile, i, dq):
+            """One key block: `exact` if every row sees all of it, or all of what its bits allow."""
+            slot = lax.rem(tile.before + i - tile.begin, jnp.int32(stages))
+            products = multiply(tile, slot)
+            d_scores = gradient_of(exact, tile, i, products, 0)
+            if attentions > 1:
+                d_scores += gradient_of(exact, tile, i, products, 1)
+            pl.when(i + 1 == tile.end)(lambda: plgpu.barrier_arrive(rows_freed.at[tile.buffer]))
+            d_scores = d_scores.astype(query_ref.dtype)
+
+            def accumulate(dq_acc):
+                plgpu.wgmma(dq_acc, d_scores, key_smem.at[slot])
+
+            dq = pl.run_state(accumulate)(plgpu.ACC.init(dq))
+            plgpu.barrier_arrive(key_freed.at[slot])
+            return dq
+
+        def compute_tile(n, before, index, *limits):
+            begin, end = limits[0], limits[-1]
+            buffer = lax.rem(n, jnp.int32(query_buffers))
+            at, base = buffer * warpgroups + wg, index * rows.tile + wg * ROWS
+            out_smem = out_smem2.at[wg]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
+            for ref in other_refs:
+                rows.load(ref, out_smem, others_loaded.at[wg], b, kv_head, base)
+            plgpu.barrier_wait(rows_loaded.at[at])
+            own = tuple(sm90.load(x.at[at], sm90_visibility.ROW_LAYOUT) for x in statistics_smem3)
+            tile = _Tile(begin, end, before, buffer, at, own)
+            dq = sm90.zeros((ROWS, h_dim))
+            for (exact, attentions), first, last in zip(visibility.phases, limits[:-1], limits[1:], strict=True):
+                dq = lax.fori_loop(first, last, functools.partial(step, exact, attentions, tile), dq)
+            pl.when(end == begin)(lambda: plgpu.barrier_arrive(rows_freed.at[buffer]))
+            dq *= scale
+            if other_refs:
+                plgpu.barrier_wait(others_loaded.at[wg])
+                dq += sm90.load(out_smem, plgpu.Layout.WGMMA).astype(jnp.float32)
+                plgpu.commit_smem()  # all have read
+            out_smem[...] = dq.astype(dq_ref.dtype)
+            plgpu.commit_smem()
+            rows.store(out_smem, dq_ref, b, kv_head, base)
+
+        def load_tile(n, before, tile, *limits):
+            streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
+            rows.load_tile(
+                n, tile, b, kv_head, rows_loaded, rows_freed,
+                tiles=[(query_ref, query_smem2), (grad_ref, grad_smem2)],
+                per_token=list(zip(bound_refs, (high_smem2, *low_smem3), strict=True)),
+                per_row=list(zip(statistic_refs, statistics_smem3, strict=True)),
+                words=visibility.words(mask_refs, words_smem2),
+            )  # fmt: skip
+            sm90.load_blocks(limits[0], limits[-1], before, keys, streams, (b, kv_head))
+
+        @pl.when(wg < warpgroups)
+        def _consumer():
+            plgpu.set_max_registers(sm90.registers(warpgroups)[0], action="increase")
+            sm90.for_each_tile(num_tiles, tile_range, compute_tile)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == warpgroups)
+        def _producer():
+            plgpu.set_max_registers(sm90.registers(warpgroups)[1], action="decrease")
+            sm90.for_each_tile(num_tiles, tile_range, load_tile)
+
+    def nsa_ranged_dq(*refs):
+        tiled = functools.partial(sm90.tiled, dtype=query.dtype)
+        in_flight = query_buffers * warpgroups
+        filled = plgpu.Barrier(num_barriers=stages)
+        freed = plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups)
+        vectors = len(bounds) + len(statistics) + num_words
+        rows_filled = plgpu.Barrier(num_barriers=in_flight, num_arrivals=rows.arrivals(2, vectors))
+        pl.run_scoped(
+            lambda *scoped: kernel(*refs, *scoped),
+            (
+                tiled(in_flight, ROWS, h_dim),
+                tiled(in_flight, ROWS, v_dim),
+                tiled(warpgroups, ROWS, h_dim),
+                tiled(stages, keys, h_dim),
+                tiled(stages, keys, v_dim),
+            ),
+            # Several vectors each: every buffer takes a multiple of 1 KiB, and there is none to spare.
+            (
+                plgpu.SMEM((len(bounds), in_flight, ROWS), jnp.int32),
+                plgpu.SMEM((len(statistics), in_flight, ROWS), jnp.float32),
+            ),
+            plgpu.SMEM((in_flight, num_words, ROWS), jnp.int32) if num_words else None,
+            (rows_filled, filled, filled),
+            (plgpu.Barrier(num_barriers=query_buffers, num_arrivals=warpgroups), freed, freed),
+            plgpu.Barrier(num_barriers=warpgroups, num_arrivals=rows.copies) if others else None,
+            collective_axes="wg",
+        )
+
+    dq = mosaic.call(
+        nsa_ranged_dq,
+        (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
+        ("program", "kv_head", "batch"),
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        *(visibility.bounds, query, grad_out, key, value, *bounds, *statistics, *masks, *others),
+        warpgroups=warpgroups + 1,
+    )
+    return rows.restore(dq)
