@@ -131,5 +131,5 @@ class NSAPlan:
 
     @property
     def joint_window(self) -> bool:
-        """Whether the window's backward pass is a part of the selected branch's."""
-        return self.window.grad_query.kernel == self.selected.backward.grad_query.kernel
+        """Whether the selected branch's kernels serve the window too."""
+        return self.window.forward.kernel == self.selected.forward.rest.kernel

@@ -225,8 +225,8 @@ def reads_whole_rows(shape: Shape, target: Target, select_block: int, num_select
     )
 
 
-def shares_window_pass(shape: Shape, target: Target, config: NSAConfig) -> bool:
-    """Whether the window's backward pass is a part of the selected branch's, where they share keys and values."""
+def joins_window(shape: Shape, target: Target, config: NSAConfig) -> bool:
+    """Whether the window is a part of the selected branch's kernels, where they share keys and values."""
     narrow = max(shape.head_dim, shape.value_dim) <= 128  # heads of 192 leave no shared memory
     return narrow and reads_whole_rows(shape, target, config.select_block, config.num_selected)
 
@@ -396,13 +396,10 @@ def plan_nsa(
     compressed = shape.with_keys(num_compressed)
     selected = plan_selected(shape, target, select_block=config.select_block, num_selected=config.num_selected)
     window_plan = plan_range(window, target, span=config.window, cudnn=cudnn)
-    if shared_window and shares_window_pass(shape, target, config):
-        reason = "with the selected branch's pass, whose keys and values are the same: the products are shared"
-        joint = [
-            Choice(selected.backward.by_block.kernel, None, reason, choice.kernel)
-            for choice in (window_plan.grad_query, window_plan.grad_key_value)
-        ]
-        window_plan = RangePlan(window_plan.forward, *joint)
+    if shared_window and joins_window(shape, target, config):
+        reason = "with the selected branch, whose keys and values are the same: the products are shared"
+        passes = window_plan.forward, window_plan.grad_query, window_plan.grad_key_value
+        window_plan = RangePlan(*(Choice(selected.forward.rest.kernel, None, reason, x.kernel) for x in passes))
     return NSAPlan(
         shape=shape,
         heads_to_batch=moved,

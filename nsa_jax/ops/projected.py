@@ -62,7 +62,7 @@ def split_projection(
     batch, length, _ = projected.shape
     sizes: dict[str, Any] = dict(num_heads=num_heads, head_dim=head_dim, value_dim=value_dim)
     shape = Shape(batch, length, length, kv_heads=num_kv_heads, dtype=projected.dtype.name, **sizes)
-    joint = plan.shares_window_pass(shape, current_target(), config) if shared_kv else False
+    joint = plan.joins_window(shape, current_target(), config) if shared_kv else False
     sizes |= dict(num_kv_heads=num_kv_heads, shared_kv=shared_kv, queries=2 if joint else 3)
     return module("pallas").split_projection(projected, cos, sin, **sizes)
 

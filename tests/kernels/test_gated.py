@@ -57,7 +57,7 @@ def test_groups_of_six_equal_the_reference(num_selected, packed, nonnegative_gat
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(12, 2, 64), (16, 1, 128), (8, 2, 128)])
 def test_branches_that_share_keys_and_values_equal_the_reference(heads, kv_heads, dim, packed):
-    """Rows are read whole: on Hopper one backward pass serves the selected branch and the window."""
+    """Rows are read whole: on Hopper the selected branch's kernels serve the window too."""
     config = NSAConfig(window=200)
     batch, length = 2, 1100
     rng = np.random.default_rng(heads)

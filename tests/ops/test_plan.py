@@ -91,7 +91,7 @@ def test_a_shared_window_is_differentiated_with_the_selected_branch():
             made = plan.plan_nsa(shape, PAPER, target, **sizes)
             assert made.joint_window == (name == "short_rows" and target is H100)
             assert not plan.plan_nsa(shape, PAPER, target, **sizes | dict(shared_window=False)).joint_window
-            assert made.joint_window == plan.shares_window_pass(shape, target, PAPER)
+            assert made.joint_window == plan.joins_window(shape, target, PAPER)
 
 
 @pytest.mark.parametrize(("target", "name"), [*itertools.product([A100, H100], SHAPES)])

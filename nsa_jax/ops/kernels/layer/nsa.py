@@ -174,10 +174,11 @@ def _forward(static: _Static, queries, others, positions):
     # One branch after the other: some kernels work on rearranged copies as large as the query. The barrier is on keys
     # and not on the query, so that branches that rearrange the query alike share one copy.
     plan = static.plan
-    out_win, lse_win = range_attention.forward(
-        query, key_win, value_win, low_win, high_win, plan.window, config.window, known_win
-    )
-    key_cmp, out_win = lax.optimization_barrier((key_cmp, out_win))
+    if not plan.joint_window:
+        out_win, lse_win = range_attention.forward(
+            query, key_win, value_win, low_win, high_win, plan.window, config.window, known_win
+        )
+        key_cmp, out_win = lax.optimization_barrier((key_cmp, out_win))
     if plan.compressed is not None:
         out_cmp, lse_cmp = range_attention.forward(
             query, key_cmp, value_cmp, low_cmp, high_cmp, plan.compressed, None, known_cmp
@@ -196,8 +197,13 @@ def _forward(static: _Static, queries, others, positions):
         plan=plan.selection,
     )
     indices = checkpoint_name(indices, _INDICES)
-    lists = config.select_block, static.packed, plan.selected.forward
-    out_slc, lse_slc = selected_forward(query, key_slc, value_slc, indices, segment_start, known_offset, *lists)
+    selected = query, key_slc, value_slc, indices, segment_start, known_offset
+    if plan.joint_window:
+        (out_slc, lse_slc), (out_win, lse_win) = whole_row_sm90.forward(
+            *selected, plan.selected.forward.rest.tiles, static.packed, config.window
+        )
+    else:
+        out_slc, lse_slc = selected_forward(*selected, config.select_block, static.packed, plan.selected.forward)
     # The barrier hides the kernels from XLA's dynamic-slice fusion. In a scan over layers that keeps their results, JAX
     # 0.11's lets a kernel write into the array of all layers, and runs it again for whoever else reads them.
     branches = (lax.optimization_barrier(x) for x in ((out_cmp, lse_cmp), (out_slc, lse_slc), (out_win, lse_win)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges
+from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, Window
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
 from nsa_jax.ops.tiles import ROWS
 
@@ -30,17 +31,21 @@ def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConf
 
 
 def block_masked_forward(
-    query, key, value, low, high, config: tuning.RangedHopperConfig, known: KnownRanges | None, listed
+    query, key, value, low, high, config: tuning.RangedHopperConfig, known: KnownRanges | None, listed,
+    window: Window | None = None,
 ):  # fmt: skip
     """`ranged_forward` over the keys of some blocks, of config.keys keys each.
 
     Args:
       listed: int32 [B, T, K, W], bit j % 32 of word j // 32: whether the query sees keys of block j.
+      window: of a second attention, whose output and log-sum-exp then follow.
     """
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
-    visibility = functools.partial(sm90_visibility.BlockMask, known=known, listed=listed)
-    return _forward(query, key, value, low, high, config, visibility)
+    visibility: Callable = functools.partial(sm90_visibility.BlockMask, known=known, listed=listed)
+    if window is not None:
+        visibility = functools.partial(sm90_visibility.BlockMaskAndWindow, known=known, listed=listed, window=window)
+    return _forward(query, key, value, low, high, config, visibility, window)
 
 
 def neighbours_forward(query, key, value, low, high, config: tuning.RangedHopperConfig, neighbours):
@@ -68,7 +73,9 @@ class _Tile(NamedTuple):
     first_row: jax.Array  # the warpgroup's
 
 
-def _forward(query, key, value, low, high, config: tuning.RangedHopperConfig, make_visibility):
+def _forward(
+    query, key, value, low, high, config: tuning.RangedHopperConfig, make_visibility, window: Window | None = None
+):  # fmt: skip
     """The kernel; `make_visibility` makes one of `sm90_visibility`'s classes from (rows, low, high, keys)."""
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -85,14 +92,21 @@ def _forward(query, key, value, low, high, config: tuning.RangedHopperConfig, ma
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
     visibility = make_visibility(rows, row_low, row_high, keys)
     masks, num_words = visibility.mask_arrays(), visibility.num_words
+    # The ranges' ends, then where they begin: those of the window last.
+    bounds = [row_high, row_low]
+    if window is not None:
+        bounds.append(rows.per_token(window.low, num_keys))
+    attentions = len(bounds) - 1
     scale = LOG2E / math.sqrt(h_dim)
     total = rows.tiles * kv_heads * batch
     per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(total, config.most_tiles)
     layout, shape = sm90_visibility.ROW_LAYOUT, (ROWS, keys)
 
-    def kernel(bounds_ref, low_ref, high_ref, query_ref, key_ref, value_ref, *refs):
-        *mask_refs, out_ref, lse_ref, buffers, vectors, words_smem2, loaded, freed, schedule_barrier = refs
-        low_smem2, high_smem2, lse_smem2 = vectors
+    def kernel(bounds_ref, query_ref, key_ref, value_ref, *refs):
+        *arrays, buffers, vectors, words_smem2, loaded, freed, schedule_barrier = refs
+        bound_refs, mask_refs, out_refs = sm90.divided(arrays, bounds, masks, 2 * attentions * [None])
+        *vectors, lse_smem2 = vectors
+        high_smem2, *low_smem3 = vectors
         query_smem2, out_smem2, key_smem, value_smem = buffers
         query_loaded, key_loaded, value_loaded = loaded
         query_freed, key_freed, value_freed = freed
@@ -139,84 +153,95 @@ def _forward(query, key, value, low, high, config: tuning.RangedHopperConfig, ma
             plgpu.barrier_arrive(key_freed.at[slot])
             return scores
 
-        def step(exact, index, tile, i, carry):
-            """One key block: `exact` if every row sees all of it, or all of what its bits allow."""
-            acc, peak, total, *ahead = carry
-            block, bits = ahead or (i, None)
-            following = look_up(index, jnp.minimum(i + 1, tile.end - 1)) if ahead else ()
-            slot = slot_of(tile, i)
-            scores = multiply_keys(tile, slot)
+        def attend(exact, which, tile, i, state, scores, block, bits):
+            """(accumulator and normalizer of one attention so far, its maximum, weights) with a block's scores."""
+            acc, peak, total = state
             if not exact:
                 position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + block * keys
-                scores = sm90_visibility.hide(
-                    scores, -jnp.inf, position, low_smem2.at[tile.at], high_smem2.at[tile.at], axis=0
-                )
+                row_range = low_smem3[which].at[tile.at], high_smem2.at[tile.at]
+                scores = sm90_visibility.hide(scores, -jnp.inf, position, *row_range, axis=0)
             highest = jnp.maximum(peak, scores.max(axis=1) * scale)
-            subtract, new_peak = visibility.running_maximum(highest, peak, words_smem2, tile.at, i, bits, wg)
-            pl.when(i + 1 == tile.end)(lambda: plgpu.barrier_arrive(query_freed.at[tile.buffer]))
+            subtract = new_peak = highest
+            if which == 0:
+                subtract, new_peak = visibility.running_maximum(highest, peak, words_smem2, tile.at, i, bits, wg)
             alpha = jnp.exp2(peak - new_peak)
             weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(subtract, shape, [0]))
             acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
             half = weights.astype(query_ref.dtype)
             total = total * alpha + weights.sum(axis=1)
-            acc, total, new_peak, half = lax.optimization_barrier((acc, total, new_peak, half))
+            return lax.optimization_barrier((acc, total, new_peak, half))
+
+        def step(exact, served, index, tile, i, carry):
+            """One key block of the first `served` attentions: `exact` if every row sees all of it, or all of what its
+            bits allow."""
+            states, ahead = carry
+            block, bits = ahead or (i, None)
+            following = look_up(index, jnp.minimum(i + 1, tile.end - 1)) if ahead else ()
+            slot = slot_of(tile, i)
+            scores = multiply_keys(tile, slot)
+            new = [attend(exact, which, tile, i, states[which], scores, block, bits) for which in range(served)]
+            pl.when(i + 1 == tile.end)(lambda: plgpu.barrier_arrive(query_freed.at[tile.buffer]))
             schedule_arrive()  # done with the softmax
             plgpu.barrier_wait(value_loaded.at[slot])
             schedule_wait()  # until the other warpgroup has issued its product
 
-            def accumulate(acc_ref):
-                plgpu.wgmma(acc_ref, half, value_smem.at[slot])
+            def accumulate(acc_refs):
+                for acc_ref, (*_, half) in zip(acc_refs, new, strict=True):
+                    plgpu.wgmma(acc_ref, half, value_smem.at[slot])
                 pl.when(i + 1 < tile.end)(lambda: wait_for_key(tile, i + 1))
 
-            acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
+            accs = pl.run_state(accumulate)(tuple(plgpu.ACC.init(acc) for acc, *_ in new))
             plgpu.barrier_arrive(value_freed.at[slot])
-            return acc, new_peak, total, *following
+            served_states = tuple((acc, peak, total) for acc, (_, total, peak, _) in zip(accs, new, strict=True))
+            return served_states + states[served:], following
 
-        def epilogue(tile, acc, peak, total):
-            """Stores the warpgroup's rows of the output and their log-sum-exp."""
+        def epilogue(tile, out_ref, lse_ref, acc, peak, total):
+            """Stores the warpgroup's rows of an output and their log-sum-exp."""
             out_smem, lse_smem = out_smem2.at[wg], lse_smem2.at[wg]
             some = total > 0
             safe = jnp.where(some, total, 1.0)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies before
             out_smem[...] = (acc / lax.broadcast_in_dim(safe, acc.shape, [0])).astype(out_ref.dtype)
             lse_smem[...] = jnp.where(some, peak * LN2 + jnp.log(safe), -jnp.inf)
             plgpu.commit_smem()
             rows.store(out_smem, out_ref, b, kv_head, tile.first_row)
             plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, kv_head, pl.ds(tile.first_row, ROWS)])
 
-        def compute_tile(n, before, index, begin, exact_begin, exact_end, end):
-            first_masked = look_up(index, exact_end)
+        def compute_tile(n, before, index, *limits):
+            begin, end = limits[0], limits[-1]
+            first_masked = look_up(index, limits[-2])
             buffer = lax.rem(n, jnp.int32(query_buffers))
             at = buffer * warpgroups + wg
             tile = _Tile(begin, end, before, buffer, at, index * rows.tile + wg * ROWS)
             plgpu.barrier_wait(query_loaded.at[tile.at])
             pl.when(end > begin)(lambda: wait_for_key(tile, begin))
             pl.when(wg == 1)(schedule_switch)
-            masked, whole = (functools.partial(step, exact, index, tile) for exact in (False, True))
             # The first maximum is finite: a row that has seen no key gets weights exp2(-inf - maximum) = 0 and not NaN.
-            carry = (
+            empty = (
                 sm90.zeros((ROWS, v_dim)),
                 sm90.zeros((ROWS,), MINUS_INFINITY, layout),
                 sm90.zeros((ROWS,), 0.0, layout),
             )
-            if visibility.begins_masked:
-                carry = lax.fori_loop(begin, exact_begin, masked, carry)
-            carry = lax.fori_loop(exact_begin, exact_end, whole, carry)
-            acc, peak, total, *_ = lax.fori_loop(exact_end, end, masked, (*carry, *first_masked))
+            states, ahead = (empty,) * attentions, ()
+            for (exact, served), first, last in zip(visibility.phases, limits[:-1], limits[1:], strict=True):
+                ahead = () if exact else first_masked  # blocks that a list names come last where they need a mask
+                body = functools.partial(step, exact, served, index, tile)
+                states, _ = lax.fori_loop(first, last, body, (states, ahead))
             pl.when(wg == 0)(schedule_switch)
             pl.when(end == begin)(lambda: plgpu.barrier_arrive(query_freed.at[buffer]))
-            epilogue(tile, acc, peak, total)
+            for which, state in enumerate(states):
+                epilogue(tile, out_refs[2 * which], out_refs[2 * which + 1], *state)
 
-        def load_tile(n, before, tile, begin, exact_begin, exact_end, end):
+        def load_tile(n, before, tile, *limits):
             streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
             rows.load_tile(
                 n, tile, b, kv_head, query_loaded, query_freed,
                 tiles=[(query_ref, query_smem2)],
-                per_token=[(low_ref, low_smem2), (high_ref, high_smem2)],
+                per_token=list(zip(bound_refs, vectors, strict=True)),
                 words=visibility.words(mask_refs, words_smem2),
             )  # fmt: skip
             block_of = visibility.block_of(mask_refs, tile, b, kv_head)
-            sm90.load_blocks(begin, end, before, keys, streams, (b, kv_head), block_of)
+            sm90.load_blocks(limits[0], limits[-1], before, keys, streams, (b, kv_head), block_of)
 
         @pl.when(wg < warpgroups)
         def _consumer():
@@ -235,7 +260,7 @@ def _forward(query, key, value, low, high, config: tuning.RangedHopperConfig, ma
         freed = plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups)
         vector = plgpu.SMEM((query_buffers * warpgroups, ROWS), jnp.int32)
         query_filled = plgpu.Barrier(
-            num_barriers=query_buffers * warpgroups, num_arrivals=rows.arrivals(1, 2 + num_words)
+            num_barriers=query_buffers * warpgroups, num_arrivals=rows.arrivals(1, len(bounds) + num_words)
         )
         pl.run_scoped(
             lambda *scoped: kernel(*refs, *scoped),
@@ -245,7 +270,7 @@ def _forward(query, key, value, low, high, config: tuning.RangedHopperConfig, ma
                 buffer(stages, keys, h_dim),
                 buffer(stages, keys, v_dim),
             ),
-            (vector, vector, plgpu.SMEM((warpgroups, ROWS), jnp.float32)),
+            (*(vector for _ in bounds), plgpu.SMEM((warpgroups, ROWS), jnp.float32)),
             plgpu.SMEM((query_buffers * warpgroups, num_words, ROWS), jnp.int32) if num_words else None,
             (query_filled, filled, filled),
             (plgpu.Barrier(num_barriers=query_buffers, num_arrivals=warpgroups), freed, freed),
@@ -253,15 +278,17 @@ def _forward(query, key, value, low, high, config: tuning.RangedHopperConfig, ma
             collective_axes="wg",
         )
 
-    out, lse = mosaic.call(
+    outs = mosaic.call(
         nsa_ranged_forward,
         (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
         ("program", "kv_head", "batch"),
         [
             jax.ShapeDtypeStruct((*query.shape[:3], v_dim), query.dtype),
             jax.ShapeDtypeStruct((batch, kv_heads, rows.tiles * rows.tile), jnp.float32),
-        ],
-        *(visibility.bounds, row_low, row_high, query, key, value, *masks),
+        ]
+        * attentions,
+        *(visibility.bounds, query, key, value, *bounds, *masks),
         warpgroups=warpgroups + 1,
     )
-    return rows.restore(out), rows.from_rows(lse)
+    restored = [(rows.restore(out), rows.from_rows(lse)) for out, lse in zip(outs[::2], outs[1::2], strict=True)]
+    return restored[0] if window is None else restored

@@ -13,9 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.range_attention.sm90_grad_query import Window
 from nsa_jax.ops.kernels.range_attention.tiles import (
     KnownRanges,
+    Window,
     for_batch,
     known_tile_ranges,
     query_tile_ranges,
@@ -103,7 +103,7 @@ def _grad_key_value(
         phases = _JOINT_PHASES
         own_ranges = _joint_ranges(own_ranges, tile_ranges(window.low, window.known)[0], batch)
         bounds.append(rows.per_token(window.low, num_keys))
-        statistics += [rows.per_row(window.lse, NO_WEIGHT), rows.per_row(window.delta, 0.0)]
+        statistics += [rows.per_row(x, fill) for x, fill in zip(window.statistics, (NO_WEIGHT, 0.0), strict=True)]
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
     masks, num_words = visibility.mask_arrays(rows), visibility.num_words
     scale = 1.0 / math.sqrt(h_dim)

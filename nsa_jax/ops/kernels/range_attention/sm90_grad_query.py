@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges
+from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, Window
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS
 
@@ -37,21 +37,6 @@ def grad_query(
 
     arrays = query, key, value, grad_out, lse, delta, low, high
     return _grad_query(*arrays, config, functools.partial(sm90_visibility.KeyRange, known=known), onto)
-
-
-class Window(NamedTuple):
-    """A second attention of the same queries and cotangents over the same keys and values: the end of every range.
-
-    Attributes:
-      lse, delta: as those of the first attention.
-      low: int32 [B, T]; the query at t sees keys low[t] <= p < high[t], where `high` is that of the first attention.
-      known: these ranges, if tracing knows them, and then those of the first attention too.
-    """
-
-    lse: jax.Array
-    delta: jax.Array
-    low: jax.Array
-    known: KnownRanges | None
 
 
 def block_masked_grad_query(
@@ -101,7 +86,7 @@ def _grad_query(
     statistics = [rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)]
     if window is not None:
         bounds.append(rows.per_token(window.low, num_keys))
-        statistics += [rows.per_row(window.lse, NO_WEIGHT), rows.per_row(window.delta, 0.0)]
+        statistics += [rows.per_row(x, fill) for x, fill in zip(window.statistics, (NO_WEIGHT, 0.0), strict=True)]
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
     masks, num_words = visibility.mask_arrays(), visibility.num_words
     others = () if onto is None else (rows.arrange(onto),)

@@ -40,13 +40,11 @@ class KeyRange:
     Attributes:
       bounds: int32, which blocks a tile visits: `tile_bounds`, or [B, K, tiles, 2] of `Neighbours`.
       num_words: words of bits that are loaded with every row.
-      begins_masked: whether blocks come before those that every row sees whole.
       phases: of the steps between a tile's limits: whether every row sees whole blocks, and how many attentions there
         are.
     """
 
     num_words = 0
-    begins_masked = True
     phases: tuple[tuple[bool, int], ...] = ((False, 1), (True, 1), (False, 1))
 
     def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None = None):
@@ -119,7 +117,7 @@ class BlockMaskAndWindow(BlockMask):
     """`BlockMask`, and beside it a second attention that sees the end of every row's range, whatever its bits say.
 
     Args:
-      window: a `sm90_grad_query.Window`.
+      window: a `tiles.Window`.
     """
 
     phases = ((False, 1), (True, 1), (False, 1), (False, 2), (True, 2), (False, 2))
@@ -140,7 +138,7 @@ class Neighbours(KeyRange):
       block, bits, num_shared: of a `neighbours.Split` by tiles of as many tokens as a query tile has.
     """
 
-    begins_masked = False
+    phases = ((True, 1), (False, 1))
 
     def __init__(self, rows: sm90.RowTiles, block, bits, num_shared):
         self.rows, self.lists, self.bounds = rows, (block, bits), num_shared
@@ -150,7 +148,7 @@ class Neighbours(KeyRange):
 
     def tile_range(self, bounds_ref, tile, batch, kv_head):
         count, whole = (bounds_ref[batch, kv_head, tile, i] for i in range(2))
-        return jnp.int32(0), jnp.int32(0), whole, count
+        return jnp.int32(0), whole, count
 
     def look_up(self, mask_refs, tile, batch, kv_head, i) -> tuple:
         return mask_refs[0][batch, kv_head, tile, i], mask_refs[1][batch, kv_head, tile, i]

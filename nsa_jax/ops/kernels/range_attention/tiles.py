@@ -36,6 +36,20 @@ class KnownRanges(NamedTuple):
     num_keys: int
 
 
+class Window(NamedTuple):
+    """A second attention of the same queries over the same keys and values: the end of every range.
+
+    Attributes:
+      low: int32 [B, T]; the query at t sees keys low[t] <= p < high[t], where `high` is that of the first attention.
+      known: these ranges, if tracing knows them, and then those of the first attention too.
+      statistics: (lse, delta) in a backward pass, as those of the first attention, whose cotangents it has too.
+    """
+
+    low: jax.Array
+    known: KnownRanges | None
+    statistics: tuple[jax.Array, ...] = ()
+
+
 def known_ranges(low: np.ndarray, high: np.ndarray, num_keys: int) -> KnownRanges | None:
     """Clipped ranges [T] as `KnownRanges`; None if they descend, or if queries after the first see nothing."""
     seeing = np.flatnonzero(high > low)

@@ -15,7 +15,7 @@ from nsa_jax.ops import blocks
 from nsa_jax.ops.choices import SelectedBackwardPlan
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention import sm90_forward, sm90_grad_key_value, sm90_grad_query
-from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges
+from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, Window
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS, RangedHopperConfig
 
@@ -46,16 +46,26 @@ def _known(query, key, query_offset, packed: bool, window: int = _WHOLE) -> Know
 
 
 def forward(
-    query, key, value, block_indices, segment_start, query_offset, config: RangedHopperConfig, packed: bool = True
-) -> tuple[jax.Array, jax.Array]:
+    query, key, value, block_indices, segment_start, query_offset, config: RangedHopperConfig, packed: bool = True,
+    window: int | None = None,
+):  # fmt: skip
     """Output [B, T, N, V] and natural-log lse, float32 [B, T, N]; arguments as `attention.selected_forward`.
 
-    With packed=False rows hold one document each, whatever segment_start says.
+    With packed=False rows hold one document each, whatever segment_start says. With a window, a pair of such pairs: the
+    second is of window attention with the same query, key and value.
     """
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], ROWS))
     low, high = visible_ranges(query, key, segment_start, query_offset)
     known = _known(query, key, query_offset, packed)
-    return sm90_forward.block_masked_forward(query, key, value, low, high, config, known, listed)
+    second = None if window is None else _window(query, key, segment_start, query_offset, packed, window)
+    return sm90_forward.block_masked_forward(query, key, value, low, high, config, known, listed, second)
+
+
+def _window(query, key, segment_start, query_offset, packed: bool, size: int) -> Window:
+    """The ranges of window attention over `size` tokens."""
+    ranges = range_attention.window_ranges(query, segment_start, query_offset, size)
+    low, _ = range_attention.clip_ranges(*ranges, key.shape[1])
+    return Window(low, _known(query, key, query_offset, packed, size))
 
 
 def backward(
@@ -75,9 +85,8 @@ def backward(
     second = None
     if window is not None:
         delta, lse, size = window
-        ranges = range_attention.window_ranges(query, segment_start, query_offset, size)
-        low, _ = range_attention.clip_ranges(*ranges, key.shape[1])
-        second = sm90_grad_query.Window(_base_2(lse), delta, low, _known(query, key, query_offset, packed, size))
+        second = _window(query, key, segment_start, query_offset, packed, size)
+        second = second._replace(statistics=(_base_2(lse), delta))
     d_query = sm90_grad_query.block_masked_grad_query(*args, plan.grad_query.tiles, known, listed, second)
     d_key, d_value = sm90_grad_key_value.block_masked_grad_key_value(*args, plan.by_block.tiles, known, listed, second)
     return d_query, d_key, d_value
