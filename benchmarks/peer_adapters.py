@@ -6,13 +6,15 @@ folder, and returns a `Peer`. PyTorch and Triton are imported here only, when an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nsa_jax import NSAConfig
@@ -78,6 +80,32 @@ def import_from(checkout: pathlib.Path, name: str) -> Any:
             "name, or name the folder that holds it"
         )
     return module
+
+
+@contextlib.contextmanager
+def stand_ins(**modules: dict[str, Any]) -> Iterator[list[str]]:
+    """Lets a project be imported without packages that what is timed here does not use.
+
+    Args:
+      modules: the names that the project reads of each package. A package that is installed is left alone.
+
+    Yields:
+      The packages that are missing, each with a module of these names in its place until the end of the block.
+    """
+    missing = [name for name in modules if name not in sys.modules and importlib.util.find_spec(name) is None]
+    for name in missing:
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(modules[name])
+    try:
+        yield missing
+    finally:
+        for name in missing:
+            del sys.modules[name]
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version, which can be compared."""
+    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def _flash_attn() -> Any:
@@ -226,7 +254,9 @@ def fsa(checkout: pathlib.Path, config: NSAConfig) -> Peer:
 def flash_nsa(checkout: pathlib.Path, config: NSAConfig) -> Peer:
     """mdy666/Scalable-Flash-Native-Sparse-Attention: `flash_nsa.HFNSACore`, or its parts without the window."""
     import_torch()
-    package = import_from(checkout, "flash_nsa")
+    # pandas prints its own benchmark, and pkg_resources (setuptools before 81) only compares Triton's version.
+    with stand_ins(pandas={}, pkg_resources={"parse_version": _version}) as missing:
+        package = import_from(checkout, "flash_nsa")
     window = any(importlib.util.find_spec(name) for name in ("flash_attn", "flash_attn_interface"))
 
     @functools.cache
@@ -259,7 +289,11 @@ def flash_nsa(checkout: pathlib.Path, config: NSAConfig) -> Peer:
         return _gated_sum(logits, compressed, package.select_attn(query, key, value, lists, sm_scale=module.sm_scale))
 
     notes = f"selects by float16 scores; {_window_note(window)}"
-    return Peer(_packed(attend), config, window, notes if window else f"{notes}; gates applied by eager PyTorch")
+    if not window:
+        notes += "; gates applied by eager PyTorch"
+    if missing:
+        notes += f"; imported without {' and '.join(missing)}, which what is timed does not need"
+    return Peer(_packed(attend), config, window, notes)
 
 
 ADAPTERS: dict[str, Callable[[pathlib.Path, NSAConfig], Peer]] = {

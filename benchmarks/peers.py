@@ -3,10 +3,12 @@ r"""Times published NSA kernels beside this library's and dense cuDNN attention,
     python benchmarks/peers.py --peer fla=CHECKOUT --peer xunhao=CHECKOUT --peer flash_nsa=CHECKOUT \
         --peer fsa=CHECKOUT --json benchmarks/results/peers_h200.json
     python benchmarks/peers.py --peer fla=CHECKOUT --lengths 2048,8192 --shape 32,8,128
+    python benchmarks/peers.py --peer fla=CHECKOUT --shape 64,4,128:8192 --shape 32,8,128:8192 --shape 64,4,128:65536
     python benchmarks/peers.py --peer mine=CHECKOUT --adapter mine=adapter.py   # load(checkout, config) -> Peer
 
-A CHECKOUT is a clone of the project, which the user makes; its commit goes into the result. peer_adapters.py says which
-function of which project is called. The published kernels need PyTorch and Triton, in an environment of their own.
+A CHECKOUT is a clone of the project, which the user makes; its commit goes into the result (--peer-commit names that of
+a copy without git). peer_adapters.py says which function of which project is called. The published kernels need PyTorch
+and Triton, in an environment of their own.
 
 All but dense attention take query, one key and one value for all branches, and the gates' logits. They compute
 compressed keys and values by the mean, the branches, and their gated sum; "fwd_bwd" also the gradients of these four
@@ -17,6 +19,7 @@ the same ("nsa_jax, as NAME").
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -203,10 +206,13 @@ class Table:
         self.args, self.shape, self.add = args, shape, add
         self.checks: dict[tuple, dict] = {}
 
-    def checked(self, name: str, peer: Peer) -> dict[str, Any]:
-        """The comparison with the reference, made once for a shape."""
+    def checked(self, name: str, peer: Peer, length: int) -> dict[str, Any]:
+        """The comparison with the reference, made once for a shape, at the first length."""
         key = (name, peer.config, peer.window)
         if key not in self.checks:
+            if peer.framework == "torch":  # kernels that tune themselves in their first call do so at a timed length
+                with contextlib.suppress(Exception):
+                    self.run(peer, length).output_and_gradients()
             try:
                 self.checks[key] = check(peer, self.shape, self.args.seed)
             except Exception as error:
@@ -214,6 +220,10 @@ class Table:
             finally:
                 _free()
         return self.checks[key]
+
+    def run(self, peer: Peer, length: int) -> Run:
+        """The peer with inputs of this many tokens."""
+        return Run(peer, *make_inputs(self.shape, length, self.args.seed))
 
     def measure(self, name: str, peer: Peer, length: int, beside: dict[str, dict], **fields: Any) -> dict[str, float]:
         """Milliseconds by pass; `beside` has those of other rows, which the new ones state beside their own."""
@@ -224,8 +234,8 @@ class Table:
         times: dict[str, float] = {}
         try:
             if name != "dense":
-                case["check"] = self.checked(name, peer)
-            run = Run(peer, *make_inputs(self.shape, length, self.args.seed))
+                case["check"] = self.checked(name, peer, length)
+            run = self.run(peer, length)
             for which in self.args.passes:
                 times[which] = run.times(which, self.args.repeats, self.args.min_sample_s)
                 others = {f"{other}_ms": round(ms[which], 4) for other, ms in beside.items() if which in ms}
@@ -243,7 +253,7 @@ def load_peers(args: argparse.Namespace, add: Callable[[dict], None]) -> dict[st
     adapters = dict(peer_adapters.ADAPTERS)
     found = {}
     for name, checkout in args.peers.items():
-        commit = commit_of(checkout)
+        commit = args.peer_commits.get(name) or commit_of(checkout)
         try:
             if name in args.adapters:
                 adapters[name] = peer_adapters.adapter_of(args.adapters[name])
@@ -259,9 +269,10 @@ def run(args: argparse.Namespace, add: Callable[[dict], None]) -> None:
     as_we: dict[tuple[nsa_jax.NSAConfig, bool], list[str]] = {(args.config, True): []}
     for name, (peer, _) in peers.items():
         as_we.setdefault((peer.config, peer.window), []).append(name)
-    for shape in args.shape:
-        table = Table(args, (args.batch, *shape), add)
-        for length in args.lengths:
+    tables: dict[tuple[int, ...], Table] = {}
+    for shape, lengths in args.cases:
+        table = tables.setdefault(shape, Table(args, (args.batch, *shape), add))
+        for length in lengths:
             beside: dict[str, dict] = {}
             if args.dense:
                 beside["dense"] = table.measure("dense", dense(args.config), length, {})
@@ -274,9 +285,9 @@ def run(args: argparse.Namespace, add: Callable[[dict], None]) -> None:
 
 
 def _label(row: dict) -> str:
-    if row["peer"] == OURS and not row["default"]:
-        return f"{OURS}, as {', '.join(row['like'])}"
-    return row["peer"]
+    same = row["peer"] != OURS or row["default"]
+    name = row["peer"] if same else f"{OURS}, as {', '.join(row['like'])}"
+    return name if row.get("window_branch", True) else f"{name}, no window"
 
 
 def _cell(row: dict) -> str:
@@ -330,30 +341,40 @@ def print_row(row: dict) -> None:
     print(f"{_label(row):>18} {where} {text}", flush=True)
 
 
-def _named_paths(parser: argparse.ArgumentParser, flag: str, pairs: list[str]) -> dict[str, pathlib.Path]:
-    found: dict[str, pathlib.Path] = {}
+def _named(parser: argparse.ArgumentParser, flag: str, pairs: list[str], what: str = "PATH") -> dict[str, str]:
+    found: dict[str, str] = {}
     for pair in pairs:
-        name, equals, path = pair.partition("=")
-        if not (name and equals and path):
-            parser.error(f"{flag} {pair}: must be NAME=PATH")
+        name, equals, value = pair.partition("=")
+        if not (name and equals and value):
+            parser.error(f"{flag} {pair}: must be NAME={what}")
         if name in found or name in (OURS, "dense"):
             parser.error(f"{flag} {pair}: the name {name} is taken")
-        found[name] = pathlib.Path(path).expanduser()
+        found[name] = value
     return found
 
 
+def _named_paths(parser: argparse.ArgumentParser, flag: str, pairs: list[str]) -> dict[str, pathlib.Path]:
+    return {name: pathlib.Path(path).expanduser() for name, path in _named(parser, flag, pairs).items()}
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line, with `peers` and `adapters` as paths by name and `config` as an NSAConfig."""
+    """The command line, with `peers` and `adapters` as paths by name, `config` as an NSAConfig and `cases` as shapes
+    with their lengths."""
 
     def integers(text: str) -> list[int]:
         return [int(x) for x in text.split(",")]
 
+    def case(text: str) -> tuple[tuple[int, ...], list[int] | None]:
+        shape, own, lengths = text.partition(":")
+        return tuple(integers(shape)), integers(lengths) if own else None
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shipped = ", ".join(peer_adapters.ADAPTERS)
     parser.add_argument("--peer", action="append", default=[], help=f"NAME=CHECKOUT; repeatable; shipped: {shipped}")
+    parser.add_argument("--peer-commit", action="append", default=[], help="NAME=COMMIT of a checkout without git")
     parser.add_argument("--adapter", action="append", default=[], help="NAME=FILE.py: an adapter of your own")
     parser.add_argument("--lengths", default=[2048, 8192, 32768, 65536], type=integers)
-    parser.add_argument("--shape", action="append", type=integers, help="N,K,H; repeatable")
+    parser.add_argument("--shape", action="append", type=case, help="N,K,H or N,K,H:LENGTHS; repeatable, in this order")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--passes", default="fwd,fwd_bwd", type=lambda text: text.split(","))
     parser.add_argument("--geometry", default="", help="fields of NSAConfig: num_selected=16,window=512")
@@ -364,8 +385,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", help="write the rows and the environment here")
     parser.add_argument("--commit", help="commit to record where git is not available")
     args = parser.parse_args(arguments)
-    args.shape = args.shape or [[64, 4, 128], [32, 8, 128]]
-    for shape in args.shape:
+    shapes = args.shape or [((64, 4, 128), None), ((32, 8, 128), None)]
+    args.cases = [(shape, lengths or args.lengths) for shape, lengths in shapes]
+    for shape, _ in args.cases:
         if len(shape) != 3 or shape[0] % shape[1]:
             parser.error(f"--shape {','.join(map(str, shape))}: must be N,K,H, and K must divide N")
     if unknown := set(args.passes) - {"fwd", "fwd_bwd"}:
@@ -377,6 +399,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--geometry {args.geometry}: {error}")
     args.peers = _named_paths(parser, "--peer", args.peer)
     args.adapters = _named_paths(parser, "--adapter", args.adapter)
+    args.peer_commits = _named(parser, "--peer-commit", args.peer_commit, "COMMIT")
+    if unknown := set(args.peer_commits) - set(args.peers):
+        parser.error(f"--peer-commit: no --peer is named {sorted(unknown)}")
     for name, checkout in args.peers.items():
         if not checkout.is_dir():
             parser.error(f"--peer {name}={checkout}: there is no such folder; clone the project and give its path")

@@ -6,7 +6,6 @@ those before the point.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 
@@ -37,6 +36,7 @@ BRANCHES = {
     "dense causal attention, cuDNN": ("dense", ""),
 }
 
+VERSIONS = {"commit": "commit", "JAX": "jax", "PyTorch": "torch", "Triton": "triton"}
 _SHORT = {"select": "block selection", "window": "the window", "compressed": "compressed attention"}
 
 
@@ -325,28 +325,61 @@ def quickstart_reaches() -> str:
     )
 
 
-def peers() -> str:
-    """Tables of published kernels beside this library's, one for each shape; a sentence where nothing was measured."""
-    path = RESULTS / "peers_h200.json"
-    if not path.exists():
-        return "No result is in benchmarks/results yet, so this page states no times of other projects."
-    measured = json.loads(path.read_text())
+def peers_name(row: dict) -> str:
+    """What a row of a comparison with published kernels is called."""
+    name = row["peer"] if row.get("default", True) else f"{row['peer']}, as {', '.join(row['like'])}"
+    return name if row.get("window_branch", True) else f"{name}, no window"
+
+
+def peers_tables(name: str) -> str:
+    """Tables of one result of benchmarks/peers.py, one for each shape, and what a reader must know of each peer."""
+    measured = results(name)
+    made = measured["environment"]
     cells: dict[tuple, dict[str, dict[int, list[str]]]] = {}
     for row in measured["rows"]:
         if "T" in row:
-            name = row["peer"] if row.get("default", True) else f"{row['peer']}, as {', '.join(row['like'])}"
-            of = cells.setdefault(tuple(row[symbol] for symbol in "BNKH"), {})
-            of.setdefault(name, {}).setdefault(row["T"], []).append(digits(row["ms"]) if "ms" in row else "error")
+            times = cells.setdefault(tuple(row[symbol] for symbol in "BNKH"), {}).setdefault(peers_name(row), {})
+            times.setdefault(row["T"], []).append(digits(row["ms"]) if "ms" in row else "error")
     tables = []
     for sizes, names in cells.items():
         lengths = sorted({length for times in names.values() for length in times})
         of = ", ".join(f"{symbol}={size}" for symbol, size in zip("BNKH", sizes, strict=True))
         lines = [f"| {of} | {' | '.join(f'{length:,}' for length in lengths)} |", "|---" * (len(lengths) + 1) + "|"]
-        for name, times in names.items():
-            lines.append(f"| {name} | {' | '.join(' / '.join(times.get(length, [])) for length in lengths)} |")
+        for label, times in names.items():
+            lines.append(f"| {label} | {' | '.join(' / '.join(times.get(length, [])) for length in lengths)} |")
         tables.append("\n".join(lines))
-    made = f"{measured['environment']['device']}, forward / forward + backward, in milliseconds over the tokens"
-    return f"{made} ([peers_h200.json](../benchmarks/results/peers_h200.json)):\n\n" + "\n\n".join(tables) + "\n"
+    versions = ", ".join(f"{what} {made[key]}" for what, key in VERSIONS.items() if made.get(key))
+    head = f"{made['device']}, forward / forward + backward, in milliseconds over the tokens"
+    head += f" ([{name}.json](../benchmarks/results/{name}.json); {versions}):"
+    return "\n\n".join([head, *tables, *(["\n".join(said)] if (said := peers_said(measured["rows"])) else [])])
+
+
+def peers_said(rows: list[dict]) -> list[str]:
+    """A list of each peer's commit, notes, greatest difference from the reference, and errors."""
+    said = []
+    for peer in dict.fromkeys(row["peer"] for row in rows if row["peer"] not in ("nsa_jax", "dense")):
+        mine = [row for row in rows if row["peer"] == peer]
+        commit = next((row["commit"] for row in mine if row.get("commit")), None)
+        parts = [note for note in dict.fromkeys(row.get("notes", "") for row in mine) if note]
+        checks = [row["check"] for row in mine if "output" in row.get("check", {})]
+        if checks:
+            worst = [max(check["output"] for check in checks)]
+            worst += [max(value for check in checks for value in check["gradients"].values())]
+            parts.append("from the reference: output {:.1%}, gradients {:.1%}".format(*worst).replace("%", " %"))
+        for row in mine:
+            if "error" in row:
+                where = f"N={row['N']}, K={row['K']}, {row['T']:,} tokens: " if "T" in row else ""
+                parts.append(where + " ".join(row["error"].split())[:160].replace("|", "/"))
+        said.append(f"- `{peer}`" + (f" {commit}" if commit else "") + f": {'; '.join(dict.fromkeys(parts))}.")
+    return said
+
+
+def peers() -> str:
+    """Published kernels beside this library's, from every result of that program; a sentence where there is none."""
+    found = sorted(path.stem for path in RESULTS.glob("peers_*.json"))
+    if not found:
+        return "No result is in benchmarks/results yet, so this page states no times of other projects."
+    return "\n\n".join(peers_tables(name) for name in found) + "\n"
 
 
 SENTENCES = {"attention-origin": attention_origin, "quickstart-reaches": quickstart_reaches, "peers": peers}

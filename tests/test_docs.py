@@ -238,18 +238,32 @@ def test_figures_of_tables_are_those_of_the_results():
 def test_times_of_other_projects_are_stated_only_where_they_were_measured(tmp_path, monkeypatch):
     figures = script("figures")
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "results", lambda name: json.loads((tmp_path / f"{name}.json").read_text()))
     assert figures.peers().startswith("No result")
-    sizes = {"B": 1, "N": 64, "K": 4, "H": 128, "T": 8192}
+    sizes = {"B": 1, "N": 64, "K": 4, "H": 128, "T": 8192, "window_branch": False}
     ours = {"peer": "nsa_jax", "default": False, "like": ["fla"], **sizes}
+    fla = {"peer": "fla", "commit": "abc", "notes": "one block size", **sizes}
+    check = {"output": 0.002, "gradients": {"query": 0.004, "key": 0.003}}
     rows = [ours | {"pass": "fwd", "ms": 1.234}, ours | {"pass": "fwd_bwd", "ms": 5}]
-    rows += [{"peer": "fla", "error": "oom", **sizes, "T": 65536}, {"peer": "fsa", "error": "no package"}]
-    (tmp_path / "peers_h200.json").write_text(json.dumps({"environment": {"device": "H200"}, "rows": rows}))
-    assert figures.peers().startswith("H200, forward / forward + backward, in milliseconds")
-    assert figures.peers().splitlines()[2:] == [
+    rows += [fla | {"pass": "fwd", "ms": 2.5, "check": check}, fla | {"error": "oom", "T": 65536}]
+    rows += [{"peer": "fsa", "error": "no package"}]
+    made = {"device": "H200", "commit": "d00", "jax": "0.11.2", "torch": "2.11"}
+    for name in ("peers_h100", "peers_h200"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"environment": made, "rows": rows}))
+    text = figures.peers()
+    assert text.count("| nsa_jax, as fla, no window | 1.23 / 5.00 |  |") == 2
+    first, second = text.split("\n\nH200, forward / forward + backward, in milliseconds over the tokens ")
+    assert second.splitlines() == [
+        "([peers_h200.json](../benchmarks/results/peers_h200.json); commit d00, JAX 0.11.2, PyTorch 2.11):",
+        "",
         "| B=1, N=64, K=4, H=128 | 8,192 | 65,536 |",
         "|---|---|---|",
-        "| nsa_jax, as fla | 1.23 / 5.00 |  |",
-        "| fla |  | error |",
+        "| nsa_jax, as fla, no window | 1.23 / 5.00 |  |",
+        "| fla, no window | 2.50 | error |",
+        "",
+        "- `fla` abc: one block size; from the reference: output 0.2 %, gradients 0.4 %; "
+        "N=64, K=4, 65,536 tokens: oom.",
+        "- `fsa`: no package.",
     ]
 
 

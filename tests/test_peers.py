@@ -73,7 +73,12 @@ def test_a_peer_is_timed_and_compared_beside_ours_with_its_own_geometry(run, sta
     assert "check" not in dense
     table = capsys.readouterr().out.rpartition("\n\n")[2]
     assert table.startswith("forward + backward, ms") and "B=1, N=4, K=2, H=16" in table
-    assert [line.split("  ")[0] for line in table.splitlines()[2:]] == ["dense", "nsa_jax", "nsa_jax, as mine", "mine"]
+    assert [line.split("  ")[0] for line in table.splitlines()[2:]] == [
+        "dense",
+        "nsa_jax",
+        "nsa_jax, as mine, no window",
+        "mine, no window",
+    ]
     assert f"{mine['ms']:.3g} ({mine['ms'] / mine['ours_ms']:.2f}x)" in table
 
 
@@ -101,7 +106,7 @@ def test_a_failing_peer_leaves_its_error_and_the_others(run, stand_in, tmp_path,
     assert "ZeroDivisionError" in errors["late"]["error"] and errors["late"]["T"] == 40
     assert "ZeroDivisionError" in errors["late"]["check"]["error"]
     assert [row["peer"] for row in rows if "ms" in row] == ["nsa_jax", "nsa_jax", "mine", "nsa_jax"]
-    assert "late at N=4, K=2, T=40: ZeroDivisionError" in capsys.readouterr().out
+    assert "late, no window at N=4, K=2, T=40: ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_rows_are_written_as_they_come(tmp_path, stand_in, monkeypatch):
@@ -149,6 +154,9 @@ def test_another_selection_shows_in_the_share_of_tokens():
         (["--peer", "unknown=."], "no adapter of this name; shipped are fla, xunhao"),
         (["--peer", "mine=.", "--adapter", "mine=missing.py"], "needs a file"),
         (["--shape", "6,4,128"], "K must divide N"),
+        (["--shape", "4,2,16:"], "invalid case value"),
+        (["--peer-commit", "fla=abc"], "no --peer is named ['fla']"),
+        (["--peer", "fla=.", "--peer-commit", "fla"], "must be NAME=COMMIT"),
         (["--passes", "bwd"], "choose from fwd, fwd_bwd"),
         (["--geometry", "windows=5"], "windows"),
         (["--geometry", "window=0"], "must be a positive int"),
@@ -162,8 +170,39 @@ def test_wrong_arguments_are_refused_before_anything_is_measured(flags, message,
 
 def test_defaults_are_the_shapes_of_the_tables(tmp_path):
     args = peers.parse(["--peer", f"fla={tmp_path}", "--geometry", "num_selected=8"])
-    assert args.shape == [[64, 4, 128], [32, 8, 128]] and args.lengths == [2048, 8192, 32768, 65536]
+    lengths = [2048, 8192, 32768, 65536]
+    assert args.cases == [((64, 4, 128), lengths), ((32, 8, 128), lengths)]
     assert args.peers == {"fla": tmp_path} and args.config == nsa_jax.NSAConfig(num_selected=8)
+
+
+def test_a_shape_has_lengths_of_its_own_and_a_copy_the_commit_it_is_said_to_have(run, stand_in):
+    flags = ["--geometry", GEOMETRY, "--passes", "fwd", "--no-dense", "--repeats", "1", "--min-sample-s", "0"]
+    cases = ["--shape", "4,2,16:24", "--shape", "2,2,16:16", "--shape", "4,2,16"]
+    rows = run(*flags, *cases, "--lengths", "32", *stand_in[0], "--peer-commit", "mine=abc123")["rows"]
+    rows = [row for row in rows if row["peer"] == "mine"]
+    assert [(row["N"], row["T"]) for row in rows] == [(4, 24), (2, 16), (4, 32)]
+    assert {row["commit"] for row in rows} == {"abc123"}
+    assert rows[0]["check"] == rows[2]["check"] != rows[1]["check"]
+
+
+def test_kernels_that_tune_themselves_first_see_a_timed_length(tmp_path, monkeypatch):
+    args = peers.parse(["--lengths", "40", "--shape", "2,1,16", "--geometry", GEOMETRY, "--seed", "0"])
+    seen = []
+
+    class Recorded:
+        def __init__(self, peer, inputs, cotangent):
+            self.tokens = inputs[0].shape[1]
+
+        def output_and_gradients(self):
+            seen.append(self.tokens)
+            raise MemoryError  # shows in the row of this length, not in the comparison
+
+    monkeypatch.setattr(peers, "Run", Recorded)
+    monkeypatch.setattr(peers, "check", lambda *_: seen.append("check") or {"output": 0})
+    peer = peers.dataclasses.replace(peers.ours(args.config, True), framework="torch")
+    table = peers.Table(args, (1, 2, 1, 16), seen.append)
+    assert [table.checked("a", peer, 40), table.checked("a", peer, 80)] == [{"output": 0}] * 2
+    assert seen == [40, "check"]
 
 
 def test_missing_pytorch_is_named(tmp_path, monkeypatch):
@@ -180,6 +219,17 @@ def test_a_package_from_elsewhere_is_not_taken_for_the_checkouts(tmp_path):
     assert str(tmp_path) not in peers.sys.path
     with pytest.raises(ImportError, match="json was imported from"):
         peer_adapters.import_from(tmp_path, "json")
+
+
+def test_packages_that_are_not_timed_have_stand_ins_only_while_a_project_is_imported(tmp_path):
+    (tmp_path / "with_stand_ins.py").write_text(
+        "import no_such_package, json\nkept = no_such_package.name, json.dumps\n"
+    )
+    with peer_adapters.stand_ins(no_such_package={"name": 3}, json={"dumps": None}) as missing:
+        module = peer_adapters.import_from(tmp_path, "with_stand_ins")
+    assert missing == ["no_such_package"] and module.kept == (3, json.dumps)
+    assert "no_such_package" not in peers.sys.modules
+    assert peer_adapters._version("3.10.0+git") > peer_adapters._version("3.4.0")
 
 
 def test_commits_are_those_of_the_checkout_itself(tmp_path):
