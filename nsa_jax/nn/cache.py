@@ -339,23 +339,34 @@ def _append_by_kernels(attention: NSAttention, layer: NSALayerCache, batch: int)
     return plan.unsupported("decode_attention", shape, current_target()) is None
 
 
-def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths):
-    """What `_append_nsa` returns, by one kernel, or two with learned compressors."""
+def _decode_plan(attention: NSAttention, layer: NSALayerCache, batch: int):
+    """How one token per row attends to the cache, by kernels."""
+    config = attention.config
+    query = jax.ShapeDtypeStruct((batch, 1, config.num_heads, config.head_dim), config.dtype)
+    shape = plan.Shape.of(query, layer.key_slc, layer.value_slc)
+    return plan.plan_decode(shape, layer.key_cmp.shape[1], config.nsa)
+
+
+def _projected(attention: NSAttention, h, lengths) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What kernels make of a token: its projection, the gates' bias, and RoPE's cosine and sine at its position."""
     config = attention.config
     turn = jnp.stack(config.rope_turns(lengths), axis=1)
     rows = h[:, 0]
     if len(rows) == 1:  # XLA computes the product of a single row otherwise (`product`), and would copy it out of two
         rows = jnp.broadcast_to(rows, (2, rows.shape[1]))
-    projected = fused_product(rows, attention.w_in, attention.b_in, config)
+    return fused_product(rows, attention.w_in, attention.b_in, config), attention.gate_bias[...], turn
+
+
+def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths):
+    """What `_append_nsa` returns, by one kernel, or two with learned compressors."""
+    config = attention.config
     phis = [
         tuple(x[...].astype(config.dtype) for x in (phi.position, phi.w_1, phi.b_1, phi.w_2))
         for phi in (attention.compress_key, attention.compress_value)
         if isinstance(phi, MLPCompressor)
     ]
     query, gates, arrays = pallas.append_token(
-        projected,
-        attention.gate_bias[...],
-        turn,
+        *_projected(attention, h, lengths),
         lengths,
         (layer.key_slc, layer.value_slc, *layer[4:8]),
         layer.key_cmp,
@@ -363,7 +374,12 @@ def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths
         phis or None,
         config=config.nsa,
     )
-    return query, gates, NSALayerCache(*arrays[:2], *arrays[6:], *arrays[2:6])._replace(lists=layer.lists)
+    return query, gates, _with_arrays(layer, arrays)
+
+
+def _with_arrays(layer: NSALayerCache, arrays) -> NSALayerCache:
+    """The layer's cache with what kernels wrote in their order: compressed keys and values last."""
+    return NSALayerCache(*arrays[:2], *arrays[6:], *arrays[2:6])._replace(lists=layer.lists)
 
 
 def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
@@ -397,7 +413,23 @@ def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
 
 def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_start):
     config = attention.config
-    append = _append_nsa_kernels if _append_by_kernels(attention, layer, h.shape[0]) else _append_nsa
+    by_kernels = _append_by_kernels(attention, layer, h.shape[0])
+    if by_kernels and type(attention.compress_key) is type(attention.compress_value) is MeanCompressor:
+        made = _decode_plan(attention, layer, h.shape[0])
+        if made.kernel == "decode.pair":
+            arrays = (layer.key_slc, layer.value_slc, *layer[4:8])
+            attended, lists, arrays = pallas.append_and_attend(
+                *_projected(attention, h, lengths),
+                lengths,
+                segment_start,
+                arrays,
+                layer.key_cmp,
+                layer.value_cmp,
+                made=made,
+                config=config.nsa,
+            )
+            return attended, _record(_with_arrays(layer, arrays), lengths, lists)
+    append = _append_nsa_kernels if by_kernels else _append_nsa
     query, gates, layer = append(attention, h, layer, lengths)
 
     def attend(start, query, key_cmp, value_cmp, *arrays):
@@ -410,9 +442,12 @@ def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_
 
     read = (layer.key_cmp, layer.value_cmp, layer.key_slc, layer.value_slc, *layer.window())
     attended, lists = sharded_attention(attend, segment_start, query, *read, gates, lengths + 1)
-    if layer.lists is not None:
-        layer = layer._replace(lists=_write(layer.lists, lengths, lists[:, 0]))
-    return attended, layer
+    return attended, _record(layer, lengths, lists)
+
+
+def _record(layer: NSALayerCache, lengths, lists) -> NSALayerCache:
+    """The cache with the lists [B, 1, K, n] of the newest token, if it records them."""
+    return layer if layer.lists is None else layer._replace(lists=_write(layer.lists, lengths, lists[:, 0]))
 
 
 def _prefill_dense(attention: DenseAttention, h, layer: DenseLayerCache | WindowLayerCache, offset, start, ends):

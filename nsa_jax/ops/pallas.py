@@ -14,6 +14,7 @@ import jax
 
 from nsa_jax.ops import plan
 from nsa_jax.ops.blocks import NSAConfig
+from nsa_jax.ops.choices import Choice
 from nsa_jax.ops.plan import Shape
 from nsa_jax.ops.target import current_target
 
@@ -132,6 +133,16 @@ def append_token(projected, gate_bias, turn, lengths, arrays, key_cmp, value_cmp
     append = _kernels("decode.append")
     phis = phis and [append.Phi(*phi) for phi in phis]
     return append.append_token(projected, gate_bias, turn, lengths, arrays, key_cmp, value_cmp, phis, **sizes)
+
+
+def append_and_attend(
+    projected, gate_bias, turn, lengths, segment_start, arrays, key_cmp, value_cmp, *, made: Choice, **sizes
+):
+    """See `nsa_jax.ops.kernels.decode.pair.append_and_attend`; `made` is `plan.plan_decode`'s."""
+    kernels = _kernels(made.kernel)
+    return kernels.append_and_attend(
+        projected, gate_bias, turn, lengths, segment_start, arrays, key_cmp, value_cmp, plan=made, **sizes
+    )
 
 
 def dense_decode_attention(query, key, value, lengths, segment_start=None, *, ring=False):

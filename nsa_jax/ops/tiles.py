@@ -337,6 +337,11 @@ class DecodeConfig:
       columns: compressed blocks whose scores one program reads.
       rank_warps: warps of the ranking kernel.
       fold_programs: if more programs than these read scores, they are a kernel of their own.
+      pair_parts: programs that share all branches of one (token, key/value head), where one kernel serves them.
+      pair_keys: keys per step of its loops.
+      pair_warps: its warps.
+      pair_stages: pipeline depth of its loops.
+      pair_staggered: half of its programs attend to the window first, while the others make their lists.
     """
 
     keys: int
@@ -349,6 +354,11 @@ class DecodeConfig:
     columns: int
     rank_warps: int
     fold_programs: int = 528
+    pair_parts: int = 1
+    pair_keys: int = 64
+    pair_warps: int = 4
+    pair_stages: int = 3
+    pair_staggered: bool = False
 
 
 # Programs of the attention kernels: as many as an H200 holds at once, two per multiprocessor, so that none waits for
@@ -358,6 +368,9 @@ _DECODE_PROGRAMS = 256
 # What is read of selection blocks, listed or not, before the lists are known: up to so many bytes of keys, values and
 # partial results, of all rows and key/value heads. 16 rows of 2,048 tokens of a100_prod have 18 million, and gain 3 %.
 DECODE_READ_BYTES = 20 * 2**20
+
+# From so many (query token, key/value head) pairs on, a pair with few blocks is one program's.
+DECODE_PAIRS = 96
 
 
 def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -> DecodeConfig:
@@ -385,4 +398,6 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
         window_keys=32,
         columns=256,
         rank_warps=4,
+        pair_parts=max(1, _DECODE_PROGRAMS // 2 // pairs),
+        pair_keys=max(32, min(128, 1 << (32_768 // row_bytes).bit_length() - 1)),
     )

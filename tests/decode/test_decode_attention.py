@@ -87,13 +87,18 @@ def full_forward(full, last, config, segment_start=None):
     return tuple(np.stack([np.asarray(x)[b, t] for b, t in enumerate(last)]) for x in (out, lists))
 
 
-SERVING = ["reference", "xla", "short", "step"]  # the last two: the kernels of few blocks, and of any number
-LIMITS = {"short": 1 << 30, "step": 0}
+# The last three: the kernels of few blocks in many rows, of few blocks, and of any number.
+SERVING = ["reference", "xla", "pair", "short", "step"]
+LIMITS = {  # bytes that are read before lists are known, and pairs from which on a program has one
+    "pair": dict(DECODE_READ_BYTES=0, DECODE_PAIRS=0),
+    "short": dict(DECODE_READ_BYTES=1 << 30, DECODE_PAIRS=1 << 30),
+    "step": dict(DECODE_READ_BYTES=0, DECODE_PAIRS=1 << 30),
+}
 
 
 @functools.partial(jax.jit, static_argnames=("config", "serving"))
 def decode(arrays, start=None, *, config, serving):
-    with mock.patch.object(tuning, "DECODE_READ_BYTES", LIMITS.get(serving)):
+    with mock.patch.multiple(tuning, **LIMITS.get(serving, LIMITS["step"])):
         return nsa_jax.decode_attention(
             *arrays,
             config=config,

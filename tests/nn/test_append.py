@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from flax import nnx
 import nsa_jax
 from nsa_jax import nn
 from nsa_jax.nn import cache as caches
+from nsa_jax.ops import tiles
 from nsa_jax.ops.rope import RopeScaling
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -66,6 +69,35 @@ def test_kernels_write_what_the_plain_operations_write(name):
         chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[6:], arrays) for arrays in (written, layer)))
     changed = [np.abs(np.asarray(got[2].key_cmp[b] - layer.key_cmp[b])).sum() > 0 for b in range(LENGTHS.size)]
     assert changed == [False, False, True, False, True, True, False, False]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("name", ["mean_group_4", "shared_kv_mean"])
+def test_a_step_in_one_kernel_is_a_step_of_plain_operations(name, parts, monkeypatch):
+    """Output and every array of the cache; rows in later documents, and full ones, whose output means nothing."""
+    chosen = tiles.decode_config
+    monkeypatch.setattr(tiles, "DECODE_PAIRS", 0)
+    monkeypatch.setattr(
+        tiles, "decode_config", lambda *args: dataclasses.replace(chosen(*args), pair_parts=parts, pair_keys=32)
+    )
+    layers = [build(MODELS[name], implementation) for implementation in ("pallas", "xla")]
+    keys = iter(jax.random.split(jax.random.key(3), 20))
+    shapes = caches._layer_shapes(layers[0].config, LENGTHS.size, 64)
+    layer = jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape, s.dtype), shapes)
+    layer = layer._replace(
+        lists=jnp.zeros((LENGTHS.size, 64, layer.key_slc.shape[2], GEOMETRY.num_selected), jnp.int32)
+    )
+    h = jax.random.normal(next(keys), (LENGTHS.size, 1, 24), jnp.float32)
+    start = jnp.asarray([0, 3, 0, 17, 41, 0, 0, 0], jnp.int32)
+
+    @jax.jit
+    def both(h, layer, lengths):
+        return [caches.step_attention(attention, h, layer, lengths, start, 64) for attention in layers]
+
+    assert caches._decode_plan(layers[0], layer, LENGTHS.size).kernel == "decode.pair"
+    (got, written), (want, expected) = both(h, layer, jnp.asarray(LENGTHS))
+    chex.assert_trees_all_close(got[:6], want[:6], atol=2e-5, rtol=2e-5)
+    chex.assert_trees_all_close(written, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_plain_operations_serve_where_kernels_cannot():

@@ -81,6 +81,60 @@ def _hidden(y_ref, offset, tail_ref, position_ref, w_ref, out_ref, begin, count:
         out_ref[pl.ds(at, size)] = acc.sum(0)
 
 
+def write_token(
+    y_ref, bias_ref, turn_ref, at, kv, q_ref, gates_ref, cache_refs, h_dim: int, v_dim: int, offsets, shared: bool
+):
+    """Writes a token's query [G, H], gates [3G], keys and values of one key/value head.
+
+    cache_refs: key_slc, value_slc, key_win, value_win, key_tail, value_tail; or key_slc, value_slc, key_tail if the
+    branches share keys and values.
+    """
+    ks_ref, vs_ref, *ring_refs = cache_refs
+    group = q_ref.shape[0]
+    at_query, at_key_raw, at_value_raw, at_key_slc, at_value_slc, at_key_win, at_value_win, at_gates = offsets
+    first, second = _halves(h_dim // 2)
+    head = jnp.minimum(iota(pl.next_power_of_2(group)), group - 1)[:, None]
+    base = at_query + (kv * group + head) * h_dim
+    turned = _turned(y_ref[base + first[None, :]], y_ref[base + second[None, :]], turn_ref)
+    for half, value in zip((first, second), turned, strict=True):
+        q_ref[head, half[None, :]] = value.astype(q_ref.dtype)
+    gate = jnp.minimum(iota(pl.next_power_of_2(3 * group)), 3 * group - 1)
+    logits = y_ref[at_gates + kv * 3 * group + gate].astype(jnp.float32) + bias_ref[gate].astype(jnp.float32)
+    gates_ref[gate] = 1.0 / (1.0 + jnp.exp(-logits))
+
+    def keys(source, ref, slot, turn):
+        base = source + kv * h_dim
+        halves = y_ref[base + first], y_ref[base + second]
+        halves = _turned(halves[0], halves[1], turn_ref) if turn else halves
+        for half, value in zip((first, second), halves, strict=True):
+            ref[slot, half] = value.astype(ref.dtype)
+
+    def values(source, ref, slot):
+        for begin, size in pieces(v_dim):
+            index = begin + iota(size)
+            ref[slot, index] = y_ref[source + kv * v_dim + index].astype(ref.dtype)
+
+    @pl.when(at < ks_ref.shape[0])  # a full row stays as it is
+    def _():
+        keys(at_key_slc, ks_ref, at, True)
+        values(at_value_slc, vs_ref, at)
+        if shared:
+            (kt_ref,) = ring_refs
+        else:
+            kw_ref, vw_ref, kt_ref, vt_ref = ring_refs
+            values(at_value_raw, vt_ref, at % vt_ref.shape[0])
+            keys(at_key_win, kw_ref, at % kw_ref.shape[0], True)
+            values(at_value_win, vw_ref, at % vw_ref.shape[0])
+        keys(at_key_raw, kt_ref, at % kt_ref.shape[0], False)
+
+
+def projection_offsets(num_heads: int, num_kv: int, h_dim: int, v_dim: int, shared: bool) -> tuple[int, ...]:
+    """Where query, keys and values (raw, selected, window) and gates begin in a layer's projection."""
+    widths = (num_heads * h_dim, *(num_kv * dim for dim in (h_dim, v_dim) * (1 if shared else 3)))
+    begins = [sum(widths[:i]) for i in range(len(widths) + 1)]
+    return (begins[0], *begins[1:-1] * (3 if shared else 1), begins[-1])
+
+
 def _append_kernel(*refs, h_dim, v_dim, offsets, chunks, learned, shared, config: NSAConfig):
     """refs: lengths [1], projection [F], gate bias [3G], cos and sin [2, H/2], the caches (aliased; key_slc, value_slc,
     key_win, value_win, key_tail, value_tail, or with shared keys and values key_slc, value_slc, key_tail), then
@@ -96,49 +150,16 @@ def _append_kernel(*refs, h_dim, v_dim, offsets, chunks, learned, shared, config
     tail_refs = (caches[2], caches[1]) if shared else caches[4:]
     compressed_refs = outs[2 + held :]  # or what is known of them: hidden layers
     at, (part, kv) = lengths_ref[0], (pl.program_id(0) - 1, pl.program_id(1))
-    group = q_ref.shape[0]
-    at_query, at_key_raw, at_value_raw, at_key_slc, at_value_slc, at_key_win, at_value_win, at_gates = offsets
+    at_key_raw, at_value_raw = offsets[1:3]
 
     @pl.when(part < 0)
     def _():
-        first, second = _halves(h_dim // 2)
-        head = jnp.minimum(iota(pl.next_power_of_2(group)), group - 1)[:, None]
-        base = at_query + (kv * group + head) * h_dim
-        turned = _turned(y_ref[base + first[None, :]], y_ref[base + second[None, :]], turn_ref)
-        for half, value in zip((first, second), turned, strict=True):
-            q_ref[head, half[None, :]] = value.astype(q_ref.dtype)
-        gate = jnp.minimum(iota(pl.next_power_of_2(3 * group)), 3 * group - 1)
-        logits = y_ref[at_gates + kv * 3 * group + gate].astype(jnp.float32) + bias_ref[gate].astype(jnp.float32)
-        gates_ref[gate] = 1.0 / (1.0 + jnp.exp(-logits))
-
-        def keys(source, ref, slot, turn):
-            base = source + kv * h_dim
-            halves = y_ref[base + first], y_ref[base + second]
-            halves = _turned(halves[0], halves[1], turn_ref) if turn else halves
-            for half, value in zip((first, second), halves, strict=True):
-                ref[slot, half] = value.astype(ref.dtype)
-
-        def values(source, ref, slot):
-            for begin, size in pieces(v_dim):
-                index = begin + iota(size)
-                ref[slot, index] = y_ref[source + kv * v_dim + index].astype(ref.dtype)
-
-        @pl.when(at < ks_ref.shape[0])  # a full row stays as it is
-        def _():
-            keys(at_key_slc, ks_ref, at, True)
-            values(at_value_slc, vs_ref, at)
-            if shared:
-                (kt_ref,) = ring_refs
-            else:
-                kw_ref, vw_ref, kt_ref, vt_ref = ring_refs
-                values(at_value_raw, vt_ref, at % vt_ref.shape[0])
-                keys(at_key_win, kw_ref, at % kw_ref.shape[0], True)
-                values(at_value_win, vw_ref, at % vw_ref.shape[0])
-            keys(at_key_raw, kt_ref, at % kt_ref.shape[0], False)
+        written = (ks_ref, vs_ref, *ring_refs)
+        write_token(y_ref, bias_ref, turn_ref, at, kv, q_ref, gates_ref, written, h_dim, v_dim, offsets, shared)
 
     if not learned:
         newest = [(y_ref, at_key_raw + kv * h_dim, at), (y_ref, at_value_raw + kv * v_dim, at)]
-        _emit(part, lengths_ref, turn_ref, tail_refs, ((), ()), compressed_refs, newest, config)
+        emit(part, lengths_ref, turn_ref, tail_refs, ((), ()), compressed_refs, newest, config)
     else:
         _, complete = _completes(lengths_ref, config)
         count = config.compress_block // chunks
@@ -198,7 +219,7 @@ def _compressed(features, tail_ref, first, phi_refs, newest, config: NSAConfig):
     return out + acc.sum(0)
 
 
-def _emit(role, lengths_ref, turn_ref, tail_refs, phi_refs, out_refs, newest, config: NSAConfig):
+def emit(role, lengths_ref, turn_ref, tail_refs, phi_refs, out_refs, newest, config: NSAConfig):
     """Writes the compressed key (role 0) or value (role 1) of the block that the token completes, if it does.
 
     tail_refs, phi_refs, out_refs and newest have one for each role; see `_compressed`.
@@ -228,7 +249,7 @@ def _emit_kernel(*refs, config: NSAConfig):
     (aliased), then hidden [chunks, M], b_1 and W_2 of both compressors; out: compressed keys [C, H], values [C, V]."""
     lengths_ref, turn_ref, *tail_refs = refs[:4]
     phi_refs, out_refs = (refs[6:9], refs[9:12]), refs[12:]
-    _emit(pl.program_id(0), lengths_ref, turn_ref, tail_refs, phi_refs, out_refs, (None, None), config)
+    emit(pl.program_id(0), lengths_ref, turn_ref, tail_refs, phi_refs, out_refs, (None, None), config)
 
 
 def _one_row(*shape):
@@ -299,9 +320,7 @@ def append_token(
     group = num_heads // num_kv
     kept = [array for array in caches if array is not None]
     shared = len(kept) < len(caches)
-    widths = (num_heads * h_dim, *(num_kv * dim for dim in (h_dim, v_dim) * (1 if shared else 3)))
-    begins = [sum(widths[:i]) for i in range(len(widths) + 1)]
-    offsets = (begins[0], *begins[1:-1] * (3 if shared else 1), begins[-1])
+    offsets = projection_offsets(num_heads, num_kv, h_dim, v_dim, shared)
     learned = int(phis is not None)
     # Enough programs that reading W_1 takes no longer than a launch.
     chunks = _divisor(config.compress_block, 8) if learned else 0

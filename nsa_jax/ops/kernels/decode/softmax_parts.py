@@ -53,15 +53,19 @@ class PartSoftmax:
 
     def step(self, carry, k_ref, v_ref, slots, visible):
         """Adds the keys at rows `slots` of which `visible` count; returns the carry and base-2 scores [rows, keys]."""
+        load_key, load_value = (lambda at, size, ref=ref: ref[slots, pl.ds(at, size)] for ref in (k_ref, v_ref))
+        return self.add(carry, load_key, load_value, v_ref.dtype, visible)
+
+    def add(self, carry, load_key, load_value, dtype, visible):
+        """As `step`, for keys [keys, H] and values [keys, V] whose columns come from functions of (offset, width)."""
         acc, peak, total = carry
-        scores = score_products(self.q, lambda at, size: k_ref[slots, pl.ds(at, size)])
+        scores = score_products(self.q, load_key)
         scores = jnp.where(visible[None, :], scores * self.scale, MINUS_INFINITY)
         new_peak = jnp.maximum(peak, scores.max(1))
         alpha = jnp.exp2(peak - new_peak)
         weights = jnp.where(visible[None, :], jnp.exp2(scores - new_peak[:, None]), 0.0)
         total = total * alpha[:, None] + weights
-        weights = weights.astype(v_ref.dtype)
-        acc = accumulate(acc, alpha, weights, lambda at, size: v_ref[slots, pl.ds(at, size)], self.v_dim)
+        acc = accumulate(acc, alpha, weights.astype(dtype), load_value, self.v_dim)
         return (acc, new_peak, total), scores
 
     def store(self, carry, acc_ref, stats_ref):
@@ -113,14 +117,25 @@ def window_part(refs, part, parts, t, start, *, group, rows, keys, scale, config
     """The part-th part of the window; refs: query [G, H], key [W, H], value [W, V], partial output, stats."""
     q_ref, k_ref, v_ref, acc_ref, stats_ref = refs
     softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
-    low = jnp.maximum(start, t - config.window + 1)
-    begin, end = part_of(pl.cdiv(jnp.maximum(t + 1 - low, 0), keys), parts, part)
+    begin, end = part_of(window_tiles(t, start, keys, config), parts, part)
+    carry = attend_window(softmax, softmax.init(), k_ref, v_ref, begin, end, t, start, config)
+    softmax.store(carry, acc_ref, stats_ref)
+
+
+def window_tiles(t, start, keys: int, config: NSAConfig):
+    """How many tiles of `keys` keys the window of a query has."""
+    return pl.cdiv(jnp.minimum(jnp.maximum(t + 1 - start, 0), config.window), keys)
+
+
+def attend_window(softmax: PartSoftmax, carry, k_ref, v_ref, begin, end, t, start, config: NSAConfig):
+    """Adds tiles [begin, end) of the window."""
+    low, keys = jnp.maximum(start, t - config.window + 1), softmax.keys
 
     def body(i, carry):
         position = low + i * keys + iota(keys)
         return softmax.step(carry, k_ref, v_ref, position % k_ref.shape[0], position <= t)[0]
 
-    softmax.store(lax.fori_loop(begin, end, body, softmax.init()), acc_ref, stats_ref)
+    return lax.fori_loop(begin, end, body, carry)
 
 
 def selected_part(refs, block_of, begin, end, t, start, *, group, rows, keys, scale, config: NSAConfig):
