@@ -424,7 +424,7 @@ def plan_decode(shape: Shape, num_split: int, config: NSAConfig) -> Choice:
     num_blocks = shape.num_keys // config.select_block
     read = num_blocks * pairs * (config.select_block * row_bytes + 4 * shape.group * shape.value_dim)
     few = num_blocks <= 4 * config.num_selected and num_split <= split.columns
-    if few and pairs >= tiles.DECODE_PAIRS:
+    if few and pairs >= tiles.DECODE_PAIRS and row_bytes <= 1024:  # beyond, its tiles do not fit in registers
         return Choice("decode.pair", split, "few blocks, many rows: one program makes the list and reads its blocks")
     if few and read <= tiles.DECODE_READ_BYTES:
         return Choice("decode.short", split, "few blocks: reading all takes less time than waiting for the list")

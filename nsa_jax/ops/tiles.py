@@ -342,6 +342,7 @@ class DecodeConfig:
       pair_warps: its warps.
       pair_stages: pipeline depth of its loops.
       pair_staggered: half of its programs attend to the window first, while the others make their lists.
+      pair_shared: where the branches share keys and values, it reads the blocks in the window once for both branches.
     """
 
     keys: int
@@ -359,6 +360,7 @@ class DecodeConfig:
     pair_warps: int = 4
     pair_stages: int = 3
     pair_staggered: bool = False
+    pair_shared: bool = False
 
 
 # Programs of the attention kernels: as many as an H200 holds at once, two per multiprocessor, so that none waits for

@@ -294,10 +294,26 @@ def test_few_blocks_are_read_before_the_lists_are_known():
     few = {(batch, capacity) for batch in (1, 8, 16, 64) for capacity in (2048, 4096, 8192)
            if kernel(batch, capacity) == "decode.short"}  # fmt: skip
     assert few == {(1, 2048), (8, 2048), (16, 2048), (1, 4096), (8, 4096)}
+    assert [kernel(64, capacity) for capacity in (2048, 4096, 8192)] == ["decode.pair"] * 2 + ["decode.step"]
+
+
+@pytest.mark.parametrize(("keys", "parts"), [(8, 2), (64, 1), (32, 3)])
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_tiles_of_a_pair_change_nothing(keys, parts, monkeypatch):
+    """A tile is a part of a block or several blocks; parts of a pair have nothing to do where a row has few blocks."""
+    lengths = (319, 200, 33, 2)
+    arrays, full, last = filled_cache(SMALL, lengths, group=6, num_kv=1, capacity=320)
+    chosen, fields = tuning.decode_config, dict(pair_keys=keys, pair_parts=parts, pair_staggered=parts > 1)
+    monkeypatch.setattr(tuning, "decode_config", lambda *args: dataclasses.replace(chosen(*args), **fields))
+    out, info = decode(arrays, config=SMALL, serving="pair")
+    want, lists = full_forward(full, last, SMALL)
+    chex.assert_trees_all_close(np.asarray(out), want, atol=1e-5, rtol=1e-5)
+    same_blocks(info.block_indices, lists, lengths, SMALL)
 
 
 @pytest.mark.parametrize(
-    ("gpu", "batch", "capacity"), [("a100-80gb", 16, 131_072), ("h100", 1, 131_072), ("h100", 1, 2048)]
+    ("gpu", "batch", "capacity"),
+    [("a100-80gb", 16, 131_072), ("h100", 1, 131_072), ("h100", 1, 2048), ("a100-80gb", 64, 2048)],
 )
 def test_kernels_compile_ahead_of_time(gpu, batch, capacity):
     """The cache is read in place, so temporary memory stays far below it."""
@@ -309,7 +325,9 @@ def test_kernels_compile_ahead_of_time(gpu, batch, capacity):
     except aot.AheadOfTimeUnavailable as error:
         pytest.skip(str(error))
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * 2**20 * max(batch, 4) / 4
-    names = {"read", "finish"} if capacity == 2048 else {"compressed", "rank", "selected", "combine"}
+    names = {"compressed", "rank", "selected", "combine"}
+    if capacity == 2048:
+        names = {"read", "finish"} if batch == 1 else {"pair"}
     assert set(re.findall(r"nsa_decode_([a-z]+)", compiled.as_text())) - {"fold"} == names
 
 
@@ -355,18 +373,21 @@ def test_dense_decoding_kernel_reads_rings():
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("group", "dim", "num_kv"), [(16, 128, 4), (6, 64, 2), (1, 64, 3)])
 def test_gpu_few_blocks(group, dim, num_kv, packed):
-    """Both ways list the same blocks and differ by rounding; neither's bits change from call to call."""
+    """All ways list the same blocks and differ by rounding; their bits do not change from call to call."""
     lengths = (2048, 1111, 40, 3)
     sizes = dict(num_kv=num_kv, group=group, h_dim=dim, v_dim=dim, capacity=2048, dtype=jnp.bfloat16)
     arrays, _, _ = filled_cache(PAPER, lengths, **sizes)
     start = jnp.asarray([[777], [0], [33], [0]], jnp.int32) if packed else None
-    (out, info), (other, same) = (decode(arrays, start, config=PAPER, serving=name) for name in ("short", "step"))
-    np.testing.assert_array_equal(info.block_indices, same.block_indices)
-    out, other = (np.asarray(x, np.float32) for x in (out, other))
-    assert np.linalg.norm(out - other) < 3e-3 * np.linalg.norm(other)
-    for _ in range(3):
-        again, _ = decode(arrays, start, config=PAPER, serving="short")
-        np.testing.assert_array_equal(np.asarray(again, np.float32), out)
+    other, same = decode(arrays, start, config=PAPER, serving="step")
+    other = np.asarray(other, np.float32)
+    for serving in ("short", "pair"):
+        out, info = decode(arrays, start, config=PAPER, serving=serving)
+        np.testing.assert_array_equal(info.block_indices, same.block_indices)
+        out = np.asarray(out, np.float32)
+        assert np.linalg.norm(out - other) < 3e-3 * np.linalg.norm(other)
+        for _ in range(3):
+            again, _ = decode(arrays, start, config=PAPER, serving=serving)
+            np.testing.assert_array_equal(np.asarray(again, np.float32), out)
 
 
 @pytest.mark.gpu

@@ -58,9 +58,16 @@ class PartSoftmax:
 
     def add(self, carry, load_key, load_value, dtype, visible):
         """As `step`, for keys [keys, H] and values [keys, V] whose columns come from functions of (offset, width)."""
+        return self.weigh(carry, self.scores(load_key), load_value, dtype, visible)
+
+    def scores(self, load_key):
+        """Base-2 scores [rows, keys]."""
+        return score_products(self.q, load_key) * self.scale
+
+    def weigh(self, carry, scores, load_value, dtype, visible):
+        """As `add`, from the scores of the keys; returns the carry and the scores of what is visible."""
         acc, peak, total = carry
-        scores = score_products(self.q, load_key)
-        scores = jnp.where(visible[None, :], scores * self.scale, MINUS_INFINITY)
+        scores = jnp.where(visible[None, :], scores, MINUS_INFINITY)
         new_peak = jnp.maximum(peak, scores.max(1))
         alpha = jnp.exp2(peak - new_peak)
         weights = jnp.where(visible[None, :], jnp.exp2(scores - new_peak[:, None]), 0.0)
