@@ -111,6 +111,15 @@ def moves_heads_to_batch(shape: Shape, target: Target) -> bool:
     return sm90_obstacle(shape, target) is None and shape.group not in DIRECT_GROUPS
 
 
+def cuts_projection(shape: Shape, target: Target) -> bool:
+    """Whether kernels cut a layer's fused projection by key/value head, see `layer.projection`.
+
+    They rotate query and keys and add up their gradients on the way, and key/value heads become batch entries for free.
+    Small groups, whose heads no kernel wants rearranged, gain from the former.
+    """
+    return sm90_obstacle(shape, target) is None and (shape.group < 8 or shape.group not in DIRECT_GROUPS)
+
+
 def plan_range(shape: Shape, target: Target, *, span: int | None = None, cudnn: bool = False) -> RangePlan:
     """Plans attention in which every query sees one contiguous range of keys.
 
@@ -345,7 +354,7 @@ def plan_selected_backward(
     if lists.keep_scores:
         narrow = all(dim in (64, 128) for dim in dims)
         serves = target.is_hopper and shape.is_bfloat16 and narrow and select_block == ROWS
-        if serves and shape.group in DIRECT_GROUPS:
+        if serves and shape.group >= 8 and shape.group in DIRECT_GROUPS:
             by_block = Choice("selected.grad_scores_sm90", lists, "keeps score gradients (G >= 8); sm90", triton)
         else:
             why = _no_sm90_lists(shape, target, select_block)

@@ -43,7 +43,7 @@ def serves(
     sizes = Shape(batch, length, length, num_heads, kv_heads, head_dim, value_dim, jnp.dtype(dtype).name)
     if plan.unsupported("select_blocks", sizes, target, select_block=config.select_block) is not None:
         return False
-    return plan.moves_heads_to_batch(sizes, target)
+    return plan.cuts_projection(sizes, target)
 
 
 def split_projection(

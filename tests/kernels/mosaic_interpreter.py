@@ -8,7 +8,7 @@ The interpreter simulates warpgroups, shared memory, TMA and barriers and finds 
   as a fence. A missing barrier is still found; a missing fence only where nobody reads between the two accesses.
 - What a warpgroup writes, fences and multiplies would be a race: a fence takes time of its own here.
 - It lets TMA read from any address: here only from multiples of 16 bytes, as the hardware does.
-- It keeps a buffer for each view of `boxed_tiles`: here the two views of a tile are one.
+- It keeps a buffer for each view of `boxed_tiles` and `row_boxes`: here the two views of a tile are one.
 - It cannot reshape what TMA copies: here that takes the shape of the place it is copied to.
 - It knows nothing of `sm90_gather`, which is written in MLIR: here the same is done row by row, with columns in the
   order that products have them in, so that they do not fit those of a matrix that came otherwise.
@@ -97,6 +97,13 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
         self.incr_clock(thread)
         commit(self, thread)
 
+    def row_boxes(slots, width, dtype):
+        return [plgpu.SMEM((slots, sm90.ROWS, width), dtype)]
+
+    def row_box(tile, group, part=None):
+        shape = 8 // group, group, tile.shape[-1] // 64, 64
+        return tile.reshape(8, *shape) if part is None else tile.at[pl.ds(8 * part, 8)].reshape(*shape)
+
     for replacement in _ROWS:
         monkeypatch.setattr(sm90_gather, replacement.__name__[1:], replacement)
     monkeypatch.setattr(memory, "commit_smem", commit_later)
@@ -117,6 +124,8 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
         gpu_callbacks, "_clip_store_to_shape", lambda at, value, shape: clip(at, value.reshape(at.shape), shape)
     )
     monkeypatch.setattr(memory, "store_buffer_content", store_reshaped)
+    monkeypatch.setattr(sm90, "row_boxes", row_boxes)
+    monkeypatch.setattr(sm90, "row_box", row_box)
     monkeypatch.setattr(sm90, "boxed_tiles", boxed_tiles)
     monkeypatch.setattr(sm90, "box_rows", box_rows)
     monkeypatch.setattr(pl, "run_state", run_state)

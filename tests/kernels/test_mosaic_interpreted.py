@@ -50,7 +50,20 @@ RANGED_CASES = {
         "compressed", COMPRESSED, 2, 3, dict(length=33, offset=621, group=16, h_dim=128, v_dim=128),
     ),
     "compressed_group_1_three_part_keys": (
-        "compressed", COMPRESSED, 1, 1, dict(length=150, group=1, h_dim=192, v_dim=128),
+        "compressed", COMPRESSED, 1, 1, dict(length=150, num_kv=2, group=1, h_dim=192, v_dim=128),
+    ),
+    # Rows fill tiles of 64, but not those of all warpgroups: what lies behind them is the next batch entry.
+    "compressed_group_4_even": (
+        "compressed", COMPRESSED, 2, 2, dict(batch=2, length=48, offset=70, num_kv=2, group=4, h_dim=128, v_dim=64),
+    ),
+    "narrow_window_group_1_even": (
+        "window", NARROW, 1, 1, dict(batch=2, length=64, num_kv=2, group=1, h_dim=128, v_dim=128),
+    ),
+    "narrow_window_group_2_even": (
+        "window", NARROW, 2, 1, dict(batch=2, length=64, num_kv=2, group=2, h_dim=64, v_dim=64),
+    ),
+    "narrow_window_group_4": (
+        "window", NARROW, 2, 1, dict(batch=2, length=45, num_kv=2, group=4, h_dim=64, v_dim=128),
     ),
     "narrow_window_group_8": ("window", NARROW, 3, 1, dict(length=45, offset=30, group=8, h_dim=64, v_dim=128)),
     "narrow_window_group_6": ("window", NARROW, 2, 1, dict(length=45, group=6, h_dim=64, v_dim=64)),
@@ -138,6 +151,12 @@ SELECTED = dict(batch=1, num_kv=1, h_dim=64, v_dim=64, slots=3, select_block=64,
 # The first two numbers are `divide_work`'s.
 MASKED_CASES = {
     "group_6": (3, 2, dict(length=151, num_keys=151, num_heads=12, num_kv=2)),
+    "group_2_packed": (
+        2,
+        1,
+        dict(batch=2, length=96, num_keys=96, num_heads=4, num_kv=2, h_dim=128, v_dim=128, packed=True),
+    ),
+    "group_4": (1, 2, dict(length=75, num_keys=75, num_heads=8, num_kv=2)),
     "group_16_packed": (2, 1, dict(length=71, num_keys=71, num_heads=16, h_dim=128, v_dim=128, packed=True)),
     # 35 blocks: two words of 32 bits. Of three warpgroups one has block 32, the first of the second word.
     "group_4_many_blocks": (1, 1, dict(length=15, num_keys=2201, num_heads=4, v_dim=128, slots=20, offset=2186)),
@@ -199,7 +218,7 @@ def test_known_ranges_change_no_bit_of_attention(window, called, monkeypatch):
     assert called == FORWARD_AND_BACKWARD * 2
 
 
-@pytest.mark.parametrize(("group", "kv_heads", "in_kernel"), [(16, 2, True), (6, 2, False), (6, 1, True)])
+@pytest.mark.parametrize(("group", "kv_heads", "in_kernel"), [(16, 2, True), (4, 2, True), (6, 2, False), (6, 1, True)])
 def test_a_gradient_of_the_query_is_added_onto_another(group, kv_heads, in_kernel, called, monkeypatch):
     """Summed before rounding where the kernel adds: onto its negation remains what rounding cut off."""
     divide_work(monkeypatch, 2, 2)
@@ -251,7 +270,7 @@ JOINT_CASES = {
     "group_6": (2, 2, 250, dict(length=420, num_keys=420, num_heads=12, num_kv=2)),
     "group_6_short_window_packed": (3, 1, 40, dict(length=151, num_keys=151, num_heads=6, packed=True)),
     "group_16_offset": (2, 2, 150, dict(length=71, num_keys=371, num_heads=16, h_dim=128, v_dim=128, offset=300)),
-    "group_4_packed_in_batch": (1, 3, 130, dict(batch=2, length=230, num_keys=230, num_heads=4, packed=True)),
+    "group_4_packed_in_batch": (1, 3, 130, dict(batch=2, length=230, num_keys=230, num_heads=8, num_kv=2, packed=True)),
 }
 
 

@@ -179,7 +179,7 @@ def segments(batch, length, begin):
     ids=["plain_biased", "packed_positions_by_row", "rows_split_biased", "rows_split_biased_shared"],
 )
 def test_a_layer_on_interpreted_kernels_equals_the_reference(packed, devices, options, monkeypatch):
-    monkeypatch.setattr("nsa_jax.ops.plan.moves_heads_to_batch", lambda *args: True)
+    monkeypatch.setattr("nsa_jax.ops.plan.cuts_projection", lambda *args: True)
     sizes = dict(dim=32, num_heads=6, head_dim=16, value_head_dim=32, nsa=SMALL, init_std=0.1, **options)
     exact = dataclasses.replace(CONFIG, **sizes, compute_dtype="float32", implementation="reference")
     length = 61

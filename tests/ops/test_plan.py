@@ -50,7 +50,8 @@ A100_TABLE = {
 }  # fmt: skip
 H100_TABLE = A100_TABLE | {
     "paper": (False, SM90_RANGE, "sm90_forward", "by_token_triton", "grad_scores_sm90", "grad_query"),
-    "groups_of_4": (True, SM90_RANGE, "neighbours_triton", "by_block_sm90", "grad_partials_sm90", "grad_reduce_triton"),
+    "groups_of_4": (False, SM90_RANGE, "neighbours_triton", "by_block_sm90", "grad_partials_sm90",
+                    "grad_reduce_triton"),
     "groups_of_7": (True, SM90_RANGE, "neighbours_triton", "by_block_sm90", "grad_partials_sm90", "grad_reduce_triton"),
     "small": (True, SM90_RANGE, "neighbours_sm90", "by_block_sm90", "grad_partials_sm90", "grad_reduce_triton"),
     "small_one_row": (True, SM90_RANGE, "neighbours_sm90", "by_block_sm90", "grad_partials_sm90", "grad_reduce_triton"),
@@ -135,6 +136,17 @@ def test_a_window_alone_is_not_rearranged_for_hopper():
     assert alone.forward.kernel == "range_attention.triton_forward"
     assert "6 heads need rearranged copies" in alone.forward.reason
     assert inside.forward.kernel == "range_attention.sm90_forward"
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 6])
+def test_groups_that_divide_8_are_not_rearranged(group):
+    """A window alone gets Hopper's kernels then. A layer's projection is cut by key/value head as before."""
+    shape = Shape(1, 8192, 8192, 2 * group, 2, 128, 128, "bfloat16")
+    direct = 8 % group == 0
+    assert plan.moves_heads_to_batch(shape, H100) != direct
+    assert (plan.plan_range(shape, H100, span=512).forward.kernel == "range_attention.sm90_forward") == direct
+    assert plan.cuts_projection(shape, H100) == (group != 8)
+    assert not plan.cuts_projection(shape, A100) and not plan.moves_heads_to_batch(shape, A100)
 
 
 def test_cudnn_serves_windows_of_whole_rows_where_it_is():

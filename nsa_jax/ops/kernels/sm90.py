@@ -1,8 +1,9 @@
 """Query tiles of range attention's Hopper kernels: how rows lie in memory and how TMA copies them.
 
 As in `range_attention.tiles`, row r of a key/value head is token `r // G`, head `r % G`. TMA copies rectangles, in
-swizzled tiles of 8 rows. Where G is a multiple of 8, a token's heads go straight between [B, T, N, H] and a tile. Other
-groups pass through a copy [B, K, T * G, H], in which any run of rows is contiguous.
+swizzled tiles of 8 rows. Groups of `DIRECT_GROUPS` heads go straight between [B, T, N, H] and a tile: where G is a
+multiple of 8, token by token; where G divides 8, in boxes of 8 / G tokens. Other groups pass through a copy
+[B, K, T * G, H], in which any run of rows is contiguous; with one key/value head the array is that copy already.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.ops.tiles import DIRECT_GROUPS, ROWS
 
+# Swizzled tiles of 16-bit numbers have 8 rows of 64 columns.
+_TILE_ROWS, _BOX_WIDTH = 8, 64
+
 
 @dataclasses.dataclass(frozen=True)
 class RowTiles:
@@ -31,13 +35,26 @@ class RowTiles:
     warpgroups: int
 
     @property
-    def direct(self) -> bool:
-        return self.group in DIRECT_GROUPS
+    def by_token(self) -> bool:
+        """Whether the heads of a token fill whole tiles of 8 rows."""
+        return self.group in DIRECT_GROUPS and self.group % _TILE_ROWS == 0
+
+    @property
+    def boxed(self) -> bool:
+        """Whether several tokens share a tile of 8 rows, and the key/value heads of a token lie between them."""
+        return self.group in DIRECT_GROUPS and self.group < _TILE_ROWS and self.kv_heads > 1
+
+    @property
+    def even(self) -> bool:
+        """Whether 64 rows never hold rows past the end together with others."""
+        return self.length * self.group % ROWS == 0
 
     @property
     def copies(self) -> int:
         """TMA copies that load one warpgroup's rows."""
-        return ROWS // self.group if self.direct else 1
+        if self.boxed:
+            return 1 if self.even else ROWS // _TILE_ROWS
+        return ROWS // self.group if self.by_token else 1
 
     @property
     def tile(self) -> int:
@@ -73,9 +90,16 @@ class RowTiles:
         return x.swapaxes(1, 2).reshape(x.shape[0], self.length, -1)
 
     def arrange(self, x: jax.Array) -> jax.Array:
-        """[B, T, N, D] as the kernels' copies index it: unchanged, or [B, K, rows, D]."""
-        if self.direct:
+        """[B, T, N, D] as the kernels' copies index it.
+
+        Unchanged, or [B, K, rows, D]. For boxes [B, T, N, D / 64, 64], or if rows are even [B * T * G / 8, 8 / G, N,
+        D / 64, 64], so that a box of five dimensions, the most that TMA has, covers 64 rows: neither moves any data.
+        """
+        if self.by_token:
             return x
+        if self.boxed:
+            tokens = (-1, _TILE_ROWS // self.group) if self.even else x.shape[:2]
+            return x.reshape(*tokens, x.shape[2], x.shape[3] // _BOX_WIDTH, _BOX_WIDTH)
         x = x.reshape(x.shape[0], self.length, self.kv_heads, self.group, -1).swapaxes(1, 2)
         x = x.reshape(x.shape[0], self.kv_heads, self.length * self.group, -1)
         # TMA fills rows beyond the array with zeros and does not store them, but needs whole tiles of 8 rows.
@@ -83,32 +107,62 @@ class RowTiles:
 
     def restore(self, x: jax.Array) -> jax.Array:
         """The inverse of `arrange`."""
-        if self.direct:
+        if self.by_token:
             return x
+        if self.boxed:
+            return x.reshape(-1, self.length, x.shape[2], x.shape[3] * x.shape[4])
         x = x[:, :, : self.length * self.group].reshape(x.shape[0], self.kv_heads, self.length, self.group, -1)
         return x.swapaxes(1, 2).reshape(x.shape[0], self.length, self.kv_heads * self.group, -1)
 
-    def _pieces(self, batch, kv_head, base):
-        """(rows of the tile, index into `arrange`'s result, first token) of each copy of 64 rows from row `base`."""
-        if not self.direct:
-            yield pl.ds(0, ROWS), (batch, kv_head, pl.ds(base, ROWS)), None
+    def arranged(self, batch: int, width: int, dtype) -> jax.ShapeDtypeStruct:
+        """What `arrange` makes of [B, T, N, width]."""
+        x = jax.ShapeDtypeStruct((batch, self.length, self.kv_heads * self.group, width), dtype)
+        return jax.eval_shape(self.arrange, x)
+
+    def buffer(self, slots: int, width: int, dtype):
+        """Shared memory for `slots` tiles of 64 rows; `views` tells how it is used."""
+        if self.boxed:
+            return row_boxes(slots, width, dtype)
+        return tiled(slots, ROWS, width, dtype=dtype)
+
+    def views(self, buffer):
+        """(for matrix products and registers, for `load` and `store`), each with the slot as first index."""
+        return (buffer[0], buffer[-1]) if self.boxed else (buffer, buffer)
+
+    def _pieces(self, smem, batch, kv_head, base, last=None):
+        """(part of the tile, index into `arrange`'s result, first token) of each copy of 64 rows from row `base`.
+
+        The first token is at most `last`, and None where TMA itself ends at the last row.
+        """
+        if not (self.by_token or self.boxed):
+            yield smem, (batch, kv_head, pl.ds(base, ROWS)), None
             return
+        heads, tokens = pl.ds(kv_head * self.group, self.group), _TILE_ROWS // self.group
         for i in range(self.copies):
-            token = lax.div(base, jnp.int32(self.group)) + i
-            yield pl.ds(i * self.group, self.group), (batch, token, pl.ds(kv_head * self.group, self.group)), token
+            token = lax.div(base, jnp.int32(self.group)) + i * (ROWS // self.group // self.copies)
+            token = token if last is None else jnp.minimum(token, last)
+            if self.by_token:
+                yield smem.at[pl.ds(i * self.group, self.group)], (batch, token, heads), token
+            elif self.even:
+                tile = lax.div(batch * self.length + token, jnp.int32(tokens))
+                yield row_box(smem, self.group), (pl.ds(tile, ROWS // _TILE_ROWS), slice(None), heads), token
+            else:
+                yield row_box(smem, self.group, i), (batch, pl.ds(token, tokens), heads), token
 
     def load(self, ref, smem, barrier, batch, kv_head, base) -> None:
         """Copies 64 rows of `arrange`'s result to shared memory: `copies` arrivals at `barrier`."""
-        for rows, index, token in self._pieces(batch, kv_head, base):
-            if token is not None:  # past the end any rows will do, but they must exist
-                index = (index[0], jnp.minimum(token, self.length - 1), index[2])
-            plgpu.copy_gmem_to_smem(ref.at[index], smem.at[rows], barrier)
+        # Past the end any rows will do, but they must exist, and be of this batch entry.
+        last = self.length - (ROWS // self.group if self.copies == 1 else 1)
+        for part, index, _ in self._pieces(smem, batch, kv_head, base, last):
+            plgpu.copy_gmem_to_smem(ref.at[index], part, barrier)
 
     def store(self, smem, ref, batch, kv_head, base) -> None:
         """Copies 64 rows from shared memory to where `load` reads them; the caller waits."""
-        for rows, index, token in self._pieces(batch, kv_head, base):
-            copy = functools.partial(plgpu.copy_smem_to_gmem, smem.at[rows], ref.at[index])
-            if token is None or self.length % self.copies == 0:
+        # TMA stores no rows past the end of an array, but those of boxes in even rows would be the next batch entry's.
+        drops = self.even and not (self.boxed and self.pad)
+        for part, index, token in self._pieces(smem, batch, kv_head, base):
+            copy = functools.partial(plgpu.copy_smem_to_gmem, part, ref.at[index])
+            if token is None or drops:
                 copy()
             else:
                 pl.when(token < self.length)(copy)
@@ -121,7 +175,7 @@ class RowTiles:
           tile, batch, kv_head: which one.
           loaded: for each buffer of each warpgroup, the barrier where `arrivals` copies arrive.
           freed: one barrier for each buffer.
-          tiles: (array, buffers [in flight, 64, D]) of `arrange`'s results, for as many tiles times warpgroups.
+          tiles: (array, buffers) of `arrange`'s results: the second of `views`, for as many tiles times warpgroups.
           per_token: (array, buffers [in flight, 64]) of `per_token`'s results.
           per_row: the same of `per_row`'s results.
           words: (array, buffers [in flight, W, 64]) of `words`' results.
@@ -180,6 +234,25 @@ def tiled(*shape: int, dtype):
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def row_boxes(slots: int, width: int, dtype):
+    """Tiles [64, width] as `tiled` makes them, and as `row_box` takes them.
+
+    Swizzling depends on addresses alone: the second view names the dimensions that these tiles have in memory.
+    """
+    shape = (slots, ROWS // _TILE_ROWS, width // _BOX_WIDTH, _TILE_ROWS, _BOX_WIDTH)
+    swizzle = plgpu.SwizzleTransform(_BOX_WIDTH * jnp.dtype(dtype).itemsize)
+    boxes = plgpu.SMEM(shape, dtype, transforms=(swizzle,))  # type: ignore[abstract]
+    return plgpu.RefUnion(tiled(slots, ROWS, width, dtype=dtype), boxes)
+
+
+def row_box(tile, group: int, part: int | None = None):
+    """A tile of `row_boxes` for TMA: [8, 8 / G, G, width / 64, 64], or of 8 rows of it the last four dimensions."""
+    count, columns, rows, width = tile.shape
+    if part is None:
+        return transpose(tile.reshape(count, columns, rows // group, group, width), (0, 2, 3, 1, 4))
+    return transpose(tile.at[part].reshape(columns, rows // group, group, width), (1, 2, 0, 3))
+
+
 def boxed_tiles(slots: int, width: int, dtype):
     """Tiles of 64 rows that TMA copies as one box of tokens, which may fill fewer rows.
 
@@ -228,9 +301,9 @@ def has_bit(words, index):
     return (lax.shift_right_logical(words, jnp.broadcast_to(lax.rem(index, jnp.int32(32)), words.shape)) & 1) == 1
 
 
-def transpose(ref):
-    """A transposed view of a 2D ref."""
-    return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
+def transpose(ref, axes=(1, 0)):
+    """A transposed view of a ref."""
+    return ref.transpose(axes) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, axes)
 
 
 def zeros(shape, fill: float = 0.0, layout=plgpu.Layout.WGMMA):

@@ -107,7 +107,8 @@ def _forward(
         bound_refs, mask_refs, out_refs = sm90.divided(arrays, bounds, masks, 2 * attentions * [None])
         *vectors, lse_smem2 = vectors
         high_smem2, *low_smem3 = vectors
-        query_smem2, out_smem2, key_smem, value_smem = buffers
+        (query_smem2, query_boxes), (out_smem2, out_boxes) = map(rows.views, buffers[:2])
+        key_smem, value_smem = buffers[2:]
         query_loaded, key_loaded, value_loaded = loaded
         query_freed, key_freed, value_freed = freed
         b, kv_head, wg = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("wg")
@@ -204,7 +205,7 @@ def _forward(
             out_smem[...] = (acc / lax.broadcast_in_dim(safe, acc.shape, [0])).astype(out_ref.dtype)
             lse_smem[...] = jnp.where(some, peak * LN2 + jnp.log(safe), -jnp.inf)
             plgpu.commit_smem()
-            rows.store(out_smem, out_ref, b, kv_head, tile.first_row)
+            rows.store(out_boxes.at[wg], out_ref, b, kv_head, tile.first_row)
             plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, kv_head, pl.ds(tile.first_row, ROWS)])
 
         def compute_tile(n, before, index, *limits):
@@ -236,7 +237,7 @@ def _forward(
             streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
             rows.load_tile(
                 n, tile, b, kv_head, query_loaded, query_freed,
-                tiles=[(query_ref, query_smem2)],
+                tiles=[(query_ref, query_boxes)],
                 per_token=list(zip(bound_refs, vectors, strict=True)),
                 words=visibility.words(mask_refs, words_smem2),
             )  # fmt: skip
@@ -265,8 +266,8 @@ def _forward(
         pl.run_scoped(
             lambda *scoped: kernel(*refs, *scoped),
             (
-                buffer(query_buffers * warpgroups, ROWS, h_dim),
-                buffer(warpgroups, ROWS, v_dim),
+                rows.buffer(query_buffers * warpgroups, h_dim, query.dtype),
+                rows.buffer(warpgroups, v_dim, query.dtype),
                 buffer(stages, keys, h_dim),
                 buffer(stages, keys, v_dim),
             ),
@@ -283,7 +284,7 @@ def _forward(
         (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
         ("program", "kv_head", "batch"),
         [
-            jax.ShapeDtypeStruct((*query.shape[:3], v_dim), query.dtype),
+            rows.arranged(batch, v_dim, query.dtype),
             jax.ShapeDtypeStruct((batch, kv_heads, rows.tiles * rows.tile), jnp.float32),
         ]
         * attentions,

@@ -112,7 +112,8 @@ def _grad_key_value(
     def kernel(ranges_ref, own_ref, query_ref, grad_ref, key_ref, value_ref, *refs):
         *arrays, dk_ref, dv_ref, buffers, vectors, words_smem, loaded, freed = refs
         bound_refs, statistic_refs, mask_refs = sm90.divided(arrays, bounds, statistics, masks)
-        key_smem2, value_smem2, query_smem, grad_smem = buffers
+        key_smem2, value_smem2 = buffers[:2]
+        (query_smem, query_boxes), (grad_smem, grad_boxes) = map(rows.views, buffers[2:])
         keys_loaded, query_loaded, grad_loaded = loaded
         query_freed, grad_freed = freed
         bounds_smem, statistics_smem = sm90.divided(vectors, bounds, statistics)
@@ -231,7 +232,7 @@ def _grad_key_value(
             base = tile * ROWS
             pl.when(count >= stages)(lambda: plgpu.barrier_wait(query_freed.at[slot]))
             barrier = query_loaded.at[slot]
-            rows.load(query_ref, query_smem.at[slot], barrier, b, kv_head, base)
+            rows.load(query_ref, query_boxes.at[slot], barrier, b, kv_head, base)
             own_rows = pl.ds(base, ROWS)
             for ref, smem in zip(statistic_refs[::2], statistics_smem[::2], strict=True):
                 plgpu.copy_gmem_to_smem(ref.at[b, kv_head, own_rows], smem.at[slot], barrier)
@@ -240,7 +241,7 @@ def _grad_key_value(
             visibility.load(mask_refs, words_smem, slot, barrier, b, kv_head, first_word, base)
             pl.when(count >= stages)(lambda: plgpu.barrier_wait(grad_freed.at[slot]))
             barrier = grad_loaded.at[slot]
-            rows.load(grad_ref, grad_smem.at[slot], barrier, b, kv_head, base)
+            rows.load(grad_ref, grad_boxes.at[slot], barrier, b, kv_head, base)
             for ref, smem in zip(statistic_refs[1::2], statistics_smem[1::2], strict=True):
                 plgpu.copy_gmem_to_smem(ref.at[b, kv_head, own_rows], smem.at[slot], barrier)
 
@@ -277,8 +278,8 @@ def _grad_key_value(
             (
                 tiled(warpgroups, ROWS, h_dim),
                 tiled(warpgroups, ROWS, v_dim),
-                tiled(stages, ROWS, h_dim),
-                tiled(stages, ROWS, v_dim),
+                rows.buffer(stages, h_dim, query.dtype),
+                rows.buffer(stages, v_dim, query.dtype),
             ),
             (*(vector(jnp.int32) for _ in bounds), *(vector(jnp.float32) for _ in statistics)),
             plgpu.SMEM((stages, num_words, ROWS), jnp.int32) if num_words else None,

@@ -98,7 +98,8 @@ def _grad_query(
     def kernel(bounds_ref, query_ref, grad_ref, key_ref, value_ref, *refs):
         *arrays, dq_ref, buffers, vectors, words_smem2, loaded, freed, others_loaded = refs
         bound_refs, statistic_refs, mask_refs, other_refs = sm90.divided(arrays, bounds, statistics, masks, others)
-        query_smem2, grad_smem2, out_smem2, key_smem, value_smem = buffers
+        (query_smem2, query_boxes), (grad_smem2, grad_boxes), (out_smem2, out_boxes) = map(rows.views, buffers[:3])
+        key_smem, value_smem = buffers[3:]
         high_smem2, *low_smem3 = [vectors[0].at[i] for i in range(len(bounds))]
         statistics_smem3 = [vectors[1].at[i] for i in range(len(statistics))]
         rows_loaded, key_loaded, value_loaded = loaded
@@ -159,10 +160,10 @@ def _grad_query(
             begin, end = limits[0], limits[-1]
             buffer = lax.rem(n, jnp.int32(query_buffers))
             at, base = buffer * warpgroups + wg, index * rows.tile + wg * ROWS
-            out_smem = out_smem2.at[wg]
+            out_smem, out_box = out_smem2.at[wg], out_boxes.at[wg]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
             for ref in other_refs:
-                rows.load(ref, out_smem, others_loaded.at[wg], b, kv_head, base)
+                rows.load(ref, out_box, others_loaded.at[wg], b, kv_head, base)
             plgpu.barrier_wait(rows_loaded.at[at])
             own = tuple(sm90.load(x.at[at], sm90_visibility.ROW_LAYOUT) for x in statistics_smem3)
             tile = _Tile(begin, end, before, buffer, at, own)
@@ -177,13 +178,13 @@ def _grad_query(
                 plgpu.commit_smem()  # all have read
             out_smem[...] = dq.astype(dq_ref.dtype)
             plgpu.commit_smem()
-            rows.store(out_smem, dq_ref, b, kv_head, base)
+            rows.store(out_box, dq_ref, b, kv_head, base)
 
         def load_tile(n, before, tile, *limits):
             streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
             rows.load_tile(
                 n, tile, b, kv_head, rows_loaded, rows_freed,
-                tiles=[(query_ref, query_smem2), (grad_ref, grad_smem2)],
+                tiles=[(query_ref, query_boxes), (grad_ref, grad_boxes)],
                 per_token=list(zip(bound_refs, (high_smem2, *low_smem3), strict=True)),
                 per_row=list(zip(statistic_refs, statistics_smem3, strict=True)),
                 words=visibility.words(mask_refs, words_smem2),
@@ -211,9 +212,9 @@ def _grad_query(
         pl.run_scoped(
             lambda *scoped: kernel(*refs, *scoped),
             (
-                tiled(in_flight, ROWS, h_dim),
-                tiled(in_flight, ROWS, v_dim),
-                tiled(warpgroups, ROWS, h_dim),
+                rows.buffer(in_flight, h_dim, query.dtype),
+                rows.buffer(in_flight, v_dim, query.dtype),
+                rows.buffer(warpgroups, h_dim, query.dtype),
                 tiled(stages, keys, h_dim),
                 tiled(stages, keys, v_dim),
             ),
