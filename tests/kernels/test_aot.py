@@ -129,6 +129,19 @@ def test_rows_that_fill_no_tile_are_not_copied():
     assert all(math.prod(map(int, dims.split(","))) < batch * length * group * dim for dims in copies)
 
 
+@pytest.mark.parametrize(("length", "group"), [(8192, 4), (1023, 1)], ids=["by_block", "whole_rows_uneven"])
+def test_groups_that_divide_8_are_not_rearranged(length, group):
+    """Nothing as large as the keys is transposed, forward or backward."""
+    batch, kv_heads, dim = 2, 4, 128
+    inputs = _inputs((batch, length, group * kv_heads, kv_heads, dim, dim))
+    gradient = jax.grad(_loss(packed=False), argnums=tuple(range(8)))
+    with hollow_kernels():
+        program = aot.compile_for_gpu(gradient, *inputs, gpu="h100").as_text()
+    transposed = re.findall(r" = bf16\[([\d,]+)\]\S* transpose\(", program)
+    assert 'custom_call_target="mosaic_gpu' in program
+    assert all(math.prod(map(int, dims.split(","))) < batch * length * kv_heads * dim for dims in transposed)
+
+
 def test_each_further_layer_takes_only_what_is_kept_for_its_backward_pass():
     """No copy of its parameters, and no buffer of its backward pass that XLA allocates when the program begins."""
     shape, heads = jax.ShapeDtypeStruct((1, 16_384), jnp.int32), 12

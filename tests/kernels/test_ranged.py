@@ -286,6 +286,22 @@ def test_gpu_bfloat16_matches_the_reference(branch, packed, num_kv, group, h_dim
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("branch", ["compressed", "window"])
+@pytest.mark.parametrize(
+    ("length", "group", "h_dim", "v_dim"),
+    # The even lengths fill tiles of 64 rows. The last of 128 or 192 rows is not full, and the next batch entry follows.
+    [
+        (1504, 4, 64, 64), (1520, 4, 128, 128), (1499, 4, 128, 64), (1504, 2, 128, 128), (1499, 2, 64, 64),
+        (1472, 1, 192, 128), (1499, 1, 128, 128),
+    ],
+)  # fmt: skip
+def test_gpu_groups_that_divide_8_match_the_reference(branch, length, group, h_dim, v_dim):
+    sizes = dict(batch=2, length=length, num_kv=3, group=group, h_dim=h_dim, v_dim=v_dim)
+    arrays, keywords = make_inputs(branch, packed=True, dtype=jnp.bfloat16, config=PAPER, **sizes)
+    check_against_reference(branch, jax.device_put(arrays), keywords, PAPER, forward=4e-3, gradient=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branch", ["compressed", "window"])
 def test_gpu_float32_matches_the_reference(branch):
     inputs = real_inputs(branch, 1500, 2, 4, 128, 64, packed=True, dtype=jnp.float32)
     check_against_reference(branch, *inputs, PAPER, forward=1e-4, gradient=1e-4)
