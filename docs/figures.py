@@ -228,7 +228,7 @@ def whole_operator_rows(name: str, device: str = "") -> dict[str, list[str]]:
         dense, nsa, a100 = timed.values()
         faster = [f"{x / y:.2f}x" for x, y in zip(dense, nsa, strict=True) if x and y]
         rows[name] = [" / ".join(digits(x) for x in both if x) for both in (dense, nsa)]
-        rows[name] += [" / ".join(faster), *([" / ".join(digits(x) for x in a100)] if all(a100) else [])]
+        rows[name] += [" / ".join(faster), " / ".join(digits(x) for x in a100 if x)]
     return rows
 
 
