@@ -339,10 +339,6 @@ class DecodeConfig:
       fold_programs: if more programs than these read scores, they are a kernel of their own.
       pair_parts: programs that share all branches of one (token, key/value head), where one kernel serves them.
       pair_keys: keys per step of its loops.
-      pair_warps: its warps.
-      pair_stages: pipeline depth of its loops.
-      pair_staggered: half of its programs attend to the window first, while the others make their lists.
-      pair_shared: where the branches share keys and values, it reads the blocks in the window once for both branches.
     """
 
     keys: int
@@ -357,10 +353,6 @@ class DecodeConfig:
     fold_programs: int = 528
     pair_parts: int = 1
     pair_keys: int = 64
-    pair_warps: int = 4
-    pair_stages: int = 3
-    pair_staggered: bool = False
-    pair_shared: bool = False
 
 
 # Programs of the attention kernels: as many as an H200 holds at once, two per multiprocessor, so that none waits for

@@ -303,7 +303,7 @@ def test_tiles_of_a_pair_change_nothing(keys, parts, monkeypatch):
     """A tile is a part of a block or several blocks; parts of a pair have nothing to do where a row has few blocks."""
     lengths = (319, 200, 33, 2)
     arrays, full, last = filled_cache(SMALL, lengths, group=6, num_kv=1, capacity=320)
-    chosen, fields = tuning.decode_config, dict(pair_keys=keys, pair_parts=parts, pair_staggered=parts > 1)
+    chosen, fields = tuning.decode_config, dict(pair_keys=keys, pair_parts=parts)
     monkeypatch.setattr(tuning, "decode_config", lambda *args: dataclasses.replace(chosen(*args), **fields))
     out, info = decode(arrays, config=SMALL, serving="pair")
     want, lists = full_forward(full, last, SMALL)

@@ -91,37 +91,7 @@ def _attend_listed(softmax: PartSoftmax, k_ref, v_ref, list_ref, begin, end, t, 
     return lax.fori_loop(0, count, body, softmax.init())
 
 
-def _attend_both(softmax: PartSoftmax, carries, k_ref, v_ref, listed, begin, end, t, start, config: NSAConfig):
-    """Adds tiles [begin, end) of the blocks that hold the window to the listed blocks' softmax and the window's.
-
-    listed: int32, whose i-th bit says whether the i-th of these blocks is on the list.
-    """
-    keys, block = softmax.keys, config.select_block
-    low = jnp.maximum(start, t - config.window + 1)
-    first = low // block * block
-
-    def body(i, carry):
-        offset = i * keys + iota(keys)
-        position = first + offset
-        on_list = (listed >> jnp.minimum(offset // block, 31)) & 1 > 0
-        visible = [(position >= since) & (position <= t) for since in (start, low)]
-        visible[0] &= on_list
-        # The query's own key takes the place of what neither branch sees and might not be finite.
-        slots = jnp.clip(jnp.where(visible[0] | visible[1], position, t), 0, k_ref.shape[0] - 1)
-        scores = softmax.scores(lambda at, size: k_ref[slots, pl.ds(at, size)])
-        values = {at: v_ref[slots, pl.ds(at, size)] for at, size in pieces(softmax.v_dim)}
-
-        def load_value(at, size):
-            return values[at]
-
-        pairs = zip(carry, visible, strict=True)
-        return tuple(softmax.weigh(one, scores, load_value, v_ref.dtype, seen)[0] for one, seen in pairs)
-
-    return lax.fori_loop(begin, end, body, carries)
-
-
-def _attend(q_ref, gate_of, caches, outs, t, start, *, group, rows, keys, width, num_cmp, parts, scale, staggered, once,
-            config):  # fmt: skip
+def _attend(q_ref, gate_of, caches, outs, t, start, *, group, rows, keys, width, num_cmp, parts, scale, config):
     """One part of a pair.
 
     Args:
@@ -137,38 +107,17 @@ def _attend(q_ref, gate_of, caches, outs, t, start, *, group, rows, keys, width,
     list_ref, sum_ref, *out_refs = outs
     part, capacity = pl.program_id(0), ks_ref.shape[0]
     softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=vs_ref.shape[-1], scale=scale)
-    # One bit of an integer for each block that the window reaches into.
-    shared = once and kw_ref is ks_ref and config.window // config.select_block + 2 <= 31
-    staggered = staggered and not shared
-    begin, end = part_of(window_tiles(t, start, keys, config), parts, part)
-    middle = jnp.where(pl.program_id(2) % 2 > 0, end, begin) if staggered else begin
-    window = softmax.init()
-    if staggered:
-        window = attend_window(softmax, window, kw_ref, vw_ref, begin, middle, t, start, config)
     low, high = visible_range(t, start, num_cmp, config)
     compressed = _attend_compressed(softmax, kc_ref, vc_ref, sum_ref, low, high, group, num_cmp)
     _barrier()
     first, last = candidate_range(t, start, config)
     importance = block_importance(sum_ref, width, low, high, num_cmp, config)
-    num_blocks = blocks.num_selection_blocks(capacity, config.select_block)
-    chosen = write_list(importance, list_ref, first, last, num_blocks, config)
+    write_list(importance, list_ref, first, last, blocks.num_selection_blocks(capacity, config.select_block), config)
     _barrier()
-    taken = jnp.minimum(last - first + 1, config.num_selected)
-    if shared:  # the listed blocks before the window's, and the window's for both branches
-        since = jnp.maximum(start, t - config.window + 1) // config.select_block
-        later = iota(width) - since
-        taken = jnp.sum((chosen & (later < 0)).astype(jnp.int32))
-        bits = jnp.where(chosen & (later >= 0), 1 << jnp.clip(later, 0, 31), 0)
-        listed = jnp.sum(bits)
-    entry, entries = part_of(taken, parts, part)
+    entry, entries = part_of(jnp.minimum(last - first + 1, config.num_selected), parts, part)
     selected = _attend_listed(softmax, ks_ref, vs_ref, list_ref, entry, entries, t, start, config)
-    if shared:
-        held = jnp.where(t >= start, pl.cdiv(t + 1 - since * config.select_block, keys), 0)
-        begin, end = part_of(held, parts, part)
-        carries = _attend_both(softmax, (selected, window), ks_ref, vs_ref, listed, begin, end, t, start, config)
-        selected, window = carries
-    else:
-        window = attend_window(softmax, window, kw_ref, vw_ref, middle, end, t, start, config)
+    begin, end = part_of(window_tiles(t, start, keys, config), parts, part)
+    window = attend_window(softmax, kw_ref, vw_ref, begin, end, t, start, config)
     branches = compressed, selected, window
     if parts > 1:
         acc_ref, stats_ref = out_refs
@@ -233,8 +182,7 @@ class _Launch:
         self.grid, self.dtype = (parts, num_kv, rows), dtype
         self.sizes = dict(group=group, rows=max(16, pl.next_power_of_2(group)), keys=keys, width=width)
         self.sizes |= dict(num_cmp=num_cmp, parts=parts, scale=LOG2E * h_dim**-0.5, config=config)
-        self.sizes |= dict(staggered=tile.pair_staggered, once=tile.pair_shared)
-        self.options = dict(num_warps=tile.pair_warps, num_stages=tile.pair_stages)
+        self.options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
         self.out_specs = [per_pair(n), per_pair(columns)]
         shapes: list[tuple[tuple[int, ...], Any]] = [((n,), jnp.int32), ((columns,), jnp.float32)]
         if parts == 1:

@@ -58,16 +58,9 @@ class PartSoftmax:
 
     def add(self, carry, load_key, load_value, dtype, visible):
         """As `step`, for keys [keys, H] and values [keys, V] whose columns come from functions of (offset, width)."""
-        return self.weigh(carry, self.scores(load_key), load_value, dtype, visible)
-
-    def scores(self, load_key):
-        """Base-2 scores [rows, keys]."""
-        return score_products(self.q, load_key) * self.scale
-
-    def weigh(self, carry, scores, load_value, dtype, visible):
-        """As `add`, from the scores of the keys; returns the carry and the scores of what is visible."""
         acc, peak, total = carry
-        scores = jnp.where(visible[None, :], scores, MINUS_INFINITY)
+        scores = score_products(self.q, load_key)
+        scores = jnp.where(visible[None, :], scores * self.scale, MINUS_INFINITY)
         new_peak = jnp.maximum(peak, scores.max(1))
         alpha = jnp.exp2(peak - new_peak)
         weights = jnp.where(visible[None, :], jnp.exp2(scores - new_peak[:, None]), 0.0)
@@ -125,8 +118,7 @@ def window_part(refs, part, parts, t, start, *, group, rows, keys, scale, config
     q_ref, k_ref, v_ref, acc_ref, stats_ref = refs
     softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
     begin, end = part_of(window_tiles(t, start, keys, config), parts, part)
-    carry = attend_window(softmax, softmax.init(), k_ref, v_ref, begin, end, t, start, config)
-    softmax.store(carry, acc_ref, stats_ref)
+    softmax.store(attend_window(softmax, k_ref, v_ref, begin, end, t, start, config), acc_ref, stats_ref)
 
 
 def window_tiles(t, start, keys: int, config: NSAConfig):
@@ -134,15 +126,15 @@ def window_tiles(t, start, keys: int, config: NSAConfig):
     return pl.cdiv(jnp.minimum(jnp.maximum(t + 1 - start, 0), config.window), keys)
 
 
-def attend_window(softmax: PartSoftmax, carry, k_ref, v_ref, begin, end, t, start, config: NSAConfig):
-    """Adds tiles [begin, end) of the window."""
+def attend_window(softmax: PartSoftmax, k_ref, v_ref, begin, end, t, start, config: NSAConfig):
+    """Attention to tiles [begin, end) of the window."""
     low, keys = jnp.maximum(start, t - config.window + 1), softmax.keys
 
     def body(i, carry):
         position = low + i * keys + iota(keys)
         return softmax.step(carry, k_ref, v_ref, position % k_ref.shape[0], position <= t)[0]
 
-    return lax.fori_loop(begin, end, body, carry)
+    return lax.fori_loop(begin, end, body, softmax.init())
 
 
 def selected_part(refs, block_of, begin, end, t, start, *, group, rows, keys, scale, config: NSAConfig):
