@@ -330,7 +330,7 @@ class DecodeConfig:
       keys: keys per step of the loops over compressed and listed blocks (dense decoding: over all keys).
       compressed_parts: programs that share the compressed blocks of one (token, key/value head).
       selected_parts: programs that share its listed blocks.
-      num_warps: warps of these kernels.
+      num_warps: warps of these kernels, and of the one that serves a pair.
       num_stages: software pipeline depth of their loops.
       window_parts: programs that share its window, in the kernel that ranks.
       window_keys: keys per step of their loop: small, for that kernel's programs should be many at a time.
@@ -360,11 +360,14 @@ class DecodeConfig:
 _DECODE_PROGRAMS = 256
 
 # What is read of selection blocks, listed or not, before the lists are known: up to so many bytes of keys, values and
-# partial results, of all rows and key/value heads. 16 rows of 2,048 tokens of a100_prod have 18 million, and gain 3 %.
+# partial results, of all rows and key/value heads. 16 rows of 2,048 tokens of a100_prod have 18 million, and gained 3 %
+# by it; now they have `DECODE_PAIRS`.
 DECODE_READ_BYTES = 20 * 2**20
 
-# From so many (query token, key/value head) pairs on, a pair with few blocks is one program's.
-DECODE_PAIRS = 96
+# From so many (query token, key/value head) pairs on, one kernel serves pairs with few blocks. On an H100 a step of
+# a100_prod at 2,048 tokens takes 0.661 ms with it and 0.764 without at 128 pairs (64 rows), 0.469 and 0.487 at 32; but
+# 0.444 and 0.409 at 2.
+DECODE_PAIRS = 32
 
 
 def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -> DecodeConfig:
@@ -372,6 +375,11 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
 
     Programs are as many as an H200 holds at once. The compressed blocks are cut into at most half as many parts as
     there are tiles, but up to 16, because summing many parts costs more than it saves.
+
+    Where one kernel serves a pair, up to 128 programs share the pairs, and a tile of keys and values has 32 KiB: 128
+    keys at head dim 64. On an H100, a step of a100_prod at 2,048 tokens took 0.661 ms so with 128 pairs (0.665 with 8
+    warps, 0.670 with 64 keys in 4 stages, 0.687 in two parts of 64 keys), and 0.469 with 32 pairs in four parts (0.476
+    with 64 keys in 4 stages, 0.478 in eight parts of 64 keys).
 
     Args:
       pairs: (query token, key/value head) pairs in the batch.

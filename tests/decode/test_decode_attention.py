@@ -153,7 +153,7 @@ def test_how_the_keys_are_split_changes_nothing(parts, fold_programs, monkeypatc
     same_blocks(info.block_indices, lists, lengths, SMALL)
 
 
-@pytest.mark.parametrize("serving", ["xla", "short", "step"])
+@pytest.mark.parametrize("serving", ["xla", "pair", "short", "step"])
 @pytest.mark.filterwarnings("ignore:.*interpret mode")
 def test_nan_in_a_block_that_is_not_listed_does_not_spread(serving):
     """Although the kernels of few blocks read it."""
@@ -285,35 +285,45 @@ def decode_shapes(batch, capacity, config=PAPER, num_heads=64, num_kv=4, dim=128
 
 
 def test_few_blocks_are_read_before_the_lists_are_known():
-    """Where a row has at most four times as many blocks as it lists, and all rows have few."""
+    """Where a row has at most four times as many blocks as it lists, and all rows have few; one kernel serves many."""
 
-    def kernel(batch, capacity):
-        query, key_cmp, *_, key_slc, value_slc = decode_shapes(batch, capacity, num_heads=12, num_kv=2, dim=64)[:5]
-        return plan.plan_decode(plan.Shape.of(query, key_slc, value_slc), key_cmp.shape[1], PAPER).kernel
+    def planned(batch, capacity, dim=64):
+        query, key_cmp, *_, key_slc, value_slc = decode_shapes(batch, capacity, num_heads=12, num_kv=2, dim=dim)[:5]
+        return plan.plan_decode(plan.Shape.of(query, key_slc, value_slc), key_cmp.shape[1], PAPER)
 
-    few = {(batch, capacity) for batch in (1, 8, 16, 64) for capacity in (2048, 4096, 8192)
-           if kernel(batch, capacity) == "decode.short"}  # fmt: skip
-    assert few == {(1, 2048), (8, 2048), (16, 2048), (1, 4096), (8, 4096)}
-    assert [kernel(64, capacity) for capacity in (2048, 4096, 8192)] == ["decode.pair"] * 2 + ["decode.step"]
+    for capacity, kernels in (
+        (2048, ["short"] * 3 + ["pair"] * 2),
+        (4096, ["short"] * 2 + ["step"] + ["pair"] * 2),
+        (8192, ["step"] * 5),
+    ):
+        assert [planned(batch, capacity).kernel for batch in (1, 8, 15, 16, 64)] == [f"decode.{k}" for k in kernels]
+    splits = {batch: planned(batch, 2048).tiles for batch in (16, 32, 48, 64, 100)}
+    assert {batch: split.pair_parts for batch, split in splits.items()} == {16: 4, 32: 2, 48: 1, 64: 1, 100: 1}
+    assert {(x.pair_keys, x.num_warps, x.num_stages) for x in splits.values()} == {(128, 4, 3)}
+    assert [planned(64, 2048, dim).tiles.pair_keys for dim in (128, 192)] == [64, 32]  # what shared memory has room for
 
 
-@pytest.mark.parametrize(("keys", "parts"), [(8, 2), (64, 1), (32, 3)])
+@pytest.mark.parametrize(("keys", "parts"), [(8, 2), (64, 1), (64, 2), (32, 4)])
 @pytest.mark.filterwarnings("ignore:.*interpret mode")
 def test_tiles_of_a_pair_change_nothing(keys, parts, monkeypatch):
-    """A tile is a part of a block or several blocks; parts of a pair have nothing to do where a row has few blocks."""
-    lengths = (319, 200, 33, 2)
+    """A tile is a part of a block or several blocks; parts of a pair have nothing to do where a row has few blocks.
+
+    One row is full, and others are in a later document.
+    """
+    lengths, start = (320, 199, 33, 2), jnp.asarray([[0], [70], [0], [1]], jnp.int32)
     arrays, full, last = filled_cache(SMALL, lengths, group=6, num_kv=1, capacity=320)
     chosen, fields = tuning.decode_config, dict(pair_keys=keys, pair_parts=parts)
     monkeypatch.setattr(tuning, "decode_config", lambda *args: dataclasses.replace(chosen(*args), **fields))
-    out, info = decode(arrays, config=SMALL, serving="pair")
-    want, lists = full_forward(full, last, SMALL)
+    traced_anew = jax.jit(functools.partial(decode.__wrapped__, config=SMALL, serving="pair"))
+    out, info = traced_anew(arrays, start)
+    want, lists = full_forward(full, last, SMALL, start)
     chex.assert_trees_all_close(np.asarray(out), want, atol=1e-5, rtol=1e-5)
     same_blocks(info.block_indices, lists, lengths, SMALL)
 
 
 @pytest.mark.parametrize(
     ("gpu", "batch", "capacity"),
-    [("a100-80gb", 16, 131_072), ("h100", 1, 131_072), ("h100", 1, 2048), ("a100-80gb", 64, 2048)],
+    [("a100-80gb", 16, 131_072), ("h100", 1, 131_072), ("h100", 1, 2048), ("h100", 8, 2048), ("a100-80gb", 64, 2048)],
 )
 def test_kernels_compile_ahead_of_time(gpu, batch, capacity):
     """The cache is read in place, so temporary memory stays far below it."""
@@ -327,7 +337,7 @@ def test_kernels_compile_ahead_of_time(gpu, batch, capacity):
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * 2**20 * max(batch, 4) / 4
     names = {"compressed", "rank", "selected", "combine"}
     if capacity == 2048:
-        names = {"read", "finish"} if batch == 1 else {"pair"}
+        names = {1: {"read", "finish"}, 8: {"pair", "combine"}, 64: {"pair"}}[batch]
     assert set(re.findall(r"nsa_decode_([a-z]+)", compiled.as_text())) - {"fold"} == names
 
 
