@@ -71,6 +71,22 @@ def test_kernels_write_what_the_plain_operations_write(name):
     assert changed == [False, False, True, False, True, True, False, False]
 
 
+def poisoned(layer, lengths, geometry):
+    """The layer's cache with NaN in every place that a new token will take in the first rows, which are not full."""
+    rows = np.arange(len(lengths))
+    arrays = {
+        name: array.at[rows, lengths % array.shape[1]].set(jnp.nan)
+        for name, array in layer._asdict().items()
+        if array is not None and name not in ("key_cmp", "value_cmp", "lists")
+    }
+    first = lengths + 1 - geometry.compress_block
+    ends = (first >= 0) & (first % geometry.compress_stride == 0)
+    index = first[ends] // geometry.compress_stride
+    for name in ("key_cmp", "value_cmp"):
+        arrays[name] = getattr(layer, name).at[rows[ends], index].set(jnp.nan)
+    return layer._replace(**arrays)
+
+
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("name", ["mean_group_4", "shared_kv_mean"])
 def test_a_step_in_one_kernel_is_a_step_of_plain_operations(name, parts, monkeypatch):
@@ -96,6 +112,11 @@ def test_a_step_in_one_kernel_is_a_step_of_plain_operations(name, parts, monkeyp
     (got, written), (want, expected) = both(h, layer, jnp.asarray(LENGTHS))
     chex.assert_trees_all_close(got[:6], want[:6], atol=2e-5, rtol=2e-5)
     chex.assert_trees_all_close(written, expected, atol=2e-5, rtol=2e-5)
+    full = [jax.tree.map(lambda x: x[6:], arrays._replace(lists=None)) for arrays in (written, layer)]
+    chex.assert_trees_all_equal(*full)
+    # A program that shares a pair may find the new token's slots as they were or as another program left them.
+    for found in (poisoned(layer, LENGTHS[:6], GEOMETRY), written):
+        chex.assert_trees_all_equal(both(h, found, jnp.asarray(LENGTHS))[0], (got, written))
 
 
 @pytest.mark.gpu
@@ -117,7 +138,7 @@ def test_gpu_a_step_in_one_kernel(shared, parts, monkeypatch):
     chosen, fields = tiles.decode_config, dict(pair_parts=parts)
     monkeypatch.setattr(tiles, "decode_config", lambda *args: dataclasses.replace(chosen(*args), **fields))
 
-    def step(pairs):
+    def step(pairs, layer=layer):
         monkeypatch.setattr(tiles, "DECODE_PAIRS", pairs)
         run = jax.jit(lambda h, layer: caches.step_attention(attention, h, layer, lengths, start, 2048))
         return jax.tree.map(lambda x: np.asarray(x, np.float32), run(h, layer))
@@ -125,8 +146,9 @@ def test_gpu_a_step_in_one_kernel(shared, parts, monkeypatch):
     (out, written), (want, expected) = step(0), step(1 << 30)
     chex.assert_trees_all_equal(written, expected)
     assert np.linalg.norm(out[:6] - want[:6]) < 4e-3 * np.linalg.norm(want[:6])
-    for _ in range(3):
-        chex.assert_trees_all_equal(step(0), (out, written))
+    again = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), written)
+    for found in (layer, again, poisoned(layer, np.asarray(lengths[:6]), config.nsa)):
+        chex.assert_trees_all_equal(step(0, found), (out, written))
 
 
 def test_plain_operations_serve_where_kernels_cannot():

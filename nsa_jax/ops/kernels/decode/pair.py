@@ -6,8 +6,18 @@ Where a batch has too few pairs to fill a GPU, several programs share one. Each 
 of its blocks and of the window, and a second kernel adds up their results.
 
 `append_and_attend` also writes the new token into the cache: before a program attends, it does what append.py's does.
-Programs that share a pair write the same bits to the same places, so none has to wait for another.
 Lists are those of step.py and short.py.
+
+Programs that share a pair all write its query, gates, token, compressed block, probabilities and list, and none waits
+for another. That is safe because each of them writes the same bits to each place and nothing else before:
+
+- Query, gates and token come from inputs that no program writes, the compressed block from these and the tails. In a
+  tail only the new token's slot changes, and what is loaded from it is replaced by the projection. If the tail is a
+  ring, that slot held a token from before the compressed block, in the window's ring one from before the window.
+- Whatever else a program reads of these arrays it has written itself, with a barrier between. All of them then compute
+  probabilities and list from the same numbers with the same instructions: which part a program has decides only over
+  which keys it attends afterwards, and its partial results are its own.
+- In a full row no program writes to the cache, neither a token nor a compressed block.
 """
 
 from __future__ import annotations
