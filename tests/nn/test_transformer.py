@@ -278,7 +278,7 @@ def test_dense_attention_that_cudnn_cannot_serve_takes_the_kernels_on_a_gpu(pack
 
     with compile_for(Target("gpu", (9, 0))):
         text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(query, key, value, start))
-    assert "pallas_call" in text and f"{length},{length}]" not in text
+    assert "nsa_ranged_forward" in text and f"{length},{length}]" not in text
 
 
 def test_logits_are_float32_and_parameters_stay_float32():
