@@ -228,7 +228,7 @@ def reads_whole_rows(shape: Shape, target: Target, select_block: int, num_select
     num_blocks = blocks.num_selection_blocks(shape.num_keys, select_block)
     return (
         select_block == ROWS
-        and num_blocks <= selected_tiles.MASKED_BLOCKS_PER_SLOT * num_selected
+        and num_blocks <= min(selected_tiles.MASKED_BLOCKS_PER_SLOT * num_selected, selected_tiles.MOST_MASKED_BLOCKS)
         and shape.num_queries > 1
         and sm90_obstacle(shape, target) is None
     )
@@ -433,7 +433,8 @@ def plan_decode(shape: Shape, num_split: int, config: NSAConfig) -> Choice:
     num_blocks = shape.num_keys // config.select_block
     read = num_blocks * pairs * (config.select_block * row_bytes + 4 * shape.group * shape.value_dim)
     few = num_blocks <= 4 * config.num_selected and num_split <= split.columns
-    if few and pairs >= tiles.DECODE_PAIRS and row_bytes <= 1024:  # beyond, its tiles do not fit in registers
+    fits = row_bytes <= 1024 and shape.group <= 16  # beyond, its tiles do not fit in registers
+    if few and pairs >= tiles.DECODE_PAIRS and fits:
         return Choice("decode.pair", split, "few blocks, many rows: one program makes the list and reads its blocks")
     if few and read <= tiles.DECODE_READ_BYTES:
         return Choice("decode.short", split, "few blocks: reading all takes less time than waiting for the list")

@@ -85,8 +85,8 @@ def attend(
       others: its arguments after the query: six keys and values [B * K, S, 1, H or V], gates [B * K, T, G, 3].
       kv_heads: K.
       config, segment_start, implementation, nonnegative_gates: see `nsa_jax.nsa_attention`.
-      shared_kv: the window's keys and values are those of the selected branch. Where kernels compute both gradients at
-        once, the window's are 0 and the selected branch's are their sum.
+      shared_kv: the window's keys and values are those of the selected branch; `split_projection`'s, with nonnegative
+        gates. Where kernels compute both gradients at once, the window's are 0 and the selected branch's their sum.
 
     Returns:
       [B, T, K * G, V] and the block lists, int32 [B, T, K, n].

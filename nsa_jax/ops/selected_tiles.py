@@ -12,6 +12,9 @@ from nsa_jax.ops.tiles import RangedHopperConfig
 # Rows of at most this many blocks per list entry are served by causal kernels under a mask of blocks: at 2 a mask hides
 # at most a quarter of the causal scores.
 MASKED_BLOCKS_PER_SLOT = 2
+# And of at most so many: the bits of more blocks, with the window beside them, leave too little shared memory at head
+# dim 128.
+MOST_MASKED_BLOCKS = 896
 
 
 @dataclasses.dataclass(frozen=True)

@@ -167,6 +167,20 @@ def test_nan_in_a_block_that_is_not_listed_does_not_spread(serving):
         np.testing.assert_array_equal(got, out)
 
 
+@pytest.mark.parametrize("serving", ["pair", "short", "step"])
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_nan_in_blocks_behind_a_row_does_not_spread(serving):
+    """Its list is padded: no entry of it stands for the cache's last block."""
+    arrays, _, _ = filled_cache(SMALL, (40,), num_kv=1, capacity=192)
+    out, info = decode(arrays, config=SMALL, serving=serving)
+    assert (np.asarray(info.block_indices) >= 12).any()
+    for index in (3, 4):  # key_slc, value_slc
+        poisoned = list(arrays)
+        poisoned[index] = arrays[index].at[:, 48:].set(np.nan)
+        got, _ = decode(tuple(poisoned), config=SMALL, serving=serving)
+        np.testing.assert_array_equal(got, out)
+
+
 @pytest.mark.parametrize("serving", SERVING)
 @pytest.mark.filterwarnings("ignore:.*interpret mode")
 def test_documents(serving):
@@ -301,6 +315,8 @@ def test_few_blocks_are_read_before_the_lists_are_known():
     assert {batch: split.pair_parts for batch, split in splits.items()} == {16: 4, 32: 2, 48: 1, 64: 1, 100: 1}
     assert {(x.pair_keys, x.num_warps, x.num_stages) for x in splits.values()} == {(128, 4, 3)}
     assert [planned(64, 2048, dim).tiles.pair_keys for dim in (128, 192)] == [64, 32]  # what shared memory has room for
+    groups = [plan.Shape(64, 1, 2048, 2 * group, 2, 64, 64, "bfloat16") for group in (16, 17)]
+    assert [plan.plan_decode(shape, 127, PAPER).kernel for shape in groups] == ["decode.pair", "decode.step"]
 
 
 @pytest.mark.parametrize(("keys", "parts"), [(8, 2), (64, 1), (64, 2), (32, 4)])

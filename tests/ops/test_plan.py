@@ -83,7 +83,14 @@ def test_the_table_of_kernels(target, name):
     assert [choice.kernel for choice in chosen] == [f"selected.{x}" for x in (rest, by_block, grad_query)]
 
 
-def test_a_shared_window_is_differentiated_with_the_selected_branch():
+def test_rows_of_many_blocks_are_not_read_whole():
+    """However long the lists: the bits of more blocks do not fit beside the tiles, and compiling them failed."""
+    for length, whole in ((896 * 64, True), (897 * 64, False)):
+        shape = Shape(1, length, length, 16, 1, 128, 128, "bfloat16")
+        assert plan.reads_whole_rows(shape, H100, 64, 464) == whole
+
+
+def test_a_shared_window_is_served_with_the_selected_branch():
     """Where rows are read whole and the keys are the same; nowhere else."""
     for name, (batch, length, num_heads, kv_heads, *rest) in SHAPES.items():
         shape = Shape(batch, length, length, num_heads, kv_heads, *rest)

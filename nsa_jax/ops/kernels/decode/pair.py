@@ -81,7 +81,7 @@ def _attend_compressed(softmax: PartSoftmax, k_ref, v_ref, sum_ref, low, high, g
 def _attend_listed(softmax: PartSoftmax, k_ref, v_ref, list_ref, begin, end, t, start, config: NSAConfig):
     """Attention to the blocks of list_ref [n] from the begin-th up to the end-th, which is left out."""
     keys, width = softmax.keys, pl.next_power_of_2(config.select_block)
-    at_once, last = max(keys // width, 1), list_ref.shape[0] - 1  # blocks per tile
+    at_once, last = max(keys // width, 1), end - 1  # blocks per tile; behind the last one lies the list's padding
     steps = pl.cdiv(width, keys)  # tiles per block
 
     def body(i, carry):

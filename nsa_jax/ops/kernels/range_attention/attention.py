@@ -5,8 +5,8 @@ there is to know about causality, blocks, packing and `query_offset`. A query ti
 of its queries sees, and it needs no mask where all of them see a whole key block.
 
 A plan chooses the kernels: Triton's anywhere, Mosaic GPU's on Hopper (`sm90_*`) and on an A100 (`sm80_*`), and cuDNN's
-forward for windows of unpacked rows elsewhere than on Hopper. The backward pass is always ours, because cuDNN's adds dq
-with atomics, so that two runs differ.
+forward for windows of unpacked rows that Hopper's kernels do not serve. The backward pass is always ours, because
+cuDNN's adds dq with atomics, so that two runs differ.
 """
 
 from __future__ import annotations

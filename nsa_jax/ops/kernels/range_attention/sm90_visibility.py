@@ -1,7 +1,7 @@
 """Which keys the rows of a query tile see, for the Hopper kernels of range attention: one class for each answer.
 
-Every row sees a range of keys, `KeyRange`. Two restrict it to some blocks, of `keys` keys each: `BlockMask` by one bit
-per row and block, `Neighbours` by a list of blocks for each tile.
+Every row sees a range of keys, `KeyRange`. Others restrict it to some blocks, of `keys` keys each: `BlockMask` by one
+bit per row and block, `Neighbours` by a list of blocks for each tile. `BlockMaskAndWindow` is of two attentions.
 """
 
 from __future__ import annotations
