@@ -132,8 +132,8 @@ def test_a_gpu_has_the_memory_of_the_inputs_of_layers_for_other_things(usual_com
     layer = 16 * 1024 * 256 * 2  # rows, tokens, width, bytes
     assert (block.host, offload.host) == (0, 12 * layer)
     assert block.activations - offload.activations == 12 * layer
-    # Some layers' inputs are on their way.
-    assert (12 - 4) * layer < block.total - offload.total <= 12 * layer
+    # Some layers' inputs are on their way. Temporaries lie otherwise, which is worth less than one layer's.
+    assert (12 - 4) * layer < block.total - offload.total < (12 + 1) * layer
 
 
 def test_layers_that_are_not_scanned_are_refused():

@@ -91,9 +91,9 @@ def _forward(
     query = rows.arrange(query)
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
     visibility = make_visibility(rows, row_low, row_high, keys)
-    masks, num_words = visibility.mask_arrays(), visibility.num_words
-    # The ranges' ends, then where they begin: those of the window last.
-    bounds = [row_high, row_low]
+    tensors, masks, num_words = (query, key, value), visibility.mask_arrays(), visibility.num_words
+    # Where ranges begin, where they end, and where the window's begin.
+    bounds = [row_low, row_high]
     if window is not None:
         bounds.append(rows.per_token(window.low, num_keys))
     attentions = len(bounds) - 1
@@ -102,11 +102,11 @@ def _forward(
     per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(total, config.most_tiles)
     layout, shape = sm90_visibility.ROW_LAYOUT, (ROWS, keys)
 
-    def kernel(bounds_ref, query_ref, key_ref, value_ref, *refs):
+    def kernel(bounds_ref, *refs):
         *arrays, buffers, vectors, words_smem2, loaded, freed, schedule_barrier = refs
-        bound_refs, mask_refs, out_refs = sm90.divided(arrays, bounds, masks, 2 * attentions * [None])
-        *vectors, lse_smem2 = vectors
-        high_smem2, *low_smem3 = vectors
+        divided = sm90.divided(arrays, bounds, tensors, masks, 2 * attentions * [None])
+        bound_refs, (query_ref, key_ref, value_ref), mask_refs, out_refs = divided
+        *bounds_smem3, lse_smem2 = vectors
         (query_smem2, query_boxes), (out_smem2, out_boxes) = map(rows.views, buffers[:2])
         key_smem, value_smem = buffers[2:]
         query_loaded, key_loaded, value_loaded = loaded
@@ -159,7 +159,7 @@ def _forward(
             acc, peak, total = state
             if not exact:
                 position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + block * keys
-                row_range = low_smem3[which].at[tile.at], high_smem2.at[tile.at]
+                row_range = bounds_smem3[2 * which].at[tile.at], bounds_smem3[1].at[tile.at]
                 scores = sm90_visibility.hide(scores, -jnp.inf, position, *row_range, axis=0)
             highest = jnp.maximum(peak, scores.max(axis=1) * scale)
             subtract = new_peak = highest
@@ -238,7 +238,7 @@ def _forward(
             rows.load_tile(
                 n, tile, b, kv_head, query_loaded, query_freed,
                 tiles=[(query_ref, query_boxes)],
-                per_token=list(zip(bound_refs, vectors, strict=True)),
+                per_token=list(zip(bound_refs, bounds_smem3, strict=True)),
                 words=visibility.words(mask_refs, words_smem2),
             )  # fmt: skip
             block_of = visibility.block_of(mask_refs, tile, b, kv_head)
@@ -288,7 +288,7 @@ def _forward(
             jax.ShapeDtypeStruct((batch, kv_heads, rows.tiles * rows.tile), jnp.float32),
         ]
         * attentions,
-        *(visibility.bounds, query, key, value, *bounds, *masks),
+        *(visibility.bounds, *bounds, *tensors, *masks),
         warpgroups=warpgroups + 1,
     )
     restored = [(rows.restore(out), rows.from_rows(lse)) for out, lse in zip(outs[::2], outs[1::2], strict=True)]

@@ -94,8 +94,8 @@ def _grad_key_value(
     splits = config.splits or splits_for(key, value, length * group, keys=keys, rows=ROWS, ranges=ranges)
     ranges, phases = for_batch(ranges, batch), _PHASES
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
-    # The ranges' ends, then where they begin: those of the window last.
-    bounds = [rows.per_token(high, 0), rows.per_token(low, num_keys)]
+    # Where ranges begin, where they end, and where the window's begin.
+    bounds = [rows.per_token(low, num_keys), rows.per_token(high, 0)]
     statistics = [rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)]
     if window is None:
         own_ranges = for_batch(own_ranges, batch)
@@ -105,13 +105,14 @@ def _grad_key_value(
         bounds.append(rows.per_token(window.low, num_keys))
         statistics += [rows.per_row(x, fill) for x, fill in zip(window.statistics, (NO_WEIGHT, 0.0), strict=True)]
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
-    masks, num_words = visibility.mask_arrays(rows), visibility.num_words
+    tensors, masks, num_words = (query, grad_out, key, value), visibility.mask_arrays(rows), visibility.num_words
     scale = 1.0 / math.sqrt(h_dim)
     column_layout, shape = plgpu.Layout.WGMMA.reduce(0), (ROWS, ROWS)
 
-    def kernel(ranges_ref, own_ref, query_ref, grad_ref, key_ref, value_ref, *refs):
+    def kernel(ranges_ref, own_ref, *refs):
         *arrays, dk_ref, dv_ref, buffers, vectors, words_smem, loaded, freed = refs
-        bound_refs, statistic_refs, mask_refs = sm90.divided(arrays, bounds, statistics, masks)
+        bound_refs, statistic_refs, tensor_refs, mask_refs = sm90.divided(arrays, bounds, statistics, tensors, masks)
+        query_ref, grad_ref, key_ref, value_ref = tensor_refs
         key_smem2, value_smem2 = buffers[:2]
         (query_smem, query_boxes), (grad_smem, grad_boxes) = map(rows.views, buffers[2:])
         keys_loaded, query_loaded, grad_loaded = loaded
@@ -161,7 +162,7 @@ def _grad_key_value(
             if exact:
                 return weights
             position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + base
-            row_range = bounds_smem[1 + which].at[slot], bounds_smem[0].at[slot]
+            row_range = bounds_smem[2 * which].at[slot], bounds_smem[1].at[slot]
             return sm90_visibility.hide(weights, 0.0, position, *row_range, axis=1)
 
         def gradient_of(weights, d_weights, slot, which=0):
@@ -297,7 +298,7 @@ def _grad_key_value(
         (blocks * splits, kv_heads, batch),
         ("block", "kv_head", "batch"),
         [jax.ShapeDtypeStruct((splits, *x.shape), x.dtype) for x in (key, value)],
-        *(ranges, own_ranges, query, grad_out, key, value, *bounds, *statistics, *masks),
+        *(ranges, own_ranges, *bounds, *statistics, *tensors, *masks),
         warpgroups=warpgroups + 1,
     )
 

@@ -81,26 +81,29 @@ def _grad_query(
     row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
     visibility = make_visibility(rows, row_low, row_high, keys)
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
-    # The ranges' ends, then where they begin: those of the window last.
-    bounds = [row_high, row_low]
+    # Where ranges begin, where they end, and where the window's begin.
+    bounds = [row_low, row_high]
     statistics = [rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)]
     if window is not None:
         bounds.append(rows.per_token(window.low, num_keys))
         statistics += [rows.per_row(x, fill) for x, fill in zip(window.statistics, (NO_WEIGHT, 0.0), strict=True)]
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
-    masks, num_words = visibility.mask_arrays(), visibility.num_words
+    tensors, masks, num_words = (query, grad_out, key, value), visibility.mask_arrays(), visibility.num_words
     others = () if onto is None else (rows.arrange(onto),)
     scale = 1.0 / math.sqrt(h_dim)
     total = rows.tiles * kv_heads * batch
     per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(total, config.most_tiles)
     shape = (ROWS, keys)
 
-    def kernel(bounds_ref, query_ref, grad_ref, key_ref, value_ref, *refs):
+    def kernel(bounds_ref, *refs):
         *arrays, dq_ref, buffers, vectors, words_smem2, loaded, freed, others_loaded = refs
-        bound_refs, statistic_refs, mask_refs, other_refs = sm90.divided(arrays, bounds, statistics, masks, others)
+        bound_refs, statistic_refs, tensor_refs, mask_refs, other_refs = sm90.divided(
+            arrays, bounds, statistics, tensors, masks, others
+        )
+        query_ref, grad_ref, key_ref, value_ref = tensor_refs
         (query_smem2, query_boxes), (grad_smem2, grad_boxes), (out_smem2, out_boxes) = map(rows.views, buffers[:3])
         key_smem, value_smem = buffers[3:]
-        high_smem2, *low_smem3 = [vectors[0].at[i] for i in range(len(bounds))]
+        bounds_smem3 = [vectors[0].at[i] for i in range(len(bounds))]
         statistics_smem3 = [vectors[1].at[i] for i in range(len(statistics))]
         rows_loaded, key_loaded, value_loaded = loaded
         rows_freed, key_freed, value_freed = freed
@@ -135,7 +138,7 @@ def _grad_query(
             weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(subtract, shape, [0]))
             if not exact:
                 position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
-                row_range = low_smem3[which].at[tile.at], high_smem2.at[tile.at]
+                row_range = bounds_smem3[2 * which].at[tile.at], bounds_smem3[1].at[tile.at]
                 weights = sm90_visibility.hide(weights, 0.0, position, *row_range, axis=0)
             return weights * (d_weights - lax.broadcast_in_dim(delta, shape, [0]))
 
@@ -185,7 +188,7 @@ def _grad_query(
             rows.load_tile(
                 n, tile, b, kv_head, rows_loaded, rows_freed,
                 tiles=[(query_ref, query_boxes), (grad_ref, grad_boxes)],
-                per_token=list(zip(bound_refs, (high_smem2, *low_smem3), strict=True)),
+                per_token=list(zip(bound_refs, bounds_smem3, strict=True)),
                 per_row=list(zip(statistic_refs, statistics_smem3, strict=True)),
                 words=visibility.words(mask_refs, words_smem2),
             )  # fmt: skip
@@ -235,7 +238,7 @@ def _grad_query(
         (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
         ("program", "kv_head", "batch"),
         jax.ShapeDtypeStruct(query.shape, query.dtype),
-        *(visibility.bounds, query, grad_out, key, value, *bounds, *statistics, *masks, *others),
+        *(visibility.bounds, *bounds, *statistics, *tensors, *masks, *others),
         warpgroups=warpgroups + 1,
     )
     return rows.restore(dq)
