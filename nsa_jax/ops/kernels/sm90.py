@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -341,3 +342,16 @@ def load_blocks(begin, end, before, size: int, streams, index, block_of=lambda i
 def registers(warpgroups: int) -> tuple[int, int]:
     """Registers per thread of the consumer warpgroups and of the producer; there are 512 to divide."""
     return (240, 24) if warpgroups == 2 else (160, 32)
+
+
+def divide_roles(wg, warpgroups: int, consume: Callable[[], None], produce: Callable[[], None]) -> None:
+    """Runs the computing warpgroups and the one behind them that loads, each with its share of the registers."""
+    for role, is_role, share, action in (
+        (consume, wg < warpgroups, registers(warpgroups)[0], "increase"),
+        (produce, wg == warpgroups, registers(warpgroups)[1], "decrease"),
+    ):
+
+        @pl.when(is_role)
+        def _run(role=role, share=share, action=action):
+            plgpu.set_max_registers(share, action=action)
+            role()

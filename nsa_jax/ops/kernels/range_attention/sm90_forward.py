@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, Window
+from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, Window, row_vectors
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
 from nsa_jax.ops.tiles import ROWS
 
@@ -87,15 +87,11 @@ def _forward(
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
     rows = sm90.RowTiles(length, heads // kv_heads, kv_heads, warpgroups)
-    row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
+    bounds, _ = row_vectors(rows, low, high, (), window, num_keys)
     query = rows.arrange(query)
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
-    visibility = make_visibility(rows, row_low, row_high, keys)
+    visibility = make_visibility(rows, *bounds[:2], keys)
     tensors, masks, num_words = (query, key, value), visibility.mask_arrays(), visibility.num_words
-    # Where ranges begin, where they end, and where the window's begin.
-    bounds = [row_low, row_high]
-    if window is not None:
-        bounds.append(rows.per_token(window.low, num_keys))
     attentions = len(bounds) - 1
     scale = LOG2E / math.sqrt(h_dim)
     total = rows.tiles * kv_heads * batch
@@ -159,7 +155,7 @@ def _forward(
             acc, peak, total = state
             if not exact:
                 position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + block * keys
-                row_range = bounds_smem3[2 * which].at[tile.at], bounds_smem3[1].at[tile.at]
+                row_range = bounds_smem3[2 * which].at[tile.at], bounds_smem3[1].at[tile.at]  # both end alike
                 scores = sm90_visibility.hide(scores, -jnp.inf, position, *row_range, axis=0)
             highest = jnp.maximum(peak, scores.max(axis=1) * scale)
             subtract = new_peak = highest
@@ -244,16 +240,11 @@ def _forward(
             block_of = visibility.block_of(mask_refs, tile, b, kv_head)
             sm90.load_blocks(limits[0], limits[-1], before, keys, streams, (b, kv_head), block_of)
 
-        @pl.when(wg < warpgroups)
-        def _consumer():
-            plgpu.set_max_registers(sm90.registers(warpgroups)[0], action="increase")
+        def consume():
             sm90.for_each_tile(num_tiles, tile_range, compute_tile)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(wg == warpgroups)
-        def _producer():
-            plgpu.set_max_registers(sm90.registers(warpgroups)[1], action="decrease")
-            sm90.for_each_tile(num_tiles, tile_range, load_tile)
+        sm90.divide_roles(wg, warpgroups, consume, lambda: sm90.for_each_tile(num_tiles, tile_range, load_tile))
 
     def nsa_ranged_forward(*refs):
         buffer = functools.partial(sm90.tiled, dtype=query.dtype)

@@ -14,15 +14,18 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.range_attention.tiles import (
+    PHASES,
+    WINDOW_PHASES,
     KnownRanges,
     Window,
     for_batch,
     known_tile_ranges,
     query_tile_ranges,
+    row_vectors,
     splits_for,
     warpgroup_ranges,
 )
-from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
+from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.tiles import ROWS
 
 
@@ -49,15 +52,14 @@ def block_masked_grad_key_value(
     return _grad_key_value(*arrays, config, sm90_visibility.KeyBlockMask(config.warpgroups, listed), known, window)
 
 
-# Of the tiles between the limits of a warpgroup's keys: whether their rows see whole blocks, and how many attentions
-# there are. The second list is of two, see `_joint_ranges`.
-_PHASES: tuple[tuple[bool, int], ...] = ((False, 1), (True, 1), (False, 1))
-_JOINT_PHASES = ((False, 2), (True, 2), (False, 2), *_PHASES)
-
-
 def _joint_ranges(ranges, window, batch: int) -> jax.Array:
-    """Limits of `_JOINT_PHASES` from the tiles (first, whole_begin, whole_end, last) of two attentions, the second of
-    which sees the end of every row's range: int32 [B, 7, blocks]."""
+    """Limits of `WINDOW_PHASES` and then `PHASES`, int32 [B, 7, blocks].
+
+    Args:
+      ranges, window: tiles (first, whole_begin, whole_end, last) of two attentions, [1 or B, 4, blocks]. The second
+        sees the end of every row's range.
+      batch: B.
+    """
     first, whole_begin, whole_end, last = (for_batch(ranges[:, i], batch) for i in range(4))
     _, window_begin, window_end, window_last = (for_batch(window[:, i], batch) for i in range(4))
     window_last = jnp.clip(window_last, first, last)
@@ -92,18 +94,14 @@ def _grad_key_value(
 
     own_ranges, ranges = tile_ranges(low, known)
     splits = config.splits or splits_for(key, value, length * group, keys=keys, rows=ROWS, ranges=ranges)
-    ranges, phases = for_batch(ranges, batch), _PHASES
+    ranges = for_batch(ranges, batch)
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
-    # Where ranges begin, where they end, and where the window's begin.
-    bounds = [rows.per_token(low, num_keys), rows.per_token(high, 0)]
-    statistics = [rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)]
+    bounds, statistics = row_vectors(rows, low, high, (lse, delta), window, num_keys)
+    phases = PHASES if window is None else (*WINDOW_PHASES, *PHASES)
     if window is None:
         own_ranges = for_batch(own_ranges, batch)
     else:
-        phases = _JOINT_PHASES
         own_ranges = _joint_ranges(own_ranges, tile_ranges(window.low, window.known)[0], batch)
-        bounds.append(rows.per_token(window.low, num_keys))
-        statistics += [rows.per_row(x, fill) for x, fill in zip(window.statistics, (NO_WEIGHT, 0.0), strict=True)]
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
     tensors, masks, num_words = (query, grad_out, key, value), visibility.mask_arrays(rows), visibility.num_words
     scale = 1.0 / math.sqrt(h_dim)
@@ -162,7 +160,7 @@ def _grad_key_value(
             if exact:
                 return weights
             position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + base
-            row_range = bounds_smem[2 * which].at[slot], bounds_smem[1].at[slot]
+            row_range = bounds_smem[2 * which].at[slot], bounds_smem[1].at[slot]  # both end alike
             return sm90_visibility.hide(weights, 0.0, position, *row_range, axis=1)
 
         def gradient_of(weights, d_weights, slot, which=0):
@@ -246,9 +244,7 @@ def _grad_key_value(
             for ref, smem in zip(statistic_refs[1::2], statistics_smem[1::2], strict=True):
                 plgpu.copy_gmem_to_smem(ref.at[b, kv_head, own_rows], smem.at[slot], barrier)
 
-        @pl.when(wg < warpgroups)
-        def _consumer():
-            plgpu.set_max_registers(sm90.registers(warpgroups)[0], action="increase")
+        def consume():
             key_smem, value_smem, base, index = prologue()
             limits = own_limits()
             carry = (sm90.zeros((ROWS, h_dim)), sm90.zeros((ROWS, v_dim)))
@@ -265,10 +261,7 @@ def _grad_key_value(
             plgpu.copy_smem_to_gmem(value_smem, dv_ref.at[(split, *index)])
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(wg == warpgroups)
-        def _producer():
-            plgpu.set_max_registers(sm90.registers(warpgroups)[1], action="decrease")
-            lax.fori_loop(begin, end, load, None)
+        sm90.divide_roles(wg, warpgroups, consume, lambda: lax.fori_loop(begin, end, load, None))
 
     def nsa_ranged_dkv(*refs):
         tiled = functools.partial(sm90.tiled, dtype=query.dtype)

@@ -13,8 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, Window
-from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
+from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, Window, row_vectors
+from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.tiles import ROWS
 
 
@@ -78,15 +78,9 @@ def _grad_query(
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
     rows = sm90.RowTiles(length, heads // kv_heads, kv_heads, warpgroups)
-    row_low, row_high = rows.per_token(low, num_keys), rows.per_token(high, 0)
-    visibility = make_visibility(rows, row_low, row_high, keys)
+    bounds, statistics = row_vectors(rows, low, high, (lse, delta), window, num_keys)
+    visibility = make_visibility(rows, *bounds[:2], keys)
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
-    # Where ranges begin, where they end, and where the window's begin.
-    bounds = [row_low, row_high]
-    statistics = [rows.per_row(lse, NO_WEIGHT), rows.per_row(delta, 0.0)]
-    if window is not None:
-        bounds.append(rows.per_token(window.low, num_keys))
-        statistics += [rows.per_row(x, fill) for x, fill in zip(window.statistics, (NO_WEIGHT, 0.0), strict=True)]
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
     tensors, masks, num_words = (query, grad_out, key, value), visibility.mask_arrays(), visibility.num_words
     others = () if onto is None else (rows.arrange(onto),)
@@ -138,7 +132,7 @@ def _grad_query(
             weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(subtract, shape, [0]))
             if not exact:
                 position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
-                row_range = bounds_smem3[2 * which].at[tile.at], bounds_smem3[1].at[tile.at]
+                row_range = bounds_smem3[2 * which].at[tile.at], bounds_smem3[1].at[tile.at]  # both end alike
                 weights = sm90_visibility.hide(weights, 0.0, position, *row_range, axis=0)
             return weights * (d_weights - lax.broadcast_in_dim(delta, shape, [0]))
 
@@ -194,16 +188,11 @@ def _grad_query(
             )  # fmt: skip
             sm90.load_blocks(limits[0], limits[-1], before, keys, streams, (b, kv_head))
 
-        @pl.when(wg < warpgroups)
-        def _consumer():
-            plgpu.set_max_registers(sm90.registers(warpgroups)[0], action="increase")
+        def consume():
             sm90.for_each_tile(num_tiles, tile_range, compute_tile)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(wg == warpgroups)
-        def _producer():
-            plgpu.set_max_registers(sm90.registers(warpgroups)[1], action="decrease")
-            sm90.for_each_tile(num_tiles, tile_range, load_tile)
+        sm90.divide_roles(wg, warpgroups, consume, lambda: sm90.for_each_tile(num_tiles, tile_range, load_tile))
 
     def nsa_ranged_dq(*refs):
         tiled = functools.partial(sm90.tiled, dtype=query.dtype)

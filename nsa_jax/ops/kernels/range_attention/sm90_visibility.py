@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.ops.kernels import sm90
-from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, for_batch, tile_bounds
+from nsa_jax.ops.kernels.range_attention.tiles import PHASES, WINDOW_PHASES, KnownRanges, for_batch, tile_bounds
 from nsa_jax.ops.kernels.softmax import NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS
 
@@ -45,7 +45,7 @@ class KeyRange:
     """
 
     num_words = 0
-    phases: tuple[tuple[bool, int], ...] = ((False, 1), (True, 1), (False, 1))
+    phases: tuple[tuple[bool, int], ...] = PHASES
 
     def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None = None):
         self.rows = rows
@@ -120,7 +120,7 @@ class BlockMaskAndWindow(BlockMask):
       window: a `tiles.Window`.
     """
 
-    phases = ((False, 1), (True, 1), (False, 1), (False, 2), (True, 2), (False, 2))
+    phases = (*PHASES, *WINDOW_PHASES)
 
     def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None, listed, window):
         super().__init__(rows, row_low, row_high, keys, known, listed)
@@ -138,7 +138,7 @@ class Neighbours(KeyRange):
       block, bits, num_shared: of a `neighbours.Split` by tiles of as many tokens as a query tile has.
     """
 
-    phases = ((True, 1), (False, 1))
+    phases = PHASES[1:]
 
     def __init__(self, rows: sm90.RowTiles, block, bits, num_shared):
         self.rows, self.lists, self.bounds = rows, (block, bits), num_shared

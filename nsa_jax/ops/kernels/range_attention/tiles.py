@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops.kernels.softmax import NO_WEIGHT
 from nsa_jax.ops.kernels.triton import dot
 
 # Elements up to which an array that is known while tracing is written out for every batch entry.
@@ -48,6 +49,32 @@ class Window(NamedTuple):
     low: jax.Array
     known: KnownRanges | None
     statistics: tuple[jax.Array, ...] = ()
+
+
+# The loops of Hopper's kernels, one after the other between ascending limits: whether every row sees whole blocks, and
+# how many attentions there are. The second list is for where a `Window` reaches.
+PHASES: tuple[tuple[bool, int], ...] = ((False, 1), (True, 1), (False, 1))
+WINDOW_PHASES: tuple[tuple[bool, int], ...] = ((False, 2), (True, 2), (False, 2))
+
+
+def row_vectors(rows, low, high, statistics, window: Window | None, num_keys: int) -> tuple[list, list]:
+    """What Hopper's kernels take for each query row.
+
+    Args:
+      rows: `sm90.RowTiles`.
+      low, high: int32 [B, T] ranges.
+      statistics: (lse, delta) float32 [B, T, N] of a backward pass, or nothing.
+      window: the second attention, if there is one.
+      num_keys: S.
+
+    Returns:
+      [low, high] and the window's low for each row, int32; the statistics and the window's for each row, float32.
+    """
+    bounds = [rows.per_token(low, num_keys), rows.per_token(high, 0)]
+    if window is not None:
+        bounds.append(rows.per_token(window.low, num_keys))
+        statistics = (*statistics, *window.statistics)
+    return bounds, [rows.per_row(x, 0.0 if i % 2 else NO_WEIGHT) for i, x in enumerate(statistics)]
 
 
 def known_ranges(low: np.ndarray, high: np.ndarray, num_keys: int) -> KnownRanges | None:
