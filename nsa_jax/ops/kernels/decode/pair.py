@@ -9,7 +9,7 @@ of its blocks and of the window, and a second kernel adds up their results.
 Lists are those of step.py and short.py.
 
 Programs that share a pair all write its query, gates, token, compressed block, probabilities and list, and none waits
-for another. That is safe because each of them writes the same bits to each place and nothing else before:
+for another. That is safe because every place is written once by each of them, with the same bits:
 
 - Query, gates and token come from inputs that no program writes, the compressed block from these and the tails. In a
   tail only the new token's slot changes, and what is loaded from it is replaced by the projection. If the tail is a
