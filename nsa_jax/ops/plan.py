@@ -276,14 +276,17 @@ def plan_selected_forward(
         record = selected_tiles.selected_masked_config(*dims)
         whole = Choice("selected.whole_row_sm90", record, reason, "selected.neighbours_triton")
         return SelectedForwardPlan(None, whole, None)
-    lists = lists or selected_tiles.selected_config(shape.group, *dims, select_block, shape.dtype, target)
+    if lists is None:
+        lists = selected_tiles.selected_config(shape.group, *dims, select_block, shape.dtype, target)
+        tile = 2 * ROWS // shape.group
+        if dims == (128, 128) and lists.key_major and _range_kernel_fits(shape, target, select_block, min(tile, 32)):
+            lists = dataclasses.replace(lists, tile=tile, share=tile // 2)
     if lists.tile == 1 or shape.num_queries == 1:
         reason = f"{shape.dtype}: tiles of neighbours do not fit" if lists.tile == 1 else "one query"
         return SelectedForwardPlan(None, Choice("selected.by_token_triton", lists, reason), lists)
     shared = f"blocks that {lists.share} of {lists.tile} neighbouring tokens list"
     triton = "selected.neighbours_triton"
-    fits = shape.group in DIRECT_GROUPS and select_block == ROWS and lists.tile * shape.group == 2 * ROWS
-    if fits and sm90_obstacle(shape, target) is None:
+    if _range_kernel_fits(shape, target, select_block, lists.tile):
         neighbours = Choice(
             "range_attention.sm90_forward", selected_tiles.selected_hopper_config(*dims), f"{shared}; sm90", triton
         )
@@ -298,13 +301,18 @@ def plan_selected_forward(
         rest = Choice("selected.by_token_triton", lists, f"what is left of the lists; groups of {shape.group} heads")
     elif (obstacle := _gather_obstacle(shape, target, select_block)) is None:
         reason = f"small groups are served by key block; sm90, groups of {shape.group} heads of {shape.head_dim}"
-        rest = Choice(
-            "selected.by_block_sm90", selected_tiles.selected_gather_config(*dims), reason, "selected.by_block_triton"
-        )
+        gather = selected_tiles.selected_gather_config(shape.group, *dims)
+        rest = Choice("selected.by_block_sm90", gather, reason, "selected.by_block_triton")
     else:
         reason = f"small groups are served by key block; {obstacle}"
         rest = Choice("selected.by_block_triton", lists, reason)
     return SelectedForwardPlan(neighbours, rest, lists)
+
+
+def _range_kernel_fits(shape: Shape, target: Target, select_block: int, tile: int) -> bool:
+    """Whether Hopper's kernel of range attention serves what tiles of `tile` tokens share."""
+    fits = shape.group in DIRECT_GROUPS and select_block == ROWS and tile * shape.group == 2 * ROWS
+    return fits and sm90_obstacle(shape, target) is None
 
 
 def _sm90_tiles_fit(shape: Shape, target: Target, select_block: int, tile: int) -> bool:

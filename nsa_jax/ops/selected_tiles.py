@@ -102,13 +102,16 @@ class SelectedGatherConfig:
     ahead: int = 2
 
 
-def selected_gather_config(h_dim: int, v_dim: int) -> SelectedGatherConfig:
-    """Picks the gathering kernel's tiles: a row's queries, 12 to 16 MiB, stay in the L2 cache.
+def selected_gather_config(group: int, h_dim: int, v_dim: int) -> SelectedGatherConfig:
+    """Picks the gathering kernel's tiles: a row's queries, at most 12 MiB where they can, stay in the L2 cache.
 
     At head dim 128 a tile of queries and its partials take twice the registers: three warpgroups with one tile on its
     way need no spills, which four warpgroups or two tiles do.
     """
-    return SelectedGatherConfig() if max(h_dim, v_dim) <= 64 else SelectedGatherConfig(warpgroups=3, ahead=1)
+    row_tokens = 16384 if 16384 * group * h_dim * 2 <= 12 * 2**20 else 8192
+    if max(h_dim, v_dim) <= 64:
+        return SelectedGatherConfig(row_tokens=row_tokens)
+    return SelectedGatherConfig(row_tokens=row_tokens, warpgroups=3, ahead=1)
 
 
 def selected_hopper_config(h_dim: int, v_dim: int) -> RangedHopperConfig:

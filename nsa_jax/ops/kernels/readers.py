@@ -21,7 +21,7 @@ class InvertedLists(NamedTuple):
       begin: int32 [rows, W], first entry of each work item in `order`.
       end: int32 [rows, W], one past its last entry; begin == end for items that are not needed.
       offset: int32 [rows, J + 1]: block j's work items are offset[j] .. offset[j + 1] - 1.
-      entry_block: int32 [rows, E], the block of each entry of `order`, J for padding.
+      entry_block: int32 [rows, E], the block of each entry of `order`, J for padding; None if it was not made.
     """
 
     order: jax.Array
@@ -29,7 +29,7 @@ class InvertedLists(NamedTuple):
     begin: jax.Array
     end: jax.Array
     offset: jax.Array
-    entry_block: jax.Array
+    entry_block: jax.Array | None = None
 
 
 def num_work_items(num_entries: int, num_blocks: int, chunk: int) -> int:

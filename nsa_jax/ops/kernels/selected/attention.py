@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from nsa_jax.ops.choices import Choice, SelectedForwardPlan, SelectedPlan
 from nsa_jax.ops.kernels.range_attention import sm90_forward
 from nsa_jax.ops.kernels.selected import (
     by_block_triton,
     by_token_triton,
+    inversion,
     neighbours_sm90,
     neighbours_triton,
     whole_row_sm90,
@@ -42,24 +44,26 @@ def selected_forward(
     grouped = query.reshape(batch, length, num_kv, num_heads // num_kv, h_dim)
     query_offset = jnp.asarray(query_offset, jnp.int32).reshape(1)
     blocks: dict[str, Any] = dict(select_block=select_block, packed=packed)
-    lists, state, tile = block_indices, (), plan.lists.tile
+    split, lists, state, tile = None, block_indices, (), plan.lists.tile
+    by_token = plan.rest.kernel == "selected.by_token_triton"
     if plan.neighbours is not None:
         split = split_lists(
-            block_indices, segment_start, query_offset, tile=tile, share=plan.lists.share, num_keys=num_keys, **blocks
-        )
+            block_indices, segment_start, query_offset, tile=tile, share=plan.lists.share, num_keys=num_keys,
+            words=not by_token and pl.cdiv(num_keys, select_block) <= inversion.MOST_BLOCKS, **blocks,
+        )  # fmt: skip
         neighbours = split.block, split.bits, split.num_shared
         arrays = query, grouped, key, value, neighbours, segment_start, query_offset
         state = _shared_blocks(*arrays, plan.neighbours, tile=tile, **blocks)
         lists = split.rest
-    if plan.rest.kernel == "selected.by_token_triton":
+    if by_token:
         out, lse = by_token_triton.forward(
             grouped, key, value, lists, segment_start, query_offset, state,
             num_listed=num_listed, config=plan.rest.tiles, **blocks,
         )  # fmt: skip
     else:
-        lists = lists[:, :, :tile, :, :num_listed].reshape(batch, -1, num_kv, num_listed)[:, :length]
+        assert split is not None
         out, lse = by_block_triton.continue_by_key_block(
-            grouped, key, value, lists, segment_start, query_offset, *state, plan=plan, **blocks
+            grouped, key, value, block_indices, split, segment_start, query_offset, *state, plan=plan, **blocks
         )
     return out.reshape(batch, length, num_heads, v_dim), lse.reshape(batch, length, num_heads)
 

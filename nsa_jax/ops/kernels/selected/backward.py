@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from nsa_jax.ops.choices import SelectedBackwardPlan
 from nsa_jax.ops.kernels import readers
@@ -33,6 +34,7 @@ from nsa_jax.ops.kernels.selected import (
     grad_query,
     grad_reduce_triton,
     grad_scores_sm90,
+    inversion,
     whole_row_sm90,
 )
 from nsa_jax.ops.kernels.selected.grad_layout import Layout, make_layout
@@ -64,6 +66,21 @@ def _entries_by_range(block_indices: jax.Array, layout: Layout) -> jax.Array:
     pad = ((0, 0), (0, 0), (0, padded_length - layout.length), (0, 0))
     entries = jnp.pad(entries, pad, constant_values=layout.num_blocks)
     return entries.reshape(layout.batch * layout.num_kv * layout.ranges, layout.entries)
+
+
+def _inverted_lists(block_indices: jax.Array, layout: Layout):
+    """(entries by range, where they are needed; inverted lists; entries of each token, int32 [B*K, at least T])."""
+    pairs, tile = layout.batch * layout.num_kv, 32
+    if not layout.config.keep_scores and layout.num_blocks <= inversion.MOST_BLOCKS:
+        inverted, counts = inversion.invert(
+            inversion.mark_lists(block_indices, layout.num_blocks, tile), block_indices, layout.num_blocks,
+            layout.config.chunk, tile=tile, tiles_per_row=pl.cdiv(layout.range_length, tile), entries=layout.entries,
+        )  # fmt: skip
+        return None, inverted, counts.reshape(pairs, -1)
+    entries = _entries_by_range(block_indices, layout)
+    inverted = readers.invert(entries, layout.num_blocks, layout.config.chunk)
+    counts = (entries < layout.num_blocks).reshape(pairs, -1, layout.slots).sum(-1, dtype=jnp.int32)
+    return entries, inverted, counts
 
 
 def selected_backward(
@@ -113,9 +130,7 @@ def selected_backward(
     if max(batch * length * num_heads, batch * key.shape[1] * num_kv) >= 2**31:
         raise NotImplementedError("selected_attention: more than 2^31 query or key rows (B*T*N, B*S*K) in the backward")
 
-    entries = _entries_by_range(block_indices, layout)
-    inverted = readers.invert(entries, layout.num_blocks, config.chunk)
-    counts = (entries < layout.num_blocks).reshape(batch * num_kv, -1, slots).sum(-1, dtype=jnp.int32)
+    entries, inverted, counts = _inverted_lists(block_indices, layout)
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse * LOG2E)
     tensors = (
         query.reshape(-1, head_dim),

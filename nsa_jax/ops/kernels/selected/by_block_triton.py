@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops.choices import SelectedForwardPlan
 from nsa_jax.ops.kernels.readers import InvertedLists, invert
-from nsa_jax.ops.kernels.selected import by_block_sm90
+from nsa_jax.ops.kernels.selected import by_block_sm90, inversion
+from nsa_jax.ops.kernels.selected.neighbours import Split
 from nsa_jax.ops.kernels.selected.softmax import key_rows, store_once
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
 from nsa_jax.ops.kernels.triton import dot, pieces, triton_call
@@ -29,6 +30,7 @@ from nsa_jax.ops.kernels.triton import dot, pieces, triton_call
 # Partials that are in flight together. On an H200 two took 0.85 ms and four 0.89 (4 rows of 65,536, N=6, K=1, H=64, 8
 # to 13 partials of every token; without the guard for tokens that have none).
 _AT_ONCE = 2
+_SUM_ROWS, _SUM_ELEMENTS = 32, 256  # rows of a program that adds them, and elements of a warp
 
 
 def _partial_kernel(
@@ -216,11 +218,11 @@ def _partials(
     )(*args)
 
 
-def _add_partials(first_row, count, partial, partial_lse, out, lse, *, num_listed: int):
+def _add_partials(first_row, count, chunk_tokens: int, partial, partial_lse, out, lse, *, num_listed: int):
     """`_sum_kernel` over as many rows of the inverted lists as `partial` has: the new (out, lse)."""
     at_once, _, group, v_dim = partial.shape
     batch, length, num_kv = out.shape[:3]
-    rows, chunk_tokens = max(32, pl.next_power_of_2(group)), count.shape[1]
+    rows = max(_SUM_ROWS, pl.next_power_of_2(group))
     args = (first_row, count, partial, partial_lse, out, lse)
     total = triton_call(
         functools.partial(
@@ -232,7 +234,7 @@ def _add_partials(first_row, count, partial, partial_lse, out, lse, *, num_liste
             num_chunks=count.shape[0] // (batch * num_kv),
             num_listed=num_listed,
         ),
-        num_warps=max(1, min(8, rows * v_dim // 256)),
+        num_warps=max(1, min(8, rows * v_dim // _SUM_ELEMENTS)),
         num_stages=2,
         grid=(pl.cdiv(chunk_tokens, rows // group), at_once),
         in_specs=[_full(x) for x in args],
@@ -244,17 +246,42 @@ def _add_partials(first_row, count, partial, partial_lse, out, lse, *, num_liste
     return tuple(total)
 
 
+def _tokens_of_a_row(length: int, per_token: int, tile: int, limits) -> int:
+    """Tokens of a row, what has one buffer of partials and is inverted together: whole tiles where there are more."""
+    most_tokens = max(1, min(limits.row_tokens, limits.buffer_bytes // per_token))
+    chunk_tokens = pl.cdiv(length, pl.cdiv(length, most_tokens))
+    return min(length, pl.cdiv(chunk_tokens, tile) * tile)
+
+
+def _invert_rest(split: Split, block_indices, num_blocks: int, chunk_tokens: int, tile: int, chunk: int):
+    """(inverted lists, entries of each token) of what tiles do not share, by rows of `chunk_tokens` tokens."""
+    batch, length, num_kv, num_listed = block_indices.shape
+    entries = chunk_tokens * num_listed
+    if split.words is not None:
+        return inversion.invert(
+            split.words, block_indices, num_blocks, chunk,
+            tile=tile, tiles_per_row=pl.cdiv(chunk_tokens, tile), entries=entries,
+        )  # fmt: skip
+    assert split.rest is not None
+    lists = split.rest[:, :, :tile, :, :num_listed].reshape(batch, -1, num_kv, num_listed)[:, :length]
+    pad = ((0, 0), (0, -length % chunk_tokens), (0, 0), (0, 0))
+    lists = jnp.pad(lists, pad, constant_values=num_blocks).swapaxes(1, 2).reshape(-1, chunk_tokens, num_listed)
+    count = (lists < num_blocks).sum(-1, dtype=jnp.int32)
+    return invert(lists.reshape(-1, entries), num_blocks, chunk), count
+
+
 def continue_by_key_block(
-    query, key, value, lists, segment_start, query_offset, out, lse,
+    query, key, value, block_indices, split: Split, segment_start, query_offset, out, lse,
     *, select_block: int, packed: bool, plan: SelectedForwardPlan,
 ):  # fmt: skip
-    """Adds the listed blocks to the attention of every query.
+    """Adds the listed blocks that no tile shares to the attention of every query.
 
     Args:
       query: [B, T, K, G, H].
       key: [B, S, K, H].
       value: [B, S, K, V].
-      lists: int32 [B, T, K, n], blocks that overlap each query's visible range, padded with J at the end.
+      block_indices: int32 [B, T, K, n].
+      split: the lists split by tiles, with words where there are at most `inversion.MOST_BLOCKS` blocks.
       segment_start: int32 [B, T].
       query_offset: int32 [1].
       out: [B, T, K, G, V] attention over other blocks so far, exactly 0 where there was none.
@@ -268,20 +295,16 @@ def continue_by_key_block(
     """
     batch, length, num_kv, group, h_dim = query.shape
     num_keys, v_dim = value.shape[1], value.shape[-1]
-    num_listed = lists.shape[-1]
-    num_blocks = pl.cdiv(num_keys, select_block)
+    num_listed = block_indices.shape[-1]
     hopper = plan.rest.kernel == "selected.by_block_sm90"
-    limits = plan.rest.tiles
+    assert plan.lists is not None
+    limits, tile = plan.rest.tiles, plan.lists.tile
 
-    # A row is one (batch row, kv head, range of tokens): what has one buffer of partials and is sorted together.
     per_token = num_listed * group * (v_dim * query.dtype.itemsize + 4)
-    most_tokens = min(limits.row_tokens, limits.buffer_bytes // per_token)
-    num_chunks = pl.cdiv(length, max(1, most_tokens))
-    chunk_tokens = pl.cdiv(length, num_chunks)
-    num_rows = batch * num_kv * num_chunks
-    pad = ((0, 0), (0, num_chunks * chunk_tokens - length), (0, 0), (0, 0))
-    lists = jnp.pad(lists, pad, constant_values=num_blocks).swapaxes(1, 2).reshape(num_rows, chunk_tokens, num_listed)
-    inverted: InvertedLists = invert(lists.reshape(num_rows, chunk_tokens * num_listed), num_blocks, limits.chunk)
+    chunk_tokens = _tokens_of_a_row(length, per_token, tile, limits)
+    num_rows = batch * num_kv * pl.cdiv(length, chunk_tokens)
+    num_blocks = pl.cdiv(num_keys, select_block)
+    inverted, count = _invert_rest(split, block_indices, num_blocks, chunk_tokens, tile, limits.chunk)
 
     at_once = max(
         n
@@ -297,12 +320,11 @@ def continue_by_key_block(
         packed=packed,
         config=limits,
     )
-    count = (lists < num_blocks).sum(-1, dtype=jnp.int32)
 
     def serve(i, state):
         row = (i * at_once).astype(jnp.int32).reshape(1)
         args = query_offset, row, inverted, segment_start, query, key, value
-        return _add_partials(row, count, *partials(*args), *state, num_listed=num_listed)
+        return _add_partials(row, count, chunk_tokens, *partials(*args), *state, num_listed=num_listed)
 
     if num_rows == at_once:
         return serve(jnp.zeros((), jnp.int32), (out, lse))

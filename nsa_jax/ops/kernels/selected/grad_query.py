@@ -200,7 +200,7 @@ def finish_query(step, split: Split | None, counts, entries, buffer, key, d_quer
     kernel: Callable = _token_kernel
     lists: tuple[jax.Array, ...] = (counts, entries)
     if split is not None:
-        assert split.slots is not None and split.num_rest is not None
+        assert split.rest is not None and split.slots is not None and split.num_rest is not None
         kernel, lists = _rest_kernel, (split.rest, split.num_rest)
         d_query = triton_call(
             functools.partial(

@@ -37,6 +37,7 @@ def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout
     row = jnp.arange(inverted.order.shape[0], dtype=jnp.int32)[:, None]
     token = jnp.minimum(row % layout.ranges * layout.range_length + inverted.order // layout.slots, layout.length - 1)
     start = segment_start[row // layout.ranges // layout.num_kv, token]
+    assert inverted.entry_block is not None
     first = inverted.entry_block * ROWS
     whole = (token + query_offset >= first + ROWS - 1) & (start <= first)
     return inverted._replace(order=jnp.where(whole, inverted.order, inverted.order | _MASKED))

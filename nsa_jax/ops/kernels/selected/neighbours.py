@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
 
+from nsa_jax.ops.kernels.selected import inversion
 from nsa_jax.ops.kernels.triton import triton_call
 
 # Bits of a word that tell a block's place in one token's list.
@@ -31,10 +33,13 @@ def slot_of(word, token):
 
 
 def _split_kernel(
-    offset_ref, list_ref, start_ref, block_ref, bits_ref, count_ref, rest_ref, slots_ref=None, num_rest_ref=None,
-    *, length, num_listed, num_keys, select_block, share, packed,
+    offset_ref, list_ref, start_ref, block_ref, bits_ref, count_ref, *refs,
+    length, num_listed, num_keys, select_block, share, packed, words, with_slots,
 ):  # fmt: skip
-    """Splits the lists of a tile of tokens: list_ref and rest_ref [Q, n], block_ref and bits_ref [U + 1]."""
+    """Splits the lists of a tile of tokens: list_ref [Q, n], block_ref and bits_ref [U + 1].
+
+    refs: words [J'] if `words`, else rest [Q', n + 1] and, `with_slots`, slots [U + 1] and num_rest [Q'].
+    """
     tile = list_ref.shape[0]
     begin = pl.program_id(0) * tile
     shape = (pl.next_power_of_2(tile), pl.next_power_of_2(num_listed))
@@ -49,32 +54,44 @@ def _split_kernel(
         useful &= (listed >= start // select_block) & (start <= t)
     listed = jnp.where(useful, listed, -1)
 
-    def mark(u, carry):
+    def seen_blocks(u):
+        """The blocks [low, high] that token u of the tile sees."""
+        t_u = jnp.minimum(begin + u + offset_ref[0], num_keys - 1)
+        if not packed:
+            return 0, t_u // select_block
+        return start_ref[u] // select_block, jnp.where(start_ref[u] <= t_u, t_u // select_block, -1)
+
+    def sees(u, entry):
+        low, high = seen_blocks(u)
+        return (entry >= low) & (entry <= high)
+
+    def compare(u, carry):
         bits, slots = carry
         # Scalar loads against the whole tile: an all-to-all comparison in one array would spill registers.
-        t_u = jnp.minimum(begin + u + offset_ref[0], num_keys - 1)
-        low, high = 0, t_u // select_block
-        if packed:
-            low = start_ref[u] // select_block
-            high = jnp.where(start_ref[u] <= t_u, high, -1)
+        low, high = seen_blocks(u)
         same = jnp.zeros(shape, jnp.bool_)
         place = jnp.zeros(shape, jnp.int32)
         for i in range(num_listed):
             other = list_ref[u, i]
             same_block = listed == jnp.where((other >= low) & (other <= high), other, -2)
             same |= same_block
-            if slots_ref is not None:
+            if with_slots:
                 place = jnp.where(same_block, i, place)
         return bits | jnp.where(same, 1 << u, 0), slots | place << _SLOT_BITS * u
 
     zero = jnp.zeros(shape, jnp.int32)
-    bits, slots = lax.fori_loop(0, jnp.minimum(tile, length - begin), mark, (zero, zero))
+    everyone = jnp.minimum(tile, length - begin)
+    no_block = pl.cdiv(num_keys, select_block)
+    if words:
+        inversion.mark_tokens(refs[0], list_ref, everyone, sees)
+        bits = jnp.where(useful, refs[0][jnp.where(useful, listed, no_block)], 0)
+    else:
+        bits, slots = lax.fori_loop(0, everyone, compare, (zero, zero))
     shared = lax.population_count(bits) >= share
     # The first token that lists a shared block enters it into the tile's list; blocks that every token reads whole go
     # first, since they need no mask.
     leader = shared & ((bits & -bits) == (1 << token))
     full = leader & (listed < jnp.minimum(begin + offset_ref[0], num_keys - 1) // select_block)
-    everyone = jnp.minimum(tile, length - begin)
     full &= lax.population_count(bits) == everyone
     if packed:
         full &= False
@@ -91,10 +108,13 @@ def _split_kernel(
     rank = jnp.where(leader, rank, block_ref.shape[0] - 1)  # the last element takes what no list has
     block_ref[rank] = listed
     bits_ref[rank] = bits
-    if slots_ref is not None:
-        slots_ref[rank] = slots
     count_ref[0] = num_full + num_other
     count_ref[1] = num_full
+    if words:
+        # What is left to the tokens: each has read its bits before.
+        inversion.wait_for_stores()
+        pltriton.store(refs[0].at[jnp.where(shared, listed, no_block)], zero, mask=shared)
+        return
 
     keep = (useful & ~shared).astype(jnp.int32)
     drop = ((slot < num_listed) & ~(useful & ~shared)).astype(jnp.int32)
@@ -102,12 +122,12 @@ def _split_kernel(
     kept = num_kept[:, None]
     place = jnp.where(keep == 1, jnp.cumsum(keep, axis=1) - 1, kept + jnp.cumsum(drop, axis=1) - 1)
     place = jnp.where(slot < num_listed, place, num_listed)  # a column more than the list has takes the padding
-    left, padding = listed, pl.cdiv(num_keys, select_block)
-    if slots_ref is not None:
+    left, padding = listed, no_block
+    if with_slots:
+        refs[1][rank] = slots
+        refs[2][...] = num_kept
         left, padding = listed * shape[1] + slot, padding * shape[1]
-    rest_ref[token, place] = jnp.where(keep == 1, left, padding)
-    if num_rest_ref is not None:
-        num_rest_ref[...] = num_kept
+    refs[0][token, place] = jnp.where(keep == 1, left, padding)
 
 
 class Split(NamedTuple):
@@ -117,7 +137,10 @@ class Split(NamedTuple):
       block, bits: int32 [B, K, tiles, U + 1], a shared block and the tokens of the tile that list it.
       num_shared: int32 [B, K, tiles, 2], how many shared blocks there are, and how many of them all
         tokens read whole; those come first.
-      rest: int32 [B, tiles * Q', K, n + 1], the other blocks of every token, ascending, padded with J.
+      rest: int32 [B, tiles, Q', K, n + 1], the other blocks of every token, ascending, padded with J; None if words
+        were asked for.
+      words: int32 [B, K, tiles, J'], bits of the tokens that list each of the other blocks, see `inversion`; None if
+        they were not asked for.
       slots: int32 [B, K, tiles, U + 1], the shared block's place in the list of every token that lists it, 4 bits for
         each token of the tile; None if they were not asked for.
       num_rest: int32 [B, K, tiles, Q'], how many entries of `rest` are blocks; with `slots` alone.
@@ -126,14 +149,16 @@ class Split(NamedTuple):
     block: jax.Array
     bits: jax.Array
     num_shared: jax.Array
-    rest: jax.Array
+    rest: jax.Array | None
+    words: jax.Array | None = None
     slots: jax.Array | None = None
     num_rest: jax.Array | None = None
 
 
 def split_lists(
-    block_indices, segment_start, query_offset, *, tile, share, select_block, num_keys, packed, with_slots=False
-) -> Split:
+    block_indices, segment_start, query_offset, *, tile, share, select_block, num_keys, packed, with_slots=False,
+    words=False,
+) -> Split:  # fmt: skip
     """Splits lists by tiles of tokens.
 
     Args:
@@ -147,6 +172,7 @@ def split_lists(
       packed: whether segment_start matters.
       with_slots: `slots` and `num_rest` are wanted, see `can_have_slots`, and `rest` holds block * n' + slot, where n'
         is n rounded up to a power of two and the slot is the block's place in its token's list; its padding is J * n'.
+      words: `words` are wanted, and not `rest`.
     """
     batch, length, num_kv, num_listed = block_indices.shape
     tiles = pl.cdiv(length, tile)
@@ -156,8 +182,28 @@ def split_lists(
     if with_slots and not can_have_slots(tile, num_listed):
         raise ValueError(f"tile={tile}, {num_listed} listed blocks: slots have {_SLOT_BITS} bits of 32")
     tile_spec = pl.BlockSpec((None, None, None, width), lambda i, k, b: (b, k, i, 0))
+    columns = inversion.words_of_tile(pl.cdiv(num_keys, select_block))
     token_spec = pl.BlockSpec((None, None, None, padded), lambda i, k, b: (b, k, i, 0))
-    split = triton_call(
+    outputs = [
+        (tile_spec, tile_shape),
+        (tile_spec, tile_shape),
+        (
+            pl.BlockSpec((None, None, None, 2), lambda i, k, b: (b, k, i, 0)),
+            jax.ShapeDtypeStruct((batch, num_kv, tiles, 2), jnp.int32),
+        ),
+    ]
+    if words:
+        word_spec = pl.BlockSpec((None, None, None, columns), lambda i, k, b: (b, k, i, 0))
+        outputs.append((word_spec, jax.ShapeDtypeStruct((batch, num_kv, tiles, columns), jnp.int32)))
+    else:
+        rest_spec = pl.BlockSpec((None, None, padded, None, num_listed + 1), lambda i, k, b: (b, i, 0, k, 0))
+        rest_shape = jax.ShapeDtypeStruct((batch, tiles, padded, num_kv, num_listed + 1), jnp.int32)
+        outputs.append((rest_spec, rest_shape))
+    if with_slots:
+        outputs.append((tile_spec, tile_shape))
+        outputs.append((token_spec, jax.ShapeDtypeStruct((batch, num_kv, tiles, padded), jnp.int32)))
+    out_specs, out_shape = zip(*outputs, strict=True)
+    block, bits, num_shared, rest, *slots = triton_call(
         functools.partial(
             _split_kernel,
             length=length,
@@ -166,8 +212,10 @@ def split_lists(
             select_block=select_block,
             share=share,
             packed=packed,
+            words=words,
+            with_slots=with_slots,
         ),
-        num_warps=1 if padded * num_listed <= 256 else 4,
+        num_warps=1 if padded * num_listed <= (512 if words else 256) else 4,
         num_stages=1,
         grid=(tiles, num_kv, batch),
         in_specs=[
@@ -175,20 +223,9 @@ def split_lists(
             pl.BlockSpec((None, tile, None, num_listed), lambda i, k, b: (b, i, k, 0)),
             pl.BlockSpec((None, tile), lambda i, k, b: (b, i)),
         ],
-        out_specs=[
-            tile_spec,
-            tile_spec,
-            pl.BlockSpec((None, None, None, 2), lambda i, k, b: (b, k, i, 0)),
-            pl.BlockSpec((None, None, padded, None, num_listed + 1), lambda i, k, b: (b, i, 0, k, 0)),
-            *([tile_spec, token_spec] if with_slots else ()),
-        ],
-        out_shape=[
-            tile_shape,
-            tile_shape,
-            jax.ShapeDtypeStruct((batch, num_kv, tiles, 2), jnp.int32),
-            jax.ShapeDtypeStruct((batch, tiles, padded, num_kv, num_listed + 1), jnp.int32),
-            *([tile_shape, jax.ShapeDtypeStruct((batch, num_kv, tiles, padded), jnp.int32)] if with_slots else ()),
-        ],
+        out_specs=list(out_specs),
+        out_shape=list(out_shape),
         name="nsa_selected_split",
     )(query_offset.reshape(1), block_indices, segment_start)
-    return Split(*split)
+    lists = (None, rest) if words else (rest, None)
+    return Split(block, bits, num_shared, *lists, *slots)

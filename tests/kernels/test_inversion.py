@@ -1,0 +1,120 @@
+"""Lists inverted from words of bits: the same work items and order as a stable sort gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nsa_jax.ops import plan, reference, selected_tiles
+from nsa_jax.ops.kernels import readers
+from nsa_jax.ops.kernels.selected import attention, inversion, neighbours
+from nsa_jax.ops.target import current_target
+from tests.kernels.test_selected import make_inputs, random_lists, relative_error
+from tests.kernels.test_selected_backward import _backward, _errors, _inputs, _reference
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def by_rows(lists, num_blocks: int, tokens: int) -> np.ndarray:
+    """Lists [B, T, K, n] by (batch row, key/value head, range of tokens), padded with J: [rows, tokens * n]."""
+    pad = ((0, 0), (0, -lists.shape[1] % tokens), (0, 0), (0, 0))
+    padded = np.pad(np.asarray(lists), pad, constant_values=num_blocks)
+    return padded.swapaxes(1, 2).reshape(-1, tokens * lists.shape[-1])
+
+
+def check_inverted(got, count, lists, want_of, num_blocks: int, chunk: int, tokens: int) -> None:
+    """Compares with the inverted lists of `want_of`, [rows, E], in which a token's entries lie at their places."""
+    want = readers.invert(jnp.asarray(want_of), num_blocks, chunk)
+    for name in ("block", "begin", "end", "offset"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
+    n, length = lists.shape[-1], lists.shape[1]
+    counts = (want_of < num_blocks).reshape(len(want_of), -1, n).sum(-1)
+    for row, entries in enumerate(want_of):
+        number = int((entries < num_blocks).sum())
+        np.testing.assert_array_equal(got.order[row, :number], want.order[row, :number])
+        real = min(tokens, length - row % (-(-length // tokens)) * tokens)
+        np.testing.assert_array_equal(count[row, :real], counts[row, :real])
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "num_kv", "num_blocks", "n", "tile", "tiles_per_row", "chunk"),
+    [
+        (1, 64, 1, 5, 3, 16, 4, 8),
+        (2, 77, 2, 6, 4, 32, 2, 16),  # the last tile and the last row are not full
+        (1, 300, 2, 40, 7, 10, 9, 5),  # a list and a tile that are no powers of two
+        (2, 33, 1, 3, 1, 32, 1, 64),
+        (1, 2100, 1, 33, 2, 32, 66, 40),  # more tiles than one step of the running sum
+    ],
+)
+def test_words_give_the_order_of_a_stable_sort(batch, length, num_kv, num_blocks, n, tile, tiles_per_row, chunk):
+    rng = np.random.default_rng(0)
+    lists = random_lists(rng, batch, length, num_kv, num_blocks * 16, 16, n)
+    lists[:, length // 3] = num_blocks  # a token without a list
+    tokens = tile * tiles_per_row
+    words = inversion.mark_lists(jnp.asarray(lists), num_blocks, tile)
+    sizes = dict(tile=tile, tiles_per_row=tiles_per_row, entries=tokens * n)
+    got, count = inversion.invert(words, jnp.asarray(lists), num_blocks, chunk, **sizes)
+    check_inverted(got, count, lists, by_rows(lists, num_blocks, tokens), num_blocks, chunk, tokens)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_tiles_share_is_not_inverted(packed):
+    (_, _, _, lists), keywords = make_inputs(length=77, n=4, shared=8, documents=packed, offset=3)
+    start = keywords["segment_start"]
+    start = jnp.zeros((1, 77), jnp.int32) if start is None else start
+    num_blocks, tile, tokens, chunk = 5, 4, 40, 6
+    sizes = dict(tile=tile, share=3, select_block=16, num_keys=80, packed=packed)
+    split = neighbours.split_lists(lists, start, jnp.full((1,), 3, jnp.int32), **sizes)
+    marked = neighbours.split_lists(lists, start, jnp.full((1,), 3, jnp.int32), **sizes, words=True)
+    assert marked.rest is None and split.words is None
+    np.testing.assert_array_equal(marked.num_shared, split.num_shared)
+    for k, i in np.ndindex(2, split.block.shape[2]):
+        shared = int(split.num_shared[0, k, i, 0])
+        for name in ("block", "bits"):
+            got, want = getattr(marked, name)[0, k, i], getattr(split, name)[0, k, i]
+            np.testing.assert_array_equal(got[:shared], want[:shared])
+    rest = np.asarray(split.rest)[:, :, :tile, :, :4].reshape(1, -1, 2, 4)[:, :77]
+    assert 0 < (rest < num_blocks).sum() < (np.asarray(lists) < num_blocks).sum()
+    sizes = dict(tile=tile, tiles_per_row=tokens // tile, entries=tokens * 4)
+    got, count = inversion.invert(marked.words, lists, num_blocks, chunk, **sizes)
+    check_inverted(got, count, rest, by_rows(rest, num_blocks, tokens), num_blocks, chunk, tokens)
+
+
+def test_rows_of_many_blocks_are_sorted(monkeypatch):
+    """Where words would take too much memory: the same results, bit for bit."""
+    arrays, keywords = make_inputs(length=60, group=3)
+    query, key, value, lists = arrays
+    config = selected_tiles.selected_config(3, 16, 16, 16, query.dtype, current_target())
+    config = dataclasses.replace(config, tile=4, share=3, key_major=True, gather_rows=16, chunk=8, row_tokens=24)
+    shape = plan.Shape.of(query, key, value)
+    made = plan.plan_selected_forward(shape, current_target(), select_block=16, num_selected=3, lists=config)
+
+    def outputs():
+        start, offset = jnp.zeros((1, 60), jnp.int32), jnp.zeros((), jnp.int32)
+        out = attention.selected_forward(query, key, value, lists, start, offset, 16, False, made)
+        sizes = dict(batch=1, length=60, num_keys=60, num_heads=3, num_kv=1, h_dim=16, v_dim=16, slots=2)
+        sizes |= dict(select_block=16, dtype=jnp.float32, packed=False, offset=0)
+        *inputs, start = _inputs(3, **sizes)
+        query2, key2, value2, indices, d_out = inputs
+        out2, lse, want = _reference(query2, key2, value2, indices, d_out, start, 16, 0)
+        delta = (out2 * d_out).sum(-1)
+        backward = functools.partial(_backward.__wrapped__, select_block=16, query_offset=0, segment_start=start)
+        got = backward(query2, key2, value2, indices, delta, lse, d_out)
+        assert max(_errors(got, want)) < 1e-4
+        return *out, *got
+
+    inverted = outputs()
+    want = reference.selected_attention(*arrays, **keywords)
+    assert relative_error(inverted[0], want) < 1e-5
+    sorts = []
+    monkeypatch.setattr(readers, "sort_entries", lambda *x, f=readers.sort_entries: sorts.append(x) or f(*x))
+    monkeypatch.setattr(inversion, "MOST_BLOCKS", 1)
+    jax.clear_caches()
+    chex.assert_trees_all_equal(outputs(), inverted)
+    assert len(sorts) == 2  # the forward pass and the backward pass
