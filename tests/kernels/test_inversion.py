@@ -63,6 +63,13 @@ def test_words_give_the_order_of_a_stable_sort(batch, length, num_kv, num_blocks
     check_inverted(got, count, lists, by_rows(lists, num_blocks, tokens), num_blocks, chunk, tokens)
 
 
+@pytest.mark.gpu
+def test_words_give_the_order_of_a_stable_sort_on_a_gpu():
+    sizes = dict(batch=2, length=8200, num_kv=3, num_blocks=129, n=16, tile=32, tiles_per_row=64, chunk=100)
+    for tile in (32, 16, 9):
+        test_words_give_the_order_of_a_stable_sort(**sizes | dict(tile=tile))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_tiles_share_is_not_inverted(packed):
     (_, _, _, lists), keywords = make_inputs(length=77, n=4, shared=8, documents=packed, offset=3)

@@ -25,7 +25,7 @@ MOST_BLOCKS = 1024
 
 _WORD_BITS = 32
 _AT_ONCE = 8  # tokens whose lists are read together
-_COLUMNS, _STEP = 16, 64  # blocks of a program of the running sum, and its tiles at a time
+_COLUMNS, _STEP = 8, 256  # blocks of a program of the running sum, and its tiles at a time
 
 
 def words_of_tile(num_blocks: int) -> int:
@@ -109,35 +109,44 @@ def _running_sum_kernel(words_ref, before_ref, total_ref, *, tiles_per_row, num_
 
 
 def _work_items_kernel(
-    total_ref, start_ref, offset_ref, block_ref, begin_ref, end_ref, *, num_blocks, chunk
+    total_ref, start_ref, offset_ref, block_ref, begin_ref, end_ref, named_ref, *, num_blocks, chunk
 ):  # fmt: skip
-    """Work items of a row: total_ref and start_ref [J'], offset_ref [J + 1]; block_ref, begin_ref, end_ref [W]."""
-    items = block_ref.shape[0]
-    block = lax.iota(jnp.int32, pl.next_power_of_2(total_ref.shape[0]))
-    real = block < num_blocks
-    total = jnp.where(real, total_ref[jnp.minimum(block, total_ref.shape[0] - 1)], 0)
+    """Work items of a row: total_ref and start_ref [J'], offset_ref [J + 1]; block_ref, begin_ref, end_ref [W].
+
+    named_ref [J'] is for this kernel alone: the blocks that have entries, in order.
+    """
+    width, items = total_ref.shape[0], block_ref.shape[0]
+    block = lax.iota(jnp.int32, pl.next_power_of_2(width))
+    total = jnp.where(block < num_blocks, total_ref[jnp.minimum(block, width - 1)], 0)
     start = jnp.cumsum(total, axis=0) - total
-    pltriton.store(start_ref.at[block], start, mask=block < total_ref.shape[0])
     count = (total + (chunk - 1)) // chunk
     offset = jnp.cumsum(count, axis=0) - count
+    some = count > 0
+    pltriton.store(start_ref.at[block], start, mask=block < width)
     pltriton.store(offset_ref.at[block], offset, mask=block <= num_blocks)
+    number = jnp.cumsum(some.astype(jnp.int32), axis=0) - 1
+    pltriton.store(named_ref.at[jnp.where(some, number, width)], block, mask=some)
 
-    def store(at, values, mask):
-        for ref, value in zip((block_ref, begin_ref, end_ref), values, strict=True):
-            pltriton.store(ref.at[jnp.where(mask, at, items)], value, mask=mask)
-
-    def store_item(i, carry):
-        begin = start + i * chunk
-        store(offset + i, (block, begin, jnp.minimum(begin + chunk, start + total)), i < count)
-        return carry
-
-    lax.fori_loop(0, jnp.max(count), store_item, 0)
-    # The rest of the items are empty.
-    needed = jnp.sum(count)
+    # An item's block is that of the last block's first item: these are marked, and counted up to each item.
     for at, size in pieces(items):
-        item = at + lax.iota(jnp.int32, size)
-        nothing = jnp.zeros((size,), jnp.int32)
-        store(item, (nothing + (num_blocks - 1), nothing, nothing), item >= needed)
+        block_ref[pl.ds(at, size)] = jnp.zeros((size,), jnp.int32)
+    wait_for_stores()
+    pltriton.store(block_ref.at[jnp.where(some, offset, items)], some.astype(jnp.int32), mask=some)
+    wait_for_stores()
+    item = lax.iota(jnp.int32, pl.next_power_of_2(items))
+    inside = jnp.minimum(item, items - 1)
+    number = jnp.cumsum(jnp.where(item < items, block_ref[inside], 0), axis=0) - 1
+    needed = item < jnp.sum(count)
+    own = jnp.where(needed, named_ref[jnp.where(needed, number, 0)], num_blocks - 1)
+    begin = start_ref[own] + (item - offset_ref[own]) * chunk
+    end = jnp.minimum(begin + chunk, start_ref[own] + total_ref[own])
+    wait_for_stores()
+    for ref, value in (
+        (block_ref, own),
+        (begin_ref, jnp.where(needed, begin, 0)),
+        (end_ref, jnp.where(needed, end, 0)),
+    ):
+        pltriton.store(ref.at[item], value, mask=item < items)
 
 
 def _place_kernel(
@@ -208,8 +217,8 @@ def invert(
         name="nsa_selected_running_sum",
     )(words)
 
-    sizes = width, num_blocks + 1, items, items, items
-    start, offset, block, begin, end = triton_call(
+    sizes = width, num_blocks + 1, items, items, items, width
+    start, offset, block, begin, end, _ = triton_call(
         functools.partial(_work_items_kernel, num_blocks=num_blocks, chunk=chunk),
         num_warps=4,
         num_stages=1,
