@@ -376,8 +376,8 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
     Programs are as many as an H200 holds at once. The compressed blocks are cut into at most half as many parts as
     there are tiles, but up to 16, because summing many parts costs more than it saves.
 
-    From 128 pairs on, 64 keys of the window at a time and larger chunks of scores took 1.10 instead of 1.13 ms for a step
-    of a100_prod with 64 rows of 32,768 tokens (H100).
+    From 128 pairs on, 64 keys of the window at a time and larger chunks of scores take 1.10 instead of 1.13 ms for a
+    step of a100_prod with 64 rows of 32,768 tokens (H100).
 
     Where one kernel serves a pair, up to 128 programs share the pairs, and a tile of keys and values has 32 KiB: 128
     keys at head dim 64. On an H100, a step of a100_prod at 2,048 tokens took 0.661 ms so with 128 pairs (0.665 with 8
