@@ -440,7 +440,7 @@ def plan_decode(shape: Shape, num_split: int, config: NSAConfig) -> Choice:
     split = tiles.decode_config(pairs, num_split, config, row_bytes)
     num_blocks = shape.num_keys // config.select_block
     read = num_blocks * pairs * (config.select_block * row_bytes + 4 * shape.group * shape.value_dim)
-    few = num_blocks <= 4 * config.num_selected and num_split <= split.columns
+    few = num_blocks <= 4 * config.num_selected and num_split <= tiles.DECODE_FEW_COMPRESSED
     fits = row_bytes <= 1024 and shape.group <= 16  # beyond, its tiles do not fit in registers
     if few and pairs >= tiles.DECODE_PAIRS and fits:
         return Choice("decode.pair", split, "few blocks, many rows: one program makes the list and reads its blocks")

@@ -35,8 +35,10 @@ class SelectedConfig:
       gather_warps: warps of one program that gathers queries.
       gather_stages: software pipeline depth of its loop over queries.
       chunk: the most list entries of a work item.
-      row_tokens: the most tokens whose list entries are inverted together: their queries should stay in the L2 cache.
-      buffer_bytes: bound on the buffer of shares; token ranges and heads are served one after the other to stay in it.
+      row_tokens: the most tokens, but for the last of a tile, whose list entries are inverted together: their queries
+        should stay in the L2 cache.
+      buffer_bytes: bound on the buffer of shares, likewise; token ranges and heads are served one after the other to
+        stay in it.
     """
 
     keys: int

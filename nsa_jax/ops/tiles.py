@@ -370,6 +370,10 @@ DECODE_READ_BYTES = 20 * 2**20
 DECODE_PAIRS = 32
 
 
+# And a row has few blocks where it can have at most this many compressed ones.
+DECODE_FEW_COMPRESSED = 256
+
+
 def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -> DecodeConfig:
     """Picks how a decode step is split.
 
@@ -400,7 +404,7 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
         num_warps=4,
         num_stages=3,
         window_parts=min(wanted, -(-config.window // keys)),
-        window_keys=64 if pairs >= 128 else 32,
+        window_keys=64 if pairs >= 128 and row_bytes <= 512 else 32,
         columns=1024 if pairs >= 128 else 256,
         rank_warps=4,
         pair_parts=max(1, _DECODE_PROGRAMS // 2 // pairs),

@@ -49,6 +49,7 @@ def check_inverted(got, count, lists, want_of, num_blocks: int, chunk: int, toke
         (2, 77, 2, 6, 4, 32, 2, 16),  # the last tile and the last row are not full
         (1, 300, 2, 40, 7, 10, 9, 5),  # a list and a tile that are no powers of two
         (2, 33, 1, 3, 1, 32, 1, 64),
+        (1, 70, 1, 32, 17, 32, 2, 7),  # as many blocks as a line of words has; programs of several warps
         (1, 2100, 1, 33, 2, 32, 66, 40),  # more tiles than one step of the running sum
     ],
 )
@@ -66,8 +67,10 @@ def test_words_give_the_order_of_a_stable_sort(batch, length, num_kv, num_blocks
 @pytest.mark.gpu
 def test_words_give_the_order_of_a_stable_sort_on_a_gpu():
     sizes = dict(batch=2, length=8200, num_kv=3, num_blocks=129, n=16, tile=32, tiles_per_row=64, chunk=100)
-    for tile in (32, 16, 9):
-        test_words_give_the_order_of_a_stable_sort(**sizes | dict(tile=tile))
+    for other in (dict(), dict(tile=16), dict(tile=9), dict(n=33), dict(num_blocks=3, n=2)):
+        test_words_give_the_order_of_a_stable_sort(**sizes | other)
+    for packed in (False, True):
+        test_what_tiles_share_is_not_inverted(packed)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -121,7 +124,7 @@ def test_rows_of_many_blocks_are_sorted(monkeypatch):
     assert relative_error(inverted[0], want) < 1e-5
     sorts = []
     monkeypatch.setattr(readers, "sort_entries", lambda *x, f=readers.sort_entries: sorts.append(x) or f(*x))
-    monkeypatch.setattr(inversion, "MOST_BLOCKS", 1)
+    monkeypatch.setattr(inversion, "MOST_BYTES", 1)
     jax.clear_caches()
     chex.assert_trees_all_equal(outputs(), inverted)
     assert len(sorts) == 2  # the forward pass and the backward pass

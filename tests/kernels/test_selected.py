@@ -86,7 +86,7 @@ CASES = {
 PATHS = {
     "plain": dict(tile=1, key_major=False),
     "tiles": dict(tile=4, share=2, key_major=False),
-    "key_major": dict(tile=4, share=3, key_major=True, gather_rows=16, chunk=8, row_tokens=24, buffer_bytes=1 << 16),
+    "key_major": dict(tile=4, share=3, key_major=True, gather_rows=16, chunk=8, row_tokens=22, buffer_bytes=1 << 16),
 }
 CASES_OF = {
     "plain": ("group_20", "paper_head_dims", "chunk_packed", "block_of_128"),
@@ -192,6 +192,17 @@ def test_rows_with_nothing_are_exactly_zero(path):
     assert np.isfinite(np.asarray(lse)[0][~heads]).all()
 
 
+@pytest.mark.parametrize("path", ["tiles", "key_major"])
+def test_a_token_may_list_none_of_what_its_tile_shares(path):
+    """Its scores are all masked then, and the first weights must not be infinite."""
+    arrays, keywords = make_inputs(length=40, num_keys=50, offset=10, n=2, block=64, dtype=jnp.bfloat16)
+    lists = jnp.ones((1, 40, 2, 2), jnp.int32).at[..., 0].set(0).at[:, 3::15].set(1)
+    got, _ = forward(path, (*arrays[:3], lists), keywords)
+    want = reference.selected_attention(*(x.astype(jnp.float32) for x in arrays[:3]), lists, **keywords)
+    assert relative_error(got, want) < 4e-3
+    np.testing.assert_array_equal(np.asarray(got[:, 3::15]), 0.0)
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_lse_is_natural_log_and_minus_infinity_for_empty_rows(path):
     (query, key, value, lists), keywords = make_inputs(group=3, length=20)
@@ -219,7 +230,7 @@ def test_future_keys_never_matter(path):
 
 @pytest.mark.gpu
 def test_on_gpu_shorter_last_range():
-    """Ranges of 10 tokens, the last one of 7: one program that adds up shares of two, in place, has none of its own."""
+    """Ranges of whole tiles, the last one of 1 token: a program that adds up shares of two, in place, has one alone."""
     arrays, keywords = make_inputs(group=16, num_kv=1, length=97, h_dim=64, v_dim=64, dtype=jnp.bfloat16)
     got, _ = forward("key_major", arrays, keywords)
     want = reference.selected_attention(*(x.astype(jnp.float32) for x in arrays[:3]), arrays[3], **keywords)

@@ -49,7 +49,8 @@ def selected_forward(
     if plan.neighbours is not None:
         split = split_lists(
             block_indices, segment_start, query_offset, tile=tile, share=plan.lists.share, num_keys=num_keys,
-            words=not by_token and pl.cdiv(num_keys, select_block) <= inversion.MOST_BLOCKS, **blocks,
+            words=not by_token and inversion.fits(batch, length, num_kv, tile, pl.cdiv(num_keys, select_block)),
+            **blocks,
         )  # fmt: skip
         neighbours = split.block, split.bits, split.num_shared
         arrays = query, grouped, key, value, neighbours, segment_start, query_offset

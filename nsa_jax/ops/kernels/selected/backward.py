@@ -71,7 +71,8 @@ def _entries_by_range(block_indices: jax.Array, layout: Layout) -> jax.Array:
 def _inverted_lists(block_indices: jax.Array, layout: Layout):
     """(entries by range, where they are needed; inverted lists; entries of each token, int32 [B*K, at least T])."""
     pairs, tile = layout.batch * layout.num_kv, 32
-    if not layout.config.keep_scores and layout.num_blocks <= inversion.MOST_BLOCKS:
+    fits = inversion.fits(layout.batch, layout.length, layout.num_kv, tile, layout.num_blocks)
+    if fits and not layout.config.keep_scores:
         inverted, counts = inversion.invert(
             inversion.mark_lists(block_indices, layout.num_blocks, tile), block_indices, layout.num_blocks,
             layout.config.chunk, tile=tile, tiles_per_row=pl.cdiv(layout.range_length, tile), entries=layout.entries,

@@ -282,7 +282,7 @@ def continue_by_key_block(
       key: [B, S, K, H].
       value: [B, S, K, V].
       block_indices: int32 [B, T, K, n].
-      split: the lists split by tiles, with words where there are at most `inversion.MOST_BLOCKS` blocks.
+      split: the lists split by tiles, with words where these fit.
       segment_start: int32 [B, T].
       query_offset: int32 [1].
       out: [B, T, K, G, V] attention over other blocks so far, exactly 0 where there was none.

@@ -20,8 +20,9 @@ from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.readers import InvertedLists
 from nsa_jax.ops.kernels.triton import interpreted, pieces, triton_call
 
-# With more blocks than this, words would take more memory than all lists: they grow with the square of the row.
-MOST_BLOCKS = 1024
+# Words and their running sum grow with the square of a row: from this size on lists are sorted instead. The buffer of
+# partial results, which follows them, may have 2 GiB.
+MOST_BYTES = 512 * 2**20
 
 _WORD_BITS = 32
 _AT_ONCE = 8  # tokens whose lists are read together
@@ -31,6 +32,11 @@ _COLUMNS, _STEP = 8, 256  # blocks of a program of the running sum, and its tile
 def words_of_tile(num_blocks: int) -> int:
     """Words of a tile: one for each block, then at least one for what is no block, in whole lines of memory."""
     return -(-(num_blocks + 1) // 32) * 32
+
+
+def fits(batch: int, length: int, num_kv: int, tile: int, num_blocks: int) -> bool:
+    """Whether the words of tiles of `tile` tokens, and the running sum over them, are within `MOST_BYTES`."""
+    return 8 * batch * num_kv * pl.cdiv(length, tile) * words_of_tile(num_blocks) <= MOST_BYTES
 
 
 def mark_tokens(words_ref, list_ref, count, is_listed) -> None:
@@ -185,16 +191,17 @@ def invert(
     Args:
       words: int32 [B, K, tiles, J'], see `mark_lists`.
       block_indices: int32 [B, T, K, n], lists whose blocks differ.
-      num_blocks: J, at most `MOST_BLOCKS`.
+      num_blocks: J.
       chunk: the most entries that a work item may have.
       tile: tokens of a tile.
       tiles_per_row: tiles of a row; the last row of a batch row and head may have fewer.
       entries: E, elements of a row in the result, at least tokens times n.
 
     Returns:
-      The inverted lists, as `readers.invert` gives them for lists of the marked entries alone, but that nothing is said
-      of padding: what lies in `order` behind the last work item is undefined, and `entry_block` is None. And how many
-      entries of each token are marked, int32 [rows, tiles_per_row * tile], undefined where there is no token.
+      The inverted lists, as `readers.invert` gives them for lists of the marked entries alone: `order` has a token's
+      number times n and the entry's rank among the token's marked ones. What lies in it behind the last work item is
+      undefined, and `entry_block` is None. And how many entries of each token are marked, int32
+      [rows, tiles_per_row * tile], undefined where there is no token.
     """
     batch, length, num_kv, num_listed = block_indices.shape
     tiles, width = words.shape[2:]

@@ -48,7 +48,7 @@ def _split_kernel(
     inside = jnp.minimum(token, jnp.minimum(tile, length - begin) - 1)
     t = jnp.minimum(begin + inside + offset_ref[0], num_keys - 1)
     listed = list_ref[inside, jnp.minimum(slot, num_listed - 1)]
-    useful = (token == inside) & (slot < num_listed) & (listed <= t // select_block)
+    useful = (token == inside) & (slot < num_listed) & (listed >= 0) & (listed <= t // select_block)
     if packed:
         start = start_ref[inside]
         useful &= (listed >= start // select_block) & (start <= t)
@@ -162,7 +162,7 @@ def split_lists(
     """Splits lists by tiles of tokens.
 
     Args:
-      block_indices: int32 [B, T, K, n].
+      block_indices: int32 [B, T, K, n]; the blocks of a list differ.
       segment_start: int32 [B, T].
       query_offset: int32 scalar.
       tile: tokens of a tile, at most 32.

@@ -51,7 +51,11 @@ def attend_block(state, q, k_ref, v_ref, start, low, high, *, size, scale, num_k
         scores = jnp.where(visible, scores, MINUS_INFINITY)
     new_peak = jnp.maximum(peak, scores.max(1))
     alpha = jnp.exp2((peak - new_peak) * scale)
-    weights = jnp.exp2(scores * scale - (new_peak * scale)[:, None])
+    if interpreted():
+        # A CPU's fused multiply-add would leave the rounding error of scores that are all masked, 1e22, and no zero.
+        weights = jnp.exp2((scores - new_peak[:, None]) * scale)
+    else:
+        weights = jnp.exp2(scores * scale - (new_peak * scale)[:, None])
     total = total * alpha + weights.sum(1)
     weights = weights.astype(v_ref.dtype)
     return accumulate(acc, alpha, weights, load(v_ref), v_dim), new_peak, total
