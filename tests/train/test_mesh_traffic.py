@@ -189,7 +189,7 @@ def test_a_step_moves_what_its_layout_needs(case):
 )
 def test_the_selection_loss_moves_weights_alone(mesh):
     def config(weight):
-        c = small_config(train__selection_loss=weight, train__selection_queries=8)
+        c = small_config(train__selection_loss=weight, train__selection_queries=8, model__num_layers=1)
         c.data.packing = False
         c.mesh.update(mesh)
         c.train.batch_size = ROWS * 8 // mesh.get("tensor", 1)
