@@ -370,7 +370,7 @@ DECODE_READ_BYTES = 20 * 2**20
 DECODE_PAIRS = 32
 
 
-# And a row has few blocks where it can have at most this many compressed ones.
+# One or two kernels serve a step only where a row can have at most this many compressed blocks.
 DECODE_FEW_COMPRESSED = 256
 
 

@@ -199,7 +199,7 @@ def test_the_selection_loss_moves_weights_alone(mesh):
     _, without = compiled(config(0.0))
     more = moved(with_loss.as_text()).total() - moved(without.as_text()).total()
     batch = made.config.train.batch_size * LENGTH * made.model_config.dim * made.model_config.dtype.itemsize
-    assert 0 < more < batch
+    assert 0 < more < batch // 2  # half a batch of tokens for one layer
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])

@@ -16,8 +16,8 @@ class InvertedLists(NamedTuple):
     """List entries grouped by block; every row is inverted on its own.
 
     Attributes:
-      order: int32 [rows, E], positions of entries in the input row, without what was left out of it, grouped by block
-        and ascending within each.
+      order: int32 [rows, E], positions of entries in the input row, grouped by block and ascending within each. Entries
+        that were left out have no position.
       block: int32 [rows, W], the key block of each work item.
       begin: int32 [rows, W], first entry of each work item in `order`.
       end: int32 [rows, W], one past its last entry; begin == end for items that are not needed.

@@ -70,7 +70,7 @@ def _entries_by_range(block_indices: jax.Array, layout: Layout) -> jax.Array:
 
 def _inverted_lists(block_indices: jax.Array, layout: Layout):
     """(entries by range, where they are needed; inverted lists; entries of each token, int32 [B*K, at least T])."""
-    pairs, tile = layout.batch * layout.num_kv, 32
+    pairs, tile = layout.batch * layout.num_kv, inversion.WORD_BITS
     fits = inversion.fits(layout.batch, layout.length, layout.num_kv, tile, layout.num_blocks)
     if fits and not layout.config.keep_scores:
         inverted, counts = inversion.invert(

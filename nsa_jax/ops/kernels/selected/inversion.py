@@ -1,9 +1,9 @@
 """Block lists grouped by the block that they name, from words of bits: `readers.invert` without a sort.
 
-Tokens come in tiles of at most 32. A tile has a word for every block, in which bit u says that token u lists the block.
-A list entry's place among all entries of its block is then the number of bits before its own: those of earlier tiles,
-which one running sum over the words gives, and those below it in its own word. That is 4 kernels, where a radix sort
-and what prepares and follows it are about 25.
+Tokens come in tiles of at most 32. A tile has a word for every block. Bit u of it says that token u lists the block. A
+list entry's place among all entries of its block is the number of bits before its own: those in the words of earlier
+tiles, which a running sum counts, and the lower ones of its own word. This takes 4 kernels. A radix sort and what
+prepares and follows it take about 25.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from nsa_jax.ops.kernels import readers
 from nsa_jax.ops.kernels.readers import InvertedLists
 from nsa_jax.ops.kernels.triton import interpreted, pieces, triton_call
 
-# Words and their running sum grow with the square of a row: from this size on lists are sorted instead. The buffer of
-# partial results, which follows them, may have 2 GiB.
+# Words and their running sum grow with the square of a row's length. Beyond this size lists are sorted instead. The
+# buffer of partial results, which is allocated after them, has up to 2 GiB.
 MOST_BYTES = 512 * 2**20
 
-_WORD_BITS = 32
+WORD_BITS = 32  # the most tokens of a tile
 _AT_ONCE = 8  # tokens whose lists are read together
 _COLUMNS, _STEP = 8, 256  # blocks of a program of the running sum, and its tiles at a time
 
@@ -79,7 +79,7 @@ def _mark_kernel(list_ref, words_ref, *, length, num_blocks):
     mark_tokens(words_ref, list_ref, count, lambda token, entry: (entry >= 0) & (entry < num_blocks))
 
 
-def mark_lists(block_indices: jax.Array, num_blocks: int, tile: int = _WORD_BITS) -> jax.Array:
+def mark_lists(block_indices: jax.Array, num_blocks: int, tile: int) -> jax.Array:
     """The words of all entries of lists int32 [B, T, K, n]: int32 [B, K, tiles, J']."""
     batch, length, num_kv, num_listed = block_indices.shape
     tiles, width = pl.cdiv(length, tile), words_of_tile(num_blocks)
@@ -133,7 +133,7 @@ def _work_items_kernel(
     number = jnp.cumsum(some.astype(jnp.int32), axis=0) - 1
     pltriton.store(named_ref.at[jnp.where(some, number, width)], block, mask=some)
 
-    # An item's block is that of the last block's first item: these are marked, and counted up to each item.
+    # The first item of every block is marked. How many marks there are up to an item tells the item's block.
     for at, size in pieces(items):
         block_ref[pl.ds(at, size)] = jnp.zeros((size,), jnp.int32)
     wait_for_stores()

@@ -111,7 +111,7 @@ def _split_kernel(
     count_ref[0] = num_full + num_other
     count_ref[1] = num_full
     if words:
-        # What is left to the tokens: each has read its bits before.
+        # The words keep what is left to the tokens. All threads have read their bits by now.
         inversion.wait_for_stores()
         pltriton.store(refs[0].at[jnp.where(shared, listed, no_block)], zero, mask=shared)
         return

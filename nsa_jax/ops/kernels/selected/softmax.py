@@ -52,7 +52,8 @@ def attend_block(state, q, k_ref, v_ref, start, low, high, *, size, scale, num_k
     new_peak = jnp.maximum(peak, scores.max(1))
     alpha = jnp.exp2((peak - new_peak) * scale)
     if interpreted():
-        # A CPU's fused multiply-add would leave the rounding error of scores that are all masked, 1e22, and no zero.
+        # Where all scores are masked, their difference from the maximum must be 0. A CPU's fused multiply-add would
+        # make it the rounding error of a product, 1e22.
         weights = jnp.exp2((scores - new_peak[:, None]) * scale)
     else:
         weights = jnp.exp2(scores * scale - (new_peak * scale)[:, None])
