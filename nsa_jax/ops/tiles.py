@@ -225,7 +225,7 @@ class RangedHopperConfig:
       stages: blocks of keys and values in flight.
       tiles: query tiles that one program serves; 0 picks `ranged_hopper_tiles_per_program`.
       most_tiles: the most that it picks.
-      warpgroups: 2 or 3 that compute, for 64 rows of a query tile each; 3 leave 160 registers to a thread.
+      warpgroups: 2 to 4 that compute, for 64 rows of a query tile each; 3 leave 160 registers to a thread.
       query_buffers: query tiles in flight, 1 or 2.
     """
 
@@ -285,7 +285,7 @@ class RangedHopperKeysConfig:
 
     Attributes:
       stages: query tiles in flight.
-      warpgroups: 2 or 3 that compute; see `RangedHopperConfig`.
+      warpgroups: 2 to 4 that compute; see `RangedHopperConfig`.
       splits: programs that share the queries of one key block; 0 picks `ranged_splits`.
     """
 

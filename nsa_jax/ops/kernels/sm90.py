@@ -20,10 +20,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from nsa_jax.ops.kernels import sm90_gather
 from nsa_jax.ops.tiles import DIRECT_GROUPS, ROWS
 
 # Swizzled tiles of 16-bit numbers have 8 rows of 64 columns.
 _TILE_ROWS, _BOX_WIDTH = 8, 64
+
+# See `raise_peak`. Sums of float32 have room for far more.
+_MOST_ABOVE = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,9 +231,13 @@ def whole_tiles(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0))) if x.shape[1] % 8 else x
 
 
-def tiled(*shape: int, dtype):
-    """A shared memory buffer for operands of matrix products and for what TMA takes out of registers."""
-    width = min(128, shape[-1] * jnp.dtype(dtype).itemsize)
+def tiled(*shape: int, dtype, most_bytes: int = 128):
+    """A shared memory buffer for operands of matrix products and for what TMA takes out of registers.
+
+    `most_bytes` is the width of its swizzled tiles. A product whose right operand has its columns along them takes as
+    many rows at a time as a tile has columns.
+    """
+    width = min(most_bytes, shape[-1] * jnp.dtype(dtype).itemsize)
     tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
     transforms: Any = (tiling, plgpu.SwizzleTransform(width))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -312,6 +320,28 @@ def zeros(shape, fill: float = 0.0, layout=plgpu.Layout.WGMMA):
     return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
 
 
+def raise_peak(acc, peak, total, highest):
+    """A running softmax before a block's weights are added: (accumulator, what rows subtract from scores, normalizer).
+
+    A weight may exceed 1. What rows subtract follows their maximum only where it would leave weights of more than
+    2^`_MOST_ABOVE` in one of a warp's rows, so most blocks leave the accumulator as it is. The result is the same but
+    for rounding: a weight has the same relative error whatever its size.
+
+    Args:
+      acc: float32 [64, V].
+      peak: what was subtracted so far, in base 2, [64].
+      total: float32 [64].
+      highest: the maximum with this block, [64], at least `peak`.
+    """
+
+    def follow(acc, peak, total):
+        alpha = jnp.exp2(peak - highest)
+        return acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), highest, total * alpha
+
+    above = sm90_gather.any_in_warp((highest > peak + _MOST_ABOVE).astype(jnp.int32))
+    return lax.cond(above, follow, lambda *state: state, acc, peak, total)
+
+
 def load_blocks(begin, end, before, size: int, streams, index, block_of=lambda i: i):
     """Copies the key blocks of steps [begin, end) to buffers that the consumers free again.
 
@@ -341,7 +371,7 @@ def load_blocks(begin, end, before, size: int, streams, index, block_of=lambda i
 
 def registers(warpgroups: int) -> tuple[int, int]:
     """Registers per thread of the consumer warpgroups and of the producer; there are 512 to divide."""
-    return (240, 24) if warpgroups == 2 else (160, 32)
+    return {2: (240, 24), 3: (160, 32), 4: (112, 32)}[warpgroups]
 
 
 def divide_roles(wg, warpgroups: int, consume: Callable[[], None], produce: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, Window, row_vectors
-from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
+from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS
 
 
@@ -151,22 +151,22 @@ def _forward(
             return scores
 
         def attend(exact, which, tile, i, state, scores, block, bits):
-            """(accumulator and normalizer of one attention so far, its maximum, weights) with a block's scores."""
+            """(accumulator and normalizer of one attention so far, what its rows subtract, weights of a block's keys)."""
             acc, peak, total = state
             if not exact:
                 position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + block * keys
                 row_range = bounds_smem3[2 * which].at[tile.at], bounds_smem3[1].at[tile.at]  # both end alike
                 scores = sm90_visibility.hide(scores, -jnp.inf, position, *row_range, axis=0)
             highest = jnp.maximum(peak, scores.max(axis=1) * scale)
-            subtract = new_peak = highest
-            if which == 0:
-                subtract, new_peak = visibility.running_maximum(highest, peak, words_smem2, tile.at, i, bits, wg)
-            alpha = jnp.exp2(peak - new_peak)
+            seen = None if which else visibility.seen(words_smem2, tile.at, i, bits, wg)
+            if seen is not None:
+                highest = jnp.where(seen, highest, peak)
+            acc, peak, total = sm90.raise_peak(acc, peak, total, highest)
+            subtract = peak if seen is None else jnp.where(seen, peak, NO_WEIGHT)
             weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(subtract, shape, [0]))
-            acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
             half = weights.astype(query_ref.dtype)
-            total = total * alpha + weights.sum(axis=1)
-            return lax.optimization_barrier((acc, total, new_peak, half))
+            total += weights.sum(axis=1)
+            return lax.optimization_barrier((acc, total, peak, half))
 
         def step(exact, served, index, tile, i, carry):
             """One key block of the first `served` attentions: `exact` if every row sees all of it, or all of what its
@@ -260,7 +260,7 @@ def _forward(
                 rows.buffer(query_buffers * warpgroups, h_dim, query.dtype),
                 rows.buffer(warpgroups, v_dim, query.dtype),
                 buffer(stages, keys, h_dim),
-                buffer(stages, keys, v_dim),
+                buffer(stages, keys, v_dim, most_bytes=64 if keys % 64 else 128),
             ),
             (*(vector for _ in bounds), plgpu.SMEM((warpgroups, ROWS), jnp.float32)),
             plgpu.SMEM((query_buffers * warpgroups, num_words, ROWS), jnp.int32) if num_words else None,

@@ -78,13 +78,6 @@ class KeyRange:
         """Which rows see the block of step i, or None if all do as far as ranges allow."""
         return None
 
-    def running_maximum(self, highest, peak, words_smem, at, i, bits, wg):
-        """(what a row subtracts from its scores, its new maximum) from the maximum with this block and before."""
-        seen = self.seen(words_smem, at, i, bits, wg)
-        if seen is None:
-            return highest, highest
-        return jnp.where(seen, highest, NO_WEIGHT), jnp.where(seen, highest, peak)
-
     def hidden_lse(self, row_lse, words_smem, at, i):
         """The log-sum-exp of rows, `NO_WEIGHT` where a row does not see the block of step i."""
         seen = self.seen(words_smem, at, i, None, None)

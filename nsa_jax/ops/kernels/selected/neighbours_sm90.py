@@ -148,12 +148,11 @@ def forward(
             scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
             scores = mask_if_partial(tile, token, block, scores)
             seen = ((jnp.broadcast_to(bits, (ROWS,)) >> token) & 1) == 1
-            new_peak = jnp.where(seen, jnp.maximum(peak, scores.max(axis=1) * scale), peak)
-            subtract = jnp.where(seen, new_peak, NO_WEIGHT)
-            alpha = jnp.exp2(peak - new_peak)
+            highest = jnp.where(seen, jnp.maximum(peak, scores.max(axis=1) * scale), peak)
+            acc, peak, total = sm90.raise_peak(acc, peak, total, highest)
+            subtract = jnp.where(seen, peak, NO_WEIGHT)
             weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(subtract, shape, [0]))
-            total = total * alpha + weights.sum(axis=1)
-            acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
+            total += weights.sum(axis=1)
             half = weights.astype(query_ref.dtype)
 
             def accumulate(acc_ref):
@@ -161,7 +160,7 @@ def forward(
 
             acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
             plgpu.barrier_arrive(freed.at[slot])
-            return acc, new_peak, total, *following
+            return acc, peak, total, *following
 
         def epilogue(at, own_rows, acc, peak, total):
             """Stores the tile's output and log-sum-exp; TMA drops what lies behind the last token."""
