@@ -241,9 +241,8 @@ def joins_window(shape: Shape, target: Target, config: NSAConfig) -> bool:
 
 
 def _whole_row_reason(num_selected: int) -> str:
-    return (
-        f"at most {selected_tiles.MASKED_BLOCKS_PER_SLOT} blocks in a row for each of {num_selected} list entries; sm90"
-    )
+    blocks_per_slot = selected_tiles.MASKED_BLOCKS_PER_SLOT
+    return f"at most {blocks_per_slot} blocks in a row for each of {num_selected} list entries; sm90"
 
 
 def plan_selected(shape: Shape, target: Target, *, select_block: int, num_selected: int) -> SelectedPlan:
@@ -272,8 +271,7 @@ def plan_selected_forward(
     """Plans the forward pass; given `lists`, these tiles are used and the rows are not read whole."""
     dims = shape.head_dim, shape.value_dim
     if lists is None and reads_whole_rows(shape, target, select_block, num_selected):
-        reason = _whole_row_reason(num_selected)
-        record = selected_tiles.selected_masked_config(*dims)
+        record, reason = selected_tiles.selected_masked_config(*dims), _whole_row_reason(num_selected)
         whole = Choice("selected.whole_row_sm90", record, reason, "selected.neighbours_triton")
         return SelectedForwardPlan(None, whole, None)
     if lists is None:
@@ -327,8 +325,7 @@ def _gather_obstacle(shape: Shape, target: Target, select_block: int) -> str | N
     dims = shape.head_dim, shape.value_dim
     rows = max(shape.num_queries * shape.num_heads, shape.num_keys * shape.kv_heads) * shape.batch
     fits = all(dim in (64, 128) for dim in dims) and select_block == ROWS and rows < 2**31
-    serves = target.is_hopper and shape.is_bfloat16 and fits
-    return None if serves else _no_sm90_lists(shape, target, select_block)
+    return None if target.is_hopper and shape.is_bfloat16 and fits else _no_sm90_lists(shape, target, select_block)
 
 
 def _no_sm90_lists(shape: Shape, target: Target, select_block: int) -> str:
@@ -418,6 +415,9 @@ def plan_nsa(
         reason = "with the selected branch, whose keys and values are the same: the products are shared"
         passes = window_plan.forward, window_plan.grad_query, window_plan.grad_key_value
         window_plan = RangePlan(*(Choice(selected.forward.rest.kernel, None, reason, x.kernel) for x in passes))
+        joint = selected_tiles.selected_masked_config(shape.head_dim, shape.value_dim, joint=True)
+        forward = dataclasses.replace(selected.forward, rest=dataclasses.replace(selected.forward.rest, tiles=joint))
+        selected = dataclasses.replace(selected, forward=forward)
     return NSAPlan(
         shape=shape,
         heads_to_batch=moved,

@@ -219,8 +219,13 @@ def selected_backward_config(
     )
 
 
-def selected_masked_config(h_dim: int, v_dim: int) -> RangedHopperConfig:
-    """Picks the tiles of selected attention under a mask of blocks: 64 keys, one block."""
+def selected_masked_config(h_dim: int, v_dim: int, joint: bool = False) -> RangedHopperConfig:
+    """Picks the tiles of selected attention under a mask of blocks: 64 keys, one block.
+
+    `joint` kernels serve the window too. Their second accumulator takes the registers of a warpgroup.
+    """
     if max(h_dim, v_dim) <= 64:
-        return RangedHopperConfig(64, 3, warpgroups=3, query_buffers=2)
-    return selected_hopper_config(h_dim, v_dim)
+        return RangedHopperConfig(64, 3, warpgroups=3 if joint else 4, query_buffers=2)
+    if joint or max(h_dim, v_dim) > 128:
+        return selected_hopper_config(h_dim, v_dim)
+    return RangedHopperConfig(64, 3, warpgroups=3)

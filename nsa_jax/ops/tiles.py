@@ -225,7 +225,7 @@ class RangedHopperConfig:
       stages: blocks of keys and values in flight.
       tiles: query tiles that one program serves; 0 picks `ranged_hopper_tiles_per_program`.
       most_tiles: the most that it picks.
-      warpgroups: 2 to 4 that compute, for 64 rows of a query tile each; 3 leave 160 registers to a thread.
+      warpgroups: 2 to 4 that compute, for 64 rows of a query tile each; 3 leave 160 registers to a thread, 4 leave 112.
       query_buffers: query tiles in flight, 1 or 2.
     """
 
@@ -240,17 +240,18 @@ class RangedHopperConfig:
 def ranged_hopper_config(h_dim: int, v_dim: int, span: int | None, num_keys: int) -> RangedHopperConfig:
     """Picks the Hopper forward's tiles.
 
-    Long loops take 128 keys a block. Short ranges, which have more masked blocks, and few keys take 64. Wide heads
-    leave shared memory for 64 keys; narrow ones leave registers for a third warpgroup. Queries have a second buffer
-    where shared memory has room.
+    More warpgroups hide each other's waits, as many as registers allow: three at head dim 128, four at 64. There they
+    take 64 keys a block, but in long loops at head dim 64, which take 128 keys and three warpgroups. Wide heads leave
+    shared memory for two warpgroups and one buffer of queries.
     """
     wide, few = max(h_dim, v_dim), span is not None and span <= 1024 or num_keys <= 512
     if wide > 128:
         return RangedHopperConfig(64, 2)
     if wide > 64:
-        return RangedHopperConfig(64, 3, query_buffers=2) if few else RangedHopperConfig(128, 2)
-    keys, stages = (64, 3) if few else (128, 2)
-    return RangedHopperConfig(keys, stages, warpgroups=3, query_buffers=2)
+        return RangedHopperConfig(64, 2, warpgroups=3, query_buffers=2)
+    if few:
+        return RangedHopperConfig(64, 3, warpgroups=4, query_buffers=2)
+    return RangedHopperConfig(128, 2, warpgroups=3, query_buffers=2)
 
 
 def ranged_hopper_tiles_per_program(tiles: int, most: int) -> int:
@@ -274,9 +275,8 @@ def ranged_hopper_dq_config(h_dim: int, v_dim: int, span: int | None, num_keys: 
         return RangedHopperConfig(64, 3, warpgroups=3, query_buffers=2, most_tiles=most)
     if wide > 128:
         return RangedHopperConfig(64, 2 if v_dim <= 128 else 1)
-    if span is not None and span <= 1024:
-        return RangedHopperConfig(64, 2)
-    return RangedHopperConfig(64, 3) if num_keys <= 1024 else RangedHopperConfig(128, 2)
+    short = span is not None and span <= 1024 or num_keys <= 1024
+    return RangedHopperConfig(64 if short else 128, 2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,10 +83,9 @@ def test_compressed_and_window_attention_match_the_reference(name, called, monke
     branch, config, tiles, splits, shape = RANGED_CASES[name]
     divide_work(monkeypatch, tiles, splits)
     if name == "compressed_offset_two_key_blocks":
-        for choose in ("ranged_hopper_config", "ranged_hopper_dq_config"):
-            long_rows = functools.partial(getattr(tuning, choose), num_keys=4096)
-            monkeypatch.setattr(tuning, choose, lambda h, v, span, _, long_rows=long_rows: long_rows(h, v, span))
-            assert long_rows(shape["h_dim"], shape["v_dim"], None).keys == 128
+        long_rows = functools.partial(tuning.ranged_hopper_dq_config, num_keys=4096)
+        monkeypatch.setattr(tuning, "ranged_hopper_dq_config", lambda h, v, span, _: long_rows(h, v, span))
+        assert long_rows(shape["h_dim"], shape["v_dim"], None).keys == 128
     inputs = test_ranged.make_inputs(branch, packed=True, dtype=jnp.bfloat16, config=config, **shape)
     test_ranged.check_against_reference(branch, *inputs, config, forward=4e-3, gradient=1e-2)
     assert called == FORWARD_AND_BACKWARD

@@ -231,13 +231,9 @@ def whole_tiles(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0))) if x.shape[1] % 8 else x
 
 
-def tiled(*shape: int, dtype, most_bytes: int = 128):
-    """A shared memory buffer for operands of matrix products and for what TMA takes out of registers.
-
-    `most_bytes` is the width of its swizzled tiles. A product whose right operand has its columns along them takes as
-    many rows at a time as a tile has columns.
-    """
-    width = min(most_bytes, shape[-1] * jnp.dtype(dtype).itemsize)
+def tiled(*shape: int, dtype):
+    """A shared memory buffer for operands of matrix products and for what TMA takes out of registers."""
+    width = min(128, shape[-1] * jnp.dtype(dtype).itemsize)
     tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
     transforms: Any = (tiling, plgpu.SwizzleTransform(width))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -370,7 +366,11 @@ def load_blocks(begin, end, before, size: int, streams, index, block_of=lambda i
 
 
 def registers(warpgroups: int) -> tuple[int, int]:
-    """Registers per thread of the consumer warpgroups and of the producer; there are 512 to divide."""
+    """Registers per thread of the consumer warpgroups and of the producer.
+
+    Their sum over the warpgroups is at most what a program starts with, else it waits for ever: of 512, as many for
+    every warpgroup as leave a multiple of 8. Five start with 96 each.
+    """
     return {2: (240, 24), 3: (160, 32), 4: (112, 32)}[warpgroups]
 
 

@@ -151,7 +151,7 @@ def _forward(
             return scores
 
         def attend(exact, which, tile, i, state, scores, block, bits):
-            """(accumulator and normalizer of one attention so far, what its rows subtract, weights of a block's keys)."""
+            """(accumulator and normalizer of one attention so far, what its rows subtract, weights of a block)."""
             acc, peak, total = state
             if not exact:
                 position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + block * keys
@@ -260,7 +260,7 @@ def _forward(
                 rows.buffer(query_buffers * warpgroups, h_dim, query.dtype),
                 rows.buffer(warpgroups, v_dim, query.dtype),
                 buffer(stages, keys, h_dim),
-                buffer(stages, keys, v_dim, most_bytes=64 if keys % 64 else 128),
+                buffer(stages, keys, v_dim),
             ),
             (*(vector for _ in bounds), plgpu.SMEM((warpgroups, ROWS), jnp.float32)),
             plgpu.SMEM((query_buffers * warpgroups, num_words, ROWS), jnp.int32) if num_words else None,
