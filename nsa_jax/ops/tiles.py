@@ -244,7 +244,7 @@ def ranged_hopper_config(h_dim: int, v_dim: int, span: int | None, num_keys: int
     take 64 keys a block, but in long loops at head dim 64, which take 128 keys and three warpgroups. Wide heads leave
     shared memory for two warpgroups and one buffer of queries.
     """
-    wide, few = max(h_dim, v_dim), span is not None and span <= 1024 or num_keys <= 512
+    wide, few = max(h_dim, v_dim), span is not None and span <= 1024 or num_keys <= 2048
     if wide > 128:
         return RangedHopperConfig(64, 2)
     if wide > 64:
