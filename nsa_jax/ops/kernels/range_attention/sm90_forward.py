@@ -1,8 +1,8 @@
 """Forward of range attention for Hopper: consumer warpgroups compute, a producer loads keys and values through TMA.
 
-The Triton kernel leaves the matrix units idle while it takes exponentials. Here two consumers of 64 query rows
-alternate: one multiplies while the other does its softmax, so that both units stay busy. Narrow heads leave registers
-for a third consumer; three keep both units busy without a schedule.
+The Triton kernel leaves the matrix units idle while it takes exponentials. Here some consumers of 64 query rows each
+multiply while others do their softmax, so that both units stay busy. There are three or four where registers allow.
+Two alternate by a schedule, more need none.
 """
 
 from __future__ import annotations
