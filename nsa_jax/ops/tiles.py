@@ -285,7 +285,7 @@ class RangedHopperKeysConfig:
 
     Attributes:
       stages: query tiles in flight.
-      warpgroups: 2 to 4 that compute; see `RangedHopperConfig`.
+      warpgroups: 2 or 3 that compute; see `RangedHopperConfig`.
       splits: programs that share the queries of one key block; 0 picks `ranged_splits`.
     """
 

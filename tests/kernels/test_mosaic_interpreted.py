@@ -20,6 +20,7 @@ from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.selected import attention as selected
 from nsa_jax.ops.kernels.selected import whole_row_sm90
 from nsa_jax.ops.kernels.selected.grad_layout import make_layout
+from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.kernels.triton import row_delta
 from nsa_jax.ops.target import current_target
 from tests.kernels import mosaic_interpreter, test_ranged, test_select
@@ -83,11 +84,29 @@ def test_compressed_and_window_attention_match_the_reference(name, called, monke
     branch, config, tiles, splits, shape = RANGED_CASES[name]
     divide_work(monkeypatch, tiles, splits)
     if name == "compressed_offset_two_key_blocks":
+        wide_blocks = tuning.ranged_hopper_config(64, 64, None, 4096)
+        assert wide_blocks.keys == 128
+        monkeypatch.setattr(tuning, "ranged_hopper_config", lambda *_: wide_blocks)
         long_rows = functools.partial(tuning.ranged_hopper_dq_config, num_keys=4096)
         monkeypatch.setattr(tuning, "ranged_hopper_dq_config", lambda h, v, span, _: long_rows(h, v, span))
         assert long_rows(shape["h_dim"], shape["v_dim"], None).keys == 128
     inputs = test_ranged.make_inputs(branch, packed=True, dtype=jnp.bfloat16, config=config, **shape)
     test_ranged.check_against_reference(branch, *inputs, config, forward=4e-3, gradient=1e-2)
+    assert called == FORWARD_AND_BACKWARD
+
+
+def test_maxima_that_rise_late_scale_what_was_summed(called):
+    """Keys grow with their position, so that maxima rise by more and by less than what leaves the sum as it is."""
+    from nsa_jax.ops.kernels import sm90
+
+    shape = dict(batch=2, length=45, offset=100, group=6, h_dim=64, v_dim=64)
+    (query, key, *others), keywords = test_ranged.make_inputs("window", dtype=jnp.bfloat16, config=WIDE, **shape)
+    key *= jnp.linspace(0.1, 8, key.shape[1], dtype=key.dtype)[:, None, None]
+    scores = jnp.einsum("btnh,bskh->btns", query, key, preferred_element_type=jnp.float32) / 8 * LOG2E
+    rises = jnp.diff(scores.reshape(*scores.shape[:3], -1)[..., :128].reshape(*scores.shape[:3], 2, 64).max(-1))
+    assert rises.min() < sm90._MOST_ABOVE < rises.max()
+    arrays = query, key, *others
+    test_ranged.check_against_reference("window", arrays, keywords, WIDE, forward=4e-3, gradient=1e-2)
     assert called == FORWARD_AND_BACKWARD
 
 

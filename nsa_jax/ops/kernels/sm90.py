@@ -319,9 +319,9 @@ def zeros(shape, fill: float = 0.0, layout=plgpu.Layout.WGMMA):
 def raise_peak(acc, peak, total, highest):
     """A running softmax before a block's weights are added: (accumulator, what rows subtract from scores, normalizer).
 
-    A weight may exceed 1. What rows subtract follows their maximum only where it would leave weights of more than
-    2^`_MOST_ABOVE` in one of a warp's rows, so most blocks leave the accumulator as it is. The result is the same but
-    for rounding: a weight has the same relative error whatever its size.
+    Rows need not subtract their maximum itself. They keep what they subtracted before, unless a row of the warp would
+    get a weight of more than 2^`_MOST_ABOVE`, so most blocks leave the accumulator as it is. The relative error of a
+    weight does not depend on its size.
 
     Args:
       acc: float32 [64, V].
@@ -368,8 +368,8 @@ def load_blocks(begin, end, before, size: int, streams, index, block_of=lambda i
 def registers(warpgroups: int) -> tuple[int, int]:
     """Registers per thread of the consumer warpgroups and of the producer.
 
-    Their sum over the warpgroups is at most what a program starts with, else it waits for ever: of 512, as many for
-    every warpgroup as leave a multiple of 8. Five start with 96 each.
+    A multiprocessor has 512 for the threads of all warpgroups. A program starts with equal shares of them, multiples of
+    8, and waits for ever if its warpgroups ask for more than the sum: five start with 96 each, 480 together.
     """
     return {2: (240, 24), 3: (160, 32), 4: (112, 32)}[warpgroups]
 
