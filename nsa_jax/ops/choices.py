@@ -133,3 +133,8 @@ class NSAPlan:
     def joint_window(self) -> bool:
         """Whether the selected branch's kernels serve the window too."""
         return self.window.forward.kernel == self.selected.forward.rest.kernel
+
+    @property
+    def sums_in_kernel(self) -> bool:
+        """Whether the kernel that serves the window stores the gated sum of the branches."""
+        return self.joint_window or self.window.forward.kernel == "range_attention.sm90_forward"

@@ -291,8 +291,8 @@ def plan_selected_forward(
         )
     elif lists.key_major and _sm90_tiles_fit(shape, target, select_block, lists.tile):
         count = shape.batch * shape.kv_heads * -(-shape.num_queries // lists.tile)
-        tile_record = selected_tiles.selected_hopper_tiles_config(count)
-        reason = f"{shared}; sm90, groups of 4 to 7 heads of 64"
+        tile_record = selected_tiles.selected_hopper_tiles_config(count, shape.head_dim)
+        reason = f"{shared}; sm90, small groups of heads of 64 or 128"
         neighbours = Choice("selected.neighbours_sm90", tile_record, reason, triton)
     else:
         neighbours = Choice(triton, lists, f"{shared}; {_no_sm90_lists(shape, target, select_block)}")
@@ -315,8 +315,8 @@ def _range_kernel_fits(shape: Shape, target: Target, select_block: int, tile: in
 
 
 def _sm90_tiles_fit(shape: Shape, target: Target, select_block: int, tile: int) -> bool:
-    narrow = shape.head_dim == shape.value_dim == select_block == ROWS
-    grouped = 4 <= shape.group <= 7 and tile * shape.group <= ROWS
+    narrow = shape.head_dim == shape.value_dim and shape.head_dim in (64, 128) and select_block == ROWS
+    grouped = (2 if shape.head_dim == 128 else 4) <= shape.group <= 7 and tile * shape.group <= ROWS
     return target.is_hopper and shape.is_bfloat16 and narrow and grouped and shape.num_queries >= tile
 
 

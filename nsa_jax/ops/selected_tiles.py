@@ -128,19 +128,22 @@ class SelectedHopperTilesConfig:
     Attributes:
       stages: blocks of keys and values in flight for each of three warpgroups.
       programs: programs that divide all tiles, strided, so that those in flight walk keys that are in the L2 cache.
+      query_buffers: tiles of queries in flight for each warpgroup.
     """
 
     stages: int
     programs: int
+    query_buffers: int
 
 
-def selected_hopper_tiles_config(tiles: int) -> SelectedHopperTilesConfig:
+def selected_hopper_tiles_config(tiles: int, h_dim: int) -> SelectedHopperTilesConfig:
     """Picks how that kernel divides `tiles` tiles, those of all rows and key/value heads.
 
     A few programs for each of 132 multiprocessors level out walks of different lengths, and longer ones hide their
-    beginnings.
+    beginnings. Heads of 128 leave shared memory for one of everything.
     """
-    return SelectedHopperTilesConfig(stages=3, programs=132 * max(1, min(4, tiles // (3 * 132 * 8))))
+    stages, buffers = (3, 2) if h_dim <= 64 else (1, 1)
+    return SelectedHopperTilesConfig(stages, 132 * max(1, min(4, tiles // (3 * 132 * 8))), buffers)
 
 
 @dataclasses.dataclass(frozen=True)

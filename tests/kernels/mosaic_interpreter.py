@@ -152,11 +152,17 @@ def _load_rows(ref, rows):
     return _reorder(ref[...][rows])
 
 
-def _store_rows(ref, rows, values):
+def _prefetch_rows(ref, rows):
+    """Only time depends on it."""
+
+
+def _store_rows(ref, rows, values, inside=None):
     values = _reorder(values)
 
     def store(i, _):
-        ref[rows[i]] = values[i]
+        @pl.when(True if inside is None else inside[i] != 0)
+        def _():
+            ref[rows[i]] = values[i]
 
     jax.lax.fori_loop(0, rows.shape[0], store, None)
 
@@ -169,13 +175,25 @@ def _wait_copies():
     """A copy here is one at once."""
 
 
+def _read_tile(tile):
+    return _reorder(tile[...])
+
+
+def _weighted_sum(weights, parts):
+    total = sum(weight[:, None] * part.astype(jnp.float32) for weight, part in zip(weights, parts, strict=True))
+    return total.astype(parts[0].dtype)
+
+
 def _load_numbers(ref, index):
-    return ref[...][index]
+    numbers = ref[...][index]
+    return numbers.astype(jnp.float32) if numbers.dtype == jnp.bfloat16 else numbers
 
 
-def _store_numbers(ref, index, values):
+def _store_numbers(ref, index, values, inside=None):
     def store(i, _):
-        ref[index[i]] = values[i]
+        @pl.when(True if inside is None else inside[i] != 0)
+        def _():
+            ref[index[i]] = values[i]
 
     jax.lax.fori_loop(0, index.shape[0], store, None)
 
@@ -193,8 +211,8 @@ def _computed_here(number):
 
 
 _ROWS = (
-    _load_rows, _store_rows, _copy_rows, _wait_copies, _load_numbers, _store_numbers, _zeros, _any_in_warp,
-    _computed_here,
+    _load_rows, _prefetch_rows, _store_rows, _copy_rows, _wait_copies, _read_tile, _weighted_sum, _load_numbers,
+    _store_numbers, _zeros, _any_in_warp, _computed_here,
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.ops import blocks, pallas, plan, reference, selected_tiles
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
+from nsa_jax.ops.kernels.range_attention.tiles import GatedSum
 from nsa_jax.ops.kernels.selected import attention as selected
 from nsa_jax.ops.kernels.selected import whole_row_sm90
 from nsa_jax.ops.kernels.selected.grad_layout import make_layout
@@ -267,6 +268,34 @@ def test_a_gradient_of_the_query_is_added_onto_another(group, kv_heads, in_kerne
     assert called == FORWARD_AND_BACKWARD + FORWARD_AND_BACKWARD[1:] * 2
 
 
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "moved", "dtype"),
+    [(16, 2, 1, "bfloat16"), (4, 2, 1, "float32"), (6, 2, 1, "bfloat16"), (6, 1, 2, "float32")],
+)
+def test_the_last_branch_adds_up_all_of_them(group, kv_heads, moved, dtype, called, monkeypatch):
+    """Odd lengths: what lies behind a row's last tile belongs to the next batch entry, whose sum nobody may touch."""
+    divide_work(monkeypatch, 2, 2)
+    length, batch, v_dim = 70, 2 * moved, 128 if group == 16 else 64
+    rng = np.random.default_rng(0)
+    heads = kv_heads * group
+    shapes = (length, heads, 64), (length, kv_heads, 64), (length, kv_heads, v_dim)
+    tensors = [jnp.asarray(rng.normal(size=(batch, *s)), jnp.bfloat16) for s in shapes]
+    others = tuple(jnp.asarray(rng.normal(size=(batch, length, heads, v_dim)), jnp.bfloat16) for _ in range(2))
+    gates = jnp.asarray(rng.uniform(size=(batch, length, heads, 3)), dtype)
+    ranges = range_attention.clip_ranges(*range_attention.window_ranges(tensors[0], None, 0, 40), length)
+    made = plan.plan_range(plan.Shape.of(*tensors), current_target())
+
+    def run(gated):
+        return range_attention.forward(*tensors, *ranges, made, None, None, gated)
+
+    out, _ = jax.jit(lambda: run(None))()
+    total = jax.jit(lambda: run(GatedSum(gates, others, moved)))()
+    want = sum(gates[..., i, None].astype(jnp.float32) * x for i, x in enumerate((*others, out)))
+    want = want.reshape(-1, moved, length, heads, v_dim).swapaxes(1, 2).reshape(total.shape)
+    np.testing.assert_allclose(total.astype(jnp.float32), want, rtol=2**-8, atol=1e-6)
+    assert called == ["sm90_forward"] * 2
+
+
 def test_known_ranges_change_no_bit_of_selected_attention(called, monkeypatch):
     """The same of rows that are read whole under a mask of blocks."""
     divide_work(monkeypatch, 2, 2)
@@ -303,6 +332,10 @@ def test_selected_and_window_attention_in_one_pass(name, called, monkeypatch):
     made = plan.plan_selected(plan.Shape.of(*inputs), current_target(), select_block=64, num_selected=lists.shape[-1])
     assert made.backward.lists is None
 
+    rng = np.random.default_rng(1)
+    first = jnp.asarray(rng.normal(size=d_out.shape), jnp.bfloat16)
+    gates = jnp.asarray(rng.uniform(size=(*d_out.shape[:3], 3)), jnp.float32)
+
     t = jnp.arange(case["length"])[:, None] + offset
     key = jnp.arange(num_keys)
     near = (key <= t) & (key > t - window) & (key >= start[..., None])  # [B, T, S]
@@ -320,12 +353,15 @@ def test_selected_and_window_attention_in_one_pass(name, called, monkeypatch):
     def together(packed):
         arrays = *inputs, lists, start, offset, made.forward.rest.tiles, packed
         pairs = whole_row_sm90.forward(*arrays, window)
+        total = whole_row_sm90.forward(*arrays, window, GatedSum(gates, (first,), 1))
         (delta, lse), (window_delta, window_lse) = [(row_delta(out, d_out), lse) for out, lse in pairs]
         arrays = *inputs, lists, delta, lse, d_out, start, offset, made.backward, packed
-        return *pairs, whole_row_sm90.backward(*arrays, window=(window_delta, window_lse, window))
+        return *pairs, total, whole_row_sm90.backward(*arrays, window=(window_delta, window_lse, window))
 
     got = together(packed)
-    *pairs, grads = got
+    *pairs, total, grads = got
+    want_sum = sum(gates[..., i, None] * x.astype(jnp.float32) for i, x in enumerate((first, *(x for x, _ in pairs))))
+    np.testing.assert_allclose(total.astype(jnp.float32), want_sum, rtol=2**-8, atol=1e-6)
     for (out, lse), (want_out, want_lse, _) in zip(pairs, want, strict=True):
         assert test_ranged.relative_error(out, want_out) <= 4e-3
         np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
@@ -333,7 +369,7 @@ def test_selected_and_window_attention_in_one_pass(name, called, monkeypatch):
     wanted = jax.tree.map(jnp.add, *(x for *_, x in want))
     errors = [test_ranged.relative_error(g, w) for g, w in zip(grads, wanted, strict=True)]
     assert all(error <= 1e-2 for error in errors), errors
-    assert called == FORWARD_AND_BACKWARD
+    assert called == ["sm90_forward", *FORWARD_AND_BACKWARD]
     if not packed:  # ranges that tracing knows change no bit
         jax.tree.map(np.testing.assert_array_equal, got, together(True))
 
@@ -355,6 +391,14 @@ TILE_CASES = {
     ),
     "group_4": ("neighbours_sm90", 2, 24, dict(length=45, num_keys=710, num_heads=8, num_kv=2, offset=660)),
     "group_5": ("neighbours_sm90", 3, 24, dict(length=29, num_keys=644, num_heads=5, offset=615)),
+    "group_7_wide_packed": (
+        "neighbours_sm90", 2, 24,
+        dict(batch=2, length=43, num_keys=710, num_heads=7, h_dim=128, v_dim=128, offset=660, packed=True),
+    ),
+    "group_2_wide": (
+        "neighbours_sm90", 1, 45,
+        dict(length=75, num_keys=730, num_heads=4, num_kv=2, h_dim=128, v_dim=128, offset=650),
+    ),
     # Nearly nothing is shared: some tiles have no blocks.
     "group_7_few_shared": ("neighbours_sm90", 1, 1, dict(length=20, num_keys=2040, num_heads=7, offset=2020)),
 }  # fmt: skip
@@ -365,8 +409,9 @@ def test_blocks_that_a_tile_shares_match_the_reference(name, called, monkeypatch
     """Blocks that all queries of a tile see whole, that some do, and that lie in their future; one list is empty."""
     kernel, division, shared_by, shape = TILE_CASES[name]
     divide_work(monkeypatch, division, 1)
-    config = selected_tiles.SelectedHopperTilesConfig(stages=2, programs=division)
-    monkeypatch.setattr(selected_tiles, "selected_hopper_tiles_config", lambda _: config)
+    buffers = 1 if shape.get("h_dim") == 128 else 2
+    config = selected_tiles.SelectedHopperTilesConfig(buffers, division, buffers)
+    monkeypatch.setattr(selected_tiles, "selected_hopper_tiles_config", lambda *_: config)
     case = SELECTED | dict(dtype=jnp.bfloat16) | shape
     query, key, value, _, d_out, start = selected_cases._inputs(0, **case)
     num_blocks = blocks.num_selection_blocks(case["num_keys"], 64)

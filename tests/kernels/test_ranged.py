@@ -301,6 +301,16 @@ def test_gpu_groups_that_divide_8_match_the_reference(branch, length, group, h_d
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("group", "dim"), [(16, 128), (6, 64)])
+@pytest.mark.parametrize("branch", ["compressed", "window"])
+def test_gpu_maxima_that_rise_late_scale_what_was_summed(branch, group, dim):
+    """Keys grow with their position, so that maxima rise by more and by less than what leaves the sum as it is."""
+    (query, key, *others), keywords = real_inputs(branch, 1499, 2, group, dim, dim)
+    key *= jnp.linspace(0.1, 8, key.shape[1], dtype=key.dtype)[:, None, None]
+    check_against_reference(branch, (query, key, *others), keywords, PAPER, forward=4e-3, gradient=1e-2)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("branch", ["compressed", "window"])
 def test_gpu_float32_matches_the_reference(branch):
     inputs = real_inputs(branch, 1500, 2, 4, 128, 64, packed=True, dtype=jnp.float32)

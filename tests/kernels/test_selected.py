@@ -246,6 +246,8 @@ def test_on_gpu_shorter_last_range():
         dict(group=1, num_kv=4, h_dim=64, v_dim=64),
         dict(group=3, length=1501),
         dict(group=4, h_dim=64, v_dim=64),
+        dict(group=2, num_kv=3, length=1504),
+        dict(group=7, num_kv=1, length=1501, documents=True),
         dict(group=6, h_dim=64, v_dim=64, documents=True),
         dict(group=16),
         dict(group=16, h_dim=192),

@@ -124,6 +124,28 @@ class RowTiles:
         x = jax.ShapeDtypeStruct((batch, self.length, self.kv_heads * self.group, width), dtype)
         return jax.eval_shape(self.arrange, x)
 
+    def places(self, base, batch, kv_head, moved: int):
+        """Of 64 rows from row `base`, each int32 [64]: 1 for those before the end, and where they are in flat arrays.
+
+        The first place is of [B, T, N] as `arrange` takes it, the second of the array whose `moved` key/value heads
+        have become batch entries. Rows past the end have the places of the last row.
+        """
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=sm90_gather.LAYOUT) + base
+        group, count = jnp.int32(self.group), self.length * self.group
+        last = jnp.minimum(row, count - 1)
+        token = lax.div(last, group)
+        head = last - token * group
+
+        def place(batch, kv_head, kv_heads):
+            return ((token + batch * self.length) * kv_heads + kv_head) * group + head
+
+        own = place(batch, kv_head, self.kv_heads)
+        inside = (row < count).astype(jnp.int32)
+        if moved == 1:
+            return inside, own, own
+        entry = lax.div(batch, jnp.int32(moved))
+        return inside, own, place(entry, batch - entry * moved, moved)
+
     def buffer(self, slots: int, width: int, dtype):
         """Shared memory for `slots` tiles of 64 rows; `views` tells how it is used."""
         if self.boxed:
@@ -262,7 +284,7 @@ def boxed_tiles(slots: int, width: int, dtype):
     """Tiles of 64 rows that TMA copies as one box of tokens, which may fill fewer rows.
 
     The two views of them are for `product_rows` and `box_rows`. Swizzling depends on addresses alone, so that a token's
-    rows need not begin at a multiple of 8.
+    rows need not begin at a multiple of 8. Rows of at most 128 bytes lie one behind the other.
     """
     swizzle = plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
     by_row = plgpu.SMEM((slots, ROWS, width), dtype, transforms=(swizzle,))  # type: ignore[abstract]

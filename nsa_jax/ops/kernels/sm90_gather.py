@@ -14,6 +14,7 @@ operand must come from it too, and so must the one whose columns a result for `s
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from nsa_jax.ops.tiles import ROWS
 
 _BYTES = 16  # of one load or store
+_LINE = 64  # that a prefetch brings
 _THREADS = 4  # that share a row
 _SWIZZLE = 128  # bytes of a row of a swizzled tile
 _SWIZZLE_ROWS = 8  # after which its pattern repeats
@@ -62,11 +64,11 @@ def _pointers(ref, index, size: int):
         yield mgpu.utils.getelementptr(base, [arith.extui(i64, number)], element)
 
 
-def _pieces(pointer, width: int):
-    """Pointers to a thread's pieces of a row of `width` bytes: of every 64 bytes, each of 4 threads has 16."""
+def _pieces(pointer, width: int, size: int = _BYTES):
+    """Pointers to a thread's pieces of `size` bytes of a row of `width` bytes: each of 4 threads has one of four."""
     thread = arith.remui(mgpu.thread_idx(), _constant(_THREADS))
-    piece = ir.Type.parse(f"!llvm.array<{_BYTES} x i8>")
-    for first in range(0, width // _BYTES, _THREADS):
+    piece = ir.Type.parse(f"!llvm.array<{size} x i8>")
+    for first in range(0, -(-width // size), _THREADS):
         at = arith.addi(thread, _constant(first)) if first else thread
         yield mgpu.utils.getelementptr(pointer, [at], piece)
 
@@ -103,21 +105,137 @@ def load_rows(ref, rows):
     return load(ref, rows)
 
 
-def store_rows(ref, rows, values) -> None:
-    """Stores what `load_rows` would load; rows that occur twice must have the same values."""
+def prefetch_rows(ref, rows) -> None:
+    """Brings what `load_rows` would load to the L2 cache."""
+    width = ref.shape[1] * 2
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
+    def prefetch(_, ref, rows):
+        for pointer in _pointers(ref, rows, width):
+            for piece in _pieces(pointer, width, min(_LINE, width // _THREADS)):
+                _asm(ir.Type.parse("!llvm.void"), [piece], "prefetch.global.L2 [$0];", "l")
+
+    prefetch(ref, rows)
+
+
+def _flags(inside) -> list:
+    """The type of an argument of `inline_mgpu` that need not be there."""
+    return [] if inside is None else [LAYOUT]
+
+
+def _store(operands, text: str, inside, half: int) -> None:
+    """A store of operands (pointer, words), unless `inside`, an array or none, has 0 for the thread's row `half`."""
+    flag = [llvm.extractelement(x.registers.flat[half], _constant(0)) for x in inside]
+    if flag:
+        text = f"{{ .reg .pred p; setp.ne.b32 p, ${len(operands)}, 0; @p {text} }}"
+    kinds = ["l"] + ["f" if isinstance(x.type, ir.F32Type) else "r" for x in operands[1:]] + ["r"] * len(flag)
+    _asm(ir.Type.parse("!llvm.void"), [*operands, *flag], text, ",".join(kinds))
+
+
+def store_rows(ref, rows, values, inside=None) -> None:
+    """Stores what `load_rows` would load; rows that occur twice must have the same values.
+
+    Args:
+      ref, rows: as `load_rows` takes them.
+      values: [64, D], columns in its order.
+      inside: int32 [64] in `LAYOUT`, 0 for rows that are not stored; None stores all.
+    """
     columns = ref.shape[1]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, plgpu.Layout.WGMMA))
-    def store(_, ref, rows, values):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, plgpu.Layout.WGMMA, *_flags(inside)))
+    def store(_, ref, rows, values, *inside):
         registers = list(values.registers.flat)
         for half, pointer in enumerate(_pointers(ref, rows, columns * 2)):
             own = registers[half::2]
             for i, piece in enumerate(_pieces(pointer, columns * 2)):
                 words = [mgpu.utils.bitcast(x, _i32()) for x in own[i * 4 : i * 4 + 4]]
-                text = "st.global.cs.v4.b32 [$0], {$1, $2, $3, $4};"
-                _asm(ir.Type.parse("!llvm.void"), [piece, *words], text, "l,r,r,r,r")
+                _store([piece, *words], "st.global.cs.v4.b32 [$0], {$1, $2, $3, $4};", inside, half)
 
-    store(ref, rows, values)
+    store(ref, rows, values, *([] if inside is None else [inside]))
+
+
+def _tile_places(tile, width: int):
+    """Addresses in a swizzled tile [64, width / 2] of a thread's pieces of rows, for both of its rows.
+
+    8 rows of 128 bytes lie together, then the same rows' next 128 bytes. Piece c of row r lies where c ^ (r % 8) would.
+    """
+    thread = mgpu.thread_idx()
+    of_row = arith.remui(thread, _constant(_THREADS))
+    row = arith.remui(arith.divui(thread, _constant(_THREADS)), _constant(_SWIZZLE_ROWS))  # and the one 8 further
+    warp = arith.remui(arith.divui(thread, _constant(32)), _constant(4))
+    at = arith.muli(warp, _constant(2 * _SWIZZLE_ROWS * width))
+    at = arith.addi(at, arith.muli(row, _constant(_SWIZZLE)))
+    at = arith.addi(at, arith.muli(arith.xori(of_row, row), _constant(_BYTES)))
+    base = llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(tile))
+    for half in range(2):
+        places = []
+        for first in range(0, width, _THREADS * _BYTES):
+            column, within = divmod(first, _SWIZZLE)
+            place = arith.addi(base, arith.xori(at, _constant(within)))
+            places.append((place, (half * width + column * _SWIZZLE) * _SWIZZLE_ROWS))
+        yield places
+
+
+# Of tiles that are read and written by `_tile_places`.
+_TILE: Any = (plgpu.TilingTransform((8, ROWS)), plgpu.SwizzleTransform(_SWIZZLE))  # type: ignore[abstract]
+
+
+def read_tile(tile):
+    """A tile [64, D] of `sm90.tiled`, of 16-bit elements, as `load_rows` returns rows.
+
+    A warp reads the rows that it has in a product; if it wrote them, no barrier of the whole warpgroup is needed.
+    """
+    shape, dtype, layout = tile.shape, tile.dtype, plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(_TILE),), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
+    )
+    def read(_, tile):
+        pair = ir.VectorType.get((2,), ir.MemRefType(tile.type).element_type)
+        words = llvm.StructType.get_literal([_i32()] * 4)
+        by_row: list[list[Any]] = []
+        for places in _tile_places(tile, shape[1] * 2):
+            by_row.append([])
+            for place, behind in places:
+                text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {behind}];"
+                got = _asm(words, [place], text, "=r,=r,=r,=r,r,~{memory}")
+                by_row[-1] += [mgpu.utils.bitcast(llvm.extractvalue(_i32(), got, [i]), pair) for i in range(4)]
+        return _array([x for both in zip(*by_row, strict=True) for x in both], shape, layout)
+
+    return read(tile)
+
+
+def weighted_sum(weights, parts):
+    """The sum of arrays [64, D] in a product's layout, of 16-bit floats, each times a number per row, in float32.
+
+    One register after the other, so that no array is there in float32.
+
+    Args:
+      weights: float32 [64] in `LAYOUT`, one for each array.
+      parts: the arrays, of one type.
+    """
+    shape, dtype, layout = parts[0].shape, parts[0].dtype, plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(LAYOUT,) * len(weights) + (layout,) * len(parts),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),
+    )
+    def add(_, *arrays):
+        factors = [x.registers.flat for x in arrays[: len(weights)]]
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        sums = []
+        for i, registers in enumerate(zip(*(x.registers.flat for x in arrays[len(weights) :]), strict=True)):
+            products = [
+                arith.mulf(
+                    vector.broadcast(pair, llvm.extractelement(factor[i % 2], _constant(0))),
+                    arith.extf(pair, register),
+                )
+                for factor, register in zip(factors, registers, strict=True)
+            ]
+            sums.append(arith.truncf(registers[0].type, functools.reduce(arith.addf, products)))
+        return _array(sums, shape, layout)
+
+    return add(*weights, *parts)
 
 
 def copy_rows(ref, rows, tile) -> None:
@@ -132,25 +250,11 @@ def copy_rows(ref, rows, tile) -> None:
       tile: [64, D] of `sm90.tiled`; its columns keep their order.
     """
     width = ref.shape[1] * 2
-    # 8 rows of 128 bytes lie together, then the same rows' next 128 bytes. Piece c of row r lies where c ^ (r % 8)
-    # would.
-    transforms: Any = (plgpu.TilingTransform((8, ROWS)), plgpu.SwizzleTransform(_SWIZZLE))  # type: ignore[abstract]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, plgpu.RefType(transforms)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, plgpu.RefType(_TILE)))
     def copy(_, ref, rows, tile):
-        thread = mgpu.thread_idx()
-        of_row = arith.remui(thread, _constant(_THREADS))
-        row = arith.remui(arith.divui(thread, _constant(_THREADS)), _constant(_SWIZZLE_ROWS))  # and the one 8 further
-        warp = arith.remui(arith.divui(thread, _constant(32)), _constant(4))
-        at = arith.muli(warp, _constant(2 * _SWIZZLE_ROWS * width))
-        at = arith.addi(at, arith.muli(row, _constant(_SWIZZLE)))
-        at = arith.addi(at, arith.muli(arith.xori(of_row, row), _constant(_BYTES)))
-        base = llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(tile))
-        for half, pointer in enumerate(_pointers(ref, rows, width)):
-            for i, piece in enumerate(_pieces(pointer, width)):
-                column, within = divmod(i * _THREADS * _BYTES, _SWIZZLE)
-                place = arith.addi(base, arith.xori(at, _constant(within)))
-                behind = (half * width + column * _SWIZZLE) * _SWIZZLE_ROWS
+        for pointer, places in zip(_pointers(ref, rows, width), _tile_places(tile, width), strict=True):
+            for piece, (place, behind) in zip(_pieces(pointer, width), places, strict=True):
                 text = f"cp.async.cg.shared.global [$0 + {behind}], [$1], {_BYTES};"
                 _asm(ir.Type.parse("!llvm.void"), [place, piece], text, "r,l")
 
@@ -193,32 +297,37 @@ def visible(low, high):
 
 
 def load_numbers(ref, index):
-    """int32 or float32 numbers of an array [n] in global memory: [64] in `LAYOUT`, like `index`."""
-    whole = jnp.issubdtype(ref.dtype, jnp.integer)
+    """Numbers of an array [n] in global memory: [64] in `LAYOUT`, like `index`; bfloat16 ones as float32."""
+    whole, half = jnp.issubdtype(ref.dtype, jnp.integer), ref.dtype == jnp.bfloat16
+    dtype = jnp.float32 if half else ref.dtype
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), LAYOUT), return_type=plgpu.ShapeDtypeStruct((ROWS,), ref.dtype, layout=LAYOUT)
+        arg_types=(plgpu.RefType(), LAYOUT), return_type=plgpu.ShapeDtypeStruct((ROWS,), dtype, layout=LAYOUT)
     )
     def load(_, ref, index):
-        number = ir.MemRefType(ref.type).element_type
+        number = ir.F32Type.get() if half else ir.MemRefType(ref.type).element_type
         single = ir.VectorType.get((1,), number)
         text, constraints = "ld.global.nc.b32 $0, [$1];", "=r,l" if whole else "=f,l"
-        got = [_asm(number, [x], text, constraints) for x in _pointers(ref, index, 4)]
+        if half:  # the upper half of a float32
+            text = "{ .reg .b16 h, z; mov.b16 z, 0; ld.global.nc.b16 h, [$1]; mov.b32 $0, {z, h}; }"
+        got = [_asm(number, [x], text, constraints) for x in _pointers(ref, index, 2 if half else 4)]
         return _array([vector.broadcast(single, x) for x in got], (ROWS,), LAYOUT, is_signed=True if whole else None)
 
     return load(ref, index)
 
 
-def store_numbers(ref, index, values) -> None:
-    """Stores float32 numbers [64] to an array [n] in global memory; places that occur twice must have the same ones."""
+def store_numbers(ref, index, values, inside=None) -> None:
+    """Stores float32 numbers [64] to an array [n] in global memory; places that occur twice must have the same ones.
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT))
-    def store(_, ref, index, values):
-        for pointer, register in zip(_pointers(ref, index, 4), values.registers.flat, strict=True):
-            word = llvm.extractelement(register, _constant(0))
-            _asm(ir.Type.parse("!llvm.void"), [pointer, word], "st.global.cs.b32 [$0], $1;", "l,f")
+    `inside` as in `store_rows`.
+    """
 
-    store(ref, index, values)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT, *_flags(inside)))
+    def store(_, ref, index, values, *inside):
+        for half, (pointer, register) in enumerate(zip(_pointers(ref, index, 4), values.registers.flat, strict=True)):
+            _store([pointer, llvm.extractelement(register, _constant(0))], "st.global.cs.b32 [$0], $1;", inside, half)
+
+    store(ref, index, values, *([] if inside is None else [inside]))
 
 
 def zeros(columns: int):

@@ -20,7 +20,7 @@ from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.choices import NSAPlan
 from nsa_jax.ops.kernels.layer import gate_kernels
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
-from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges
+from nsa_jax.ops.kernels.range_attention.tiles import GatedSum, KnownRanges
 from nsa_jax.ops.kernels.selected import whole_row_sm90
 from nsa_jax.ops.kernels.selected.attention import selected_forward
 from nsa_jax.ops.kernels.selected.backward import selected_backward
@@ -139,7 +139,7 @@ def _heads_to_batch(x: jax.Array, kv_heads: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _nsa(static: _Static, queries, others, positions):
-    return _forward(static, queries, others, positions)[0]
+    return _forward(static, queries, others, positions, differentiated=False)[0]
 
 
 def _ranges(static: _Static, query, key_cmp, key_win, positions):
@@ -162,8 +162,12 @@ def _known_ranges(static: _Static, query, key_cmp, key_win) -> tuple[KnownRanges
     return compressed, range_attention.known_window_ranges(length, *in_window)
 
 
-def _forward(static: _Static, queries, others, positions):
-    """((output, block lists), residuals); positions are (segment_start, query_offset, window_start)."""
+def _forward(static: _Static, queries, others, positions, differentiated: bool):
+    """((output, block lists), residuals); positions are (segment_start, query_offset, window_start).
+
+    Residuals are None unless they are wanted. Without them no branch's output has to be kept, and the kernel of the
+    last one may store the sum of all.
+    """
     segment_start, offset, _ = positions
     query = queries[0]  # one residual, however often it was given
     key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates = others
@@ -174,10 +178,17 @@ def _forward(static: _Static, queries, others, positions):
     # One branch after the other: some kernels work on rearranged copies as large as the query. The barrier is on keys
     # and not on the query, so that branches that rearrange the query alike share one copy.
     plan = static.plan
-    if not plan.joint_window:
-        out_win, lse_win = range_attention.forward(
-            query, key_win, value_win, low_win, high_win, plan.window, config.window, known_win
-        )
+
+    def window(gated: GatedSum | None = None):
+        args = query, key_win, value_win, low_win, high_win, plan.window, config.window, known_win
+        return range_attention.forward(*args, gated)
+
+    def gated_sum(*outs: jax.Array) -> GatedSum:
+        return GatedSum(gates, outs, static.kv_heads)
+
+    sums_in_kernel = plan.sums_in_kernel and not differentiated
+    if not plan.joint_window and not sums_in_kernel:
+        out_win, lse_win = window()
         key_cmp, out_win = lax.optimization_barrier((key_cmp, out_win))
     if plan.compressed is not None:
         out_cmp, lse_cmp = range_attention.forward(
@@ -199,11 +210,16 @@ def _forward(static: _Static, queries, others, positions):
     indices = checkpoint_name(indices, _INDICES)
     selected = query, key_slc, value_slc, indices, segment_start, known_offset
     if plan.joint_window:
-        (out_slc, lse_slc), (out_win, lse_win) = whole_row_sm90.forward(
-            *selected, plan.selected.forward.rest.tiles, static.packed, config.window
+        joint = functools.partial(
+            whole_row_sm90.forward, *selected, plan.selected.forward.rest.tiles, static.packed, config.window
         )
+        if sums_in_kernel:
+            return (joint(gated_sum(out_cmp)), indices), None
+        (out_slc, lse_slc), (out_win, lse_win) = joint()
     else:
         out_slc, lse_slc = selected_forward(*selected, config.select_block, static.packed, plan.selected.forward)
+        if sums_in_kernel:
+            return (window(gated_sum(out_cmp, out_slc)), indices), None
     # The barrier hides the kernels from XLA's dynamic-slice fusion. In a scan over layers that keeps their results, JAX
     # 0.11's lets a kernel write into the array of all layers, and runs it again for whoever else reads them.
     branches = (lax.optimization_barrier(x) for x in ((out_cmp, lse_cmp), (out_slc, lse_slc), (out_win, lse_win)))
@@ -214,7 +230,7 @@ def _forward(static: _Static, queries, others, positions):
 
 def _nsa_fwd(static: _Static, queries, others, positions):
     query, *others = first_derivative(queries[0], *others)
-    return _forward(static, (query,), tuple(others), positions)
+    return _forward(static, (query,), tuple(others), positions, differentiated=True)
 
 
 def _nsa_bwd(static: _Static, residuals, cotangents):

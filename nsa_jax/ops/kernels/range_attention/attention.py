@@ -28,7 +28,7 @@ from nsa_jax.ops.kernels.range_attention import (
     triton_forward,
     window_cudnn,
 )
-from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, known_ranges, numpy_of
+from nsa_jax.ops.kernels.range_attention.tiles import GatedSum, KnownRanges, known_ranges, numpy_of
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.kernels.triton import first_derivative, row_delta
 from nsa_jax.ops.tiles import DIRECT_GROUPS
@@ -108,18 +108,21 @@ def clip_ranges(low, high, num_keys: int):
 
 
 def forward(
-    query, key, value, low, high, plan: RangePlan, window: int | None, known: KnownRanges | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """The forward pass.
+    query, key, value, low, high, plan: RangePlan, window: int | None, known: KnownRanges | None = None,
+    gated: GatedSum | None = None,
+):  # fmt: skip
+    """The forward pass: (output, log-sum-exp), or a gated sum.
 
     Args:
       query, key, value, low, high, plan, window: as `ranged_attention`, with low = S and high = 0 where a query sees
         nothing.
       known: the same ranges, if tracing knows them: what tiles visit is then a constant of the program.
+      gated: what Hopper's kernel adds the output to; see `sm90_forward.ranged_forward`.
     """
     chosen = plan.forward
     if chosen.kernel == "range_attention.sm90_forward":
-        return sm90_forward.ranged_forward(query, key, value, low, high, chosen.tiles, known)
+        return sm90_forward.ranged_forward(query, key, value, low, high, chosen.tiles, known, gated)
+    assert gated is None
     if chosen.kernel == "range_attention.sm80_forward":
         # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
         from nsa_jax.ops.kernels.range_attention import sm80_forward

@@ -18,34 +18,46 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
-from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, Window, row_vectors
+from nsa_jax.ops.kernels.range_attention.tiles import GatedSum, KnownRanges, Window, row_vectors
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS
 
 
-def ranged_forward(query, key, value, low, high, config: tuning.RangedHopperConfig, known: KnownRanges | None = None):
-    """As `triton_forward.ranged_forward`, with the Hopper kernel; `known` are the ranges, if tracing knows them."""
+def ranged_forward(
+    query, key, value, low, high, config: tuning.RangedHopperConfig, known: KnownRanges | None = None,
+    gated: GatedSum | None = None,
+):  # fmt: skip
+    """As `triton_forward.ranged_forward`, with the Hopper kernel.
+
+    Args:
+      known: the ranges, if tracing knows them.
+      gated: adds the output to those of other branches. The only result is the sum then.
+    """
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
-    return _forward(query, key, value, low, high, config, functools.partial(sm90_visibility.KeyRange, known=known))
+    visibility = functools.partial(sm90_visibility.KeyRange, known=known)
+    results = _forward(query, key, value, low, high, config, visibility, gated=gated)
+    return results[0] if gated is None else results
 
 
 def block_masked_forward(
     query, key, value, low, high, config: tuning.RangedHopperConfig, known: KnownRanges | None, listed,
-    window: Window | None = None,
+    window: Window | None = None, gated: GatedSum | None = None,
 ):  # fmt: skip
     """`ranged_forward` over the keys of some blocks, of config.keys keys each.
 
     Args:
       listed: int32 [B, T, K, W], bit j % 32 of word j // 32: whether the query sees keys of block j.
       window: of a second attention, whose output and log-sum-exp then follow.
+      gated: as in `ranged_forward`, of both attentions.
     """
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     visibility: Callable = functools.partial(sm90_visibility.BlockMask, known=known, listed=listed)
     if window is not None:
         visibility = functools.partial(sm90_visibility.BlockMaskAndWindow, known=known, listed=listed, window=window)
-    return _forward(query, key, value, low, high, config, visibility, window)
+    results = _forward(query, key, value, low, high, config, visibility, window, gated)
+    return results[0] if window is gated is None else results
 
 
 def neighbours_forward(query, key, value, low, high, config: tuning.RangedHopperConfig, neighbours):
@@ -59,7 +71,10 @@ def neighbours_forward(query, key, value, low, high, config: tuning.RangedHopper
     def visibility(rows, row_low, row_high, keys):
         return sm90_visibility.Neighbours(rows, *neighbours)
 
-    return _forward(query, key, value, low, high, config, visibility)
+    return _forward(query, key, value, low, high, config, visibility)[0]
+
+
+_BRANCHES = 3  # of a gated sum
 
 
 class _Tile(NamedTuple):
@@ -74,13 +89,18 @@ class _Tile(NamedTuple):
 
 
 def _forward(
-    query, key, value, low, high, config: tuning.RangedHopperConfig, make_visibility, window: Window | None = None
+    query, key, value, low, high, config: tuning.RangedHopperConfig, make_visibility, window: Window | None = None,
+    gated: GatedSum | None = None,
 ):  # fmt: skip
-    """The kernel; `make_visibility` makes one of `sm90_visibility`'s classes from (rows, low, high, keys)."""
+    """The kernel; `make_visibility` makes one of `sm90_visibility`'s classes from (rows, low, high, keys).
+
+    Returns:
+      (output, log-sum-exp) of each attention, or the gated sum alone.
+    """
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import mosaic, sm90
+    from nsa_jax.ops.kernels import mosaic, sm90, sm90_gather
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
@@ -97,11 +117,15 @@ def _forward(
     total = rows.tiles * kv_heads * batch
     per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(total, config.most_tiles)
     layout, shape = sm90_visibility.ROW_LAYOUT, (ROWS, keys)
+    summands: tuple[jax.Array, ...] = ()
+    if gated is not None:
+        numbers = gated.gates if gated.gates.dtype == jnp.bfloat16 else gated.gates.astype(jnp.float32)
+        summands = numbers.reshape(-1), *(x.reshape(-1, v_dim) for x in gated.outs)
 
     def kernel(bounds_ref, *refs):
         *arrays, buffers, vectors, words_smem2, loaded, freed, schedule_barrier = refs
-        divided = sm90.divided(arrays, bounds, tensors, masks, 2 * attentions * [None])
-        bound_refs, (query_ref, key_ref, value_ref), mask_refs, out_refs = divided
+        divided = sm90.divided(arrays, bounds, tensors, masks, summands, outputs)
+        bound_refs, (query_ref, key_ref, value_ref), mask_refs, summand_refs, out_refs = divided
         *bounds_smem3, lse_smem2 = vectors
         (query_smem2, query_boxes), (out_smem2, out_boxes) = map(rows.views, buffers[:2])
         key_smem, value_smem = buffers[2:]
@@ -192,17 +216,33 @@ def _forward(
             served_states = tuple((acc, peak, total) for acc, (_, total, peak, _) in zip(accs, new, strict=True))
             return served_states + states[served:], following
 
-        def epilogue(tile, out_ref, lse_ref, acc, peak, total):
-            """Stores the warpgroup's rows of an output and their log-sum-exp."""
-            out_smem, lse_smem = out_smem2.at[wg], lse_smem2.at[wg]
-            some = total > 0
-            safe = jnp.where(some, total, 1.0)
+        def normalize(acc, total):
+            """Leaves the warpgroup's rows of an output in shared memory."""
+            inverse = 1.0 / jnp.where(total > 0, total, 1.0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies before
-            out_smem[...] = (acc / lax.broadcast_in_dim(safe, acc.shape, [0])).astype(out_ref.dtype)
-            lse_smem[...] = jnp.where(some, peak * LN2 + jnp.log(safe), -jnp.inf)
+            out_smem2[wg] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(query.dtype)
+
+        def store(tile, out_ref, lse_ref, acc, peak, total):
+            """Stores the warpgroup's rows of an output and their log-sum-exp."""
+            normalize(acc, total)
+            some = total > 0
+            lse_smem2[wg] = jnp.where(some, peak * LN2 + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
             plgpu.commit_smem()
             rows.store(out_boxes.at[wg], out_ref, b, kv_head, tile.first_row)
-            plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[b, kv_head, pl.ds(tile.first_row, ROWS)])
+            plgpu.copy_smem_to_gmem(lse_smem2.at[wg], lse_ref.at[b, kv_head, pl.ds(tile.first_row, ROWS)])
+
+        def store_sum(tile, states):
+            """Stores the gated sum of the warpgroup's rows."""
+            assert gated is not None
+            inside, row, sum_row = rows.places(tile.first_row, b, kv_head, gated.kv_heads)
+            gate_ref, *others = summand_refs
+            weights = [sm90_gather.load_numbers(gate_ref, row * _BRANCHES + i) for i in range(_BRANCHES)]
+            parts = [sm90_gather.load_rows(ref, row) for ref in others]
+            for acc, _, total in states:
+                normalize(acc, total)
+                plgpu.commit_smem()
+                parts.append(sm90_gather.read_tile(out_smem2.at[wg]))
+            sm90_gather.store_rows(out_refs[0], sum_row, sm90_gather.weighted_sum(weights, parts), inside)
 
         def compute_tile(n, before, index, *limits):
             begin, end = limits[0], limits[-1]
@@ -226,8 +266,11 @@ def _forward(
                 states, _ = lax.fori_loop(first, last, body, (states, ahead))
             pl.when(wg == 0)(schedule_switch)
             pl.when(end == begin)(lambda: plgpu.barrier_arrive(query_freed.at[buffer]))
-            for which, state in enumerate(states):
-                epilogue(tile, out_refs[2 * which], out_refs[2 * which + 1], *state)
+            if gated is not None:
+                store_sum(tile, states)
+                return
+            for out_ref, lse_ref, state in zip(out_refs[::2], out_refs[1::2], states, strict=True):
+                store(tile, out_ref, lse_ref, *state)
 
         def load_tile(n, before, tile, *limits):
             streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
@@ -237,6 +280,11 @@ def _forward(
                 per_token=list(zip(bound_refs, bounds_smem3, strict=True)),
                 words=visibility.words(mask_refs, words_smem2),
             )  # fmt: skip
+            if gated is not None:  # the other summands, on their way to the L2 cache
+                for i in range(warpgroups):
+                    _, row, _ = rows.places(tile * rows.tile + i * ROWS, b, kv_head, 1)
+                    for ref in summand_refs[1:]:
+                        sm90_gather.prefetch_rows(ref, row)
             block_of = visibility.block_of(mask_refs, tile, b, kv_head)
             sm90.load_blocks(limits[0], limits[-1], before, keys, streams, (b, kv_head), block_of)
 
@@ -270,17 +318,20 @@ def _forward(
             collective_axes="wg",
         )
 
-    outs = mosaic.call(
+    outputs = [
+        rows.arranged(batch, v_dim, query.dtype),
+        jax.ShapeDtypeStruct((batch, kv_heads, rows.tiles * rows.tile), jnp.float32),
+    ] * attentions
+    if gated is not None:
+        outputs = [jax.ShapeDtypeStruct((batch * length * heads, v_dim), query.dtype)]
+    results = mosaic.call(
         nsa_ranged_forward,
         (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
         ("program", "kv_head", "batch"),
-        [
-            rows.arranged(batch, v_dim, query.dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads, rows.tiles * rows.tile), jnp.float32),
-        ]
-        * attentions,
-        *(visibility.bounds, *bounds, *tensors, *masks),
+        outputs,
+        *(visibility.bounds, *bounds, *tensors, *masks, *summands),
         warpgroups=warpgroups + 1,
     )
-    restored = [(rows.restore(out), rows.from_rows(lse)) for out, lse in zip(outs[::2], outs[1::2], strict=True)]
-    return restored[0] if window is None else restored
+    if gated is not None:
+        return results[0].reshape(batch // gated.kv_heads, length, heads * gated.kv_heads, v_dim)
+    return [(rows.restore(out), rows.from_rows(lse)) for out, lse in zip(results[::2], results[1::2], strict=True)]

@@ -51,6 +51,21 @@ class Window(NamedTuple):
     statistics: tuple[jax.Array, ...] = ()
 
 
+class GatedSum(NamedTuple):
+    """The sum of all branches of NSA, which the kernel of the last one stores in place of its output (paper eq. 5).
+
+    Attributes:
+      gates: [B, T, N, 3], of `outs` and then of the kernel's own attentions.
+      outs: [B, T, N, V], outputs of the branches before.
+      kv_heads: how many key/value heads of a batch entry have become batch entries; the sum is [B, T, N, V] of
+        B / kv_heads batch entries and N * kv_heads heads.
+    """
+
+    gates: jax.Array
+    outs: tuple[jax.Array, ...]
+    kv_heads: int
+
+
 # The loops of Hopper's kernels, one after the other between ascending limits: whether every row sees whole blocks, and
 # how many attentions there are. The second list is for where a `Window` reaches.
 PHASES: tuple[tuple[bool, int], ...] = ((False, 1), (True, 1), (False, 1))

@@ -1,10 +1,10 @@
 """Selected attention's blocks that a tile of tokens shares, for Hopper: the counterpart of the Triton kernel in
-`selected.attention` for groups of 4 to 7 heads, most of which do not divide a tile of 64 rows.
+`selected.attention` for small groups of heads, most of which do not divide a tile of 64 rows.
 
 Three consumer warpgroups compute. Each has tiles of its own, 10 tokens at 6 heads, and visits their blocks at its own
 pace: a tile's few blocks take one warpgroup about as long as they take to arrive, and one's waits overlap the others'
 work. Each warp of a producer warpgroup serves one consumer: TMA loads a tile's queries and its blocks, those of the
-next tile while the last one is finished.
+next tile while the last one is finished where shared memory has room for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from nsa_jax.ops.selected_tiles import SelectedHopperTilesConfig
 from nsa_jax.ops.tiles import ROWS
 
 _WARPGROUPS = 3
-_QUERY_BUFFERS = 2  # for each warpgroup
 
 
 def _row_starts(segment_start, tiles: int, tile: int, group: int) -> tuple[jax.Array, jax.Array]:
@@ -64,14 +63,15 @@ def forward(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90
+    from nsa_jax.ops.kernels import sm90, sm90_gather
 
     batch, length, num_heads, h_dim = query.shape
     num_keys, num_kv, v_dim = value.shape[1:]
     group = num_heads // num_kv
     tiles = neighbours[0].shape[2]
     all_tiles = batch * num_kv * tiles
-    stages = config.stages
+    stages, query_buffers = config.stages, config.query_buffers
+    parts = h_dim // ROWS, v_dim // ROWS  # of 64 columns, which TMA copies as one box of tokens
     programs = min(config.programs, pl.cdiv(all_tiles, _WARPGROUPS))
     stride = programs * _WARPGROUPS
     scale = LOG2E / math.sqrt(h_dim)
@@ -81,8 +81,8 @@ def forward(
 
     def kernel(offset_ref, block_ref, bits_ref, count_ref, *refs, buffers, barriers):
         *start_refs, query_ref, key_ref, value_ref, out_ref, lse_ref = refs
-        query_smem, key_smem, value_smem, out_smem, lse_smem = buffers
-        query_loaded, query_freed, loaded, freed = barriers
+        query_smem, key_smem, value_smem, out_smem = buffers
+        query_loaded, query_freed, key_loaded, key_freed, value_loaded, value_freed = barriers
         wg, program = lax.axis_index("wg"), lax.axis_index("program")
 
         def own_tiles(which):
@@ -138,14 +138,17 @@ def forward(
             acc, peak, total, block, bits = carry
             following = block_ref[*tile.at, i + 1], bits_ref[*tile.at, i + 1]  # the lists have one element more
             slot = wg * stages + lax.rem(tile.before + i, jnp.int32(stages))
-            plgpu.barrier_wait(loaded.at[slot])
+            plgpu.barrier_wait(key_loaded.at[slot])
 
             def multiply(scores_ref):
-                query_rows = sm90.product_rows(query_smem, tile.buffer)
-                plgpu.wgmma(scores_ref, query_rows, sm90.transpose(key_smem.at[slot]))
+                for part in range(parts[0]):
+                    query_rows = sm90.product_rows(query_smem, tile.buffer * parts[0] + part)
+                    keys = key_smem.at[slot, :, pl.ds(part * ROWS, ROWS)]
+                    plgpu.wgmma(scores_ref, query_rows, sm90.transpose(keys))
                 return scores_ref[...]
 
             scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+            plgpu.barrier_arrive(key_freed.at[slot])
             scores = mask_if_partial(tile, token, block, scores)
             seen = ((jnp.broadcast_to(bits, (ROWS,)) >> token) & 1) == 1
             highest = jnp.where(seen, jnp.maximum(peak, scores.max(axis=1) * scale), peak)
@@ -154,32 +157,39 @@ def forward(
             weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(subtract, shape, [0]))
             total += weights.sum(axis=1)
             half = weights.astype(query_ref.dtype)
+            plgpu.barrier_wait(value_loaded.at[slot])
 
             def accumulate(acc_ref):
                 plgpu.wgmma(acc_ref, half, value_smem.at[slot])
 
             acc = pl.run_state(accumulate)(plgpu.ACC.init(acc))
-            plgpu.barrier_arrive(freed.at[slot])
+            plgpu.barrier_arrive(value_freed.at[slot])
             return acc, peak, total, *following
 
-        def epilogue(at, own_rows, acc, peak, total):
+        def epilogue(at, token, acc, peak, total):
             """Stores the tile's output and log-sum-exp; TMA drops what lies behind the last token."""
             b, kv_head, index = at
             some = total > 0
             safe = jnp.where(some, total, 1.0)
-            inverse = lax.broadcast_in_dim(1.0 / safe, acc.shape, [0])
+            half = (acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, [0])).astype(out_ref.dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
-            out_rows = sm90.product_rows(out_smem, wg)
-            out_rows[...] = (acc * inverse).astype(out_ref.dtype)
-            lse_smem[wg] = jnp.where(some, peak * LN2 + jnp.log(safe), -jnp.inf)
+            for part in range(parts[1]):
+                out_rows = sm90.product_rows(out_smem, wg * parts[1] + part)
+                out_rows[...] = half[:, part * ROWS : (part + 1) * ROWS]
             plgpu.commit_smem()
             tokens, heads = pl.ds(index * tile, tile), pl.ds(kv_head * group, group)
-            plgpu.copy_smem_to_gmem(sm90.box_rows(out_smem, wg, tile, group), out_ref.at[b, tokens, heads])
-            plgpu.copy_smem_to_gmem(lse_smem.at[wg], lse_ref.at[b, kv_head, own_rows])
+            for part in range(parts[1]):
+                out_rows = sm90.box_rows(out_smem, wg * parts[1] + part, tile, group)
+                plgpu.copy_smem_to_gmem(out_rows, out_ref.at[b, tokens, heads, pl.ds(part * ROWS, ROWS)])
+            row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout)
+            inside = ((token < tile) & (token + index * tile < length)).astype(jnp.int32)
+            position = jnp.minimum(token + index * tile, length - 1) + b * length
+            place = (position * num_kv + kv_head) * group + row - token * group
+            sm90_gather.store_numbers(lse_ref, place, jnp.where(some, peak * LN2 + jnp.log(safe), -jnp.inf), inside)
 
         def compute_tile(token, offset, n, before, at, count, block, bits, latest_start=None):
             b, _, index = at
-            buffer = wg * _QUERY_BUFFERS + lax.rem(n, jnp.int32(_QUERY_BUFFERS))
+            buffer = wg * query_buffers + lax.rem(n, jnp.int32(query_buffers))
             first_position = index * tile + offset
             own_rows = pl.ds(index * ROWS, ROWS)
             start = sm90.load(start_refs[0].at[b, own_rows], layout, optimized=False) if packed else None
@@ -196,24 +206,27 @@ def forward(
             current = _Tile(at, before, buffer, first_position, start, latest_start)
             acc, peak, total, *_ = lax.fori_loop(0, count, functools.partial(step, current, token), carry)
             plgpu.barrier_arrive(query_freed.at[buffer])
-            epilogue(at, own_rows, acc, peak, total)
+            epilogue(at, token, acc, peak, total)
 
         def load_tile(which, n, before, at, count, block):
             """Loads a tile's queries and the blocks of its list for consumer `which`."""
             b, kv_head, index = at
-            buffer = which * _QUERY_BUFFERS + lax.rem(n, jnp.int32(_QUERY_BUFFERS))
-            pl.when(n >= _QUERY_BUFFERS)(lambda: plgpu.barrier_wait(query_freed.at[buffer]))
+            buffer = which * query_buffers + lax.rem(n, jnp.int32(query_buffers))
+            pl.when(n >= query_buffers)(lambda: plgpu.barrier_wait(query_freed.at[buffer]))
             tokens, heads = pl.ds(index * tile, tile), pl.ds(kv_head * group, group)
-            query_rows = sm90.box_rows(query_smem, buffer, tile, group)
-            plgpu.copy_gmem_to_smem(query_ref.at[b, tokens, heads], query_rows, query_loaded.at[buffer])
+            for part in range(parts[0]):
+                query_rows = sm90.box_rows(query_smem, buffer * parts[0] + part, tile, group)
+                columns = pl.ds(part * ROWS, ROWS)
+                plgpu.copy_gmem_to_smem(query_ref.at[b, tokens, heads, columns], query_rows, query_loaded.at[buffer])
+            streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
 
             def load_block(i, block):
                 following = block_ref[*at, i + 1]  # on its way while this one waits for its buffer
                 done = before + i
                 slot = which * stages + lax.rem(done, jnp.int32(stages))
-                pl.when(done >= stages)(lambda: plgpu.barrier_wait(freed.at[slot]))
                 keys = pl.ds(block * ROWS, ROWS)
-                for ref, smem in ((key_ref, key_smem), (value_ref, value_smem)):
+                for ref, smem, loaded, freed in streams:
+                    pl.when(done >= stages)(functools.partial(plgpu.barrier_wait, freed.at[slot]))
                     plgpu.copy_gmem_to_smem(ref.at[b, keys, kv_head], smem.at[slot], loaded.at[slot])
                 return following
 
@@ -241,21 +254,20 @@ def forward(
 
     def nsa_selected_forward_tiles(*refs):
         buffer = functools.partial(sm90.tiled, dtype=query.dtype)
-        slots, query_slots = _WARPGROUPS * stages, _WARPGROUPS * _QUERY_BUFFERS
+        slots, query_slots = _WARPGROUPS * stages, _WARPGROUPS * query_buffers
+        barrier = plgpu.Barrier(num_barriers=slots)
         pl.run_scoped(
             lambda buffers, barriers: kernel(*refs, buffers=buffers, barriers=barriers),
             (
-                sm90.boxed_tiles(query_slots, h_dim, query.dtype),
+                sm90.boxed_tiles(query_slots * parts[0], ROWS, query.dtype),
                 buffer(slots, ROWS, h_dim),
                 buffer(slots, ROWS, v_dim),
-                sm90.boxed_tiles(_WARPGROUPS, v_dim, query.dtype),
-                plgpu.SMEM((_WARPGROUPS, ROWS), jnp.float32),
+                sm90.boxed_tiles(_WARPGROUPS * parts[1], ROWS, query.dtype),
             ),
             (
+                plgpu.Barrier(num_barriers=query_slots, num_arrivals=parts[0]),
                 plgpu.Barrier(num_barriers=query_slots),
-                plgpu.Barrier(num_barriers=query_slots),
-                plgpu.Barrier(num_barriers=slots, num_arrivals=2),
-                plgpu.Barrier(num_barriers=slots),
+                *[barrier] * 4,
             ),
             collective_axes="wg",
         )
@@ -264,7 +276,7 @@ def forward(
         nsa_selected_forward_tiles,
         out_type=[
             jax.ShapeDtypeStruct((batch, length, num_heads, v_dim), query.dtype),
-            jax.ShapeDtypeStruct((batch, num_kv, tiles * ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((batch * length * num_heads,), jnp.float32),
         ],
         grid=(programs,),
         grid_names=("program",),
@@ -276,6 +288,4 @@ def forward(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )(query_offset, *neighbours, *starts, query, key, value)
-    lse = lse.reshape(batch, num_kv, tiles, ROWS)[..., : tile * group]
-    lse = lse.reshape(batch, num_kv, tiles * tile, group)[:, :, :length].swapaxes(1, 2)
-    return out.reshape(batch, length, num_kv, group, v_dim), lse
+    return out.reshape(batch, length, num_kv, group, v_dim), lse.reshape(batch, length, num_kv, group)

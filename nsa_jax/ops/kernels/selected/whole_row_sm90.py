@@ -15,7 +15,7 @@ from nsa_jax.ops import blocks
 from nsa_jax.ops.choices import SelectedBackwardPlan
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention import sm90_forward, sm90_grad_key_value, sm90_grad_query
-from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, Window
+from nsa_jax.ops.kernels.range_attention.tiles import GatedSum, KnownRanges, Window
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS, RangedHopperConfig
 
@@ -47,18 +47,18 @@ def _known(query, key, query_offset, packed: bool, window: int = _WHOLE) -> Know
 
 def forward(
     query, key, value, block_indices, segment_start, query_offset, config: RangedHopperConfig, packed: bool = True,
-    window: int | None = None,
+    window: int | None = None, gated: GatedSum | None = None,
 ):  # fmt: skip
     """Output [B, T, N, V] and natural-log lse, float32 [B, T, N]; arguments as `attention.selected_forward`.
 
     With packed=False rows hold one document each, whatever segment_start says. With a window, a pair of such pairs: the
-    second is of window attention with the same query, key and value.
+    second is of window attention with the same query, key and value. With `gated` the sum of all branches instead.
     """
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], ROWS))
     low, high = visible_ranges(query, key, segment_start, query_offset)
     known = _known(query, key, query_offset, packed)
     second = None if window is None else _window(query, key, segment_start, query_offset, packed, window)
-    return sm90_forward.block_masked_forward(query, key, value, low, high, config, known, listed, second)
+    return sm90_forward.block_masked_forward(query, key, value, low, high, config, known, listed, second, gated)
 
 
 def _window(query, key, segment_start, query_offset, packed: bool, size: int) -> Window:
