@@ -28,7 +28,6 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from nsa_jax.ops.tiles import ROWS
 
 _BYTES = 16  # of one load or store
-_LINE = 64  # that a prefetch brings
 _THREADS = 4  # that share a row
 _SWIZZLE = 128  # bytes of a row of a swizzled tile
 _SWIZZLE_ROWS = 8  # after which its pattern repeats
@@ -68,7 +67,7 @@ def _pieces(pointer, width: int, size: int = _BYTES):
     """Pointers to a thread's pieces of `size` bytes of a row of `width` bytes: each of 4 threads has one of four."""
     thread = arith.remui(mgpu.thread_idx(), _constant(_THREADS))
     piece = ir.Type.parse(f"!llvm.array<{size} x i8>")
-    for first in range(0, -(-width // size), _THREADS):
+    for first in range(0, width // size, _THREADS):
         at = arith.addi(thread, _constant(first)) if first else thread
         yield mgpu.utils.getelementptr(pointer, [at], piece)
 
@@ -108,11 +107,12 @@ def load_rows(ref, rows):
 def prefetch_rows(ref, rows) -> None:
     """Brings what `load_rows` would load to the L2 cache."""
     width = ref.shape[1] * 2
+    size = 64 if width % 256 == 0 else 32
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
     def prefetch(_, ref, rows):
         for pointer in _pointers(ref, rows, width):
-            for piece in _pieces(pointer, width, min(_LINE, width // _THREADS)):
+            for piece in _pieces(pointer, width, size):
                 _asm(ir.Type.parse("!llvm.void"), [piece], "prefetch.global.L2 [$0];", "l")
 
     prefetch(ref, rows)
