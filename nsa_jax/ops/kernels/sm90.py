@@ -284,7 +284,7 @@ def boxed_tiles(slots: int, width: int, dtype):
     """Tiles of 64 rows that TMA copies as one box of tokens, which may fill fewer rows.
 
     The two views of them are for `product_rows` and `box_rows`. Swizzling depends on addresses alone, so that a token's
-    rows need not begin at a multiple of 8. Rows of at most 128 bytes lie one behind the other.
+    rows need not begin at a multiple of 8. A row has at most 128 bytes, the widest swizzle.
     """
     swizzle = plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
     by_row = plgpu.SMEM((slots, ROWS, width), dtype, transforms=(swizzle,))  # type: ignore[abstract]

@@ -5,7 +5,7 @@ barriers. But a product takes its left operand from registers, where 4 threads h
 part of the row itself: this needs no shared memory and no barriers.
 
 `copy_rows` copies rows that other products need as well, or as their right operand, to shared memory; each thread
-copies its part.
+copies its part. `read_tile` reads a tile of shared memory as `load_rows` reads rows of global memory.
 
 Threads fetch 16 bytes at a time, 8 neighbouring columns, where a product gives them 2 of every 8. So columns arrive in
 another order, the same for all rows, and `store_rows` puts them back. In a product of rows from `load_rows` the right

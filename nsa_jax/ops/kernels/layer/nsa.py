@@ -163,10 +163,14 @@ def _known_ranges(static: _Static, query, key_cmp, key_win) -> tuple[KnownRanges
 
 
 def _forward(static: _Static, queries, others, positions, differentiated: bool):
-    """((output, block lists), residuals); positions are (segment_start, query_offset, window_start).
+    """((output, block lists), residuals).
 
-    Residuals are None unless they are wanted. Without them no branch's output has to be kept, and the kernel of the
-    last one may store the sum of all.
+    Args:
+      static: see `_Static`.
+      queries, others: see `nsa_attention_by_kv_head`.
+      positions: (segment_start, query_offset, window_start).
+      differentiated: whether a backward pass needs the residuals. If none does, the kernel of the last branch may store
+        the sum of all branches in place of its output, and the residuals are None.
     """
     segment_start, offset, _ = positions
     query = queries[0]  # one residual, however often it was given
