@@ -18,6 +18,7 @@ The interpreter simulates warpgroups, shared memory, TMA and barriers and finds 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 
@@ -64,16 +65,27 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
         called.append(entry.__module__.rpartition(".")[-1])
         return kernel(entry, interpret=params, **kwargs)
 
+    kernel_in_place = pl.kernel
+
+    def recording_kernel_in_place(entry, **kwargs):
+        called.append(entry.__module__.rpartition(".")[-1])
+        return kernel_in_place(entry, interpret=params, **kwargs)
+
+    run_any_state = pl.run_state
+
     def run_state(body):
         def run(init):
             leaves, tree = jax.tree.flatten(init)
+            if not all(isinstance(x, _Sum) for x in leaves):
+                return run_any_state(body)(init)
 
             def scoped(*refs):
                 body(jax.tree.unflatten(tree, refs))
                 return [ref[...] for ref in refs]
 
-            sums = pl.run_scoped(scoped, *(plgpu.ACC(x.shape, x.dtype) for x in leaves))
-            return jax.tree.unflatten(tree, [x + total for x, total in zip(leaves, sums, strict=True)])
+            begun = [x.begun for x in leaves]
+            sums = pl.run_scoped(scoped, *(plgpu.ACC(x.shape, x.dtype) for x in begun))
+            return jax.tree.unflatten(tree, [x + total for x, total in zip(begun, sums, strict=True)])
 
         return run
 
@@ -110,6 +122,7 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
     monkeypatch.setattr(gpu_callbacks, "AsyncCopyGmemToSmemTask", _aligned_copy(gpu_callbacks))
     monkeypatch.setattr(races, "check_write", check_write_of_read_rows)
     monkeypatch.setattr(plgpu, "kernel", recording_kernel)
+    monkeypatch.setattr(pl, "kernel", recording_kernel_in_place)
 
     def store_reshaped(self, key, place, value, *args, **kwargs):
         return store(self, key, place, value.reshape(place.shape), *args, **kwargs)
@@ -129,7 +142,7 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
     monkeypatch.setattr(sm90, "boxed_tiles", boxed_tiles)
     monkeypatch.setattr(sm90, "box_rows", box_rows)
     monkeypatch.setattr(pl, "run_state", run_state)
-    monkeypatch.setattr(plgpu.ACC, "init", staticmethod(lambda x: x))
+    monkeypatch.setattr(plgpu.ACC, "init", staticmethod(_Sum))
     monkeypatch.setattr(gpu_callbacks, "_get", _read_and_fence(gpu_callbacks))
     multiply = gpu_callbacks.fail_on_exception(_multiply)
     monkeypatch.setattr(gpu_callbacks, "wgmma", functools.partial(multiply, gpu_callbacks))
@@ -140,6 +153,13 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
             yield called
     finally:
         gpu_callbacks.reset_gpu_interpret_mode_state()  # a kernel that failed leaves its memory behind
+
+
+@dataclasses.dataclass
+class _Sum:
+    """What an accumulator begins with."""
+
+    begun: jax.Array
 
 
 def _reorder(rows):
@@ -206,13 +226,17 @@ def _any_in_warp(numbers):
     return (numbers != 0).any()
 
 
+def _max_in_warp(numbers):
+    return numbers.max()
+
+
 def _computed_here(number):
     return number
 
 
 _ROWS = (
     _load_rows, _prefetch_rows, _store_rows, _copy_rows, _wait_copies, _read_tile, _weighted_sum, _load_numbers,
-    _store_numbers, _zeros, _any_in_warp, _computed_here,
+    _store_numbers, _zeros, _any_in_warp, _max_in_warp, _computed_here,
 )  # fmt: skip
 
 

@@ -170,7 +170,7 @@ def test_each_further_layer_takes_only_what_is_kept_for_its_backward_pass():
 
 
 def test_long_rows_of_six_heads_per_group_get_hoppers_kernels():
-    """One for the blocks that tiles share, one for the other list entries and one for shares of dq."""
+    """For the blocks that tiles share, the other list entries, the sum of these and shares of dq."""
     query = jax.ShapeDtypeStruct((4, 32768, 6, 64), jnp.bfloat16)
     key = value = jax.ShapeDtypeStruct((4, 32768, 1, 64), jnp.bfloat16)
     indices = jax.ShapeDtypeStruct((4, 32768, 1, 16), jnp.int32)
@@ -183,10 +183,25 @@ def test_long_rows_of_six_heads_per_group_get_hoppers_kernels():
         return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
 
     compiled = aot.compile_for_gpu(gradients, query, key, value, indices, gpu="h100")
-    replaced = ("selected_forward_tiles", "selected_forward_shares", "selected_backward_key_major")
+    replaced = (
+        "selected_forward_tiles",
+        "selected_forward_shares",
+        "selected_forward_sum",
+        "selected_backward_key_major",
+    )
     triton = "\n".join(line for line in compiled.as_text().splitlines() if "__gpu$xla.gpu.triton" in line)
-    assert "selected_forward_sum" in triton and not any(name in triton for name in replaced)
-    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 3
+    assert "nsa_selected_split" in triton and not any(name in triton for name in replaced)
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 4
+
+
+def test_kernels_that_write_in_place_serve_a_mapped_operator():
+    """Mosaic GPU's calls have no batching rule where they write in place."""
+    query, key = (jax.ShapeDtypeStruct((2, 1, 4096, heads, 64), jnp.bfloat16) for heads in (8, 2))
+    indices = jax.ShapeDtypeStruct((2, 1, 4096, 2, 16), jnp.int32)
+    attend = functools.partial(nsa_jax.selected_attention, select_block=64, implementation="pallas")
+    with hollow_kernels():
+        compiled = aot.compile_for_gpu(jax.vmap(attend), query, key, key, indices, gpu="h100")
+    assert compiled.out_info.shape == query.shape and "nsa_selected_forward_sum" in compiled.as_text()
 
 
 @pytest.mark.slow
@@ -200,8 +215,13 @@ def test_hoppers_kernels_by_block_compile_at_head_dim_128(monkeypatch):
 
     gradient = jax.grad(loss, argnums=(0, 1, 2))
     text = aot.compile_for_gpu(gradient, query, key, key, indices, gpu="h100").as_text()
-    assert text.count('custom_call_target="mosaic_gpu') == 3
-    names = "nsa_ranged_forward", "nsa_selected_forward_shares", "nsa_selected_backward_key_major"
+    assert text.count('custom_call_target="mosaic_gpu') == 4
+    names = (
+        "nsa_ranged_forward",
+        "nsa_selected_forward_shares",
+        "nsa_selected_forward_sum",
+        "nsa_selected_backward_key_major",
+    )
     assert all(name in text for name in names)
 
 

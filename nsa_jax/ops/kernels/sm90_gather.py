@@ -348,19 +348,27 @@ def zeros(columns: int):
 
 def any_in_warp(numbers):
     """Whether any of the rows of a warp has a number, of int32 [64] in `LAYOUT`, other than 0: its threads agree."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+    return _over_warp(numbers, arith.ori, text) != 0
+
+
+def max_in_warp(numbers):
+    """The highest of the rows of a warp, of int32 [64] in `LAYOUT`: its threads agree."""
+    return _over_warp(numbers, arith.maxsi, "redux.sync.max.s32 $0, $1, 0xffffffff;")
+
+
+def _over_warp(numbers, join, text: str):
+    """An int32 of the numbers of a warp: `join` joins those of a thread, `text` makes $0 of every thread's $1."""
 
     @plgpu.inline_mgpu(
         arg_types=(LAYOUT,),
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
     )
     def vote(_, numbers):
-        word, *others = (llvm.extractelement(x, _constant(0)) for x in numbers.registers.flat)
-        for other in others:
-            word = arith.ori(word, other)
-        text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+        word = functools.reduce(join, (llvm.extractelement(x, _constant(0)) for x in numbers.registers.flat))
         return mgpu.FragmentedArray.splat(_asm(_i32(), [word], text, "=r,r"), (), is_signed=True)
 
-    return vote(numbers) != 0
+    return vote(numbers)
 
 
 def computed_here(number):

@@ -5,7 +5,7 @@ holds one key block and visits the queries that listed it, many of them in one m
 entry falls from K and V of a block to one query and one partial output. The partials pass through memory, one per list
 entry, in a buffer of bounded size; a second kernel adds them up in list order, so results are bit-reproducible.
 
-On Hopper `by_block_sm90` computes the partials of groups of 6 heads.
+On Hopper `by_block_sm90` computes the partials and `sum_partials_sm90` adds them up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops.choices import SelectedForwardPlan
 from nsa_jax.ops.kernels.readers import InvertedLists, invert
-from nsa_jax.ops.kernels.selected import by_block_sm90, inversion
+from nsa_jax.ops.kernels.selected import by_block_sm90, inversion, sum_partials_sm90
 from nsa_jax.ops.kernels.selected.neighbours import Split
 from nsa_jax.ops.kernels.selected.softmax import key_rows, store_once
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
@@ -313,6 +313,7 @@ def continue_by_key_block(
         if num_rows % n == 0 and (n == 1 or n * chunk_tokens * per_token <= limits.buffer_bytes)
     )
     serve_entries = by_block_sm90.partials if hopper else functools.partial(_partials, select_block=select_block)
+    add_partials = sum_partials_sm90.add_partials if hopper else _add_partials
     partials = functools.partial(
         serve_entries,
         at_once=at_once,
@@ -325,7 +326,7 @@ def continue_by_key_block(
     def serve(i, state):
         row = (i * at_once).astype(jnp.int32).reshape(1)
         args = query_offset, row, inverted, segment_start, query, key, value
-        return _add_partials(row, count, chunk_tokens, *partials(*args), *state, num_listed=num_listed)
+        return add_partials(row, count, chunk_tokens, *partials(*args), *state, num_listed=num_listed)
 
     if num_rows == at_once:
         return serve(jnp.zeros((), jnp.int32), (out, lse))
