@@ -209,8 +209,8 @@ def rank_bits(scores: jax.Array) -> jax.Array:
     NaN and negative numbers rank as 0 and infinity as the largest finite number, so that any scores give a full list.
     """
     # Integers are compared, because the minimum and maximum of NaN and a number differ between devices.
-    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
-    return jnp.where((bits >= 0) & (bits <= INFINITY_BITS), jnp.minimum(bits, INFINITY_BITS - 1), 0)
+    bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)  # negative numbers are above infinity
+    return jnp.where(bits <= INFINITY_BITS, jnp.minimum(bits, INFINITY_BITS - 1), 0).astype(jnp.int32)
 
 
 def select_from_importance(importance: jax.Array, t: jax.Array, start: jax.Array, config: NSAConfig) -> jax.Array:

@@ -27,9 +27,9 @@ def by_rows(lists, num_blocks: int, tokens: int) -> np.ndarray:
     return padded.swapaxes(1, 2).reshape(-1, tokens * lists.shape[-1])
 
 
-def check_inverted(got, count, lists, want_of, num_blocks: int, chunk: int, tokens: int) -> None:
+def check_inverted(got, count, lists, want_of, num_blocks: int, chunk: int, tokens: int, even=False):
     """Compares with the inverted lists of `want_of`, [rows, E], in which a token's entries lie at their places."""
-    want = readers.invert(jnp.asarray(want_of), num_blocks, chunk)
+    want = readers.invert(jnp.asarray(want_of), num_blocks, chunk, even)
     for name in ("block", "begin", "end", "offset"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
     n, length = lists.shape[-1], lists.shape[1]
@@ -59,8 +59,22 @@ def test_words_give_the_order_of_a_stable_sort(batch, length, num_kv, num_blocks
     tokens = tile * tiles_per_row
     words = inversion.mark_lists(jnp.asarray(lists), num_blocks, tile)
     sizes = dict(tile=tile, tiles_per_row=tiles_per_row, entries=tokens * n)
-    got, count = inversion.invert(words, jnp.asarray(lists), num_blocks, chunk, **sizes)
-    check_inverted(got, count, lists, by_rows(lists, num_blocks, tokens), num_blocks, chunk, tokens)
+    for even in (False, True):
+        got, count = inversion.invert(words, jnp.asarray(lists), num_blocks, chunk, **sizes, even=even)
+        check_inverted(got, count, lists, by_rows(lists, num_blocks, tokens), num_blocks, chunk, tokens, even)
+
+
+def test_even_items_cover_their_block_in_as_few_parts():
+    total = np.arange(1, 3000)
+    for chunk in (7, 16, 100, 512):
+        items, most = (np.asarray(x) for x in readers.divide_block(jnp.asarray(total), chunk, True))
+        np.testing.assert_array_equal(items, -(-total // chunk))
+        last = total - (items - 1) * most
+        assert (most <= chunk).all() and (last > 0).all() and (last <= most).all()
+        assert ((most % 16 == 0) | (most == chunk)).all()
+        assert (most - last)[items > 1].max() < 16 * (items[items > 1].max() + 1)
+    items, most = readers.divide_block(jnp.asarray([554]), 512, True)
+    assert (int(items[0]), int(most[0])) == (2, 288)
 
 
 @pytest.mark.gpu

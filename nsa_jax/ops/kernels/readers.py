@@ -38,6 +38,19 @@ def num_work_items(num_entries: int, num_blocks: int, chunk: int) -> int:
     return num_entries // chunk + min(num_blocks, num_entries)
 
 
+def divide_block(entries, chunk: int, even: bool):
+    """(items of a block, the most entries of one), int32, for blocks of that many entries.
+
+    All items but a block's last have `chunk` entries or, if they are to be `even`, a multiple of 16 entries that makes
+    them about equal: whole tiles of rows for most groups of heads.
+    """
+    items = (entries + (chunk - 1)) // chunk
+    if not even:
+        return items, chunk
+    sixteens = jnp.maximum(items, 1) * 16
+    return items, jnp.minimum((entries + sixteens - 1) // sixteens * 16, chunk)
+
+
 def _first_at_least(ascending: jax.Array, bounds: jax.Array) -> jax.Array:
     """Per row, the first index whose value is >= each bound; unrolled, so that it is one fused GPU kernel."""
     search = jax.vmap(lambda row, bound: jnp.searchsorted(row, bound, method="scan_unrolled"))
@@ -69,26 +82,28 @@ def sort_entries(entries: jax.Array, bound: int) -> tuple[jax.Array, jax.Array]:
     return jnp.concatenate(ordered_parts), jnp.concatenate(place_parts)
 
 
-def invert(entries: jax.Array, num_blocks: int, chunk: int) -> InvertedLists:
+def invert(entries: jax.Array, num_blocks: int, chunk: int, even: bool = False) -> InvertedLists:
     """Groups list entries by the block that they name.
 
     Args:
       entries: int32 [rows, E], block indices; `num_blocks` and above are padding.
       num_blocks: J.
       chunk: the most entries that a work item may have.
+      even: the items of a block have about equally many.
     """
     rows, count = entries.shape
     entry_block, order = sort_entries(jnp.minimum(entries, num_blocks), num_blocks + 1)
     bounds = jnp.arange(num_blocks + 1, dtype=jnp.int32)
     starts = _first_at_least(entry_block, jnp.broadcast_to(bounds, (rows, num_blocks + 1)))  # [rows, J + 1]
 
-    per_block = starts[:, 1:] - starts[:, :-1]
-    offset = jnp.pad(jnp.cumsum(-(-per_block // chunk), axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    items, most = divide_block(starts[:, 1:] - starts[:, :-1], chunk, even)
+    offset = jnp.pad(jnp.cumsum(items, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
     item = jnp.arange(num_work_items(count, num_blocks, chunk), dtype=jnp.int32)
     block = _first_at_least(offset, jnp.broadcast_to(item + 1, (rows, item.size))) - 1
     block = jnp.minimum(block, num_blocks - 1)
-    begin = jnp.take_along_axis(starts, block, axis=1) + (item - jnp.take_along_axis(offset, block, axis=1)) * chunk
-    end = jnp.minimum(begin + chunk, jnp.take_along_axis(starts, block + 1, axis=1))
+    most = jnp.take_along_axis(most, block, axis=1) if even else chunk
+    begin = jnp.take_along_axis(starts, block, axis=1) + (item - jnp.take_along_axis(offset, block, axis=1)) * most
+    end = jnp.minimum(begin + most, jnp.take_along_axis(starts, block + 1, axis=1))
     needed = item < offset[:, -1:]
     begin = jnp.where(needed, begin, 0)
     return InvertedLists(order, block, begin, jnp.where(needed, end, begin), offset, entry_block)

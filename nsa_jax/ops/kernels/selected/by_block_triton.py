@@ -261,14 +261,14 @@ def _invert_rest(split: Split, block_indices, num_blocks: int, chunk_tokens: int
     if split.words is not None:
         return inversion.invert(
             split.words, block_indices, num_blocks, chunk,
-            tile=tile, tiles_per_row=pl.cdiv(chunk_tokens, tile), entries=entries,
+            tile=tile, tiles_per_row=pl.cdiv(chunk_tokens, tile), entries=entries, even=True,
         )  # fmt: skip
     assert split.rest is not None
     lists = split.rest[:, :, :tile, :, :num_listed].reshape(batch, -1, num_kv, num_listed)[:, :length]
     pad = ((0, 0), (0, -length % chunk_tokens), (0, 0), (0, 0))
     lists = jnp.pad(lists, pad, constant_values=num_blocks).swapaxes(1, 2).reshape(-1, chunk_tokens, num_listed)
     count = (lists < num_blocks).sum(-1, dtype=jnp.int32)
-    return invert(lists.reshape(-1, entries), num_blocks, chunk), count
+    return invert(lists.reshape(-1, entries), num_blocks, chunk, even=True), count
 
 
 def continue_by_key_block(

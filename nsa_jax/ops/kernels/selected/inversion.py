@@ -115,7 +115,7 @@ def _running_sum_kernel(words_ref, before_ref, total_ref, *, tiles_per_row, num_
 
 
 def _work_items_kernel(
-    total_ref, start_ref, offset_ref, block_ref, begin_ref, end_ref, named_ref, *, num_blocks, chunk
+    total_ref, start_ref, offset_ref, block_ref, begin_ref, end_ref, named_ref, *, num_blocks, chunk, even
 ):  # fmt: skip
     """Work items of a row: total_ref and start_ref [J'], offset_ref [J + 1]; block_ref, begin_ref, end_ref [W].
 
@@ -125,7 +125,7 @@ def _work_items_kernel(
     block = lax.iota(jnp.int32, pl.next_power_of_2(width))
     total = jnp.where(block < num_blocks, total_ref[jnp.minimum(block, width - 1)], 0)
     start = jnp.cumsum(total, axis=0) - total
-    count = (total + (chunk - 1)) // chunk
+    count, _ = readers.divide_block(total, chunk, even)
     offset = jnp.cumsum(count, axis=0) - count
     some = count > 0
     pltriton.store(start_ref.at[block], start, mask=block < width)
@@ -144,8 +144,10 @@ def _work_items_kernel(
     number = jnp.cumsum(jnp.where(item < items, block_ref[inside], 0), axis=0) - 1
     needed = item < jnp.sum(count)
     own = jnp.where(needed, named_ref[jnp.where(needed, number, 0)], num_blocks - 1)
-    begin = start_ref[own] + (item - offset_ref[own]) * chunk
-    end = jnp.minimum(begin + chunk, start_ref[own] + total_ref[own])
+    total = total_ref[own]
+    _, most = readers.divide_block(total, chunk, even)
+    begin = start_ref[own] + (item - offset_ref[own]) * most
+    end = jnp.minimum(begin + most, start_ref[own] + total)
     wait_for_stores()
     for ref, value in (
         (block_ref, own),
@@ -182,7 +184,7 @@ def _place_kernel(
 
 def invert(
     words: jax.Array, block_indices: jax.Array, num_blocks: int, chunk: int, *, tile: int, tiles_per_row: int,
-    entries: int,
+    entries: int, even: bool = False,
 ) -> tuple[InvertedLists, jax.Array]:  # fmt: skip
     """Groups the entries whose bits are set by the block that they name.
 
@@ -196,6 +198,7 @@ def invert(
       tile: tokens of a tile.
       tiles_per_row: tiles of a row; the last row of a batch row and head may have fewer.
       entries: E, elements of a row in the result, at least tokens times n.
+      even: the items of a block have about equally many.
 
     Returns:
       The inverted lists, as `readers.invert` gives them for lists of the marked entries alone: `order` has a token's
@@ -226,7 +229,7 @@ def invert(
 
     sizes = width, num_blocks + 1, items, items, items, width
     start, offset, block, begin, end, _ = triton_call(
-        functools.partial(_work_items_kernel, num_blocks=num_blocks, chunk=chunk),
+        functools.partial(_work_items_kernel, num_blocks=num_blocks, chunk=chunk, even=even),
         num_warps=4,
         num_stages=1,
         grid=(rows,),
