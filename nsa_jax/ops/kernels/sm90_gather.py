@@ -86,6 +86,8 @@ def load_rows(ref, rows):
     columns = ref.shape[1]
     shape = ROWS, columns
     layout = plgpu.Layout.WGMMA
+    whole = ".L2::256B" if columns * 2 % 256 == 0 else ""  # brings the rest of the row to the L2 cache
+    text = f"ld.global.nc{whole}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), LAYOUT), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout)
@@ -97,7 +99,7 @@ def load_rows(ref, rows):
         for pointer in _pointers(ref, rows, columns * 2):
             by_row.append([])
             for piece in _pieces(pointer, columns * 2):
-                got = _asm(words, [piece], "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l")
+                got = _asm(words, [piece], text, "=r,=r,=r,=r,l")
                 by_row[-1] += [mgpu.utils.bitcast(llvm.extractvalue(_i32(), got, [i]), pair) for i in range(4)]
         return _array([x for both in zip(*by_row, strict=True) for x in both], shape, layout)
 

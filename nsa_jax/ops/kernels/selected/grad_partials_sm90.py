@@ -227,8 +227,9 @@ def by_block(step, prepared, tensors, layout: Layout):
             *(tiles(ROWS), tiles(ROWS)),
             *(tiles(h_dim, slots), tiles(v_dim, slots)),
         ],
-        grid=(pl.cdiv(layout.items, warpgroups), layout.pairs),  # the last runs fastest
-        grid_names=("item", "pair"),
+        # The last runs fastest: what programs in flight read belongs to few pairs.
+        grid=(layout.pairs, pl.cdiv(layout.items, warpgroups)),
+        grid_names=("pair", "item"),
         num_threads=warpgroups,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(

@@ -262,8 +262,9 @@ def by_block(step, inverted: readers.InvertedLists, tensors, layout: Layout):
             jax.ShapeDtypeStruct((layout.pairs * layout.entries + 1, group, ROWS), query.dtype),
             *[jax.ShapeDtypeStruct((layout.pairs, items, ROWS, x.shape[-1]), jnp.float32) for x in (key, value)],
         ],
-        grid=(-(-items // _WARPGROUPS), layout.pairs),
-        grid_names=("item", "pair"),
+        # The last runs fastest: what programs in flight read belongs to few pairs.
+        grid=(layout.pairs, -(-items // _WARPGROUPS)),
+        grid_names=("pair", "item"),
         num_threads=2 * _WARPGROUPS,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),

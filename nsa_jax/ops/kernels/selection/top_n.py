@@ -101,7 +101,7 @@ def _bisect(bits, want, groups: int):
 
     def halve(carry):
         low, high, count = carry
-        middle = low + (high - low) // 2
+        middle = low + ((high - low) >> 1)
         above = _at_least(bits, middle)
         keep = above >= want
         return jnp.where(keep, middle, low), jnp.where(keep, high, middle), jnp.where(keep, above, count)
