@@ -107,13 +107,14 @@ class SelectedGatherConfig:
 def selected_gather_config(group: int, h_dim: int, v_dim: int) -> SelectedGatherConfig:
     """Picks the gathering kernel's tiles: a row's queries, at most 12 MiB where they can, stay in the L2 cache.
 
-    At head dim 128 a tile of queries and its partials take twice the registers: three warpgroups with one tile on its
-    way need no spills, which four warpgroups or two tiles do.
+    About 1,536 rows a work item are many beside its keys and values, and few beside all rows of a multiprocessor. At
+    head dim 128 a tile of queries and its partials take twice the registers: three warpgroups with one tile on its way
+    need no spills, which four warpgroups or two tiles do.
     """
     row_tokens = 16384 if 16384 * group * h_dim * 2 <= 12 * 2**20 else 8192
-    if max(h_dim, v_dim) <= 64:
-        return SelectedGatherConfig(row_tokens=row_tokens)
-    return SelectedGatherConfig(row_tokens=row_tokens, warpgroups=3, ahead=1)
+    chunk, narrow = 16 * (96 // group), max(h_dim, v_dim) <= 64
+    ahead = 2 if narrow and group > 4 else 1
+    return SelectedGatherConfig(chunk=chunk, row_tokens=row_tokens, warpgroups=4 if narrow else 3, ahead=ahead)
 
 
 def selected_hopper_config(h_dim: int, v_dim: int) -> RangedHopperConfig:
