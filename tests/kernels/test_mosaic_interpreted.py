@@ -19,7 +19,7 @@ from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention.tiles import GatedSum
 from nsa_jax.ops.kernels.selected import attention as selected
-from nsa_jax.ops.kernels.selected import whole_row_sm90
+from nsa_jax.ops.kernels.selected import by_block_triton, sum_partials_sm90, whole_row_sm90
 from nsa_jax.ops.kernels.selected.grad_layout import make_layout
 from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.kernels.triton import row_delta
@@ -525,6 +525,36 @@ def test_selected_attention_by_key_blocks_matches_the_reference(name, called, mo
     assert called == ["neighbours_sm90"] * (name not in ("group_1", "group_2_wide_values")) + REST
     assert test_ranged.relative_error(got, want) <= 4e-3
     check_unseen(got, lse, want_lse)
+
+
+@pytest.mark.parametrize(("group", "v_dim", "tokens", "first"), [(7, 64, 9, 0), (3, 128, 7, 2), (1, 64, 5, 6)])
+def test_sums_of_partials_equal_those_of_triton(group, v_dim, tokens, first, called):
+    """Two rows of the lists of 13 tokens; unused places hold NaN, and the last rows of `count` have no tokens."""
+    batch, length, num_kv, listed, at_once = 2, 13, 2, 11, 2
+    rows = batch * num_kv * -(-length // tokens)
+    rng = np.random.default_rng(0)
+    count = rng.integers(0, listed + 1, (rows, tokens + 2))
+    unused = np.arange(listed) >= count[first : first + at_once, :tokens, None]
+    partial, partial_lse, out, lse = (
+        rng.normal(size=shape).astype(np.float32)
+        for shape in (
+            (at_once, tokens, listed, group, v_dim), (at_once, tokens, listed, group),
+            (batch, length, num_kv, group, v_dim), (batch, length, num_kv, group),
+        )
+    )  # fmt: skip
+    partial[unused], partial_lse[unused] = np.nan, np.nan
+    nothing = rng.random(lse.shape) < 0.3
+    out[nothing], lse[nothing] = 0, -np.inf
+    partial, out = jnp.asarray(partial, jnp.bfloat16), jnp.asarray(out, jnp.bfloat16)
+    arrays = jnp.asarray([first]), jnp.asarray(count), tokens
+    arrays += partial.reshape(at_once, -1, group, v_dim), jnp.asarray(partial_lse.reshape(at_once, -1, group)), out, lse
+    want = by_block_triton._add_partials(*arrays, num_listed=listed)
+    got = jax.jit(sum_partials_sm90.add_partials, static_argnums=2, static_argnames="num_listed")(
+        *arrays, num_listed=listed
+    )
+    assert called == ["sum_partials_sm90"] and not np.array_equal(got[1], lse)
+    np.testing.assert_allclose(np.float32(got[0]), np.float32(want[0]), rtol=1e-2, atol=1e-6)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
 
 
 # The first value: whether queries are divided over two buffers of scores.
