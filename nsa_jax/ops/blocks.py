@@ -209,7 +209,7 @@ def rank_bits(scores: jax.Array) -> jax.Array:
     NaN and negative numbers rank as 0 and infinity as the largest finite number, so that any scores give a full list.
     """
     # Integers are compared, because the minimum and maximum of NaN and a number differ between devices.
-    bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)  # negative numbers are above infinity
+    bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)  # as unsigned, negative numbers exceed infinity
     return jnp.where(bits <= INFINITY_BITS, jnp.minimum(bits, INFINITY_BITS - 1), 0).astype(jnp.int32)
 
 

@@ -97,19 +97,19 @@ class SelectedGatherConfig:
       ahead: tiles of queries on their way while one is served, 1 or 2.
     """
 
-    chunk: int = 512
-    row_tokens: int = 16384
+    chunk: int
+    row_tokens: int
+    warpgroups: int
+    ahead: int
     buffer_bytes: int = 2048 * 2**20
-    warpgroups: int = 4
-    ahead: int = 2
 
 
 def selected_gather_config(group: int, h_dim: int, v_dim: int) -> SelectedGatherConfig:
     """Picks the gathering kernel's tiles: a row's queries, at most 12 MiB where they can, stay in the L2 cache.
 
-    About 1,536 rows a work item are many beside its keys and values, and few beside all rows of a multiprocessor. At
-    head dim 128 a tile of queries and its partials take twice the registers: three warpgroups with one tile on its way
-    need no spills, which four warpgroups or two tiles do.
+    A work item has about 1,536 rows: enough that its keys and values cost little, and few enough that multiprocessors
+    finish at about the same time. At head dim 128 a tile of queries and its partials take twice the registers: three
+    warpgroups with one tile on its way need no spills, which four warpgroups or two tiles do.
     """
     row_tokens = 16384 if 16384 * group * h_dim * 2 <= 12 * 2**20 else 8192
     chunk, narrow = 16 * (96 // group), max(h_dim, v_dim) <= 64

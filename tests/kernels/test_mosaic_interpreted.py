@@ -397,6 +397,12 @@ TILE_CASES = {
         "neighbours_sm90", 2, 24,
         dict(batch=2, length=43, num_keys=710, num_heads=7, h_dim=128, v_dim=128, offset=660, packed=True),
     ),
+    "group_5_wide": (
+        "neighbours_sm90", 1, 24, dict(length=29, num_keys=644, num_heads=5, h_dim=128, v_dim=128, offset=615),
+    ),
+    "group_6_wide": (
+        "neighbours_sm90", 1, 24, dict(length=25, num_keys=644, num_heads=6, h_dim=128, v_dim=128, offset=619),
+    ),
     "group_2_wide": (
         "neighbours_sm90", 1, 45,
         dict(length=75, num_keys=730, num_heads=4, num_kv=2, h_dim=128, v_dim=128, offset=650),
@@ -549,12 +555,19 @@ def test_sums_of_partials_equal_those_of_triton(group, v_dim, tokens, first, cal
     arrays = jnp.asarray([first]), jnp.asarray(count), tokens
     arrays += partial.reshape(at_once, -1, group, v_dim), jnp.asarray(partial_lse.reshape(at_once, -1, group)), out, lse
     want = by_block_triton._add_partials(*arrays, num_listed=listed)
-    got = jax.jit(sum_partials_sm90.add_partials, static_argnums=2, static_argnames="num_listed")(
-        *arrays, num_listed=listed
-    )
+    add = jax.jit(sum_partials_sm90.add_partials, static_argnums=2, static_argnames="num_listed")
+    got = add(*arrays, num_listed=listed)
     assert called == ["sum_partials_sm90"] and not np.array_equal(got[1], lse)
     np.testing.assert_allclose(np.float32(got[0]), np.float32(want[0]), rtol=1e-2, atol=1e-6)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
+    if group == 1:  # `jax.vmap`: each row of what is mapped is updated by itself
+        mapped = jax.vmap(lambda out, lse: add(*arrays[:-2], out, lse, num_listed=listed))
+        outs, lses = mapped(jnp.stack([out, 0 * out]), jnp.stack([lse, jnp.full_like(lse, -jnp.inf)]))
+        np.testing.assert_array_equal(outs[0], got[0])
+        np.testing.assert_array_equal(lses[0], got[1])
+        alone = add(*arrays[:-2], 0 * out, jnp.full_like(lse, -jnp.inf), num_listed=listed)
+        np.testing.assert_array_equal(outs[1], alone[0])
+        np.testing.assert_array_equal(lses[1], alone[1])
 
 
 # The first value: whether queries are divided over two buffers of scores.

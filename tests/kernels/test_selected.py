@@ -286,6 +286,8 @@ def check_against_reference_twice(arrays, keywords):
     [
         dict(group=4, h_dim=128, v_dim=128),
         dict(group=7, h_dim=128, v_dim=128, documents=True),
+        dict(group=6, h_dim=128, v_dim=128),
+        dict(group=5, h_dim=128, v_dim=128),
         dict(group=1, h_dim=64, v_dim=64),
         dict(group=5, h_dim=128, v_dim=64),
         dict(group=2, h_dim=64, v_dim=128, offset=333, num_keys=2001, length=1000),

@@ -41,8 +41,8 @@ def num_work_items(num_entries: int, num_blocks: int, chunk: int) -> int:
 def divide_block(entries, chunk: int, even: bool):
     """(items of a block, the most entries of one), int32, for blocks of that many entries.
 
-    All items but a block's last have `chunk` entries or, if they are to be `even`, a multiple of 16 entries that makes
-    them about equal: whole tiles of rows for most groups of heads.
+    All items of a block but the last have `chunk` entries. With `even` they have about as many entries as the last one
+    has: a multiple of 16, so that they fill whole tiles of rows for most groups of heads, and at most `chunk`.
     """
     items = (entries + (chunk - 1)) // chunk
     if not even:

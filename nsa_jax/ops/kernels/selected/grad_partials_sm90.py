@@ -227,7 +227,7 @@ def by_block(step, prepared, tensors, layout: Layout):
             *(tiles(ROWS), tiles(ROWS)),
             *(tiles(h_dim, slots), tiles(v_dim, slots)),
         ],
-        # The last runs fastest: what programs in flight read belongs to few pairs.
+        # The last axis runs fastest, so that programs in flight read the queries of few pairs.
         grid=(layout.pairs, pl.cdiv(layout.items, warpgroups)),
         grid_names=("pair", "item"),
         num_threads=warpgroups,

@@ -262,7 +262,7 @@ def by_block(step, inverted: readers.InvertedLists, tensors, layout: Layout):
             jax.ShapeDtypeStruct((layout.pairs * layout.entries + 1, group, ROWS), query.dtype),
             *[jax.ShapeDtypeStruct((layout.pairs, items, ROWS, x.shape[-1]), jnp.float32) for x in (key, value)],
         ],
-        # The last runs fastest: what programs in flight read belongs to few pairs.
+        # The last axis runs fastest, so that programs in flight read the queries of few pairs.
         grid=(layout.pairs, -(-items // _WARPGROUPS)),
         grid_names=("pair", "item"),
         num_threads=2 * _WARPGROUPS,

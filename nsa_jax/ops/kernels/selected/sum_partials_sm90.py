@@ -1,7 +1,7 @@
 """Sum of the selected branch's partial outputs for Hopper: the counterpart of `by_block_triton._sum_kernel`.
 
-The 4 threads that have a row in a product's layout load all its partials themselves (`sm90_gather`), which lie at
-places that the row alone decides. So nothing waits for a barrier and several partials are always on their way.
+A row of the output is held by 4 threads, as in the layout of a product. They load all partials of the row themselves
+(`sm90_gather`). So no thread waits at a barrier, and several partials are always on their way.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from jax import lax
 from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
 from nsa_jax.ops.tiles import ROWS
 
-# Partials of a row that are loaded together, and log-sum-exps. On an H200 one, two or three partials take about as long
-# (0.98, 0.98 and 0.96 ms for 32,768 tokens, N=32, K=8, H=128); four leave registers for fewer programs (1.04).
+# How many partials of a row, and how many of their log-sum-exps, are loaded together. On an H200 the kernel takes about
+# the same time with one, two or three partials (0.98, 0.98 and 0.96 ms for 32,768 tokens, N=32, K=8, H=128).
 _PARTIALS = 2
-_SUMS = 8
+_LSES = 8
 
 
 def add_partials(first_row, count, chunk_tokens: int, partial, partial_lse, out, lse, *, num_listed: int):
@@ -51,32 +51,32 @@ def add_partials(first_row, count, chunk_tokens: int, partial, partial_lse, out,
         local_row = lax.axis_index("row")
         list_row = row_ref[0] + local_row
         pair, chunk = lax.div(list_row, jnp.int32(num_chunks)), lax.rem(list_row, jnp.int32(num_chunks))
-        entry, kv_head = lax.div(pair, jnp.int32(num_kv)), lax.rem(pair, jnp.int32(num_kv))
+        batch_row, kv_head = lax.div(pair, jnp.int32(num_kv)), lax.rem(pair, jnp.int32(num_kv))
         tokens = jnp.minimum(chunk_tokens, length - chunk * chunk_tokens)
         inside, token, head = sm90_gather.rows_of_tile(lax.axis_index("tile"), jnp.maximum(tokens, 1) * group, group)
-        number = sm90_gather.load_numbers(count_ref, token + list_row * count.shape[1])
-        number = jnp.where(inside & (tokens > 0), number, 0)
-        most = sm90_gather.max_in_warp(number)
+        num_partials = sm90_gather.load_numbers(count_ref, token + list_row * count.shape[1])
+        num_partials = jnp.where(inside & (tokens > 0), num_partials, 0)
+        most = sm90_gather.max_in_warp(num_partials)
         first = ((token + local_row * chunk_tokens) * num_listed) * group + head
-        last = jnp.maximum(number - 1, 0)
+        last = jnp.maximum(num_partials - 1, 0)
 
         def place(slot):
-            """Of each row's partial; past the last one that again."""
+            """Where each row's partial of that slot lies; past the last one the last again."""
             return first + jnp.minimum(last, slot) * group
 
-        def load_sum(slot):
+        def load_lse(slot):
             return sm90_gather.load_numbers(partial_lse_ref, place(slot))
 
         def peak_of(step, peak):
-            slots = [step * _SUMS + i for i in range(_SUMS)]
-            return functools.reduce(jnp.maximum, [load_sum(slot) for slot in slots], peak)
+            slots = [step * _LSES + i for i in range(_LSES)]
+            return functools.reduce(jnp.maximum, [load_lse(slot) for slot in slots], peak)
 
         @pl.when(most > 0)
         def _add():
-            row = ((entry * length + chunk * chunk_tokens + token) * num_kv + kv_head) * group + head
+            row = ((batch_row * length + chunk * chunk_tokens + token) * num_kv + kv_head) * group + head
             acc = sm90_gather.load_rows(out_ref, row)
             before = jnp.maximum(sm90_gather.load_numbers(lse_ref, row) * LOG2E, MINUS_INFINITY)
-            peak = lax.fori_loop(0, pl.cdiv(most, _SUMS), peak_of, before)
+            peak = lax.fori_loop(0, pl.cdiv(most, _LSES), peak_of, before)
             total = jnp.exp2(before - peak)
             acc = acc.astype(jnp.float32) * lax.broadcast_in_dim(total, acc.shape, [0])
 
@@ -85,7 +85,7 @@ def add_partials(first_row, count, chunk_tokens: int, partial, partial_lse, out,
                 slots = [step * _PARTIALS + i for i in range(_PARTIALS)]
                 parts = [sm90_gather.load_rows(partial_ref, place(slot)) for slot in slots]
                 for slot, part in zip(slots, parts, strict=True):
-                    share = jnp.where(slot < number, jnp.exp2(load_sum(slot) - peak), 0.0)
+                    share = jnp.where(slot < num_partials, jnp.exp2(load_lse(slot) - peak), 0.0)
                     total += share
                     acc += part.astype(jnp.float32) * lax.broadcast_in_dim(share, acc.shape, [0])
                 return acc, total
@@ -93,7 +93,7 @@ def add_partials(first_row, count, chunk_tokens: int, partial, partial_lse, out,
             acc, total = lax.fori_loop(0, pl.cdiv(most, _PARTIALS), add, (acc, total))
             acc *= lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
             # Rows without partials keep what they have: what was read for them was never written, and may be NaN.
-            mine = (number > 0).astype(jnp.int32)
+            mine = (num_partials > 0).astype(jnp.int32)
             sm90_gather.store_rows(out_ref, row, acc.astype(out.dtype), mine)
             sm90_gather.store_numbers(lse_ref, row, (peak + jnp.log(total) * LOG2E) * LN2, mine)
 

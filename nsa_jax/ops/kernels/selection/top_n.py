@@ -59,7 +59,7 @@ def _load_bits(s_ref, first, counts: _Counts, columns, parts) -> list[jax.Array]
         if s_ref.shape[0] > 1:
             scores += s_ref[1, :, pl.ds(at + 1, size)]
         from_first = j - (first + counts.initial)[:, None]
-        free = from_first.astype(jnp.uint32) < counts.free[:, None].astype(jnp.uint32)  # nor below 0
+        free = from_first.astype(jnp.uint32) < counts.free[:, None].astype(jnp.uint32)  # 0 <= from_first < free
         return jnp.where(free, blocks.rank_bits(scores), -1)
 
     return [bits_of(j, *part) for j, part in zip(columns, parts, strict=True)]
@@ -68,7 +68,8 @@ def _load_bits(s_ref, first, counts: _Counts, columns, parts) -> list[jax.Array]
 def _at_least(bits, threshold):
     """How many of each row's bits are at least its threshold, int32 [rows].
 
-    A difference of bits does not overflow, and its sign costs an instruction less than a comparison.
+    Bits below the threshold are counted by the sign of the difference. It cannot overflow, and takes one instruction
+    less than a comparison.
     """
     below = sum(jnp.sum((part - threshold[:, None]) >> 31, axis=1) for part in bits)
     return below + sum(part.shape[1] for part in bits)
