@@ -199,6 +199,10 @@ def _read_tile(tile):
     return _reorder(tile[...])
 
 
+def _store_tile(tile, values):
+    tile[...] = values
+
+
 def _weighted_sum(weights, parts):
     total = sum(weight[:, None] * part.astype(jnp.float32) for weight, part in zip(weights, parts, strict=True))
     return total.astype(parts[0].dtype)
@@ -235,8 +239,8 @@ def _computed_here(number):
 
 
 _ROWS = (
-    _load_rows, _prefetch_rows, _store_rows, _copy_rows, _wait_copies, _read_tile, _weighted_sum, _load_numbers,
-    _store_numbers, _zeros, _any_in_warp, _max_in_warp, _computed_here,
+    _load_rows, _prefetch_rows, _store_rows, _copy_rows, _wait_copies, _read_tile, _store_tile, _weighted_sum,
+    _load_numbers, _store_numbers, _zeros, _any_in_warp, _max_in_warp, _computed_here,
 )  # fmt: skip
 
 

@@ -207,6 +207,29 @@ def read_tile(tile):
     return read(tile)
 
 
+def store_tile(tile, values) -> None:
+    """Stores a product [64, 64] of 16-bit elements to a tile of `sm90.tiled`, its columns in order.
+
+    As `tile[...] = values`, but every place is computed from the first one where it is used: kept in registers, they
+    are eight for each tile.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_TILE), plgpu.Layout.WGMMA))
+    def store(_, tile, values):
+        base = llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(tile))
+        words = [mgpu.utils.bitcast(x, _i32()) for x in values.registers.flat]
+        # Thread 4r + c of a warp has columns 2c and 2c + 1 of every 8 of rows r and r + 8; see `_tile_places`.
+        text = "{ .reg .b32 column, row, place; mov.u32 place, %tid.x; and.b32 column, place, 3;"
+        text += f" bfe.u32 row, place, 2, 3; bfe.u32 place, place, 5, 2; mad.lo.u32 place, place, {16 * _SWIZZLE}, $0;"
+        text += f" mad.lo.u32 place, row, {_SWIZZLE + _BYTES}, place; mad.lo.u32 place, column, 4, place;"
+        for i in range(8):
+            text += f" xor.b32 row, place, {i * _BYTES}; st.shared.b32 [row], ${2 * i + 1};"
+            text += f" st.shared.b32 [row + {_SWIZZLE_ROWS * _SWIZZLE}], ${2 * i + 2};"
+        _asm(ir.Type.parse("!llvm.void"), [base, *words], text + " }", ",".join(["r"] * 17))
+
+    store(tile, values)
+
+
 def weighted_sum(weights, parts):
     """The sum of arrays [64, D] in a product's layout, of 16-bit floats, each times a number per row, in float32.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -75,7 +76,7 @@ def _grad_key_value(
     """The kernel; `visibility` is one of `sm90_visibility`'s classes for blocks of keys."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import mosaic, sm90
+    from nsa_jax.ops.kernels import mosaic, sm90, sm90_gather
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     stages, warpgroups = config.stages, config.warpgroups
@@ -126,15 +127,19 @@ def _grad_key_value(
         own_block = block * warpgroups + wg
         first_word = visibility.first_word(block * warpgroups)
 
+        def own_tiles():
+            """The warpgroup's keys and values in shared memory."""
+            here = sm90_gather.computed_here(wg)  # else every operand's place stays in registers
+            return key_smem2.at[here], value_smem2.at[here]
+
         def prologue():
-            """Loads the warpgroup's keys and values: where they lie, and their index in key and value."""
-            key_smem, value_smem = key_smem2.at[wg], value_smem2.at[wg]
+            """Loads the warpgroup's keys and values: the first key, and their index in key and value."""
             base = block * keys + wg * ROWS
             index = (b, pl.ds(base, ROWS), kv_head)
-            plgpu.copy_gmem_to_smem(key_ref.at[index], key_smem, keys_loaded.at[wg])
-            plgpu.copy_gmem_to_smem(value_ref.at[index], value_smem, keys_loaded.at[wg])
+            for ref, smem in zip((key_ref, value_ref), own_tiles(), strict=True):
+                plgpu.copy_gmem_to_smem(ref.at[index], smem, keys_loaded.at[wg])
             plgpu.barrier_wait(keys_loaded.at[wg])
-            return key_smem, value_smem, base, index
+            return base, index
 
         def own_limits():
             """The tiles between which the phases of the warpgroup's keys lie, as far as they are the program's."""
@@ -167,41 +172,14 @@ def _grad_key_value(
             """Gradient of a tile's scores in one attention."""
             return weights * (d_weights - lax.broadcast_in_dim(own(2 * which + 1, slot), shape, [1]))
 
-        def step(exact, key_smem, value_smem, base, tile, carry):
-            """One tile of rows: `exact` if they see all of the keys, or all of what their bits allow."""
-            dk, dv = carry
+        def step(exact, attentions, base, tile, carry):
+            """One tile of rows: `exact` if they see all of the keys, or all of what their bits allow.
+
+            The products of one tile, which both attentions share where there are two, are issued in pairs: so a
+            warpgroup waits for them twice, and not three times.
+            """
             slot = lax.rem(tile - begin, jnp.int32(stages))
-            plgpu.barrier_wait(query_loaded.at[slot])
-
-            def multiply(scores_ref):
-                plgpu.wgmma(scores_ref, key_smem, sm90.transpose(query_smem.at[slot]))
-                return scores_ref[...]
-
-            weights = weights_of(exact, slot, pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32)), base)
-            half = weights.astype(query_ref.dtype)
-            plgpu.barrier_wait(grad_loaded.at[slot])
-
-            def multiply_grad(refs):
-                dv_acc, d_weights_ref = refs
-                plgpu.wgmma(dv_acc, half, grad_smem.at[slot])
-                plgpu.wgmma(d_weights_ref, value_smem, sm90.transpose(grad_smem.at[slot]))
-
-            accs = plgpu.ACC.init(dv), plgpu.ACC.init(sm90.zeros(shape))
-            dv, d_weights = pl.run_state(multiply_grad)(accs)
-            d_scores = gradient_of(weights, d_weights, slot)
-            plgpu.barrier_arrive(grad_freed.at[slot])
-            d_scores = d_scores.astype(query_ref.dtype)
-
-            def accumulate(dk_acc):
-                plgpu.wgmma(dk_acc, d_scores, query_smem.at[slot])
-
-            dk = pl.run_state(accumulate)(plgpu.ACC.init(dk))
-            plgpu.barrier_arrive(query_freed.at[slot])
-            return dk, dv
-
-        def joint_step(exact, key_smem, value_smem, base, tile, carry):
-            """As `step` for both attentions, whose products are the same; they come first, to free registers."""
-            slot = lax.rem(tile - begin, jnp.int32(stages))
+            key_smem, value_smem = own_tiles()
 
             def multiply(scores_ref, d_weights_ref):
                 plgpu.barrier_wait(query_loaded.at[slot])
@@ -211,9 +189,9 @@ def _grad_key_value(
                 return scores_ref[...], d_weights_ref[...]
 
             products = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
-            weights = [weights_of(exact, slot, products[0], base, which) for which in range(2)]
+            weights = [weights_of(exact, slot, products[0], base, which) for which in range(attentions)]
             d_scores = [gradient_of(x, products[1], slot, which) for which, x in enumerate(weights)]
-            half, d_half = (sum(x).astype(query_ref.dtype) for x in (weights, d_scores))
+            half, d_half = (functools.reduce(operator.add, x).astype(query_ref.dtype) for x in (weights, d_scores))
 
             def accumulate(refs):
                 dk_acc, dv_acc = refs
@@ -245,15 +223,15 @@ def _grad_key_value(
                 plgpu.copy_gmem_to_smem(ref.at[b, kv_head, own_rows], smem.at[slot], barrier)
 
         def consume():
-            key_smem, value_smem, base, index = prologue()
+            base, index = prologue()
             limits = own_limits()
             carry = (sm90.zeros((ROWS, h_dim)), sm90.zeros((ROWS, v_dim)))
             lax.fori_loop(begin, limits[0], skip, None)
             for (exact, attentions), first, last in zip(phases, limits[:-1], limits[1:], strict=True):
-                serve = functools.partial(step if attentions == 1 else joint_step, exact, key_smem, value_smem, base)
-                carry = lax.fori_loop(first, last, serve, carry)
+                carry = lax.fori_loop(first, last, functools.partial(step, exact, attentions, base), carry)
             dk, dv = carry
             lax.fori_loop(limits[-1], end, skip, None)
+            key_smem, value_smem = own_tiles()
             key_smem[...] = (dk * scale).astype(dk_ref.dtype)
             value_smem[...] = dv.astype(dv_ref.dtype)
             plgpu.commit_smem()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -110,39 +111,36 @@ def _grad_query(
             tile = last - n
             return tile, *visibility.tile_range(bounds_ref, tile, b, kv_head)
 
-        def multiply(tile, slot):
-            """(scores, gradient of the weights) of the warpgroup's rows and a block's keys, neither scaled."""
-
-            def multiply_both(scores_ref, d_weights_ref):
-                plgpu.barrier_wait(key_loaded.at[slot])
-                plgpu.wgmma(scores_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
-                plgpu.barrier_wait(value_loaded.at[slot])
-                plgpu.wgmma(d_weights_ref, grad_smem2.at[tile.at], sm90.transpose(value_smem.at[slot]))
-                return scores_ref[...], d_weights_ref[...]
-
-            products = pl.run_scoped(multiply_both, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
-            plgpu.barrier_arrive(value_freed.at[slot])
-            return products
-
-        def gradient_of(exact, tile, i, products, which):
-            """Gradient of the scores of one attention: 0 is the first, 1 the window."""
-            scores, d_weights = products
-            lse, delta = tile.statistics[2 * which : 2 * which + 2]
+        def weights_of(exact, tile, i, scores, which):
+            """Weights of a block in one attention: 0 is the first, 1 the window."""
+            lse = tile.statistics[2 * which]
             subtract = lse if which else visibility.hidden_lse(lse, words_smem2, tile.at, i)
             weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(subtract, shape, [0]))
-            if not exact:
-                position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
-                row_range = bounds_smem3[2 * which].at[tile.at], bounds_smem3[1].at[tile.at]  # both end alike
-                weights = sm90_visibility.hide(weights, 0.0, position, *row_range, axis=0)
-            return weights * (d_weights - lax.broadcast_in_dim(delta, shape, [0]))
+            if exact:
+                return weights
+            position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
+            row_range = bounds_smem3[2 * which].at[tile.at], bounds_smem3[1].at[tile.at]  # both end alike
+            return sm90_visibility.hide(weights, 0.0, position, *row_range, axis=0)
 
         def step(exact, attentions, tile, i, dq):
             """One key block: `exact` if every row sees all of it, or all of what its bits allow."""
             slot = lax.rem(tile.before + i - tile.begin, jnp.int32(stages))
-            products = multiply(tile, slot)
-            d_scores = gradient_of(exact, tile, i, products, 0)
-            if attentions > 1:
-                d_scores += gradient_of(exact, tile, i, products, 1)
+
+            def gradient(scores_ref, d_weights_ref):
+                """Gradient of the scores of the warpgroup's rows and the block's keys, not scaled."""
+                plgpu.barrier_wait(key_loaded.at[slot])
+                plgpu.wgmma(scores_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
+                plgpu.barrier_wait(value_loaded.at[slot])
+                plgpu.wgmma(d_weights_ref, grad_smem2.at[tile.at], sm90.transpose(value_smem.at[slot]))
+                scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)  # while the other product goes on
+                weights = [weights_of(exact, tile, i, scores, which) for which in range(attentions)]
+                d_weights = d_weights_ref[...]
+                deltas = [lax.broadcast_in_dim(x, shape, [0]) for x in tile.statistics[1 : 2 * attentions : 2]]
+                parts = [x * (d_weights - delta) for x, delta in zip(weights, deltas, strict=True)]
+                return functools.reduce(operator.add, parts)
+
+            d_scores = pl.run_scoped(gradient, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+            plgpu.barrier_arrive(value_freed.at[slot])
             pl.when(i + 1 == tile.end)(lambda: plgpu.barrier_arrive(rows_freed.at[tile.buffer]))
             d_scores = d_scores.astype(query_ref.dtype)
 

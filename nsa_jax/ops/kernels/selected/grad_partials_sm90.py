@@ -165,20 +165,20 @@ def by_block(step, prepared, tensors, layout: Layout):
             plgpu.commit_smem()
             at = query_rows(tile + 1, following)
 
-            def multiply(refs):
-                plgpu.wgmma(refs[0], queries, sm90.transpose(keys))
-                plgpu.wgmma(refs[1], grads, sm90.transpose(values))
+            def multiply(scores_ref, d_weights_ref):
+                plgpu.wgmma(scores_ref, queries, sm90.transpose(keys))
+                plgpu.wgmma(d_weights_ref, grads, sm90.transpose(values))
                 if slots > 1:
                     copy_tile(tile + 1, at, own)
+                scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)  # while the other product goes on
+                weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_lse, shape, [0]))
+                weights = mask_if_partial(weights, *bounds) if masked else weights
+                return weights, d_weights_ref[...] - lax.broadcast_in_dim(row_delta, shape, [0])
 
-            # The gradient of the weights begins with what is to be subtracted from it.
-            accs = zeros(ROWS), plgpu.ACC.init(lax.broadcast_in_dim(-row_delta, shape, [0]))
-            scores, d_weights = pl.run_state(multiply)(accs)
-            weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_lse, shape, [0]))
-            weights = mask_if_partial(weights, *bounds) if masked else weights
-            probs_tile[...] = weights.astype(query_ref.dtype)
+            weights, d_weights = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+            sm90_gather.store_tile(probs_tile, weights.astype(query_ref.dtype))
             d_scores = (weights * d_weights).astype(query_ref.dtype)
-            scores_tile[...] = d_scores
+            sm90_gather.store_tile(scores_tile, d_scores)
             plgpu.commit_smem()
             # Here, where registers are free: what the next tile needs, and the queries after those.
             next_statistics = load_statistics(tile + 1, query_rows(tile + 1, following))
