@@ -232,4 +232,4 @@ def selected_masked_config(h_dim: int, v_dim: int, joint: bool = False) -> Range
         return RangedHopperConfig(64, 3, warpgroups=3 if joint else 4, query_buffers=2)
     if joint or max(h_dim, v_dim) > 128:
         return selected_hopper_config(h_dim, v_dim)
-    return RangedHopperConfig(64, 3, warpgroups=3)
+    return RangedHopperConfig(64, 3, warpgroups=3, query_buffers=2)

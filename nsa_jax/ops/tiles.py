@@ -250,10 +250,10 @@ def ranged_hopper_config(h_dim: int, v_dim: int, span: int | None, num_keys: int
     if wide > 128:
         return RangedHopperConfig(64, 2)
     if wide > 64:
-        return RangedHopperConfig(64, 2, warpgroups=3, query_buffers=2)
+        return RangedHopperConfig(64, 3, warpgroups=3, query_buffers=2)
     if few:
         return RangedHopperConfig(64, 3, warpgroups=4, query_buffers=2)
-    return RangedHopperConfig(128, 2, warpgroups=3, query_buffers=2)
+    return RangedHopperConfig(128, 3, warpgroups=3, query_buffers=2)
 
 
 def ranged_hopper_tiles_per_program(tiles: int, most: int) -> int:

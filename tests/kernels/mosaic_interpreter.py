@@ -10,8 +10,8 @@ The interpreter simulates warpgroups, shared memory, TMA and barriers and finds 
 - It lets TMA read from any address: here only from multiples of 16 bytes, as the hardware does.
 - It keeps a buffer for each view of `boxed_tiles` and `row_boxes`: here the two views of a tile are one.
 - It cannot reshape what TMA copies: here that takes the shape of the place it is copied to.
-- It knows nothing of `sm90_gather`, which is written in MLIR: here the same is done row by row, with columns in the
-  order that products have them in, so that they do not fit those of a matrix that came otherwise.
+- It knows nothing of `sm90_gather` and `sm90_reduce`, which are written in MLIR: here the same is done row by row, with
+  columns in the order that products have them in, so that they do not fit those of a matrix that came otherwise.
 - It compiles a kernel anew for every warpgroup of every program: here once.
 """
 
@@ -54,7 +54,7 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
     from jax._src.state.types import ReshapeTransform
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90, sm90_gather
+    from nsa_jax.ops.kernels import sm90, sm90_gather, sm90_reduce
 
     called: list[str] = []
     # Copies take turns on the simulated threads of TMA; those that share one look as if they were ordered.
@@ -76,16 +76,19 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
     def run_state(body):
         def run(init):
             leaves, tree = jax.tree.flatten(init)
-            if not all(isinstance(x, _Sum) for x in leaves):
+            begun = [x.begun for x in leaves if isinstance(x, _Sum)]
+            if not begun:
                 return run_any_state(body)(init)
 
-            def scoped(*refs):
+            def scoped(*accumulators):
+                rest = iter(accumulators)
+                refs = [next(rest) if isinstance(x, _Sum) else _Value(x) for x in leaves]
                 body(jax.tree.unflatten(tree, refs))
                 return [ref[...] for ref in refs]
 
-            begun = [x.begun for x in leaves]
-            sums = pl.run_scoped(scoped, *(plgpu.ACC(x.shape, x.dtype) for x in begun))
-            return jax.tree.unflatten(tree, [x + total for x, total in zip(begun, sums, strict=True)])
+            results = pl.run_scoped(scoped, *(plgpu.ACC(x.shape, x.dtype) for x in begun))
+            pairs = zip(leaves, results, strict=True)
+            return jax.tree.unflatten(tree, [x.begun + y if isinstance(x, _Sum) else y for x, y in pairs])
 
         return run
 
@@ -117,7 +120,8 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
         return tile.reshape(8, *shape) if part is None else tile.at[pl.ds(8 * part, 8)].reshape(*shape)
 
     for replacement in _ROWS:
-        monkeypatch.setattr(sm90_gather, replacement.__name__[1:], replacement)
+        name = replacement.__name__[1:]
+        monkeypatch.setattr(sm90_reduce if hasattr(sm90_reduce, name) else sm90_gather, name, replacement)
     monkeypatch.setattr(memory, "commit_smem", commit_later)
     monkeypatch.setattr(gpu_callbacks, "AsyncCopyGmemToSmemTask", _aligned_copy(gpu_callbacks))
     monkeypatch.setattr(races, "check_write", check_write_of_read_rows)
@@ -160,6 +164,19 @@ class _Sum:
     """What an accumulator begins with."""
 
     begun: jax.Array
+
+
+@dataclasses.dataclass
+class _Value:
+    """A reference to registers that are no accumulator."""
+
+    value: jax.Array
+
+    def __getitem__(self, index):
+        return self.value
+
+    def __setitem__(self, index, value):
+        self.value = value
 
 
 def _reorder(rows):
@@ -226,6 +243,22 @@ def _zeros(columns):
     return jnp.zeros((64, columns), jnp.float32)
 
 
+def _max_in_thread(values):
+    return values.max(axis=1)
+
+
+def _sum_in_thread(values):
+    return values.sum(axis=1)
+
+
+def _max_of_row(numbers):
+    return numbers
+
+
+def _sum_of_row(numbers):
+    return numbers
+
+
 def _any_in_warp(numbers):
     return (numbers != 0).any()
 
@@ -240,7 +273,8 @@ def _computed_here(number):
 
 _ROWS = (
     _load_rows, _prefetch_rows, _store_rows, _copy_rows, _wait_copies, _read_tile, _store_tile, _weighted_sum,
-    _load_numbers, _store_numbers, _zeros, _any_in_warp, _max_in_warp, _computed_here,
+    _load_numbers, _store_numbers, _zeros, _max_in_thread, _sum_in_thread, _max_of_row, _sum_of_row,
+    _any_in_warp, _max_in_warp, _computed_here,
 )  # fmt: skip
 
 

@@ -51,6 +51,22 @@ def divide_block(entries, chunk: int, even: bool):
     return items, jnp.minimum((entries + sixteens - 1) // sixteens * 16, chunk)
 
 
+def longest_first(inverted: InvertedLists, longest: int, together: int) -> list[jax.Array]:
+    """Work items by falling length: [which, its block, begin, end], int32 [rows, W rounded up to `together`].
+
+    The warpgroups of a program, `together`, then take about as long as each other, and what takes long starts first.
+
+    Args:
+      inverted: what names the items.
+      longest: the most entries of an item.
+      together: work items of a program.
+    """
+    pad = ((0, 0), (0, -inverted.begin.shape[1] % together))
+    block, begin, end = (jnp.pad(x, pad) for x in (inverted.block, inverted.begin, inverted.end))
+    _, item = sort_entries(longest - (end - begin), longest + 1)
+    return [item, *(jnp.take_along_axis(x, item, axis=1) for x in (block, begin, end))]
+
+
 def _first_at_least(ascending: jax.Array, bounds: jax.Array) -> jax.Array:
     """Per row, the first index whose value is >= each bound; unrolled, so that it is one fused GPU kernel."""
     search = jax.vmap(lambda row, bound: jnp.searchsorted(row, bound, method="scan_unrolled"))

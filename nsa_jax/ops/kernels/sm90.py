@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from nsa_jax.ops.kernels import sm90_gather
+from nsa_jax.ops.kernels import sm90_gather, sm90_reduce
 from nsa_jax.ops.tiles import DIRECT_GROUPS, ROWS
 
 # Swizzled tiles of 16-bit numbers have 8 rows of 64 columns.
@@ -338,26 +338,61 @@ def zeros(shape, fill: float = 0.0, layout=plgpu.Layout.WGMMA):
     return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
 
 
-def raise_peak(acc, peak, total, highest):
-    """A running softmax before a block's weights are added: (accumulator, what rows subtract from scores, normalizer).
+def raise_peak(peak, total, highest):
+    """A running softmax before a block's weights are added.
 
     Rows need not subtract their maximum itself. They keep what they subtracted before, unless a row of the warp would
-    get a weight of more than 2^`_MOST_ABOVE`, so most blocks leave the accumulator as it is. The relative error of a
-    weight does not depend on its size.
+    get a weight of more than 2^`_MOST_ABOVE`, so most blocks leave the accumulator as it is, and threads need not know
+    each other's maxima. The relative error of a weight does not depend on its size.
 
     Args:
-      acc: float32 [64, V].
       peak: what was subtracted so far, in base 2, [64].
-      total: float32 [64].
-      highest: the maximum with this block, [64], at least `peak`.
+      total: each thread's part of the normalizers, float32 [64].
+      highest: the block's maxima, each thread's of the columns that it has, [64].
+
+    Returns:
+      (what rows subtract from scores, each thread's part of the normalizers, factor, raised): `scale_rows` takes the
+      last two and makes the accumulator fit.
     """
 
-    def follow(acc, peak, total):
-        alpha = jnp.exp2(peak - highest)
-        return acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), highest, total * alpha
+    def follow(peak, total):
+        above = jnp.maximum(peak, sm90_reduce.max_of_row(highest))
+        factor = jnp.exp2(peak - above)
+        return above, total * factor, factor
 
-    above = sm90_gather.any_in_warp((highest > peak + _MOST_ABOVE).astype(jnp.int32))
-    return lax.cond(above, follow, lambda *state: state, acc, peak, total)
+    raised = sm90_reduce.any_in_warp((highest > peak + _MOST_ABOVE).astype(jnp.int32))
+    peak, total, factor = lax.cond(raised, follow, lambda peak, total: (peak, total, total), peak, total)
+    return peak, total, factor, raised.astype(jnp.int32)
+
+
+def scale_rows(acc, factor, raised):
+    """An accumulator float32 [64, V] as `raise_peak` says."""
+    return lax.cond(
+        raised != 0,
+        lambda acc, factor: acc * lax.broadcast_in_dim(factor, acc.shape, [0]),
+        lambda acc, _: acc,
+        acc,
+        factor,
+    )
+
+
+def before_wait(values, rare):
+    """Values that are computed before a wait for products which comes behind this.
+
+    The assembler moves a wait up as far as it can, before exponentials that products still under way could hide. It
+    does not move it before a branch, so here is one which waits too.
+
+    Args:
+      values: arrays in registers.
+      rare: whether to take the branch, a bool that nobody knows before.
+    """
+
+    def wait():
+        plgpu.wgmma_wait(0)
+
+    values = lax.optimization_barrier(values)
+    pl.when(rare)(wait)
+    return values
 
 
 def load_blocks(begin, end, before, size: int, streams, index, block_of=lambda i: i):

@@ -18,13 +18,13 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from nsa_jax.ops.kernels.sm90_mlir import LAYOUT, array, asm, constant, i32
 from nsa_jax.ops.tiles import ROWS
 
 _BYTES = 16  # of one load or store
@@ -32,24 +32,6 @@ _THREADS = 4  # that share a row
 _SWIZZLE = 128  # bytes of a row of a swizzled tile
 _SWIZZLE_ROWS = 8  # after which its pattern repeats
 _GLOBAL = 1  # LLVM's number of the address space
-
-# Of one number per row, as a product's row sums have it.
-LAYOUT = plgpu.Layout.WGMMA.reduce(1)
-
-
-def _i32():
-    return ir.IntegerType.get_signless(32)
-
-
-def _constant(value: int):
-    return mgpu.c(value, _i32())
-
-
-def _array(registers, shape, layout, is_signed=None):
-    """A register array [shape] of a thread's registers in the order of the layout."""
-    shaped = np.empty(layout.to_mgpu().registers_shape(shape), object)
-    shaped.flat[:] = registers
-    return mgpu.FragmentedArray(_registers=shaped, _layout=layout.to_mgpu(), _is_signed=is_signed)
 
 
 def _pointers(ref, index, size: int):
@@ -59,21 +41,17 @@ def _pointers(ref, index, size: int):
     i64 = ir.IntegerType.get_signless(64)
     element = ir.Type.parse(f"!llvm.array<{size} x i8>")
     for register in index.registers.flat:
-        number = llvm.extractelement(register, _constant(0))
+        number = llvm.extractelement(register, constant(0))
         yield mgpu.utils.getelementptr(base, [arith.extui(i64, number)], element)
 
 
 def _pieces(pointer, width: int, size: int = _BYTES):
     """Pointers to a thread's pieces of `size` bytes of a row of `width` bytes: each of 4 threads has one of four."""
-    thread = arith.remui(mgpu.thread_idx(), _constant(_THREADS))
+    thread = arith.remui(mgpu.thread_idx(), constant(_THREADS))
     piece = ir.Type.parse(f"!llvm.array<{size} x i8>")
     for first in range(0, width // size, _THREADS):
-        at = arith.addi(thread, _constant(first)) if first else thread
+        at = arith.addi(thread, constant(first)) if first else thread
         yield mgpu.utils.getelementptr(pointer, [at], piece)
-
-
-def _asm(result, operands, text: str, constraints: str):
-    return llvm.inline_asm(result, operands, text, constraints, has_side_effects=True, asm_dialect=0)
 
 
 def load_rows(ref, rows):
@@ -94,14 +72,14 @@ def load_rows(ref, rows):
     )
     def load(_, ref, rows):
         pair = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
-        words = llvm.StructType.get_literal([_i32()] * 4)
+        words = llvm.StructType.get_literal([i32()] * 4)
         by_row: list[list[Any]] = []
         for pointer in _pointers(ref, rows, columns * 2):
             by_row.append([])
             for piece in _pieces(pointer, columns * 2):
-                got = _asm(words, [piece], text, "=r,=r,=r,=r,l")
-                by_row[-1] += [mgpu.utils.bitcast(llvm.extractvalue(_i32(), got, [i]), pair) for i in range(4)]
-        return _array([x for both in zip(*by_row, strict=True) for x in both], shape, layout)
+                got = asm(words, [piece], text, "=r,=r,=r,=r,l")
+                by_row[-1] += [mgpu.utils.bitcast(llvm.extractvalue(i32(), got, [i]), pair) for i in range(4)]
+        return array([x for both in zip(*by_row, strict=True) for x in both], shape, layout)
 
     return load(ref, rows)
 
@@ -115,7 +93,7 @@ def prefetch_rows(ref, rows) -> None:
     def prefetch(_, ref, rows):
         for pointer in _pointers(ref, rows, width):
             for piece in _pieces(pointer, width, size):
-                _asm(ir.Type.parse("!llvm.void"), [piece], "prefetch.global.L2 [$0];", "l")
+                asm(ir.Type.parse("!llvm.void"), [piece], "prefetch.global.L2 [$0];", "l")
 
     prefetch(ref, rows)
 
@@ -127,11 +105,11 @@ def _flags(inside) -> list:
 
 def _store(operands, text: str, inside, half: int) -> None:
     """A store of operands (pointer, words), unless `inside`, an array or none, has 0 for the thread's row `half`."""
-    flag = [llvm.extractelement(x.registers.flat[half], _constant(0)) for x in inside]
+    flag = [llvm.extractelement(x.registers.flat[half], constant(0)) for x in inside]
     if flag:
         text = f"{{ .reg .pred p; setp.ne.b32 p, ${len(operands)}, 0; @p {text} }}"
     kinds = ["l"] + ["f" if isinstance(x.type, ir.F32Type) else "r" for x in operands[1:]] + ["r"] * len(flag)
-    _asm(ir.Type.parse("!llvm.void"), [*operands, *flag], text, ",".join(kinds))
+    asm(ir.Type.parse("!llvm.void"), [*operands, *flag], text, ",".join(kinds))
 
 
 def store_rows(ref, rows, values, inside=None) -> None:
@@ -150,7 +128,7 @@ def store_rows(ref, rows, values, inside=None) -> None:
         for half, pointer in enumerate(_pointers(ref, rows, columns * 2)):
             own = registers[half::2]
             for i, piece in enumerate(_pieces(pointer, columns * 2)):
-                words = [mgpu.utils.bitcast(x, _i32()) for x in own[i * 4 : i * 4 + 4]]
+                words = [mgpu.utils.bitcast(x, i32()) for x in own[i * 4 : i * 4 + 4]]
                 _store([piece, *words], "st.global.cs.v4.b32 [$0], {$1, $2, $3, $4};", inside, half)
 
     store(ref, rows, values, *([] if inside is None else [inside]))
@@ -162,18 +140,18 @@ def _tile_places(tile, width: int):
     8 rows of 128 bytes lie together, then the same rows' next 128 bytes. Piece c of row r lies where c ^ (r % 8) would.
     """
     thread = mgpu.thread_idx()
-    of_row = arith.remui(thread, _constant(_THREADS))
-    row = arith.remui(arith.divui(thread, _constant(_THREADS)), _constant(_SWIZZLE_ROWS))  # and the one 8 further
-    warp = arith.remui(arith.divui(thread, _constant(32)), _constant(4))
-    at = arith.muli(warp, _constant(2 * _SWIZZLE_ROWS * width))
-    at = arith.addi(at, arith.muli(row, _constant(_SWIZZLE)))
-    at = arith.addi(at, arith.muli(arith.xori(of_row, row), _constant(_BYTES)))
-    base = llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(tile))
+    of_row = arith.remui(thread, constant(_THREADS))
+    row = arith.remui(arith.divui(thread, constant(_THREADS)), constant(_SWIZZLE_ROWS))  # and the one 8 further
+    warp = arith.remui(arith.divui(thread, constant(32)), constant(4))
+    at = arith.muli(warp, constant(2 * _SWIZZLE_ROWS * width))
+    at = arith.addi(at, arith.muli(row, constant(_SWIZZLE)))
+    at = arith.addi(at, arith.muli(arith.xori(of_row, row), constant(_BYTES)))
+    base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(tile))
     for half in range(2):
         places = []
         for first in range(0, width, _THREADS * _BYTES):
             column, within = divmod(first, _SWIZZLE)
-            place = arith.addi(base, arith.xori(at, _constant(within)))
+            place = arith.addi(base, arith.xori(at, constant(within)))
             places.append((place, (half * width + column * _SWIZZLE) * _SWIZZLE_ROWS))
         yield places
 
@@ -194,15 +172,15 @@ def read_tile(tile):
     )
     def read(_, tile):
         pair = ir.VectorType.get((2,), ir.MemRefType(tile.type).element_type)
-        words = llvm.StructType.get_literal([_i32()] * 4)
+        words = llvm.StructType.get_literal([i32()] * 4)
         by_row: list[list[Any]] = []
         for places in _tile_places(tile, shape[1] * 2):
             by_row.append([])
             for place, behind in places:
                 text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {behind}];"
-                got = _asm(words, [place], text, "=r,=r,=r,=r,r,~{memory}")
-                by_row[-1] += [mgpu.utils.bitcast(llvm.extractvalue(_i32(), got, [i]), pair) for i in range(4)]
-        return _array([x for both in zip(*by_row, strict=True) for x in both], shape, layout)
+                got = asm(words, [place], text, "=r,=r,=r,=r,r,~{memory}")
+                by_row[-1] += [mgpu.utils.bitcast(llvm.extractvalue(i32(), got, [i]), pair) for i in range(4)]
+        return array([x for both in zip(*by_row, strict=True) for x in both], shape, layout)
 
     return read(tile)
 
@@ -216,8 +194,8 @@ def store_tile(tile, values) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_TILE), plgpu.Layout.WGMMA))
     def store(_, tile, values):
-        base = llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(tile))
-        words = [mgpu.utils.bitcast(x, _i32()) for x in values.registers.flat]
+        base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(tile))
+        words = [mgpu.utils.bitcast(x, i32()) for x in values.registers.flat]
         # Thread 4r + c of a warp has columns 2c and 2c + 1 of every 8 of rows r and r + 8; see `_tile_places`.
         text = "{ .reg .b32 column, row, place; mov.u32 place, %tid.x; and.b32 column, place, 3;"
         text += f" bfe.u32 row, place, 2, 3; bfe.u32 place, place, 5, 2; mad.lo.u32 place, place, {16 * _SWIZZLE}, $0;"
@@ -225,7 +203,7 @@ def store_tile(tile, values) -> None:
         for i in range(8):
             text += f" xor.b32 row, place, {i * _BYTES}; st.shared.b32 [row], ${2 * i + 1};"
             text += f" st.shared.b32 [row + {_SWIZZLE_ROWS * _SWIZZLE}], ${2 * i + 2};"
-        _asm(ir.Type.parse("!llvm.void"), [base, *words], text + " }", ",".join(["r"] * 17))
+        asm(ir.Type.parse("!llvm.void"), [base, *words], text + " }", ",".join(["r"] * 17))
 
     store(tile, values)
 
@@ -252,13 +230,13 @@ def weighted_sum(weights, parts):
         for i, registers in enumerate(zip(*(x.registers.flat for x in arrays[len(weights) :]), strict=True)):
             products = [
                 arith.mulf(
-                    vector.broadcast(pair, llvm.extractelement(factor[i % 2], _constant(0))),
+                    vector.broadcast(pair, llvm.extractelement(factor[i % 2], constant(0))),
                     arith.extf(pair, register),
                 )
                 for factor, register in zip(factors, registers, strict=True)
             ]
             sums.append(arith.truncf(registers[0].type, functools.reduce(arith.addf, products)))
-        return _array(sums, shape, layout)
+        return array(sums, shape, layout)
 
     return add(*weights, *parts)
 
@@ -281,7 +259,7 @@ def copy_rows(ref, rows, tile) -> None:
         for pointer, places in zip(_pointers(ref, rows, width), _tile_places(tile, width), strict=True):
             for piece, (place, behind) in zip(_pieces(pointer, width), places, strict=True):
                 text = f"cp.async.cg.shared.global [$0 + {behind}], [$1], {_BYTES};"
-                _asm(ir.Type.parse("!llvm.void"), [place, piece], text, "r,l")
+                asm(ir.Type.parse("!llvm.void"), [place, piece], text, "r,l")
 
     copy(ref, rows, tile)
 
@@ -291,7 +269,7 @@ def wait_copies() -> None:
 
     @plgpu.inline_mgpu()
     def wait(_):
-        _asm(ir.Type.parse("!llvm.void"), [], "cp.async.wait_all;", "~{memory}")
+        asm(ir.Type.parse("!llvm.void"), [], "cp.async.wait_all;", "~{memory}")
 
     wait()
 
@@ -335,8 +313,8 @@ def load_numbers(ref, index):
         text, constraints = "ld.global.nc.b32 $0, [$1];", "=r,l" if whole else "=f,l"
         if half:  # the upper half of a float32
             text = "{ .reg .b16 h, z; mov.b16 z, 0; ld.global.nc.b16 h, [$1]; mov.b32 $0, {z, h}; }"
-        got = [_asm(number, [x], text, constraints) for x in _pointers(ref, index, 2 if half else 4)]
-        return _array([vector.broadcast(single, x) for x in got], (ROWS,), LAYOUT, is_signed=True if whole else None)
+        got = [asm(number, [x], text, constraints) for x in _pointers(ref, index, 2 if half else 4)]
+        return array([vector.broadcast(single, x) for x in got], (ROWS,), LAYOUT, is_signed=True if whole else None)
 
     return load(ref, index)
 
@@ -350,7 +328,7 @@ def store_numbers(ref, index, values, inside=None) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT, *_flags(inside)))
     def store(_, ref, index, values, *inside):
         for half, (pointer, register) in enumerate(zip(_pointers(ref, index, 4), values.registers.flat, strict=True)):
-            _store([pointer, llvm.extractelement(register, _constant(0))], "st.global.cs.b32 [$0], $1;", inside, half)
+            _store([pointer, llvm.extractelement(register, constant(0))], "st.global.cs.b32 [$0], $1;", inside, half)
 
     store(ref, index, values, *([] if inside is None else [inside]))
 
@@ -365,35 +343,10 @@ def zeros(columns: int):
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout))
     def make(_):
-        zero = _asm(ir.F32Type.get(), [], "mov.b32 $0, 0;", "=f")
+        zero = asm(ir.F32Type.get(), [], "mov.b32 $0, 0;", "=f")
         return mgpu.FragmentedArray.splat(zero, shape, layout.to_mgpu())
 
     return make()
-
-
-def any_in_warp(numbers):
-    """Whether any of the rows of a warp has a number, of int32 [64] in `LAYOUT`, other than 0: its threads agree."""
-    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
-    return _over_warp(numbers, arith.ori, text) != 0
-
-
-def max_in_warp(numbers):
-    """The highest of the rows of a warp, of int32 [64] in `LAYOUT`: its threads agree."""
-    return _over_warp(numbers, arith.maxsi, "redux.sync.max.s32 $0, $1, 0xffffffff;")
-
-
-def _over_warp(numbers, join, text: str):
-    """An int32 of the numbers of a warp: `join` joins those of a thread, `text` makes $0 of every thread's $1."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(LAYOUT,),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
-    )
-    def vote(_, numbers):
-        word = functools.reduce(join, (llvm.extractelement(x, _constant(0)) for x in numbers.registers.flat))
-        return mgpu.FragmentedArray.splat(_asm(_i32(), [word], text, "=r,r"), (), is_signed=True)
-
-    return vote(numbers)
 
 
 def computed_here(number):
@@ -405,7 +358,7 @@ def computed_here(number):
 
     @plgpu.inline_mgpu(arg_types=(scalar,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
     def move(_, number):
-        moved = _asm(_i32(), [number.registers.item()], "mov.b32 $0, $1;", "=r,r")
+        moved = asm(i32(), [number.registers.item()], "mov.b32 $0, $1;", "=r,r")
         return mgpu.FragmentedArray.splat(moved, (), is_signed=True)
 
     return move(number)

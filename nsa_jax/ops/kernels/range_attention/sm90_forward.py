@@ -1,8 +1,8 @@
 """Forward of range attention for Hopper: consumer warpgroups compute, a producer loads keys and values through TMA.
 
-The Triton kernel leaves the matrix units idle while it takes exponentials. Here some consumers of 64 query rows each
-multiply while others do their softmax, so that both units stay busy. There are three or four where registers allow.
-Two alternate by a schedule, more need none.
+The Triton kernel leaves the matrix units idle while it takes exponentials. Here they stay busy in two ways. Some
+consumers, of 64 query rows each, multiply while others do their softmax: there are three or four where registers allow.
+And a consumer multiplies the weights of one key block with values while it takes the exponentials of the next.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ _BRANCHES = 3  # of a gated sum
 class _Tile(NamedTuple):
     """What the steps of one query tile share in a computing warpgroup."""
 
+    number: jax.Array  # of the program's tiles
     begin: jax.Array  # its steps
     end: jax.Array
     before: jax.Array  # steps of the tiles before
@@ -100,7 +101,7 @@ def _forward(
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import mosaic, sm90, sm90_gather
+    from nsa_jax.ops.kernels import mosaic, sm90, sm90_gather, sm90_reduce
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
@@ -117,18 +118,21 @@ def _forward(
     total = rows.tiles * kv_heads * batch
     per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(total, config.most_tiles)
     layout, shape = sm90_visibility.ROW_LAYOUT, (ROWS, keys)
+    # A tile's output takes the place of its queries. The other buffer has the next tile's while TMA reads it.
+    shared_out = query_buffers > 1 and h_dim == v_dim
     summands: tuple[jax.Array, ...] = ()
     if gated is not None:
         numbers = gated.gates if gated.gates.dtype == jnp.bfloat16 else gated.gates.astype(jnp.float32)
         summands = numbers.reshape(-1), *(x.reshape(-1, v_dim) for x in gated.outs)
 
     def kernel(bounds_ref, *refs):
-        *arrays, buffers, vectors, words_smem2, loaded, freed, schedule_barrier = refs
+        *arrays, buffers, vectors, words_smem2, loaded, freed = refs
         divided = sm90.divided(arrays, bounds, tensors, masks, summands, outputs)
         bound_refs, (query_ref, key_ref, value_ref), mask_refs, summand_refs, out_refs = divided
         *bounds_smem3, lse_smem2 = vectors
-        (query_smem2, query_boxes), (out_smem2, out_boxes) = map(rows.views, buffers[:2])
-        key_smem, value_smem = buffers[2:]
+        query_smem2, query_boxes = rows.views(buffers[0])
+        out_smem2, out_boxes = rows.views(buffers[0 if shared_out else 1])
+        key_smem, value_smem = buffers[-2:]
         query_loaded, key_loaded, value_loaded = loaded
         query_freed, key_freed, value_freed = freed
         b, kv_head, wg = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("wg")
@@ -143,92 +147,156 @@ def _forward(
         def look_up(tile, i):
             return visibility.look_up(mask_refs, tile, b, kv_head, i)
 
-        # Two warpgroups alternate: while one multiplies, the other takes exponentials.
-        def schedule_arrive():
-            if warpgroups == 2:
-                plgpu.barrier_arrive(schedule_barrier)
-
-        def schedule_wait():
-            if warpgroups == 2:
-                plgpu.barrier_wait(schedule_barrier)
-
-        def schedule_switch():
-            schedule_arrive()
-            schedule_wait()
-
         def slot_of(tile, i):
             return lax.rem(tile.before + i - tile.begin, jnp.int32(stages))
 
         def wait_for_key(tile, i):
             plgpu.barrier_wait(key_loaded.at[slot_of(tile, i)])
 
-        def multiply_keys(tile, slot):
-            """Scores of the warpgroup's rows, not scaled."""
+        def free_tile_before(tile):
+            """Frees the place of the tile before where its output lies there, once TMA has read that."""
+            if shared_out:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                before = lax.rem(tile.number - 1, jnp.int32(query_buffers))
+                pl.when(tile.number > 0)(lambda: plgpu.barrier_arrive(query_freed.at[before]))
 
-            def multiply(acc_ref):
-                plgpu.wgmma(acc_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
-                schedule_switch()
-                return acc_ref[...]
+        def attend(exact, which, tile, i, running, scores, block, bits):
+            """One block's scores, not scaled, in the softmax of one attention.
 
-            scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-            plgpu.barrier_arrive(key_freed.at[slot])
-            return scores
+            Returns:
+              (what rows subtract, each thread's part of the normalizers, weights of the block, and (factor, raised) for
+              what was summed before: `sm90.raise_peak`).
+            """
+            peak, total = running
 
-        def attend(exact, which, tile, i, state, scores, block, bits):
-            """(accumulator and normalizer of one attention so far, what its rows subtract, weights of a block)."""
-            acc, peak, total = state
-            if not exact:
+            def hide(scores):
                 position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + block * keys
                 row_range = bounds_smem3[2 * which].at[tile.at], bounds_smem3[1].at[tile.at]  # both end alike
-                scores = sm90_visibility.hide(scores, -jnp.inf, position, *row_range, axis=0)
-            highest = jnp.maximum(peak, scores.max(axis=1) * scale)
+                return sm90_visibility.hide(scores, -jnp.inf, position, *row_range, axis=0)
+
+            if isinstance(exact, bool):
+                scores = scores if exact else hide(scores)
+            else:
+                scores = lax.cond(exact, lambda scores: scores, hide, scores)
+            highest = sm90_reduce.max_in_thread(scores) * scale
             seen = None if which else visibility.seen(words_smem2, tile.at, i, bits, wg)
             if seen is not None:
                 highest = jnp.where(seen, highest, peak)
-            acc, peak, total = sm90.raise_peak(acc, peak, total, highest)
+            peak, total, factor, raised = sm90.raise_peak(peak, total, highest)
             subtract = peak if seen is None else jnp.where(seen, peak, NO_WEIGHT)
             weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(subtract, shape, [0]))
-            half = weights.astype(query_ref.dtype)
-            total += weights.sum(axis=1)
-            return lax.optimization_barrier((acc, total, peak, half))
+            total += sm90_reduce.sum_in_thread(weights)
+            return peak, total, weights, factor, raised
+
+        def first_step(tile, index, limits):
+            """The first key block's scores and weights: (accumulator, peak, normalizer, weights) of each attention."""
+            slot, i = slot_of(tile, tile.begin), tile.begin
+            phases = list(zip(visibility.phases, limits[:-1], limits[1:], strict=True))
+
+            def exact(which):
+                own = [(first, last) for (exact, served), first, last in phases if exact and which < served]
+                return functools.reduce(jnp.logical_or, [(first <= i) & (i < last) for first, last in own])
+
+            block, bits = look_up(index, i) or (i, None)
+            wait_for_key(tile, i)
+
+            def multiply(scores_ref):
+                plgpu.wgmma(scores_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
+                free_tile_before(tile)
+                return scores_ref[...]
+
+            scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+            plgpu.barrier_arrive(key_freed.at[slot])
+            # The first maximum is finite: a row that has seen no key gets weights exp2(-inf - maximum) = 0 and not NaN.
+            nothing = sm90.zeros((ROWS,), MINUS_INFINITY, layout), sm90.zeros((ROWS,), 0.0, layout)
+            new = [attend(exact(which), which, tile, i, nothing, scores, block, bits) for which in range(attentions)]
+            return tuple((sm90.zeros((ROWS, v_dim)), x[0], x[1], x[2].astype(query_ref.dtype)) for x in new)
 
         def step(exact, served, index, tile, i, carry):
             """One key block of the first `served` attentions: `exact` if every row sees all of it, or all of what its
-            bits allow."""
+            bits allow.
+
+            The product of its scores and that of the block before, of weights and values, are issued together, so
+            that the second goes on while the block's exponentials are taken.
+            """
             states, ahead = carry
             block, bits = ahead or (i, None)
             following = look_up(index, jnp.minimum(i + 1, tile.end - 1)) if ahead else ()
-            slot = slot_of(tile, i)
-            scores = multiply_keys(tile, slot)
-            new = [attend(exact, which, tile, i, states[which], scores, block, bits) for which in range(served)]
-            pl.when(i + 1 == tile.end)(lambda: plgpu.barrier_arrive(query_freed.at[tile.buffer]))
-            schedule_arrive()  # done with the softmax
+            slot, before = slot_of(tile, i), slot_of(tile, i - 1)
+            wait_for_key(tile, i)
+
+            def multiply(refs):
+                accs, halves, peaks, totals, *_ = refs
+
+                def with_scores(scores_ref):
+                    plgpu.wgmma(scores_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
+                    plgpu.barrier_wait(value_loaded.at[before])
+                    for acc, half in zip(accs, halves, strict=True):
+                        plgpu.wgmma(acc, half[...], value_smem.at[before])
+                    scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=served)
+                    plgpu.barrier_arrive(key_freed.at[slot])
+                    running = [(peaks[which][...], totals[which][...]) for which in range(served)]
+                    new = [attend(exact, which, tile, i, x, scores, block, bits) for which, x in enumerate(running)]
+                    return sm90.before_wait(new, functools.reduce(jnp.bitwise_or, [x[-1] for x in new]) != 0)
+
+                new = pl.run_scoped(with_scores, plgpu.ACC(shape, jnp.float32))
+                for of_one, results in zip(zip(*refs[2:], strict=True), new, strict=True):
+                    for ref, x in zip(of_one, results, strict=True):
+                        ref[...] = x
+
+            accs, peaks, totals, halves = zip(*states[:served], strict=True)
+            nothing = (sm90.zeros(shape),) * served, totals, (jnp.int32(0),) * served  # written, never read
+            init = [plgpu.ACC.init(acc) for acc in accs], halves, peaks, totals, *nothing
+            sums, _, peaks, totals, weights, factors, raised = pl.run_state(multiply)(init)
+            plgpu.barrier_arrive(value_freed.at[before])
+            scaled = map(sm90.scale_rows, sums, factors, raised)
+            # Not before: the product of the block before takes its weights from the same registers.
+            rounded = (x.astype(query_ref.dtype) for x in weights)
+            return tuple(zip(scaled, peaks, totals, rounded, strict=True)) + states[served:], following
+
+        def last_product(tile, states):
+            """(accumulator, what rows subtract, normalizer) of each attention with the last block's values."""
+            slot = slot_of(tile, tile.end - 1)
             plgpu.barrier_wait(value_loaded.at[slot])
-            schedule_wait()  # until the other warpgroup has issued its product
 
-            def accumulate(acc_refs):
-                for acc_ref, (*_, half) in zip(acc_refs, new, strict=True):
+            def multiply(acc_refs):
+                for acc_ref, (*_, half) in zip(acc_refs, states, strict=True):
                     plgpu.wgmma(acc_ref, half, value_smem.at[slot])
-                pl.when(i + 1 < tile.end)(lambda: wait_for_key(tile, i + 1))
 
-            accs = pl.run_state(accumulate)(tuple(plgpu.ACC.init(acc) for acc, *_ in new))
+            accs = pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc, *_ in states))
             plgpu.barrier_arrive(value_freed.at[slot])
-            served_states = tuple((acc, peak, total) for acc, (_, total, peak, _) in zip(accs, new, strict=True))
-            return served_states + states[served:], following
+            return tuple(
+                (acc, peak, sm90_reduce.sum_of_row(total))
+                for acc, (_, peak, total, _) in zip(accs, states, strict=True)
+            )
 
-        def normalize(acc, total):
+        def visit(tile, index, limits):
+            """What `last_product` returns, of all blocks of a tile that has some."""
+            states, ahead = first_step(tile, index, limits), ()
+            # Blocks that a list names come last where they need a mask.
+            first_masked = look_up(index, jnp.minimum(jnp.maximum(limits[-2], tile.begin + 1), tile.end - 1))
+            for (exact, served), first, last in zip(visibility.phases, limits[:-1], limits[1:], strict=True):
+                ahead = () if exact else first_masked
+                body = functools.partial(step, exact, served, index, tile)
+                states, _ = lax.fori_loop(jnp.maximum(first, tile.begin + 1), last, body, (states, ahead))
+            return last_product(tile, states)
+
+        def out_slot(tile):
+            return tile.at if shared_out else wg
+
+        def normalize(tile, acc, total):
             """Leaves the warpgroup's rows of an output in shared memory."""
             inverse = 1.0 / jnp.where(total > 0, total, 1.0)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies before
-            out_smem2[wg] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(query.dtype)
+            out_smem2[out_slot(tile)] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(query.dtype)
 
         def store(tile, out_ref, lse_ref, acc, peak, total):
             """Stores the warpgroup's rows of an output and their log-sum-exp."""
-            normalize(acc, total)
+            normalize(tile, acc, total)
             some = total > 0
             lse_smem2[wg] = jnp.where(some, peak * LN2 + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
             plgpu.commit_smem()
-            rows.store(out_boxes.at[wg], out_ref, b, kv_head, tile.first_row)
+            rows.store(out_boxes.at[out_slot(tile)], out_ref, b, kv_head, tile.first_row)
             plgpu.copy_smem_to_gmem(lse_smem2.at[wg], lse_ref.at[b, kv_head, pl.ds(tile.first_row, ROWS)])
 
         def store_sum(tile, states):
@@ -239,33 +307,26 @@ def _forward(
             weights = [sm90_gather.load_numbers(gate_ref, row * _BRANCHES + i) for i in range(_BRANCHES)]
             parts = [sm90_gather.load_rows(ref, row) for ref in others]
             for acc, _, total in states:
-                normalize(acc, total)
+                normalize(tile, acc, total)
                 plgpu.commit_smem()
-                parts.append(sm90_gather.read_tile(out_smem2.at[wg]))
+                parts.append(sm90_gather.read_tile(out_smem2.at[out_slot(tile)]))
             sm90_gather.store_rows(out_refs[0], sum_row, sm90_gather.weighted_sum(weights, parts), inside)
 
         def compute_tile(n, before, index, *limits):
             begin, end = limits[0], limits[-1]
-            first_masked = look_up(index, limits[-2])
             buffer = lax.rem(n, jnp.int32(query_buffers))
             at = buffer * warpgroups + wg
-            tile = _Tile(begin, end, before, buffer, at, index * rows.tile + wg * ROWS)
+            tile = _Tile(n, begin, end, before, buffer, at, index * rows.tile + wg * ROWS)
             plgpu.barrier_wait(query_loaded.at[tile.at])
-            pl.when(end > begin)(lambda: wait_for_key(tile, begin))
-            pl.when(wg == 1)(schedule_switch)
-            # The first maximum is finite: a row that has seen no key gets weights exp2(-inf - maximum) = 0 and not NaN.
-            empty = (
-                sm90.zeros((ROWS, v_dim)),
-                sm90.zeros((ROWS,), MINUS_INFINITY, layout),
-                sm90.zeros((ROWS,), 0.0, layout),
-            )
-            states, ahead = (empty,) * attentions, ()
-            for (exact, served), first, last in zip(visibility.phases, limits[:-1], limits[1:], strict=True):
-                ahead = () if exact else first_masked  # blocks that a list names come last where they need a mask
-                body = functools.partial(step, exact, served, index, tile)
-                states, _ = lax.fori_loop(first, last, body, (states, ahead))
-            pl.when(wg == 0)(schedule_switch)
-            pl.when(end == begin)(lambda: plgpu.barrier_arrive(query_freed.at[buffer]))
+
+            def skip():
+                free_tile_before(tile)
+                peak, total = (sm90.zeros((ROWS,), fill, layout) for fill in (MINUS_INFINITY, 0.0))
+                return ((sm90.zeros((ROWS, v_dim)), peak, total),) * attentions
+
+            states = lax.cond(end > begin, lambda: visit(tile, index, limits), skip)
+            if not shared_out:
+                plgpu.barrier_arrive(query_freed.at[buffer])
             if gated is not None:
                 store_sum(tile, states)
                 return
@@ -306,7 +367,7 @@ def _forward(
             lambda *scoped: kernel(*refs, *scoped),
             (
                 rows.buffer(query_buffers * warpgroups, h_dim, query.dtype),
-                rows.buffer(warpgroups, v_dim, query.dtype),
+                *([] if shared_out else [rows.buffer(warpgroups, v_dim, query.dtype)]),
                 buffer(stages, keys, h_dim),
                 buffer(stages, keys, v_dim),
             ),
@@ -314,7 +375,6 @@ def _forward(
             plgpu.SMEM((query_buffers * warpgroups, num_words, ROWS), jnp.int32) if num_words else None,
             (query_filled, filled, filled),
             (plgpu.Barrier(num_barriers=query_buffers, num_arrivals=warpgroups), freed, freed),
-            plgpu.Barrier(num_arrivals=warpgroups),
             collective_axes="wg",
         )
 

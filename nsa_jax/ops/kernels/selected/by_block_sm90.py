@@ -47,7 +47,7 @@ def partials(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90, sm90_gather
+    from nsa_jax.ops.kernels import sm90, sm90_gather, sm90_reduce
 
     _, length, num_kv, group, h_dim = query.shape
     num_keys, v_dim, scale = value.shape[1], value.shape[-1], LOG2E / math.sqrt(h_dim)
@@ -101,7 +101,7 @@ def partials(
             if not packed:
                 return mask(scores, None, high)
             low = low - first_key
-            any_hidden = sm90_gather.any_in_warp(jnp.maximum(low, 0) | (ROWS - 1 - high))
+            any_hidden = sm90_reduce.any_in_warp(jnp.maximum(low, 0) | (ROWS - 1 - high))
             return lax.cond(any_hidden, lambda x: mask(x, low, high), lambda x: x, scores)
 
         def multiply(left, right, columns):

@@ -30,20 +30,15 @@ def _division(layout: Layout) -> tuple[int, int]:
 
 
 def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout: Layout):
-    """What all steps share: whether rows are packed, the list entries, and work items as (item, its block, begin, end).
+    """What all steps share: whether rows are packed, the list entries, and `readers.longest_first`.
 
-    Items int32 [B*K*ranges, W'], W' the next multiple of a program's warpgroups, by falling length: the warpgroups of a
-    program take about as long as each other, and what takes long starts first. Arguments as `grad_scores_sm90.prepare`.
+    Arguments as `grad_scores_sm90.prepare`.
     """
     del query_offset
-    pad = ((0, 0), (0, -layout.items % _division(layout)[0]))
-    block, begin, end = (jnp.pad(x, pad) for x in (inverted.block, inverted.begin, inverted.end))
-    longest = layout.config.chunk
-    _, item = readers.sort_entries(longest - (end - begin), longest + 1)
-    sorted_items = (jnp.take_along_axis(x, item, axis=1) for x in (block, begin, end))
     # Queries of one document see whole blocks from the block's end on.
     packed = (segment_start > 0).any().astype(jnp.int32).reshape(1)
-    return packed, inverted.order.reshape(-1), item, *sorted_items
+    items = readers.longest_first(inverted, layout.config.chunk, _division(layout)[0])
+    return packed, inverted.order.reshape(-1), *items
 
 
 def by_block(step, prepared, tensors, layout: Layout):
@@ -52,7 +47,7 @@ def by_block(step, prepared, tensors, layout: Layout):
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90, sm90_gather
+    from nsa_jax.ops.kernels import sm90, sm90_gather, sm90_reduce
 
     query, key, value, d_out, lse, delta, start = tensors
     group, num_kv, scale = layout.group, layout.num_kv, layout.scale
@@ -147,7 +142,7 @@ def by_block(step, prepared, tensors, layout: Layout):
             def mask(weights):
                 return jnp.where(sm90_gather.visible(low, high), weights, 0.0)
 
-            any_hidden = sm90_gather.any_in_warp(jnp.maximum(low, 0) | (ROWS - 1 - high))
+            any_hidden = sm90_reduce.any_in_warp(jnp.maximum(low, 0) | (ROWS - 1 - high))
             return lax.cond(any_hidden, mask, lambda x: x, weights)
 
         def zeros(columns):

@@ -25,8 +25,8 @@ _WARPGROUPS = 2
 _MASKED = 1 << 30
 
 
-def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout: Layout) -> readers.InvertedLists:
-    """What all steps share: the inverted lists, with a mark in `order` where a query does not see the whole block.
+def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout: Layout):
+    """What all steps share: list entries, marked where a query does not see the whole block, `readers.longest_first`.
 
     Args:
       inverted: inverted lists.
@@ -40,24 +40,25 @@ def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout
     assert inverted.entry_block is not None
     first = inverted.entry_block * ROWS
     whole = (token + query_offset >= first + ROWS - 1) & (start <= first)
-    return inverted._replace(order=jnp.where(whole, inverted.order, inverted.order | _MASKED))
+    order = jnp.where(whole, inverted.order, inverted.order | _MASKED)
+    return order, *readers.longest_first(inverted, layout.config.chunk, _WARPGROUPS)
 
 
-def _gather_statistics(step, inverted: readers.InvertedLists, lse, delta, layout: Layout) -> list[jax.Array]:
+def _gather_statistics(step, order, lse, delta, layout: Layout) -> list[jax.Array]:
     """lse and delta of the rows of every list entry of a step, [pairs, E * G]: TMA takes no rows of 4 * G bytes."""
     pair = step[0] + jnp.arange(layout.pairs, dtype=jnp.int32)[:, None]
-    entry = inverted.order[pair[:, 0] * layout.ranges + step[1]] & (_MASKED - 1)
+    entry = order[pair[:, 0] * layout.ranges + step[1]] & (_MASKED - 1)
     token = jnp.minimum(step[1] * layout.range_length + entry // layout.slots, layout.length - 1)
     num_kv, by_head = layout.num_kv, (layout.batch, layout.length, layout.num_kv, layout.group)
     return [x.reshape(by_head)[pair // num_kv, token, pair % num_kv].reshape(layout.pairs, -1) for x in (lse, delta)]
 
 
-def by_block(step, inverted: readers.InvertedLists, tensors, layout: Layout):
+def by_block(step, prepared, tensors, layout: Layout):
     """One step of the pass: (buffer, dk and dv of every work item), as the Triton kernel writes them.
 
     Args:
       step: int32 [3], first pair, range index, query_offset.
-      inverted: `prepare`'s result.
+      prepared: `prepare`'s result.
       tensors: query [B*T*N, H], key [B*S*K, H], value [B*S*K, V], d_out [B*T*N, V], base-2 lse and delta float32
         [B*T*N], segment_start int32 [B*T].
       layout: static sizes.
@@ -66,37 +67,35 @@ def by_block(step, inverted: readers.InvertedLists, tensors, layout: Layout):
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90
+    from nsa_jax.ops.kernels import sm90, sm90_gather
 
     query, key, value, d_out, lse, delta, start = tensors
-    group, num_kv, items = layout.group, layout.num_kv, layout.items
+    group, num_kv, scale = layout.group, layout.num_kv, layout.scale
+    order, *work = prepared
     rows_of = (layout.batch, layout.length, layout.num_heads)
     query, d_out = query.reshape(*rows_of, -1), d_out.reshape(*rows_of, -1)
     key, value = (sm90.whole_tiles(x.reshape(layout.batch, layout.num_keys, num_kv, -1)) for x in (key, value))
     start = start.reshape(layout.batch, layout.length)
     per_tile = ROWS // group
     stages = 2 if layout.head_dim + layout.value_dim > 128 else 3
-    scale = layout.scale
 
-    statistics = _gather_statistics(step, inverted, lse, delta, layout)
+    statistics = _gather_statistics(step, order, lse, delta, layout)
     column_layout, shape = plgpu.Layout.WGMMA.reduce(0), (ROWS, ROWS)
 
     def kernel(*refs, buffers, barriers):
-        step_ref, order_ref, block_ref, begin_ref, end_ref, start_ref, lse_ref, delta_ref, *arrays = refs
+        step_ref, order_ref, item_ref, block_ref, begin_ref, end_ref, start_ref, lse_ref, delta_ref, *arrays = refs
         query_ref, grad_ref, key_ref, value_ref, buffer_ref, dk_ref, dv_ref = arrays
         key_smem, value_smem, query_smem, grad_smem, out_smem, lse_smem, delta_smem, partial_smem = buffers
         keys_loaded, query_loaded, grad_loaded, query_freed, grad_freed, out_freed = barriers
         wg = lax.axis_index("wg")
         consumer = lax.rem(wg, jnp.int32(_WARPGROUPS))  # this warpgroup, or the one that it serves
-        local_pair, item = lax.axis_index("pair"), lax.axis_index("item") * _WARPGROUPS + consumer
+        local_pair, position = lax.axis_index("pair"), lax.axis_index("item") * _WARPGROUPS + consumer
         pair = step_ref[0] + local_pair
         batch, head = lax.div(pair, jnp.int32(num_kv)), lax.rem(pair, jnp.int32(num_kv))
         row = pair * layout.ranges + step_ref[1]
         first_query, offset = step_ref[1] * layout.range_length, step_ref[2]
-        inside = jnp.minimum(item, items - 1)
-        begin, block = begin_ref[row, inside], block_ref[row, inside]
-        end = jnp.where(item < items, end_ref[row, inside], begin)
-        first_key = block * ROWS
+        begin, end, item = begin_ref[row, position], end_ref[row, position], item_ref[row, position]
+        first_key = block_ref[row, position] * ROWS
         last_key = jnp.minimum(first_key + ROWS, layout.num_keys) - 1
         tiles = lax.div(end - begin + per_tile - 1, jnp.int32(per_tile))
         heads = pl.ds(head * group, group)
@@ -128,52 +127,42 @@ def by_block(step, inverted: readers.InvertedLists, tensors, layout: Layout):
                 weights = jnp.where((which == i) & hidden, 0.0, weights)
             return weights
 
-        def compute_weights(tile, slot):
-            """Weights [keys, rows] of a tile."""
-            plgpu.barrier_wait(query_loaded.at[slot])
-
-            def multiply(scores_ref):
-                plgpu.wgmma(scores_ref, key_smem.at[consumer], sm90.transpose(query_smem.at[slot]))
-                return scores_ref[...]
-
-            scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-            row_lse = lax.broadcast_in_dim(sm90.load(lse_smem.at[slot], column_layout), shape, [1])
-            weights = jnp.exp2(scores * (scale * LOG2E) - row_lse)
-            return lax.cond(
-                partial_smem[slot] != 0,
-                lambda weights: mask(weights, tile, end - begin - tile * per_tile),
-                lambda weights: weights,
-                weights,
-            )
+        def mask_if_partial(weights, tile, slot):
+            count = end - begin - tile * per_tile
+            return lax.cond(partial_smem[slot] != 0, lambda x: mask(x, tile, count), lambda x: x, weights)
 
         def compute_tile(tile, carry):
-            dk, dv = carry
             slot = slot_of(tile)
-            weights = compute_weights(tile, slot)
+            own = sm90_gather.computed_here(consumer)
+            plgpu.barrier_wait(query_loaded.at[slot])
+
+            def multiply(scores_ref, d_weights_ref):
+                plgpu.wgmma(scores_ref, key_smem.at[own], sm90.transpose(query_smem.at[slot]))
+                plgpu.barrier_wait(grad_loaded.at[slot])
+                plgpu.wgmma(d_weights_ref, value_smem.at[own], sm90.transpose(grad_smem.at[slot]))
+                row_lse = lax.broadcast_in_dim(sm90.load(lse_smem.at[slot], column_layout), shape, [1])
+                scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)  # while the other product goes on
+                weights = mask_if_partial(jnp.exp2(scores * (scale * LOG2E) - row_lse), tile, slot)
+                row_delta = lax.broadcast_in_dim(sm90.load(delta_smem.at[slot], column_layout), shape, [1])
+                return weights, d_weights_ref[...] - row_delta
+
+            weights, d_weights = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
             half = weights.astype(query_ref.dtype)
-            plgpu.barrier_wait(grad_loaded.at[slot])
+            d_scores = (weights * d_weights).astype(query_ref.dtype)
 
-            def multiply_grad(refs):
-                dv_acc, d_weights_ref = refs
+            def accumulate(refs):
+                dk_acc, dv_acc = refs
                 plgpu.wgmma(dv_acc, half, grad_smem.at[slot])
-                plgpu.wgmma(d_weights_ref, value_smem.at[consumer], sm90.transpose(grad_smem.at[slot]))
-
-            accs = plgpu.ACC.init(dv), plgpu.ACC.init(sm90.zeros(shape))
-            dv, d_weights = pl.run_state(multiply_grad)(accs)
-            row_delta = lax.broadcast_in_dim(sm90.load(delta_smem.at[slot], column_layout), shape, [1])
-            plgpu.barrier_arrive(grad_freed.at[slot])
-            d_scores = (weights * (d_weights - row_delta)).astype(query_ref.dtype)
-
-            def accumulate(dk_acc):
                 plgpu.wgmma(dk_acc, d_scores, query_smem.at[slot])
                 transposed = plgpu.layout_cast(d_scores, plgpu.Layout.WGMMA_TRANSPOSED)
-                pl.when(tile > 0)(lambda: plgpu.barrier_wait(out_freed.at[consumer]))
-                sm90.transpose(out_smem.at[consumer])[...] = transposed
+                pl.when(tile > 0)(lambda: plgpu.barrier_wait(out_freed.at[own]))
+                sm90.transpose(out_smem.at[own])[...] = transposed
                 plgpu.commit_smem()
 
-            dk = pl.run_state(accumulate)(plgpu.ACC.init(dk))
+            carry = pl.run_state(accumulate)(tuple(plgpu.ACC.init(x) for x in carry))
+            plgpu.barrier_arrive(grad_freed.at[slot])
             plgpu.barrier_arrive(query_freed.at[slot])
-            return dk, dv
+            return carry
 
         def load_tile(tile, slot, entries):
             count = end - begin - tile * per_tile
@@ -260,13 +249,13 @@ def by_block(step, inverted: readers.InvertedLists, tensors, layout: Layout):
         nsa_selected_backward_key_major,
         out_type=[
             jax.ShapeDtypeStruct((layout.pairs * layout.entries + 1, group, ROWS), query.dtype),
-            *[jax.ShapeDtypeStruct((layout.pairs, items, ROWS, x.shape[-1]), jnp.float32) for x in (key, value)],
+            *[jax.ShapeDtypeStruct((layout.pairs, layout.items, ROWS, x.shape[-1]), jnp.float32) for x in (key, value)],
         ],
         # The last axis runs fastest, so that programs in flight read the queries of few pairs.
-        grid=(layout.pairs, -(-items // _WARPGROUPS)),
+        grid=(layout.pairs, pl.cdiv(layout.items, _WARPGROUPS)),
         grid_names=("pair", "item"),
         num_threads=2 * _WARPGROUPS,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(step, inverted.order, inverted.block, inverted.begin, inverted.end, start, *statistics, query, d_out, key, value)
+    )(step, order, *work, start, *statistics, query, d_out, key, value)
     return buffer.reshape(-1, ROWS), *(x.reshape(-1, x.shape[-1]) for x in (dk, dv))

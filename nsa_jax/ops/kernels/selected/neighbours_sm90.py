@@ -63,7 +63,7 @@ def forward(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90, sm90_gather
+    from nsa_jax.ops.kernels import sm90, sm90_gather, sm90_reduce
 
     batch, length, num_heads, h_dim = query.shape
     num_keys, num_kv, v_dim = value.shape[1:]
@@ -151,11 +151,12 @@ def forward(
             plgpu.barrier_arrive(key_freed.at[slot])
             scores = mask_if_partial(tile, token, block, scores)
             seen = ((jnp.broadcast_to(bits, (ROWS,)) >> token) & 1) == 1
-            highest = jnp.where(seen, jnp.maximum(peak, scores.max(axis=1) * scale), peak)
-            acc, peak, total = sm90.raise_peak(acc, peak, total, highest)
+            highest = jnp.where(seen, sm90_reduce.max_in_thread(scores) * scale, peak)
+            peak, total, factor, raised = sm90.raise_peak(peak, total, highest)
+            acc = sm90.scale_rows(acc, factor, raised)
             subtract = jnp.where(seen, peak, NO_WEIGHT)
             weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(subtract, shape, [0]))
-            total += weights.sum(axis=1)
+            total += sm90_reduce.sum_in_thread(weights)
             half = weights.astype(query_ref.dtype)
             plgpu.barrier_wait(value_loaded.at[slot])
 
@@ -169,6 +170,7 @@ def forward(
         def epilogue(at, token, acc, peak, total):
             """Stores the tile's output and log-sum-exp; TMA drops what lies behind the last token."""
             b, kv_head, index = at
+            total = sm90_reduce.sum_of_row(total)
             some = total > 0
             safe = jnp.where(some, total, 1.0)
             half = (acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, [0])).astype(out_ref.dtype)

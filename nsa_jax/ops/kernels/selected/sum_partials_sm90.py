@@ -41,7 +41,7 @@ def add_partials(first_row, count, chunk_tokens: int, partial, partial_lse, out,
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90_gather
+    from nsa_jax.ops.kernels import sm90_gather, sm90_reduce
 
     at_once, _, group, v_dim = partial.shape
     batch, length, num_kv = out.shape[:3]
@@ -56,7 +56,7 @@ def add_partials(first_row, count, chunk_tokens: int, partial, partial_lse, out,
         inside, token, head = sm90_gather.rows_of_tile(lax.axis_index("tile"), jnp.maximum(tokens, 1) * group, group)
         num_partials = sm90_gather.load_numbers(count_ref, token + list_row * count.shape[1])
         num_partials = jnp.where(inside & (tokens > 0), num_partials, 0)
-        most = sm90_gather.max_in_warp(num_partials)
+        most = sm90_reduce.max_in_warp(num_partials)
         first = ((token + local_row * chunk_tokens) * num_listed) * group + head
         last = jnp.maximum(num_partials - 1, 0)
 
