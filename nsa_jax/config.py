@@ -210,7 +210,7 @@ def default_config() -> ConfigDict:
     g.max_collapsed = 0.2  # alarm if more than this share of gates is all on one branch (a healthy layer: up to 0.06)
     g.min_selection_gain = 0.0  # alarm if lists come less than this share of the way from random to the best; 0: off
     g.selection_from = 0.5  # share of the steps after which min_selection_gain applies
-    g.stall_seconds = 600.0  # without a finished step: all stacks are written; 0: off
+    g.stall_seconds = 600.0  # without a finished step: all stacks are written; 0: off, else at least 1
     g.stall_exit = False  # end the process then (status 75), for a supervisor to start it again
     g.heartbeat_seconds = 30.0  # between lines of heartbeat_P.jsonl
     g.upload_seconds = 3600.0  # stop if nothing could be uploaded to an s3:// or gs:// workdir for so long; 0: never

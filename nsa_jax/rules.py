@@ -211,6 +211,9 @@ def _check_values(config: ConfigDict, found: _Findings) -> None:
         if not inside:
             interval = f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high_included else ')'}"
             found.error("R003", f"config.{name}={value}: out of range", f"use a value in {interval}")
+    if 0 < config.guards.stall_seconds < 1:
+        message = f"config.guards.stall_seconds={config.guards.stall_seconds}: too small"
+        found.error("R002", message, "use 0 for no such guard, or at least 1")
     if config.mesh.data != -1 and config.mesh.data < 1:
         found.error("R002", f"config.mesh.data={config.mesh.data}: too small", "use -1 for all devices, or at least 1")
 

@@ -89,6 +89,7 @@ BAD = [
     ("guards.max_collapsed", -0.1, "R003"),
     ("guards.early_stop_delta", -0.1, "R002"),
     ("guards.stall_seconds", 1e30, "R002"),
+    ("guards.stall_seconds", 0.001, "R002"),
     ("model.dim", 2**30, "R002"),
     ("data.num_workers", 5000, "R002"),
     ("data.synthetic_vocab", 0, "R002"),
