@@ -77,6 +77,19 @@ def test_even_items_cover_their_block_in_as_few_parts():
     assert (int(items[0]), int(most[0])) == (2, 288)
 
 
+def test_longest_first_takes_every_item_once_by_falling_length():
+    entries = np.random.default_rng(0).integers(0, 9, (3, 200), dtype=np.int32) ** 2 // 8  # the last block has most
+    inverted = readers.invert(jnp.asarray(entries), 8, 16)
+    count = inverted.begin.shape[1]
+    item, block, begin, end = (np.asarray(x) for x in readers.longest_first(inverted, 16, 4))
+    assert item.shape == (3, -(-count // 4) * 4)
+    np.testing.assert_array_equal(np.sort(item, axis=1), np.broadcast_to(np.arange(item.shape[1]), item.shape))
+    assert (np.diff(end - begin, axis=1) <= 0).all() and (end - begin).max() == 16
+    for got, want in ((block, inverted.block), (begin, inverted.begin), (end, inverted.end)):
+        padded = np.pad(want, ((0, 0), (0, item.shape[1] - count)))
+        np.testing.assert_array_equal(got, np.take_along_axis(padded, item, axis=1))
+
+
 @pytest.mark.gpu
 def test_words_give_the_order_of_a_stable_sort_on_a_gpu():
     sizes = dict(batch=2, length=8200, num_kv=3, num_blocks=129, n=16, tile=32, tiles_per_row=64, chunk=100)
