@@ -244,7 +244,7 @@ def test_marked_entries_are_those_whose_query_does_not_see_its_whole_block():
     start = np.where(rng.random((batch, length)) < 0.5, 0, rng.integers(0, positions + 1, (batch, length)))
     entries = selected_backward_module._entries_by_range(jnp.asarray(indices), layout)
     inverted = readers.invert(entries, layout.num_blocks, config.chunk)
-    order = grad_scores_sm90.prepare(inverted, jnp.asarray(start, jnp.int32), jnp.int32(offset), layout).order
+    order, *_ = grad_scores_sm90.prepare(inverted, jnp.asarray(start, jnp.int32), jnp.int32(offset), layout)
     order, marks = np.asarray(order) & (2**30 - 1), np.asarray(order) >> 30
     counts = [0, 0]
     for row in range(order.shape[0]):
