@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from nsa_jax.ops.target import Target
-from nsa_jax.ops.tiles import RangedHopperConfig
+from nsa_jax.ops.tiles import ROWS, RangedHopperConfig, ranged_hopper_config
 
 # Rows of at most this many blocks per list entry are served by causal kernels under a mask of blocks: at 2 a mask hides
 # at most a quarter of the causal scores.
@@ -224,12 +224,12 @@ def selected_backward_config(
 
 
 def selected_masked_config(h_dim: int, v_dim: int, joint: bool = False) -> RangedHopperConfig:
-    """Picks the tiles of selected attention under a mask of blocks: 64 keys, one block.
+    """Picks the tiles of selected attention under a mask of blocks: those of short ranges, 64 keys or one block.
 
     `joint` kernels serve the window too. Their second accumulator takes the registers of a warpgroup.
     """
+    if not joint:
+        return ranged_hopper_config(h_dim, v_dim, ROWS, ROWS)
     if max(h_dim, v_dim) <= 64:
-        return RangedHopperConfig(64, 3, warpgroups=3 if joint else 4, query_buffers=2)
-    if joint or max(h_dim, v_dim) > 128:
-        return selected_hopper_config(h_dim, v_dim)
-    return RangedHopperConfig(64, 3, warpgroups=3, query_buffers=2)
+        return RangedHopperConfig(64, 3, warpgroups=3, query_buffers=2)
+    return selected_hopper_config(h_dim, v_dim)

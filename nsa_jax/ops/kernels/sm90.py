@@ -366,7 +366,7 @@ def raise_peak(peak, total, highest):
 
 
 def scale_rows(acc, factor, raised):
-    """An accumulator float32 [64, V] as `raise_peak` says."""
+    """An accumulator, float32 [64, V], times `factor` where `raised`; both are of `raise_peak`."""
     return lax.cond(
         raised != 0,
         lambda acc, factor: acc * lax.broadcast_in_dim(factor, acc.shape, [0]),
@@ -377,14 +377,14 @@ def scale_rows(acc, factor, raised):
 
 
 def before_wait(values, rare):
-    """Values that are computed before a wait for products which comes behind this.
+    """Makes the assembler compute values before the next wait for products; returns them.
 
-    The assembler moves a wait up as far as it can, before exponentials that products still under way could hide. It
-    does not move it before a branch, so here is one which waits too.
+    The assembler moves a wait ahead of arithmetic that does not need the products, and so leaves nothing to overlap
+    with them. It does not move a wait across a branch. The branch here waits too, which changes no result.
 
     Args:
       values: arrays in registers.
-      rare: whether to take the branch, a bool that nobody knows before.
+      rare: a bool of the running program; the branch is taken where it is True.
     """
 
     def wait():

@@ -18,7 +18,7 @@ from nsa_jax.ops.tiles import ROWS
 
 
 def max_in_thread(values):
-    """As `sum_in_thread`, the highest."""
+    """The highest of float32 [64, D] in a product's layout among the columns that a thread has: [64] in `LAYOUT`."""
     return _in_thread(values, arith.maxnumf)
 
 

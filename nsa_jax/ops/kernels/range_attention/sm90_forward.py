@@ -84,8 +84,7 @@ class _Tile(NamedTuple):
     begin: jax.Array  # its steps
     end: jax.Array
     before: jax.Array  # steps of the tiles before
-    buffer: jax.Array  # of its queries
-    at: jax.Array  # the warpgroup's part of that buffer
+    at: jax.Array  # the warpgroup's queries among all buffers
     first_row: jax.Array  # the warpgroup's
 
 
@@ -154,11 +153,18 @@ def _forward(
             plgpu.barrier_wait(key_loaded.at[slot_of(tile, i)])
 
         def free_tile_before(tile):
-            """Frees the place of the tile before where its output lies there, once TMA has read that."""
+            """Frees the queries' place of the tile before, if its output lies there, once TMA has read that output."""
             if shared_out:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 before = lax.rem(tile.number - 1, jnp.int32(query_buffers))
                 pl.when(tile.number > 0)(lambda: plgpu.barrier_arrive(query_freed.at[before]))
+
+        def no_keys():
+            """(what rows subtract, normalizer) before the first key.
+
+            The maximum is finite: a row that sees no key gets weights exp2(-inf - maximum) = 0 and not NaN.
+            """
+            return sm90.zeros((ROWS,), MINUS_INFINITY, layout), sm90.zeros((ROWS,), 0.0, layout)
 
         def attend(exact, which, tile, i, running, scores, block, bits):
             """One block's scores, not scaled, in the softmax of one attention.
@@ -189,7 +195,7 @@ def _forward(
             return peak, total, weights, factor, raised
 
         def first_step(tile, index, limits):
-            """The first key block's scores and weights: (accumulator, peak, normalizer, weights) of each attention."""
+            """The first key block: (accumulator, what rows subtract, normalizer, weights) of each attention."""
             slot, i = slot_of(tile, tile.begin), tile.begin
             phases = list(zip(visibility.phases, limits[:-1], limits[1:], strict=True))
 
@@ -207,17 +213,15 @@ def _forward(
 
             scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
             plgpu.barrier_arrive(key_freed.at[slot])
-            # The first maximum is finite: a row that has seen no key gets weights exp2(-inf - maximum) = 0 and not NaN.
-            nothing = sm90.zeros((ROWS,), MINUS_INFINITY, layout), sm90.zeros((ROWS,), 0.0, layout)
-            new = [attend(exact(which), which, tile, i, nothing, scores, block, bits) for which in range(attentions)]
+            new = [attend(exact(which), which, tile, i, no_keys(), scores, block, bits) for which in range(attentions)]
             return tuple((sm90.zeros((ROWS, v_dim)), x[0], x[1], x[2].astype(query_ref.dtype)) for x in new)
 
         def step(exact, served, index, tile, i, carry):
             """One key block of the first `served` attentions: `exact` if every row sees all of it, or all of what its
             bits allow.
 
-            The product of its scores and that of the block before, of weights and values, are issued together, so
-            that the second goes on while the block's exponentials are taken.
+            The step issues two products together: queries and this block's keys, weights and values of the block
+            before. The second goes on while the step takes this block's exponentials.
             """
             states, ahead = carry
             block, bits = ahead or (i, None)
@@ -271,7 +275,7 @@ def _forward(
             )
 
         def visit(tile, index, limits):
-            """What `last_product` returns, of all blocks of a tile that has some."""
+            """All key blocks of a tile that has some: what `last_product` returns."""
             states, ahead = first_step(tile, index, limits), ()
             # Blocks that a list names come last where they need a mask.
             first_masked = look_up(index, jnp.minimum(jnp.maximum(limits[-2], tile.begin + 1), tile.end - 1))
@@ -316,13 +320,12 @@ def _forward(
             begin, end = limits[0], limits[-1]
             buffer = lax.rem(n, jnp.int32(query_buffers))
             at = buffer * warpgroups + wg
-            tile = _Tile(n, begin, end, before, buffer, at, index * rows.tile + wg * ROWS)
+            tile = _Tile(n, begin, end, before, at, index * rows.tile + wg * ROWS)
             plgpu.barrier_wait(query_loaded.at[tile.at])
 
             def skip():
                 free_tile_before(tile)
-                peak, total = (sm90.zeros((ROWS,), fill, layout) for fill in (MINUS_INFINITY, 0.0))
-                return ((sm90.zeros((ROWS, v_dim)), peak, total),) * attentions
+                return ((sm90.zeros((ROWS, v_dim)), *no_keys()),) * attentions
 
             states = lax.cond(end > begin, lambda: visit(tile, index, limits), skip)
             if not shared_out:
