@@ -133,8 +133,8 @@ def differences(config: Any, base: Any) -> dict[str, Any]:
 
 
 def rules(name: str) -> types.ModuleType:
-    """The module of a rule."""
-    return selected_tiles if hasattr(selected_tiles, name) else tiles
+    """The module that defines a rule and where its callers look it up; `selected_tiles` imports one from `tiles`."""
+    return tiles if hasattr(tiles, name) else selected_tiles
 
 
 # Makes a function and its arguments. A backward pass takes its plan from the forward pass before it, so both are made

@@ -47,6 +47,7 @@ def test_spaces_name_functions_and_fields_that_exist():
     for name, space in tune.SPACES.items():
         made = typing.get_type_hints(getattr(tune.rules(name), name))["return"]
         assert set(space) <= {field.name for field in dataclasses.fields(made)}, name
+        assert getattr(tune.rules(name), name).__module__ == tune.rules(name).__name__, "defined where it is replaced"
 
 
 def test_search_keeps_what_is_fastest_and_right(monkeypatch):
