@@ -122,6 +122,7 @@ class Run:
         self._compiling = CompileAhead({})
         self.peers = processes.peers()
         self.rollbacks = Rollbacks(self.workdir, config.guards.roll_back)
+        self._start_step: int | None = None  # that this start began after, whatever it returned to since
         self._floor: float | None = None  # bigram entropy of the data, from the preflight
         self._forget(began)
 
@@ -178,11 +179,15 @@ class Run:
             self._compiling.wait("initial state")
             return first_state(self.setup, self._other, info, data, self._stage)
         step, state = own[0], self.setup.completed(own[1])
-        for _ in range(self.rollbacks.batches_to_skip(step, data.get_state()["step"])):
+        position = data.get_state()["step"]
+        for _ in range(self.rollbacks.batches_to_skip(step, position)):
             next(data)
         self.best = checkpoints.best()
-        if step:  # the validation at step 0 is repeated, and must count once
-            self.guards.restore(checkpoints.guards(step))
+        # The validation at step 0 is repeated, and must count once.
+        remembered = checkpoints.guards(step) if step else {}
+        if (alarms := self.rollbacks.alarms(step, position)) is not None:
+            remembered = {**remembered, "alarms": alarms}  # those of steps that a rollback undid have been told
+        self.guards.restore(remembered)
         self._early = self.guards.early_stop()
         self._last_row, self._last_validation = metrics.last_rows(self.workdir, step)
         return Start.after(step, state, self.workdir, self.config, recorded_stages(self.workdir))
@@ -234,6 +239,7 @@ class Run:
             self.terminal.doing("preparing the state")
             begin = self._restore(checkpoints, info, data)
             start = begin.step
+            self._start_step = start if self._start_step is None else self._start_step
             if start >= train.steps and (finished := finished_before(self.workdir, start)) is not None:
                 return finished
             if self._window is not None:
@@ -284,7 +290,7 @@ class Run:
                 ended = {"saved": step in checkpoints.steps(), "terminated": reason is not None and stop.terminated}
                 if reason is None:
                     ended |= far_task.measure(self, state, self._last_validation, writer)
-                summary = self._summarise(writer, start, step, reason, ended)
+                summary = self._summarise(writer, step, reason, ended)
                 self._callbacks.on_end(summary)
                 return summary
             except TrainingError as error:
@@ -453,7 +459,8 @@ class Run:
         step = checkpoints.steps()[-1]
         # Process 0 alone gives a finished step its name.
         position = int(processes.from_first(lambda: str(checkpoints.position(step))))
-        writer.say(self.rollbacks.add(error, step, position, sum(self._taken.pieces(error.step))))
+        next_batch = sum(self._taken.pieces(error.step))
+        writer.say(self.rollbacks.add(error, step, position, next_batch, self.guards.summary()))
         return True
 
     def _explain(self, error: TrainingError, checkpoints: Checkpoints) -> None:
@@ -567,13 +574,11 @@ class Run:
             env.write_json(self.workdir / "env.json", found)
             self.trackers.start(found.pop("config"), self.workdir, found)
 
-    def _summarise(
-        self, writer: metrics.MetricsWriter, start: int, step: int, reason: str | None, ended: dict
-    ) -> dict[str, Any]:
+    def _summarise(self, writer: metrics.MetricsWriter, step: int, reason: str | None, ended: dict) -> dict[str, Any]:
         summary = {
             "step": step,
             "steps": self.config.train.steps,
-            "start_step": start,
+            "start_step": self._start_step,
             "finished": step >= self.config.train.steps,
             "stopped_by": reason,
             **ended,

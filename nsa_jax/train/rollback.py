@@ -56,7 +56,7 @@ class Rollbacks:
         """Whether a rollback is the answer to an error."""
         return error.guard in GUARDS and len(self.done) < self._limit
 
-    def add(self, error: TrainingError, checkpoint: int, position: int, next_batch: int) -> str:
+    def add(self, error: TrainingError, checkpoint: int, position: int, next_batch: int, alarms: dict[str, int]) -> str:
         """Notes a rollback.
 
         Args:
@@ -64,12 +64,13 @@ class Rollbacks:
           checkpoint: step of the checkpoint that is restored next.
           position: of the data in that checkpoint, in batches.
           next_batch: the position after the batch of the bad step.
+          alarms: how often each was raised so far.
 
         Returns:
           One line for the terminal.
         """
-        record = {"guard": error.guard, "step": error.step, "checkpoint": checkpoint}
-        self.done.append({**record, "position": position, "next_batch": next_batch, "message": str(error)})
+        record = {"guard": error.guard, "step": error.step, "checkpoint": checkpoint, "position": position}
+        self.done.append({**record, "next_batch": next_batch, "message": str(error), "alarms": alarms})
         if jax.process_index() == 0:
             write_json(self._path, self.done)
         return (
@@ -77,9 +78,17 @@ class Rollbacks:
             f"{next_batch - position} batches since"
         )
 
-    def batches_to_skip(self, checkpoint: int, position: int) -> int:
-        """How many batches to leave out after restoring a checkpoint whose data stand at a position."""
+    def _last_to(self, checkpoint: int, position: int) -> dict[str, Any]:
+        """The record of the last return to a checkpoint whose data stand at a position; empty if there is none."""
         for record in reversed(self.done):
             if (record["checkpoint"], record["position"]) == (checkpoint, position):
-                return record["next_batch"] - position
-        return 0
+                return record
+        return {}
+
+    def batches_to_skip(self, checkpoint: int, position: int) -> int:
+        """How many batches to leave out after restoring a checkpoint whose data stand at a position."""
+        return self._last_to(checkpoint, position).get("next_batch", position) - position
+
+    def alarms(self, checkpoint: int, position: int) -> dict[str, int] | None:
+        """How often each alarm had been raised before the last return to a checkpoint; None: there was no return."""
+        return self._last_to(checkpoint, position).get("alarms")

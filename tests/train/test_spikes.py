@@ -146,6 +146,22 @@ def test_a_run_returns_to_its_last_checkpoint_and_leaves_out_the_data_since(tmp_
     assert losses(stopped) == losses(tmp_path / "whole")
 
 
+def test_a_return_forgets_neither_alarms_nor_where_the_start_began(tmp_path, monkeypatch):
+    """Batch 5 raises an alarm, and batch 6 sends the run back to step 4."""
+    rolling = {**ROLLING, "guards__skip_steps": 1}
+    make_run(tmp_path / "whole", **{**rolling, "train__steps": 2, "optim__warmup_steps": 1}).run()
+    shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+    summary = poison(make_run(tmp_path / "whole", **rolling), 5, 6).run()
+    assert (summary["start_step"], summary["rollbacks"], summary["alarms"]["skipped"]) == (2, 1, 1)
+
+    with monkeypatch.context() as patch:  # after the return, before the next checkpoint
+        stop_before(patch, 4 + 1, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            poison(make_run(tmp_path / "stopped", **rolling), 5, 6).run()
+    summary = poison(make_run(tmp_path / "stopped", **rolling), 5, 6).run()
+    assert (summary["start_step"], summary["rollbacks"], summary["alarms"]["skipped"]) == (4, 1, 1)
+
+
 def test_a_run_that_begins_anew_leaves_out_nothing(tmp_path):
     """As R023 advises where checkpoints are gone. The records of the dead run's returns are not this run's."""
     rolling = ROLLING | {"optim__schedule": "constant"}
