@@ -203,8 +203,8 @@ def _what_happened(name: str, error: BaseException) -> tuple[str, str]:
 def workdir_problems(workdir: str | Path) -> list[Problem]:
     """R023: a workdir is a directory or an address of an object store, and can be written.
 
-    Nothing is left behind: a temporary file is written into the directory, or into the first above it that exists; an
-    object below the address is written and deleted.
+    Nothing is left behind: a temporary file is written into the directory, or into the first above it that exists, and
+    into its checkpoints; an object below the address is written and deleted.
     """
     text = str(workdir)
     if not text.strip():
@@ -225,13 +225,14 @@ def workdir_problems(workdir: str | Path) -> list[Problem]:
         for inside in (directory, directory / "checkpoints"):
             if _exists(inside) and not inside.is_dir():
                 return [Problem("R023", "error", f"--workdir={text}: {inside} is a file", "name a directory")]
-        for link in (directory, *directory.parents):
+        for link in (directory / "checkpoints", directory, *directory.parents):
             if link.is_symlink() and not link.exists():
                 message = f"--workdir={text}: {link} is a link to {os.readlink(link)}, which does not exist"
                 return [Problem("R023", "error", message, "mount or create that, or name another directory")]
         existing = next(parent for parent in (directory, *directory.parents) if _exists(parent))
-        with tempfile.TemporaryFile(dir=existing):
-            pass
+        for place in filter(_exists, (existing, directory / "checkpoints")):
+            with tempfile.TemporaryFile(dir=place):
+                pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         message = f"--workdir={text}: cannot be written ({reason})"

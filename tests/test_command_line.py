@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,18 @@ def test_workdirs_must_be_directories_that_can_be_written(tmp_path, monkeypatch)
     (problem,) = workdir_problems("")
     assert problem.rule == "R023" and problem.message == "--workdir is empty"
 
+    (tmp_path / "saved" / "checkpoints").mkdir(parents=True)
+    write = tempfile.TemporaryFile
+
+    def not_in_checkpoints(dir):
+        if dir.name == "checkpoints":
+            raise OSError(13, "Permission denied")
+        return write(dir=dir)
+
+    monkeypatch.setattr("tempfile.TemporaryFile", not_in_checkpoints)
+    (problem,) = workdir_problems(tmp_path / "saved")
+    assert problem.rule == "R023" and "cannot be written (Permission denied)" in problem.message
+
     def read_only(dir):
         raise OSError(30, "Read-only file system")
 
@@ -283,9 +296,11 @@ def test_rules_without_which_no_run_could_follow_cannot_be_ignored():
 
 def test_a_link_to_a_disk_that_is_not_there_is_named(tmp_path):
     (tmp_path / "link").symlink_to("/nowhere/scratch")
-    for workdir in (tmp_path / "link", tmp_path / "link" / "run"):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to("/nowhere/scratch")
+    for workdir in (tmp_path / "link", tmp_path / "link" / "run", tmp_path / "run"):
         (problem,) = workdir_problems(workdir)
-        assert problem.rule == "R023" and "link is a link to /nowhere/scratch, which does not exist" in problem.message
+        assert problem.rule == "R023" and "is a link to /nowhere/scratch, which does not exist" in problem.message
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import asyncio
 import json
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -222,6 +223,11 @@ class Checkpoints:
         """
         self.wait()
         temporary = self._directory / f"{step}{_WRITING}"
+        if jax.process_index() == 0:
+            # Where Orbax cannot make its directory, its threads keep the process alive for minutes after the error.
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self._directory):
+                pass
         response = ocp.save_checkpointables_async(temporary, {"state": state, "data": data}, overwrite=True)
         self._losses_before = dict(self._losses)
         self._losses[step] = finite(val_loss)

@@ -107,6 +107,19 @@ def test_what_another_process_finds_damaged_is_passed_over_here_too(tmp_path, mo
     assert "another process found it damaged" in caplog.text and (tmp_path / "2.damaged").is_dir()
 
 
+def test_a_directory_that_cannot_be_written_is_told_before_a_save_begins(tmp_path):
+    write_steps(tmp_path / "run", {1: None})
+    checkpoints = open_run(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (tmp_path / "run").write_text("")
+    with pytest.raises(OSError, match="exists"):
+        checkpoints.save(2, state_at(2), position_at(2))
+    (tmp_path / "run").unlink()  # one that is gone is made again
+    checkpoints.save(3, state_at(3), position_at(3))
+    checkpoints.close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["3"]
+
+
 def test_damaged_steps_are_no_room_for_those_to_come(tmp_path, monkeypatch):
     for name in ("5", "5.damaged"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
