@@ -53,14 +53,20 @@ def newest_checkpoint(workdir: Path) -> int | None:
     return max((int(path.name) for path in found if path.name.isdecimal()), default=None)
 
 
-def check_room(workdir: Path, need: int, step: int = 0) -> None:
+def check_room(directory: Path, need: int, step: int = 0) -> None:
     """Stops before a checkpoint is begun that cannot be finished.
+
+    Args:
+      directory: of the checkpoints, which may be a link to another disk than the workdir's.
+      need: bytes of one.
+      step: of the run.
 
     Raises:
       TrainingError: the disk has less than `need` bytes left.
     """
-    if shutil.disk_usage(workdir).free < need:
-        raise TrainingError(disk.advice(workdir, need), guard="disk_full", step=step)
+    directory = disk.fullest(directory)  # one that exists
+    if shutil.disk_usage(directory).free < need:
+        raise TrainingError(disk.advice(directory, need), guard="disk_full", step=step)
 
 
 @contextlib.contextmanager

@@ -547,7 +547,7 @@ class Run:
         if self._last_validation is not None and self._last_validation[0] == step:
             val_loss = self._last_validation[1]["val/loss"]
         self._doing(step, "saving")
-        check_room(self.workdir, self.setup.checkpoint_bytes(), step)
+        check_room(self.workdir / "checkpoints", self.setup.checkpoint_bytes(), step)
         with writing_checkpoint(step), self.goodput.spent_on("saving"):
             checkpoints.save(step, state, data, val_loss, self.guards.state(), self._taken.tokens(step))
         if self._mirror is not None:

@@ -67,7 +67,7 @@ def run(
     except Exception as error:
         if not disk.is_full(error):
             raise
-        full = disk.fullest(workdir, cache_root(config.data.cache_dir))
+        full = disk.fullest(workdir, workdir / "checkpoints", cache_root(config.data.cache_dir))
         if made is None:
             raise TrainingError(disk.advice(full), guard="disk_full") from error
         raise made.stop_on_full_disk(full) from error

@@ -28,6 +28,7 @@ from nsa_jax.train.errors import TrainingError
 from nsa_jax.train.loop import Run
 from nsa_jax.train.metrics import MetricsWriter
 from nsa_jax.train.optimizer import schedule_at
+from nsa_jax.train.preflight.checks import check_disk
 from nsa_jax.train.state import batch_sharding, to_device
 from nsa_jax.train.watch.guards import Guards
 from nsa_jax.train.watch.watchdog import Watchdog
@@ -258,6 +259,25 @@ def test_a_full_disk_stops_before_the_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: Disk(1000, 990, 10))
     record = stopped(made, "disk_full")
     assert record["last_checkpoint"] is None and "free some space" in record["message"]
+
+
+def test_checkpoints_that_are_a_link_to_another_disk_need_room_there(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "large").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "large")
+    full = ["run"]
+
+    def usage(path):
+        return Disk(1 << 40, 0, 10 if Path(path).resolve().name in full else 1 << 40)
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    made = make_run(tmp_path / "run", train__save_every=3, train__steps=3)
+    assert check_disk(made.config, made.workdir, 1000) == [] and made.run()["saved"]
+    full[:] = ["large"]
+    (problem,) = check_disk(made.config, made.workdir, 10**9)
+    assert problem.rule == "R024"
+    made = make_run(tmp_path / "run", train__save_every=3, train__steps=6)
+    assert stopped(made, "disk_full")["last_checkpoint"] == 3
 
 
 class Disk:

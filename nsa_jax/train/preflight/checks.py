@@ -19,6 +19,7 @@ from nsa_jax.nn.dense import cudnn_serves
 from nsa_jax.ops import plan
 from nsa_jax.ops.target import Target, current_target
 from nsa_jax.rules import float8_problems, piece_rows
+from nsa_jax.train import disk
 from nsa_jax.train.env import LOADER_FIELDS, changed_fields
 from nsa_jax.train.errors import newest_checkpoint
 from nsa_jax.train.goodput import last_saved
@@ -89,9 +90,7 @@ def check_disk(config: ConfigDict, workdir: Path, one_checkpoint: int) -> list[P
     kept = t.keep_last + t.keep_best + 1
     if t.keep_every:
         kept += t.steps // t.keep_every
-    parent = workdir
-    while not parent.exists():
-        parent = parent.parent
+    parent = disk.fullest(workdir / "checkpoints")  # which may be a link to another disk
     free = shutil.disk_usage(parent).free
     steps = [path for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal()]  # damaged ones stay besides
     present = sum(f.stat().st_size for step in steps for f in step.rglob("*") if f.is_file())
