@@ -53,6 +53,16 @@ def test_the_lock_holds_within_a_process_too(tmp_path):
             raise AssertionError
 
 
+def test_who_shares_the_directory_may_take_over_a_lock(tmp_path):
+    """As all else that a run writes, the file follows the umask."""
+    mask = os.umask(0o002)
+    try:
+        with holding(tmp_path):
+            assert (tmp_path / "lock.json").stat().st_mode & 0o777 == 0o664
+    finally:
+        os.umask(mask)
+
+
 def leave(workdir, **changes):
     """A lock file that no system lock protects: its process was killed, or works on a host that shares none."""
     (workdir / "lock.json").write_text(json.dumps({**lock.me(), **changes}))
