@@ -404,9 +404,9 @@ class Evaluation:
         """What earlier calls found of this model, by task."""
         try:
             found = json.loads((self.output / "evaluation.json").read_text())
-            if "fingerprint" not in found:  # of an earlier version
-                found["fingerprint"] = model["fingerprint"]
-            return dict(found["tasks"]) if model.items() <= found.items() else {}
+            # A model may be named in several ways; files of an earlier version have its name alone.
+            same = ("step", "fingerprint") if "fingerprint" in found else ("path", "step")
+            return dict(found["tasks"]) if all(found[name] == model[name] for name in same) else {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
 

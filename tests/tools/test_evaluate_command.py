@@ -53,6 +53,15 @@ def test_results_of_another_model_at_the_same_place_are_dropped(tmp_path, text):
     assert results(out)["tasks"].keys() == {"perplexity"} and results(out)["fingerprint"] != first["fingerprint"]
 
 
+def test_results_stay_where_a_model_is_named_in_another_way(tmp_path, text, monkeypatch):
+    write_run(tmp_path / "run", small_config())
+    files = text[:2]
+    assert evaluate.main([str(tmp_path / "run"), *files, "--tasks=position"]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert evaluate.main(["run/", *text]) == 0
+    assert results(tmp_path / "run")["tasks"].keys() == {"position", "perplexity"}
+
+
 def test_the_validation_of_a_model_without_a_run_is_not_called_that_of_training(tmp_path, monkeypatch, capsys):
     write(tmp_path / "in", describe("llama2", vocab_size=300))
     write_run(tmp_path / "run", small_config())
