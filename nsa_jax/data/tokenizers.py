@@ -147,7 +147,14 @@ def _json_object(path: Path, fix: str) -> dict[str, Any]:
 
 def _write_config(directory: str | os.PathLike, fields: dict[str, Any]) -> None:
     Path(directory).mkdir(parents=True, exist_ok=True)
-    Path(directory, CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
+    _write_whole(Path(directory, CONFIG_FILE), json.dumps(fields, indent=2) + "\n")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Replaces a file when all is written: every start saves its tokenizer, and a full disk must not empty it."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 class ByteTokenizer(Tokenizer):
@@ -337,7 +344,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def save(self, directory: str | os.PathLike) -> None:
         own = {"kind": "hf", "eos_token": self.eos_token, "fingerprint": self.fingerprint}
         _write_config(directory, {**self.settings, **own})
-        Path(directory, "tokenizer.json").write_text(self._serialized, encoding="utf-8")
+        _write_whole(Path(directory, "tokenizer.json"), self._serialized)
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int, *, max_bytes: int = BPE_TRAINING_BYTES) -> str:

@@ -1,3 +1,5 @@
+import resource
+
 import chex
 import numpy as np
 import pytest
@@ -61,6 +63,20 @@ def test_save_and_load_give_the_same_tokenizer(kind, bpe, tmp_path):
     )
     chex.assert_trees_all_equal(loaded.token_bytes, tokenizer.token_bytes)
     chex.assert_trees_all_equal(loaded.encode("7 11 3"), tokenizer.encode("7 11 3"))
+
+
+def test_a_save_that_fails_leaves_what_was_saved(bpe, tmp_path):
+    bpe.save(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))  # files cannot grow beyond, as on a full disk
+    try:
+        with pytest.raises(OSError):
+            bpe.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert Tokenizer.load(tmp_path).fingerprint == bpe.fingerprint
+    bpe.save(tmp_path)
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_load_from_an_empty_directory_is_refused(tmp_path):
