@@ -295,6 +295,9 @@ def main(argv: list[str]) -> int:
 
 def parse_flags(argv: list[str]) -> list[str]:
     """Parses flags; one that does not exist, or a value of another type, is one line and status 2."""
+    if {"-h", "--help"} & set(argv[1:]):  # absl's lists the flags of the main module alone, and ends with 1
+        print(sys.modules["__main__"].__doc__ or __doc__, flags.FLAGS.module_help(__name__), sep="\n")
+        sys.exit(0)
     try:
         return flags.FLAGS(collect_overrides(flags.FLAGS.read_flags_from_files(argv, force_gnu=False)))
     except (flags.Error, AttributeError, TypeError, ValueError) as error:

@@ -322,3 +322,12 @@ def test_train_says_it_in_one_line_and_status_2_before_touching_a_device(argumen
     command = [sys.executable, "train.py", "--config=configs/quickstart.py", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("program", [["train.py"], ["-m", "nsa_jax.cli", "train"]])
+def test_help_lists_the_flags(program):
+    command = [sys.executable, *program, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    for flag in ("config", "workdir", "resume", "target", "profile"):
+        assert f"  --{flag}: " in done.stdout
