@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa_jax import inspect
-from nsa_jax.command_line import number, run_program, silence
+from nsa_jax.command_line import check_writable, number, run_program, silence
 from nsa_jax.data import DataError, long_tasks
 from nsa_jax.evaluate import long_context, retrieval
 from nsa_jax.evaluate.scoring import (
@@ -87,6 +87,7 @@ class Evaluation:
         self.tokenizer.check_fits(self.model.config.vocab_size)
         self.context = args.context or self.config.data.seq_len
         self.output = Path(args.output or Path(directory or "") / "evaluation")
+        check_writable(self.output, "--output")
         self.output.mkdir(parents=True, exist_ok=True)
         self.console = _Console() if sys.stdout.isatty() else _Console(width=120)
         self._said: list[Table | str] = []

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nsa_jax.command_line import number, run_program
+from nsa_jax.command_line import check_writable, number, run_program
 from nsa_jax.data import Tokenizer
 from nsa_jax.hub.export_files import LoadError
 from nsa_jax.hub.load import checkpoints_of, load, local_directory
@@ -83,6 +83,9 @@ def _write(args: argparse.Namespace) -> None:
     out = args.html or Path(directory or "") / "explore.html"
     if args.html and not args.html.parent.is_dir():
         raise ValueError(f"--html={args.html}: there is no directory {args.html.parent}")
+    if out.is_dir():
+        raise ValueError(f"--html={out}: a directory; name a file")
+    check_writable(out.parent, "--html")
     found = explore_runs(args.runs, text, args.tokens)
     if found.left_out:
         print(f"the first {len(found.tokens):,} tokens are shown, {found.left_out:,} are left out (--tokens)")

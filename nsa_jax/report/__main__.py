@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa_jax.command_line import EXIT_USAGE
+from nsa_jax.command_line import EXIT_USAGE, check_writable
 from nsa_jax.hub import remote_run
 from nsa_jax.object_store import Folder, normal, scheme_of
 from nsa_jax.report.page import build
@@ -93,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = build([_read(run) for run in once.values()], out.parent)
         if out.is_dir():
             raise ReportError(f"--out {out}: a directory; name a file")
+        check_writable(out.parent, "--out")
         write(out, text)
     except (ReportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

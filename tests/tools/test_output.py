@@ -14,10 +14,11 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import nsa_jax
-from nsa_jax import convert, export, nn
+from nsa_jax import convert, evaluate, export, nn
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.hub import load, native
 from nsa_jax.hub.export_files import LoadError
+from nsa_jax.inspect import __main__ as inspect_command
 
 from .checkpoints import describe, write
 from .runs import small_config, write_run
@@ -106,6 +107,20 @@ def test_outputs_that_cannot_be_written_are_named_before_weights_are_read(run, t
             assert export.main(arguments) == 2
             error = capsys.readouterr().err
             assert words in error and error.count("\n") == 1
+
+
+def test_results_that_cannot_be_written_are_refused_before_anything_is_computed(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(inspect_command, "explore_runs", lambda *_: pytest.fail("the text was read by a model"))
+    (tmp_path / "a.txt").write_text("some text")
+    explore = [str(run), "--text", str(tmp_path / "a.txt"), "--html"]
+    for main, arguments, words in (
+        (evaluate.main, [str(run), "--output", "/proc/none"], "/proc/none: /proc cannot be written"),
+        (inspect_command.main, [*explore, "/proc/a.html"], "/proc cannot be written"),
+        (inspect_command.main, [*explore, str(tmp_path)], "a directory; name a file"),
+    ):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert words in error and arguments[-2] in error and error.count("\n") == 1
 
 
 def test_only_files_of_an_exports_names_are_removed(run, tmp_path):
