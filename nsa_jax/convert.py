@@ -159,6 +159,7 @@ def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
     model, config = import_dense(source, **kind, gate=args.gate, **options)
     if args.tokenizer != "byte":
         config.data.tokenizer, config.data.tokenizer_path = "hf", str((target / "tokenizer.json").absolute())
+    config.train.eval_batches = 0  # no run has validated it, so that evaluate has none to repeat
     export(model, tokenizer, config, target, overwrite=args.overwrite)
     kinds = _by_layer(kind["layer_pattern"]) if args.dense_layers else ", ".join(model.config.kinds)
     print(f"converted {args.checkpoint} to {kinds} attention: {target}")

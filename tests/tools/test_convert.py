@@ -444,6 +444,7 @@ def test_a_converted_model_is_generated_from_and_evaluated(tmp_path, capsys):
     assert dense == pytest.approx(nsa, abs=5e-3)  # in bfloat16; the text is shorter than the window
     assert generate.main([out, "--prompt", "Hello", "--max-tokens=3", "--quiet"]) == 0
     assert evaluate.main([out, "--tasks=perplexity", f"--files={text}", "--batch-size=1"]) == 0
+    assert evaluate.main([out, "--tasks=validation"]) == 2 and "has no validation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
