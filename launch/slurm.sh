@@ -24,7 +24,9 @@ python=${PYTHON:-.venv/bin/python}
 # When a process is lost, the others say which and end with 75: they need the half minute to find out, so that srun must
 # not kill them at once.
 status=0
-srun --label --kill-on-bad-exit=0 --wait=300 "$python" -u train.py --config="$config" --distributed "$@" || status=$?
+# srun of Slurm 22.05 and 23.02 does not take the CPUs per task from the job.
+cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}
+srun --label --kill-on-bad-exit=0 --wait=300 ${cpus:+"$cpus"} "$python" -u train.py --config="$config" --distributed "$@" || status=$?
 
 # 75: saved before the time limit or a preemption, or a process was lost or stood still; 134, 137, 139: the lost one's
 # own status (aborted, killed, crashed); 143: the time limit came before there was anything to save. Every other status

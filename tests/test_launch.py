@@ -162,11 +162,13 @@ def test_the_slurm_script_starts_a_lost_run_again(tmp_path, status, restarts, ag
     fake(tmp_path, "srun", f'printf "%s\\n" "$@" > {tmp_path}/srun.txt; exit {status}')
     fake(tmp_path, "scontrol", f'echo "$@" > {tmp_path}/scontrol.txt')
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT)}
+    env["SLURM_CPUS_PER_TASK"] = "32"
     command = ["bash", str(LAUNCH / "slurm.sh"), "configs/toy.py", "--config.train.steps=5"]
     done = subprocess.run(command, env={**env, "SLURM_RESTART_COUNT": str(restarts)}, cwd=tmp_path)
     assert done.returncode == status
     ran = (tmp_path / "srun.txt").read_text().split()
     assert ran[-5:] == ["-u", "train.py", "--config=configs/toy.py", "--distributed", "--config.train.steps=5"]
+    assert "--cpus-per-task=32" in ran  # or Slurm 22.05 and 23.02 give each task a single CPU
     assert "--kill-on-bad-exit=0" in ran  # or srun kills the processes that are about to say who was lost
     assert (tmp_path / "scontrol.txt").exists() == again
     assert not again or (tmp_path / "scontrol.txt").read_text().split() == ["requeue", "7"]
