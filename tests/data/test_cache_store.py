@@ -166,7 +166,7 @@ def test_preflight_and_token_files_leave_the_store_alone(config, machine, monkey
     monkeypatch.setattr(cache_store, "Folder", None)
     monkeypatch.setattr("nsa_jax.train.preflight.data_check._is_small_and_local", lambda config: False)
     (problem,) = examine_local(config).problems
-    assert problem.rule == "R028" and "not in the cache yet" in problem.message
+    assert problem.rule == "R028" and "source text: its tokens are not in the cache yet" in problem.message
     row = np.arange(100, dtype=np.uint16)
     row[-1] = 256  # EOS
     np.tile(row, 50).tofile(tmp_path / "a.bin")

@@ -368,5 +368,5 @@ def examine_local(config: ConfigDict) -> DataReport:
             problem = Problem("R037", "error", f"{error.where}: {error.what}", error.fix)
             return DataReport(problems=[problem])
         fix = "run --preflight again on the training machine when the cache is built; the run itself always checks"
-        message = f"the data was not looked at: {error.where} {error.what}"
+        message = f"the data was not looked at: {error.where}: {error.what}"
         return DataReport(problems=[Problem("R028", "warning", message, fix)], facts=[(NOT_CHECKED, error.what)])
