@@ -24,7 +24,8 @@ from flax import nnx
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from benchmarks.timing import environment, load_config  # noqa: E402
+from benchmarks.timing import environment  # noqa: E402
+from nsa_jax.command_line import load_config  # noqa: E402
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters  # noqa: E402
 from nsa_jax.nn.cache import memory_report  # noqa: E402
 from nsa_jax.nn.decoder import Decoder  # noqa: E402

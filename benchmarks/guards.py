@@ -23,7 +23,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.timing import environment, load_config  # noqa: E402
+from benchmarks.timing import environment  # noqa: E402
+from nsa_jax.command_line import load_config  # noqa: E402
 from nsa_jax.train.loop import Run  # noqa: E402
 from nsa_jax.train.preflight import memory  # noqa: E402
 from nsa_jax.train.preflight.selftest import selftest  # noqa: E402

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import pathlib
 import platform
 import statistics
@@ -58,15 +57,6 @@ def matmul_ceiling(size: int = 8192) -> float:
     """TFLOP/s of a plain bf16 matrix product of random data: the ceiling that shares are given of."""
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
     return 2 * size**3 / measure(jax.jit(jnp.matmul), [(a, b)]) / 1e9
-
-
-def load_config(path: str) -> Any:
-    """The config that a file in configs/ makes."""
-    spec = importlib.util.spec_from_file_location("benchmarked_config", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config()
 
 
 def _output(command: list[str]) -> str:

@@ -39,8 +39,9 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from benchmarks.timing import environment, load_config  # noqa: E402
+from benchmarks.timing import environment  # noqa: E402
 from nsa_jax import aot  # noqa: E402
+from nsa_jax.command_line import load_config  # noqa: E402
 from nsa_jax.data.sources import StdlibSource  # noqa: E402
 from nsa_jax.train import flops  # noqa: E402
 from nsa_jax.train.preflight import hlo  # noqa: E402

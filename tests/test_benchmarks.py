@@ -143,3 +143,9 @@ def test_tokenisation_benchmark_compares_numbers_of_processes(tmp_path):
     assert all(rate > 10_000 for rate in data["tokens_per_second"].values())
     assert [row["control"] for row in data["controls"]] == [1, 2]
     assert all(row["tokens_per_second"] > 10_000 for row in data["controls"])
+
+
+def test_a_config_that_is_not_there_is_named():
+    command = [sys.executable, "benchmarks/generate.py", "--config", "nowhere.py"]
+    done = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 1 and "config file nowhere.py: No such file" in done.stderr
