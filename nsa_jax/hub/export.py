@@ -117,6 +117,7 @@ def exported_config(directory: str | os.PathLike) -> ConfigDict:
     Raises:
       LoadError: there is no export, or its config is damaged.
     """
+    check_kind(Path(directory))
     config = config_from_dict(read_json(Path(directory), "config.json").get("config"))
     if config.data.tokenizer == "hf":  # where it was when the model was converted may hold another by now
         config.data.tokenizer_path = str(Path(directory).absolute() / "tokenizer.json")
@@ -146,9 +147,8 @@ def load_exported(directory: str | os.PathLike) -> tuple[Transformer, Tokenizer,
       LoadError: a file is missing or damaged, or the arrays are not those that the config describes.
     """
     path = Path(directory)
-    check_kind(path)
-    described = read_json(path, "config.json")
     config = exported_config(path)
+    described = read_json(path, "config.json")
     vocab_size = whole(described, "vocab_size", path)
     arrays, loaded = Arrays(path), {}
     graphdef, abstract = abstract_model(checked_model_config(config, vocab_size, arrays, path))

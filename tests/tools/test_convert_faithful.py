@@ -14,6 +14,7 @@ import nsa_jax
 from nsa_jax import convert, export, generate
 from nsa_jax.data.tokenizers import load_tokenizer
 from nsa_jax.hub.convert import import_dense
+from nsa_jax.hub.export import exported_config
 from nsa_jax.hub.export_files import LoadError
 
 from .checkpoints import VOCAB, describe, float32, letters, run, tokens, write
@@ -175,6 +176,8 @@ def test_what_was_written_here_is_not_sent_in_circles(tmp_path, capsys):
         assert main(arguments) == 2
         error = capsys.readouterr().err
         assert "exported for transformers, which is not read back" in error and "import it first" not in error
+    with pytest.raises(LoadError, match="exported for transformers, which is not read back"):  # configs/extend.py
+        exported_config(there)
 
 
 def test_a_tokenizers_end_can_be_named(tmp_path, capsys):
