@@ -153,5 +153,5 @@ def clip_offset(query_offset, most: int | None = None):
     if query_offset is None:
         return 0
     if isinstance(query_offset, jax.core.Tracer):
-        return jnp.clip(query_offset, 0, most).astype(jnp.int32)
+        return jnp.maximum(at_most(query_offset, 2**31 - 1 if most is None else most), 0)
     return query_offset.astype(jnp.int32) if isinstance(query_offset, jax.Array) else query_offset

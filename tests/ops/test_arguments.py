@@ -125,6 +125,17 @@ def test_a_traced_offset_is_checked_as_far_as_it_is_known():
         jax.eval_shape(lambda offset: _window(query_offset=offset), jnp.float32(0))
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32])
+def test_a_traced_offset_is_an_integer_of_any_type(dtype):
+    """The last offset that 300 keys allow is above what int8 and uint8 can hold."""
+    query = ARRAYS["query"][:, :10]
+    key, value = (jnp.tile(ARRAYS[name], (1, 8, 1, 1))[:, :300] for name in ("key_win", "value_win"))
+    late = jax.jit(lambda offset: _window(query=query, key=key, value=value, query_offset=offset))
+    chex.assert_trees_all_close(
+        late(dtype(100)), _window(query=query, key=key, value=value, query_offset=100), atol=1e-6
+    )
+
+
 @pytest.mark.parametrize("implementation", ["reference", "xla", "pallas"])
 @pytest.mark.filterwarnings("ignore:.*interpret mode")
 def test_integers_of_numpy_and_the_largest_window(implementation):
