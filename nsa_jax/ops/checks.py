@@ -128,18 +128,23 @@ def position(name: str, position, least: int = 0):
     return position
 
 
-def window_start(window_start, query_offset, window: int, segment_start) -> None:
-    """The window's keys must begin with the first that is read, as far as tracing knows it, or before."""
-    message = f"window_start={window_start!r}: must be None without a query_offset"
-    require(window_start is None or query_offset is not None, message)
-    if isinstance(window_start, int) and isinstance(query_offset, int):
+def window_start(window_start, query_offset, window: int, segment_start, num_queries: int, num_keys: int) -> None:
+    """The window's keys must reach from the first that is read to the last, as far as tracing knows them."""
+    if window_start is None:
+        return
+    require(query_offset is not None, f"window_start={window_start!r}: must be None without a query_offset")
+    need = num_queries
+    if not any(isinstance(x, jax.core.Tracer) for x in (window_start, query_offset)):
+        begin, offset = int(window_start), int(query_offset)
         # Where documents begin later, fewer keys are read.
-        first = query_offset if segment_start is not None else max(query_offset - window + 1, 0)
+        first = offset if segment_start is not None else max(offset - window + 1, 0)
         require(
-            window_start <= first,
-            f"window_start={window_start}: must be at most {first}, the first token that is read by windows of "
-            f"{window} tokens from query_offset={query_offset} on",
+            begin <= first,
+            f"window_start={begin}: must be at most {first}, the first token that is read by windows of "
+            f"{window} tokens from query_offset={offset} on",
         )
+        need += offset - begin
+    length("key_win", num_keys, query_offset, num_queries, need)
 
 
 def last_position(query_offset, num_queries: int) -> int:

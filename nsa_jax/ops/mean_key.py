@@ -126,7 +126,8 @@ def mean_key_attention(
     checks.floating("gates", gates)
     query_offset = checks.position("query_offset", query_offset)
     window_start = checks.position("window_start", window_start, least=-(2**31) + 1)
-    checks.window_start(window_start, query_offset, config.window, segment_start)
+    sizes = query.shape[1], key_win.shape[1]
+    checks.window_start(window_start, query_offset, config.window, segment_start, *sizes)
     common: dict[str, Any] = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
     if block_indices is None:
         block_indices = select_by_mean_key(query, key_mean, config=config, num_keys=key_slc.shape[1], **common)

@@ -281,7 +281,7 @@ def check_branches(
     checks.length("key_cmp", key_cmp.shape[1], query_offset, length, blocks.num_compressed(last, config))
     checks.length("key_slc", sizes["S"], query_offset, length, last)
     checks.segments(segment_start, sizes)
-    checks.window_start(window_start, query_offset, config.window, segment_start)
+    checks.window_start(window_start, query_offset, config.window, segment_start, length, key_win.shape[1])
     return sizes
 
 

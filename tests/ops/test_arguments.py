@@ -167,6 +167,13 @@ def test_a_window_that_begins_where_it_is_first_read():
     chex.assert_trees_all_close(_nsa(**{**late, **cut}, window_start=23), want, atol=1e-6)
     with pytest.raises(ValueError, match="window_start=24: must be at most 23"):
         _nsa(**{**late, **cut}, window_start=24)
+    with pytest.raises(ValueError, match="window_start=24: must be at most 23"):
+        _nsa(**{**late, "query_offset": jnp.int32(30)}, window_start=jnp.int32(24))
+    short = {name: x[:, :16] for name, x in cut.items()}
+    for implementation in ("xla", "pallas"):
+        call = {**late, **short, "window_start": 23, "implementation": implementation}
+        with pytest.raises(ValueError, match="key_win has length 16: must be at least 17 to reach the last query"):
+            jax.jit(lambda query, call=call: _nsa(**{**call, "query": query}))(late["query"])
     assert config.window == 8
 
 
