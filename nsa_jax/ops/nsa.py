@@ -407,7 +407,7 @@ def selected_and_window(
     if window_start is not None:
         # Positions are counted from the window's first key; what lies before the row is nobody's document.
         start = jnp.zeros(query.shape[:2], jnp.int32) if segment_start is None else segment_start
-        common["segment_start"] = start.astype(jnp.int32) - window_start
+        common["segment_start"] = checks.clip_segments(start) - window_start
         common["query_offset"] = query_offset - jnp.asarray(window_start, jnp.int32)
     return out_slc, window_attention(query, key_win, value_win, window=config.window, **common), lists
 

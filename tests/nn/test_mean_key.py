@@ -160,6 +160,18 @@ def test_blocks_of_compression_are_those_of_selection_whatever_the_config_says()
     assert any("config.model.nsa.selector='mean': no such choice" in p.message for p in validate(config))
 
 
+def test_tokens_before_position_0_are_never_read():
+    """Where the window's keys begin before the row, a negative segment start means 0, as everywhere."""
+    query, key, gates = (jax.random.normal(jax.random.key(i), (1, 16, 2, n)) for i, n in enumerate((8, 8, 2)))
+    start, keys = jnp.zeros((1, 16), jnp.int32), mean_keys(key, config=NSA)
+    want, _ = mean_key_attention(query, keys, *[key] * 4, gates, config=NSA)
+    longer = jnp.pad(key, [(0, 0), (4, 0), (0, 0), (0, 0)], constant_values=9.0)
+    common = dict(config=NSA, query_offset=0, window_start=-4)
+    for first in (0, -3):
+        got, _ = mean_key_attention(query, keys, key, key, longer, longer, gates, segment_start=start + first, **common)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_wrong_arguments_are_refused():
     query, key, gates = jnp.ones((1, 16, 2, 8)), jnp.ones((1, 16, 2, 8)), jnp.ones((1, 16, 2, 2))
     keys = mean_keys(key, config=NSA)
