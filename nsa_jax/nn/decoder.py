@@ -109,6 +109,7 @@ class Decoder:
         Returns:
           Hidden activations [B, T, D] (normed, as the head reads them) and the cache.
         """
+        segment_start = checks.clip_segments(segment_start)
         ends = jnp.minimum(lengths, offset + tokens.shape[1])
         x = params["embedding"][tokens]
         layers = []
@@ -145,7 +146,7 @@ class Decoder:
         """
         start = cache.segment_start
         if segment_start is not None:
-            start = jnp.where(cache.lengths < cache.capacity, segment_start, start)
+            start = jnp.where(cache.lengths < cache.capacity, checks.clip_segments(segment_start), start)
         x, batch = lookup(params["embedding"], tokens[:, None], self.config.dtype), len(tokens)
         if batch == 1 and current_target().is_gpu:
             # A single row goes through twice, because XLA computes norms and products of two rows in fewer kernels.

@@ -14,6 +14,7 @@ from nsa_jax.nn.config import ModelConfig
 from nsa_jax.nn.layers import RMSNorm, add_bias, init_bias, init_normal, product
 from nsa_jax.nn.projection import check_input, project, projection_widths, row_positions, split_heads
 from nsa_jax.nn.sharding import all_tokens, first_token, head_split, on_shards, with_tokens_before
+from nsa_jax.ops import checks
 from nsa_jax.ops.nsa import window_attention
 from nsa_jax.ops.pallas import has_cudnn
 from nsa_jax.ops.target import current_target
@@ -151,7 +152,8 @@ class DenseAttention(nnx.Module):
             (key, fetched), (value, _) = (with_tokens_before(x, window - 1, context) for x in (key, value))
             before = fetched
             # Positions are counted from the first key; what lies before the row is nobody's document.
-            segment_start = jnp.zeros(query.shape[:2], jnp.int32) if segment_start is None else segment_start
+            zero = jnp.zeros(query.shape[:2], jnp.int32)
+            segment_start = zero if segment_start is None else checks.clip_segments(segment_start)
             segment_start = segment_start - start + before
         return window_attention(
             query,

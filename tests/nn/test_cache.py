@@ -295,6 +295,17 @@ def test_a_token_before_its_document_sees_nothing(attention, implementation):
         np.testing.assert_allclose(logits, want, atol=1e-5)
 
 
+@pytest.mark.parametrize("changes", [{}, dict(attention="window"), dict(selector="mean_key")], ids=str)
+def test_a_segment_start_before_the_row_means_0(changes):
+    """In prefill and in a step as in the model: slots of a ring that hold no token yet are not read."""
+    model = make_model(num_layers=1, **changes)
+    decoder, tokens, start = Decoder(model), random_tokens(1, 7), np.full((1, 7), -5)
+    want = model(jnp.asarray(tokens), jnp.asarray(start))[0]
+    logits, cache = decoder.prefill(decoder.init_cache(1, 7), tokens[:, :6], segment_start=start[:, :6])
+    np.testing.assert_allclose(logits[0], want[5], atol=1e-5)
+    np.testing.assert_allclose(decoder.decode(cache, tokens[:, 6], start[:, 6])[0][0], want[6], atol=1e-5)
+
+
 def test_memory_report_counts_what_is_allocated():
     for changes in (
         dict(),

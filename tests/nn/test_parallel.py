@@ -109,6 +109,13 @@ def test_dense_and_window_layers_on_shares_of_tokens_and_heads(attention):
         chex.assert_trees_all_close(got, truth(attention, packed), atol=2e-5, rtol=1e-4)
 
 
+def test_a_segment_start_before_the_row_means_0_on_every_device():
+    layer, (x, start) = make_layer("window"), inputs()
+    want = layer_outputs(layer, x, start * 0)
+    got = layer_outputs(layer, x, start * 0 - 3, mesh_of(context=4))
+    chex.assert_trees_all_close(got, want, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 @pytest.mark.parametrize("scaling", [OPTIONS["rope_scaling"], RopeScaling("dynamic", 4.0, 16)], ids=["yarn", "dynamic"])
 def test_layers_with_norms_biases_and_scaled_rope_on_shares_of_tokens_and_heads(attention, scaling):
