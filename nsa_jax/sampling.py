@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# Of float32, the settings' dtype on the device.
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def _whole(value) -> bool:
@@ -44,8 +46,16 @@ class Sampling:
             if not hasattr(value, "__float__"):
                 raise ValueError(f"{name}={value!r}: must be a number")
         for name, good, rule in (
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be positive and finite"),
-            ("temperature", 0 <= self.temperature < math.inf, "must be 0 (greedy) or positive, and finite"),
+            (
+                "repetition_penalty",
+                _LEAST <= self.repetition_penalty <= _MOST,
+                "must be positive and finite, as float32",
+            ),
+            (
+                "temperature",
+                0 <= self.temperature <= _MOST,
+                "must be 0 (greedy) or positive, and finite, as float32",
+            ),
             ("top_k", _whole(self.top_k) and self.top_k < 2**31, "must be a whole number, 0 (off) or below 2**31"),
             ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "must be in [0, 1)"),

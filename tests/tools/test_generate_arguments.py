@@ -47,6 +47,13 @@ def test_sampling_is_a_record(generator, value):
         generator(["x"], sampling=value)
 
 
+@pytest.mark.parametrize("fields", [{"temperature": 1e39}, {"repetition_penalty": 1e39}, {"repetition_penalty": 1e-46}])
+def test_settings_are_numbers_that_the_device_can_hold(fields):
+    """As float32 these are infinity and 0, which made logits NaN."""
+    with pytest.raises(ValueError, match="must be .* finite, as float32"):
+        Sampling(**fields)
+
+
 def test_a_tokenizer_with_ids_that_the_model_has_not_is_refused(model):
     with pytest.raises(ValueError, match="the tokenizer has 1,000 ids and the model 260: give the tokenizer"):
         Generator(model, SyntheticTokenizer(1000, copy=False))
