@@ -93,7 +93,7 @@ def explain(
       head_dim: H.
       value_dim: V; None means H.
       batch: B.
-      dtype: of queries, keys and values.
+      dtype: of queries, keys and values, "float32" or "bfloat16".
       packed: rows hold several documents (`segment_start` is given).
       shared_kv: the branches have the same keys and values, and no gate is negative.
       config: block geometry; None means the paper's.
@@ -101,21 +101,23 @@ def explain(
         current device.
 
     Raises:
-      ValueError: the sizes contradict each other, or the target is unknown.
+      ValueError: an argument has the wrong value, the sizes contradict each other, or the target is unknown.
     """
     if isinstance(target, str):
         if target not in _TARGETS:
             raise ValueError(f"target={target!r}: must be one of {sorted(_TARGETS)}, a Target or None")
         target = _TARGETS[target]
     sizes = dict(batch=batch, length=length, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    sizes["value_dim"] = value_dim or head_dim
+    sizes["value_dim"] = head_dim if value_dim is None else value_dim
     sizes = {name: checks.positive(name, size) for name, size in sizes.items()}
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads}: must be a multiple of num_kv_heads={num_kv_heads}")
     batch, length, num_heads, num_kv_heads, head_dim, value_dim = sizes.values()
     shape = Shape(batch, length, length, num_heads, num_kv_heads, head_dim, value_dim, dtype)
-    options = dict(packed=packed, shared_kv=shared_kv)
-    explanation = explanation_of(shape, config or NSAConfig(), target or current_target(), **options)
+    checks.require(dtype in ("float32", "bfloat16"), f"dtype={dtype!r}: must be 'float32' or 'bfloat16'")
+    config = NSAConfig() if config is None else config
+    checks.nsa_config(config)
+    explanation = explanation_of(shape, config, target or current_target(), packed=packed, shared_kv=shared_kv)
     print(explanation)
     return explanation
 

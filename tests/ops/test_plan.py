@@ -229,6 +229,17 @@ def test_explain_prints_a_row_for_each_stage_and_pass(capsys):
     assert "otherwise selected.by_block_triton" in text and "warpgroups=4" in text
 
 
+def test_explain_refuses_what_the_operator_refuses():
+    sizes = dict(length=512, num_heads=2, num_kv_heads=1, head_dim=64, target="h100")
+    for changes, words in (
+        (dict(dtype="float16"), "dtype='float16': must be 'float32' or 'bfloat16'"),
+        (dict(value_dim=0), "value_dim=0: must be a positive int"),
+        (dict(config=64), "config=64: must be an nsa_jax.NSAConfig"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            nsa_jax.explain(**sizes | changes)
+
+
 def test_explain_says_why_no_kernel_serves(capsys):
     told = nsa_jax.explain(length=512, num_heads=2, num_kv_heads=1, head_dim=48, target="a100")
     assert told.unsupported.startswith("query has head dim 48") and not told.rows
