@@ -123,9 +123,18 @@ def explain(
 
 
 def explanation_of(
-    shape: Shape, config: NSAConfig, target: Target, *, packed: bool, shared_kv: bool = False
+    shape: Shape,
+    config: NSAConfig,
+    target: Target,
+    *,
+    packed: bool,
+    shared_kv: bool = False,
+    selector: str = "compressed",
 ) -> Explanation:
-    """What `explain` prints, for the sizes of the selected branch; with more keys than queries, of the last queries."""
+    """What `explain` prints, for the sizes of the selected branch; with more keys than queries, of the last queries.
+
+    With the selector "mean_key", of `mean_key.mean_key_attention`.
+    """
     reason = plan.unsupported("select_blocks", shape, target, select_block=config.select_block)
     if reason is None and not target.is_gpu:
         reason = f"no GPU (platform {target.platform})"
@@ -133,8 +142,11 @@ def explanation_of(
     if reason is None:
         count = blocks.num_compressed(shape.num_keys, config)
         cudnn = not packed and not target.ahead_of_time and pallas.has_cudnn()
-        made = plan.plan_nsa(shape, config, target, num_compressed=count, cudnn=cudnn, shared_window=shared_kv)
-        rows = plan_rows(made)
+        if selector == "mean_key":
+            rows = _mean_key_rows(shape, config, target, count, cudnn)
+        else:
+            made = plan.plan_nsa(shape, config, target, num_compressed=count, cudnn=cudnn, shared_window=shared_kv)
+            rows = plan_rows(made)
     return Explanation(target, shape, packed, reason, rows)
 
 
@@ -157,3 +169,19 @@ def plan_rows(made: NSAPlan) -> tuple[Row, ...]:
             choices.append((name, "backward, dq", branch.grad_query))
             choices.append((name, "backward, dk and dv", branch.grad_key_value))
     return tuple(Row(stage, direction, choice) for stage, direction, choice in choices if choice is not None)
+
+
+def _mean_key_rows(shape: Shape, config: NSAConfig, target: Target, count: int, cudnn: bool) -> tuple[Row, ...]:
+    """The stages of `mean_key.mean_key_attention`, ops of their own. One query per group chooses among `count` keys."""
+    choosing = dataclasses.replace(shape, num_heads=shape.kv_heads, num_keys=count, value_dim=shape.head_dim)
+    made = NSAPlan(
+        shape=shape,
+        heads_to_batch=None,
+        compressed=None,
+        selection=plan.plan_selection(choosing, config, target),
+        selected=plan.plan_selected(shape, target, select_block=config.select_block, num_selected=config.num_selected),
+        window=plan.plan_range(shape, target, span=config.window, cudnn=cudnn),
+    )
+    window, *others = plan_rows(made)
+    sums = [Row("selection", "log-sum-exp", plan.plan_range(choosing, target).forward)] if count else []
+    return window, *sums, *others

@@ -142,7 +142,8 @@ def explain_step(setup: Setup, target: Target) -> Explanation | None:
     heads = tensor if m.num_kv_heads % tensor == 0 else 1
     dims = m.num_heads // heads, m.num_kv_heads // heads, m.head_dim, m.value_head_dim, jnp.dtype(m.dtype).name
     shape = Shape(rows, length, length, *dims)
-    return explanation_of(shape, m.nsa, target, packed=config.data.packing, shared_kv=m.shared_kv)
+    packed = config.data.packing
+    return explanation_of(shape, m.nsa, target, packed=packed, shared_kv=m.shared_kv, selector=m.selector)
 
 
 def environment(

@@ -1,16 +1,19 @@
 """Which kernel serves which problem: the table, and what holds for every plan. No GPU is needed."""
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import nsa_jax
 from nsa_jax.ops import blocks, pallas, plan
 from nsa_jax.ops.choices import Choice, Shape
-from nsa_jax.ops.explain import plan_rows
+from nsa_jax.ops.explain import explanation_of, plan_rows
+from nsa_jax.ops.mean_key import mean_key_attention
 from nsa_jax.ops.target import Target, compile_for
 
 PAPER = nsa_jax.NSAConfig()
@@ -100,6 +103,31 @@ def test_a_shared_window_is_served_with_the_selected_branch():
             assert made.joint_window == (name == "short_rows" and target is H100)
             assert not plan.plan_nsa(shape, PAPER, target, **sizes | dict(shared_window=False)).joint_window
             assert made.joint_window == plan.joins_window(shape, target, PAPER)
+
+
+@pytest.mark.parametrize("length", [2048, 16_384])
+def test_the_kernels_of_selection_by_mean_keys_are_those_that_are_called(length, monkeypatch):
+    """Its stages are ops of their own: nothing is moved for all, no window is joined, and nothing is compressed."""
+    config = nsa_jax.NSAConfig(compress_block=64, compress_stride=64, select_block=64)
+    batch, num_heads, kv_heads, dim = 1, 28, 4, 128
+    shape = Shape(batch, length, length, num_heads, kv_heads, dim, dim, "bfloat16")
+    planned = []
+    for name in ("plan_range", "plan_selection", "plan_selected"):
+        make = getattr(plan, name)
+        monkeypatch.setattr(plan, name, lambda *a, make=make, **kw: planned.append(make(*a, **kw)) or planned[-1])
+    array = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)  # noqa: E731
+    keys = [array(batch, length, kv_heads, dim)] * 4
+    arrays = array(batch, length, num_heads, dim), array(batch, length // 64, kv_heads, dim), *keys
+    attend = functools.partial(mean_key_attention, config=config, implementation="pallas")
+    with compile_for(H100):
+        jax.eval_shape(lambda *x: attend(*x), *arrays, array(batch, length, num_heads, 2))
+    called = {(type(x), x) for x in planned}
+    planned.clear()
+    found = explanation_of(shape, config, H100, packed=False, shared_kv=True, selector="mean_key")
+    assert called == {(type(x), x) for x in planned}
+    stages = [(row.stage, row.direction) for row in found.rows]
+    assert ("selection", "log-sum-exp") in stages
+    assert not any(stage in ("compressed", "all branches") for stage, _ in stages)
 
 
 @pytest.mark.parametrize(("target", "name"), [*itertools.product([A100, H100], SHAPES)])

@@ -97,7 +97,8 @@ def _explained(model: ModelConfig, length: int) -> Explanation:
     """What serves each stage and pass of NSA in rows of a length."""
     heads, dims = (model.num_heads, model.num_kv_heads), (model.head_dim, model.value_head_dim)
     shape = Shape(1, length, length, *heads, *dims, model.compute_dtype)
-    return explanation_of(shape, model.nsa, current_target(), packed=False, shared_kv=model.shared_kv)
+    target, shared_kv = current_target(), model.shared_kv
+    return explanation_of(shape, model.nsa, target, packed=False, shared_kv=shared_kv, selector=model.selector)
 
 
 def _kernels(model: ModelConfig, length: int) -> list[str]:
