@@ -157,7 +157,7 @@ _RANGES = {
     "guards.max_collapsed": (0.0, True, 1.0, True),
     "guards.min_selection_gain": (0.0, True, 1.0, True),
     "guards.selection_from": (0.0, True, 1.0, True),
-    "guards.heartbeat_seconds": (0.0, False, float("inf"), False),
+    "guards.heartbeat_seconds": (1.0, True, float("inf"), False),
     "guards.peer_seconds": (2.0, True, 600.0, True),
     **dict.fromkeys(_FACTORS, (0.0, True, float("inf"), False)),
 }

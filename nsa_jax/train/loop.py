@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from ml_collections import ConfigDict
 
 from nsa_jax.batch_ramp import BatchRamp, Taken
@@ -467,7 +468,9 @@ class Run:
         """Writes why a guard stopped the run, and saves the state if it is worth it."""
         if error.save and self._live is not None and self.config.train.save_every:
             step, state, data = self._live
-            if step not in checkpoints.steps():
+            # Steps after the error's have not been looked at, and the next start would go on from this state.
+            finite = math.isfinite(jax.jit(optax.global_norm)(state["params"]))
+            if finite and step not in checkpoints.steps():
                 with contextlib.suppress(TrainingError):  # the first error is the one to tell
                     self._save(checkpoints, step, state, data)
         with contextlib.suppress(Exception):

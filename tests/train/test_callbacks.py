@@ -1,10 +1,14 @@
 """Callbacks see every step once and in order; an error in one stops the run and is explained."""
 
+import itertools
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from nsa_jax.train import Callback, TrainingError, run
+from nsa_jax.train.loop import Run
 
 from .tiny import losses, one_device, tiny_config
 
@@ -58,3 +62,20 @@ def test_an_error_stops_the_run_and_names_the_callback(fail, at, saved, tmp_path
     stopped = json.loads((tmp_path / "stopped.json").read_text())
     assert stopped["guard"] == "callback" and stopped["step"] == at
     assert stopped["last_checkpoint"] == saved  # step 2 is reported when step 6 has been dispatched
+
+
+def test_a_stop_does_not_save_what_is_not_finite(tmp_path):
+    """Step 2 is reported when step 6 has been dispatched; the parameters are no numbers from step 5 on."""
+    config = tiny_config(train__steps=7, train__log_every=3, train__save_every=7, preflight__selftest=False)
+    made = Run(config, tmp_path, None, one_device(), callbacks=[Recorder("step", 2)])
+    train_step, count = made.train_step, itertools.count(1)
+
+    def poisoned(state, batch):
+        if next(count) == 5:
+            state = {**state, "params": jax.tree.map(lambda p: p * jnp.nan, state["params"])}
+        return train_step(state, batch)
+
+    made.train_step = poisoned
+    with pytest.raises(TrainingError, match="step 2: callback Recorder"):
+        made.run()
+    assert json.loads((tmp_path / "stopped.json").read_text())["last_checkpoint"] is None

@@ -53,7 +53,7 @@ BAD = [
     ("preflight.ignore", ("everything",), "R000"),
     ("guards.floor_ratio", 1.5, "R003"),
     ("guards.stall_seconds", -1.0, "R002"),
-    ("guards.heartbeat_seconds", 0.0, "R003"),
+    ("guards.heartbeat_seconds", 0.9, "R003"),
     ("guards.max_gap", -0.5, "R002"),
 ]
 
