@@ -1,7 +1,7 @@
 r"""Times published NSA kernels beside this library's and dense cuDNN attention, in one process on one GPU.
 
     python benchmarks/peers.py --peer fla=CHECKOUT --peer xunhao=CHECKOUT --peer flash_nsa=CHECKOUT \
-        --peer fsa=CHECKOUT --json benchmarks/results/peers_h200.json
+        --peer fsa=CHECKOUT --json benchmarks/results/peers_h100.json
     python benchmarks/peers.py --peer fla=CHECKOUT --lengths 2048,8192 --shape 32,8,128
     python benchmarks/peers.py --peer fla=CHECKOUT --shape 64,4,128:8192 --shape 32,8,128:8192 --shape 64,4,128:65536
     python benchmarks/peers.py --peer mine=CHECKOUT --adapter mine=adapter.py   # load(checkout, config) -> Peer

@@ -1,6 +1,7 @@
-"""Times tokenisation by 1, 2, 4, ... processes on one host, and compares the caches that they make.
+r"""Times tokenisation by 1, 2, 4, ... processes on one host, and compares the caches that they make.
 
-    python benchmarks/tokenisation.py --workers 1 2 4 8 16 --megabytes 256 --json benchmarks/results/tokenize_16.json
+    python benchmarks/tokenisation.py --workers 1 2 4 8 16 --megabytes 256 \
+        --json benchmarks/results/tokenisation_16_cores.json
     python benchmarks/tokenisation.py --files 'corpus/*.txt' --tokenizer path/to/tokenizer.json --workers 16 1 --control
 
 Without --files the corpus is pseudo-words drawn from a Zipf distribution with the letters' frequencies of a seed, in

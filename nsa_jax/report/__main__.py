@@ -93,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = build([_read(run) for run in once.values()], out.parent)
         if out.is_dir():
             raise ReportError(f"--out {out}: a directory; name a file")
+        if not out.parent.is_dir():
+            raise ReportError(f"--out {out}: there is no directory {out.parent}")
         check_writable(out.parent, "--out")
         write(out, text)
     except (ReportError, OSError) as error:

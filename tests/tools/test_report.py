@@ -309,6 +309,8 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_litter(stopped,
     assert "No space left" in capsys.readouterr().err
     assert [p.read_text() for p in out.iterdir()] == ["old"]
     assert main([str(stopped), "--out", str(out)]) == 2 and "a directory; name a file" in capsys.readouterr().err
+    assert main([str(stopped), "--out", str(out / "none" / "a.html")]) == 2
+    assert f"there is no directory {out / 'none'}" in capsys.readouterr().err
     assert main([str(stopped), "--out", "/proc/a.html"]) == 2
     assert "/proc cannot be written" in (said := capsys.readouterr().err) and "--out" in said
 
