@@ -469,7 +469,7 @@ class Run:
         if error.save and self._live is not None and self.config.train.save_every:
             step, state, data = self._live
             # Steps after the error's have not been looked at, and the next start would go on from this state.
-            finite = math.isfinite(jax.jit(optax.global_norm)(state["params"]))
+            finite = math.isfinite(jax.jit(optax.tree.norm)(state["params"]))
             if finite and step not in checkpoints.steps():
                 with contextlib.suppress(TrainingError):  # the first error is the one to tell
                     self._save(checkpoints, step, state, data)
