@@ -240,26 +240,6 @@ def workdir_problems(workdir: str | Path) -> list[Problem]:
     return []
 
 
-def check_writable(directory: Path, option: str) -> None:
-    """Refuses a directory that cannot be written, before anything is computed for it.
-
-    Args:
-      directory: for results; if it does not exist, the first above it that does is tried.
-      option: that names another one.
-
-    Raises:
-      OSError: naming directory and option.
-    """
-    path = directory.absolute()
-    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        what = f"{directory}: {existing} cannot be written ({error.strerror})"
-        raise OSError(f"{what}; name another place with {option}") from error
-
-
 def _exists(path: Path) -> bool:
     """As Path.exists, but a path that cannot be (too long, with a null character) is an error in every Python."""
     try:

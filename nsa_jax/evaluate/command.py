@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa_jax import inspect
-from nsa_jax.command_line import check_writable, number, run_program, silence
+from nsa_jax.command_line import number, run_program, silence
 from nsa_jax.data import DataError, long_tasks
 from nsa_jax.evaluate import long_context, retrieval
 from nsa_jax.evaluate.scoring import (
@@ -60,6 +60,7 @@ from nsa_jax.evaluate.validation import repeat_validation
 from nsa_jax.extras import extra
 from nsa_jax.fields import source_configs
 from nsa_jax.hub.load import load_recorded, local_directory
+from nsa_jax.hub.output import check_writable
 from nsa_jax.train.env import write_json
 
 TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall", "far", "long", "context")
@@ -87,7 +88,7 @@ class Evaluation:
         self.tokenizer.check_fits(self.model.config.vocab_size)
         self.context = args.context or self.config.data.seq_len
         self.output = Path(args.output or Path(directory or "") / "evaluation")
-        check_writable(self.output, "--output")
+        check_writable(self.output, "name another place with --output")
         self.output.mkdir(parents=True, exist_ok=True)
         self.console = _Console() if sys.stdout.isatty() else _Console(width=120)
         self._said: list[Table | str] = []

@@ -1,4 +1,4 @@
-"""The directory that an export is written to: what it may replace, and how it replaces an earlier export as a whole."""
+"""Directories for results. An export's: what it may replace, and how it replaces an earlier export as a whole."""
 
 from __future__ import annotations
 
@@ -45,6 +45,30 @@ def _is_export(path: Path) -> bool:
     return False
 
 
+def check_writable(directory: str | os.PathLike, fix: str) -> Path:
+    """Refuses a directory that cannot be written, before anything is computed for it.
+
+    Args:
+      directory: that will be written, and created if needed.
+      fix: what to do instead, the end of the message.
+
+    Returns:
+      The directory, or the first above it that exists: a temporary file was written there.
+
+    Raises:
+      OSError: naming the directory.
+    """
+    path = Path(directory).absolute()
+    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if not existing.is_dir():
+        raise OSError(f"{directory}: {existing} is no directory; {fix}")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return existing
+    except OSError as error:
+        raise OSError(f"{directory}: {existing} cannot be written ({error.strerror}); {fix}") from error
+
+
 def check_output(directory: str | os.PathLike, overwrite: bool = False) -> None:
     """Checks that an export may be written into a directory, before a model is read for it.
 
@@ -60,15 +84,10 @@ def check_output(directory: str | os.PathLike, overwrite: bool = False) -> None:
     path = Path(directory).absolute()
     if remote(os.fspath(directory)):
         raise LoadError(f"{directory}: exports are written to directories alone; name one, and copy it from there")
-    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-    if not existing.is_dir():
-        raise LoadError(f"{directory}: {existing} is no directory; name a directory to write")
     try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
+        existing = check_writable(directory, "name a directory to write, or correct its permissions")
     except OSError as error:
-        fix = "name another directory to write, or correct its permissions"
-        raise LoadError(f"{directory}: {existing} cannot be written ({error.strerror}); {fix}") from error
+        raise LoadError(str(error)) from error
     if existing != path:
         return
     if run := [name for name in _RUN if os.path.lexists(path / name)]:

@@ -15,10 +15,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nsa_jax.command_line import check_writable, number, run_program
+from nsa_jax.command_line import number, run_program
 from nsa_jax.data import Tokenizer
 from nsa_jax.hub.export_files import LoadError
 from nsa_jax.hub.load import checkpoints_of, load, local_directory
+from nsa_jax.hub.output import check_writable
 from nsa_jax.inspect.exploration import MAX_TOKENS, Exploration
 from nsa_jax.nn import Transformer
 
@@ -85,7 +86,7 @@ def _write(args: argparse.Namespace) -> None:
         raise ValueError(f"--html={args.html}: there is no directory {args.html.parent}")
     if out.is_dir():
         raise ValueError(f"--html={out}: a directory; name a file")
-    check_writable(out.parent, "--html")
+    check_writable(out.parent, "name another place with --html")
     found = explore_runs(args.runs, text, args.tokens)
     if found.left_out:
         print(f"the first {len(found.tokens):,} tokens are shown, {found.left_out:,} are left out (--tokens)")

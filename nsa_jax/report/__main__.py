@@ -23,8 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa_jax.command_line import EXIT_USAGE, check_writable
+from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.hub import remote_run
+from nsa_jax.hub.output import check_writable
 from nsa_jax.object_store import Folder, normal, scheme_of
 from nsa_jax.report.page import build
 from nsa_jax.report.reading import ReportError, read_run
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ReportError(f"--out {out}: a directory; name a file")
         if not out.parent.is_dir():
             raise ReportError(f"--out {out}: there is no directory {out.parent}")
-        check_writable(out.parent, "--out")
+        check_writable(out.parent, "name another place with --out")
         write(out, text)
     except (ReportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -24,7 +24,7 @@ from nsa_jax.ops.implementations import forget_implementations_served, implement
 from nsa_jax.train import disk, env, far_task, flops, metrics, preflight, processes
 from nsa_jax.train.batches import Batches
 from nsa_jax.train.callbacks import Callback, Callbacks
-from nsa_jax.train.checkpoint import Checkpoints, describe
+from nsa_jax.train.checkpoint import Checkpoints
 from nsa_jax.train.compile_ahead import CompileAhead, first_programs
 from nsa_jax.train.errors import TrainingError, check_room, newest_checkpoint, write_stop, writing_checkpoint
 from nsa_jax.train.goodput import Goodput
@@ -35,6 +35,7 @@ from nsa_jax.train.rollback import Rollbacks
 from nsa_jax.train.start import (
     Start,
     begins_anew,
+    checkpoint_info,
     finished_before,
     first_state,
     optimizer_to_reset,
@@ -45,7 +46,7 @@ from nsa_jax.train.start import (
 from nsa_jax.train.state import State, batch_sharding, setup
 from nsa_jax.train.step import make_eval_step, make_train_step
 from nsa_jax.train.stopping import HALT, StopRequest
-from nsa_jax.train.terminal import TRAINING, Terminal, data_line, ending, program_and_place, run_line
+from nsa_jax.train.terminal import TRAINING, Terminal, data_line, ending, program_and_place, run_line, validation_line
 from nsa_jax.train.timing import Clock, Interval
 from nsa_jax.train.trackers import Trackers
 from nsa_jax.train.validation import Sampler, evaluate, record_validation
@@ -187,7 +188,7 @@ class Run:
         # The validation at step 0 is repeated, and must count once.
         remembered = checkpoints.guards(step) if step else {}
         if (alarms := self.rollbacks.alarms(step, position)) is not None:
-            remembered = {**remembered, "alarms": alarms}  # those of steps that a rollback undid have been told
+            remembered = {**remembered, "alarms": alarms}  # alarms of steps that a rollback undid stay counted
         self.guards.restore(remembered)
         self._early = self.guards.early_stop()
         self._last_row, self._last_validation = metrics.last_rows(self.workdir, step)
@@ -217,14 +218,7 @@ class Run:
     def _run(self, stop_request: Callable[[], StopRequest]) -> dict[str, Any] | None:
         """From the last checkpoint on; None if it is to be restored again, since a guard has called for that."""
         config, train = self.config, self.config.train
-        info = {
-            "parameters": describe(self.setup.abstract_state),
-            "optimizer": describe(self.setup.abstract_state, "opt_state"),
-            "parts": sorted(set(self.setup.abstract_state) - {"step", "params", "opt_state"}),
-            "tokenizer": self.pipeline.tokenizer.fingerprint,
-            "config": env.plain_config(config),
-            "corpus": env.corpus_sizes(self.pipeline),
-        }
+        info = checkpoint_info(self.setup, self.pipeline)
         checkpoints = Checkpoints(
             self.workdir / "checkpoints",
             info,
@@ -468,7 +462,7 @@ class Run:
         """Writes why a guard stopped the run, and saves the state if it is worth it."""
         if error.save and self._live is not None and self.config.train.save_every:
             step, state, data = self._live
-            # Steps after the error's have not been looked at, and the next start would go on from this state.
+            # No guard has looked at the steps after the error's, and the next start goes on from this state.
             finite = math.isfinite(jax.jit(optax.tree.norm)(state["params"]))
             if finite and step not in checkpoints.steps():
                 with contextlib.suppress(TrainingError):  # the first error is the one to tell
@@ -508,11 +502,7 @@ class Run:
         self.watchdog.beat(step, TRAINING, finished=False)
         self._early = self.guards.on_validation(step, row["val/loss"], self._last_row.get("train/loss"))
         writer.write(step, row)
-        each = ", ".join(f"{n} {row[f'val/loss/{n}']:.4f}" for n in self.pipeline.parts if n)
-        writer.say(
-            f"step {step}: validation loss {row['val/loss']:.4f}{f' ({each})' if each else ''}, "
-            f"{row['val/bits_per_byte']:.3f} bits/byte"
-        )
+        writer.say(validation_line(step, row, self.pipeline))
         if self.sampler is not None:
             self.terminal.doing("writing a sample")
             writer.text(step, "sample", self.sampler(weights, step))

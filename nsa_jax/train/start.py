@@ -18,12 +18,13 @@ from ml_collections import ConfigDict
 
 from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.config import ConfigError, Problem
+from nsa_jax.data import Pipeline
 from nsa_jax.hub.checkpoint_files import find_steps, read_info
 from nsa_jax.hub.export import check_kind, load_exported
 from nsa_jax.hub.load import split_step
 from nsa_jax.train import processes
 from nsa_jax.train.checkpoint import CheckpointError, Checkpoints, describe, differences, parse_resume
-from nsa_jax.train.env import plain_config
+from nsa_jax.train.env import corpus_sizes, plain_config
 from nsa_jax.train.errors import newest_checkpoint
 from nsa_jax.train.optimizer import learning_rate
 from nsa_jax.train.state import Setup, State
@@ -248,6 +249,18 @@ def _stages_up_to(directory: Path, step: int) -> list[dict[str, Any]]:
 def optimizer_to_reset(setup: Setup) -> Callable | None:
     """What makes the optimizer's state anew if the config asks for that; None keeps the checkpoint's."""
     return setup.fresh_optimizer if setup.config.train.reset_optimizer else None
+
+
+def checkpoint_info(setup: Setup, pipeline: Pipeline) -> dict[str, Any]:
+    """What is saved with every checkpoint of a run, and what a checkpoint must fit to begin it: JSON."""
+    return {
+        "parameters": describe(setup.abstract_state),
+        "optimizer": describe(setup.abstract_state, "opt_state"),
+        "parts": sorted(set(setup.abstract_state) - {"step", "params", "opt_state"}),
+        "tokenizer": pipeline.tokenizer.fingerprint,
+        "config": plain_config(setup.config),
+        "corpus": corpus_sizes(pipeline),
+    }
 
 
 def _from_export(setup: Setup, directory: Path, info: dict[str, Any], may_change: tuple[str, ...]) -> State:

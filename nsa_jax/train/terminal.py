@@ -97,6 +97,15 @@ def data_line(config: ConfigDict, pipeline: Pipeline) -> str:
     return f"data: {', '.join(told)}"
 
 
+def validation_line(step: int, row: dict[str, float], pipeline: Pipeline) -> str:
+    """What a validation found, whole and by part; `row` is of metrics.jsonl."""
+    each = ", ".join(f"{n} {row[f'val/loss/{n}']:.4f}" for n in pipeline.parts if n)
+    return (
+        f"step {step}: validation loss {row['val/loss']:.4f}{f' ({each})' if each else ''}, "
+        f"{row['val/bits_per_byte']:.3f} bits/byte"
+    )
+
+
 def _short(count: int) -> str:
     """A number with three digits: 940, 31.3M, 2B."""
     rounded = float(f"{count:.3g}")
