@@ -93,7 +93,12 @@ SPACES: dict[str, _Space] = {
     "ranged_sm80_dkv_config": {"rows": (16, 32, 64), "stages": (2, 3), "splits": (0, 1, 2, 4, 8)},
     "ranged_hopper_config": _RANGED_HOPPER,
     "ranged_hopper_dq_config": _RANGED_HOPPER,
-    "ranged_hopper_dkv_config": {"stages": (2, 3, 4), "warpgroups": (2, 3), "splits": (0, 1, 2, 4, 8)},
+    "ranged_hopper_dkv_config": {
+        "stages": (2, 3, 4),
+        "warpgroups": (2, 3),
+        "splits": (0, 1, 2, 4, 8),
+        "overlap": (False, True),
+    },
 }
 _RANGED_KERNELS = {"fwd": ("ranged_forward_config",), "bwd": ("ranged_dq_config", "ranged_dkv_config")}
 _RANGED_SM80_KERNELS = {

@@ -289,22 +289,28 @@ class RangedHopperKeysConfig:
       stages: query tiles in flight.
       warpgroups: 2 or 3 that compute; see `RangedHopperConfig`.
       splits: programs that share the queries of one key block; 0 picks `ranged_splits`.
+      overlap: the products of a tile go on while the exponentials of the next are taken, which takes registers.
     """
 
     stages: int
     warpgroups: int = 2
     splits: int = 0
+    overlap: bool = False
 
 
 def ranged_hopper_dkv_config(h_dim: int, v_dim: int, span: int | None, num_keys: int) -> RangedHopperKeysConfig:
     """Picks the Hopper dk, dv kernel's tiles.
 
-    Narrow heads take three warpgroups unless there are so few keys that the third has none. Short loops gain nothing
-    from many stages.
+    Narrow heads take three warpgroups, whose waits overlap with each other's arithmetic, unless there are so few keys
+    that the third has none. Heads of more than 64 overlap the tiles of each warpgroup, as long as registers suffice;
+    short loops gain nothing from a fourth stage.
     """
-    if max(h_dim, v_dim) <= 64 and num_keys >= 384:
-        return RangedHopperKeysConfig(3, 3)
-    return RangedHopperKeysConfig(4 if max(h_dim, v_dim) <= 128 and (span is None or span > 1024) else 2)
+    wide, short = max(h_dim, v_dim), span is not None and span <= 1024
+    if wide <= 64:
+        return RangedHopperKeysConfig(3, 3) if num_keys >= 384 else RangedHopperKeysConfig(2 if short else 4)
+    if wide > 128:
+        return RangedHopperKeysConfig(2)
+    return RangedHopperKeysConfig(3 if short else 4, overlap=True)
 
 
 def ranged_splits(programs: int, query_tiles: int, share_bytes: int, seen: int | None = None) -> int:

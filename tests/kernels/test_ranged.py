@@ -449,7 +449,7 @@ def test_gpu_hopper_kernels_equal_the_triton_ones(group):
     config = tuning.RangedConfig(rows=64, keys=64, num_warps=4, num_stages=2)
     grad_query = jax.jit(functools.partial(triton_backward.grad_query_kernel, config=config))(*args)
     grads = jax.jit(functools.partial(triton_backward.grad_key_value_kernel, config=config))(*args)
-    for keys, stages, splits, tiles in ((64, 3, 1, 1), (128, 2, 4, 5)):
+    for keys, stages, splits, tiles, overlap in ((64, 3, 1, 1, False), (128, 2, 4, 5, True)):
         config = tuning.RangedHopperConfig(keys, stages, tiles)
         forward = jax.jit(functools.partial(sm90_forward.ranged_forward, config=config))
         got, got_lse = forward(query, key, value, low, high)
@@ -460,7 +460,7 @@ def test_gpu_hopper_kernels_equal_the_triton_ones(group):
         args = (query, key, value, grad_out, weight, delta, low, high)
         got = jax.jit(functools.partial(sm90_grad_query.grad_query, config=config))(*args)
         assert relative_error(got.reshape(grad_query.shape), grad_query) <= 2e-3
-        keys_config = tuning.RangedHopperKeysConfig(stages, splits=splits)
+        keys_config = tuning.RangedHopperKeysConfig(stages, splits=splits, overlap=overlap)
         backward = functools.partial(sm90_grad_key_value.grad_key_value, config=keys_config)
         for got, want in zip(jax.jit(backward)(*args), grads, strict=True):
             assert relative_error(got, want) <= 5e-3

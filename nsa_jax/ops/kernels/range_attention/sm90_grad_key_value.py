@@ -99,6 +99,7 @@ def _grad_key_value(
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
     bounds, statistics = row_vectors(rows, low, high, (lse, delta), window, num_keys)
     phases = PHASES if window is None else (*WINDOW_PHASES, *PHASES)
+    most_attentions = max(attentions for _, attentions in phases)
     if window is None:
         own_ranges = for_batch(own_ranges, batch)
     else:
@@ -172,13 +173,18 @@ def _grad_key_value(
             """Gradient of a tile's scores in one attention."""
             return weights * (d_weights - lax.broadcast_in_dim(own(2 * which + 1, slot), shape, [1]))
 
-        def step(exact, attentions, base, tile, carry):
-            """One tile of rows: `exact` if they see all of the keys, or all of what their bits allow.
+        def slot_of(tile):
+            return lax.rem(tile - begin, jnp.int32(stages))
 
-            The products of one tile, which both attentions share where there are two, are issued in pairs: so a
-            warpgroup waits for them twice, and not three times.
+        def rounded(*parts):
+            return tuple(functools.reduce(operator.add, x).astype(query_ref.dtype) for x in parts)
+
+        def products(exact, attentions, base, tile):
+            """Weights and gradients of scores of a tile, summed over the attentions and rounded.
+
+            `exact` if its rows see all of the keys, or all of what their bits allow.
             """
-            slot = lax.rem(tile - begin, jnp.int32(stages))
+            slot = slot_of(tile)
             key_smem, value_smem = own_tiles()
 
             def multiply(scores_ref, d_weights_ref):
@@ -188,20 +194,96 @@ def _grad_key_value(
                 plgpu.wgmma(d_weights_ref, value_smem, sm90.transpose(grad_smem.at[slot]))
                 return scores_ref[...], d_weights_ref[...]
 
-            products = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
-            weights = [weights_of(exact, slot, products[0], base, which) for which in range(attentions)]
-            d_scores = [gradient_of(x, products[1], slot, which) for which, x in enumerate(weights)]
-            half, d_half = (functools.reduce(operator.add, x).astype(query_ref.dtype) for x in (weights, d_scores))
+            both = plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
+            scores, d_weights = pl.run_scoped(multiply, *both)
+            weights = [weights_of(exact, slot, scores, base, which) for which in range(attentions)]
+            d_scores = [gradient_of(x, d_weights, slot, which) for which, x in enumerate(weights)]
+            return rounded(weights, d_scores)
 
-            def accumulate(refs):
+        def accumulate(tile, dk, dv, half, d_half):
+            """dk and dv with the products of a tile added, which is freed."""
+            slot = slot_of(tile)
+
+            def multiply(refs):
                 dk_acc, dv_acc = refs
                 plgpu.wgmma(dv_acc, half, grad_smem.at[slot])
                 plgpu.wgmma(dk_acc, d_half, query_smem.at[slot])
 
-            dk, dv = pl.run_state(accumulate)(tuple(plgpu.ACC.init(x) for x in carry))
+            dk, dv = pl.run_state(multiply)((plgpu.ACC.init(dk), plgpu.ACC.init(dv)))
             plgpu.barrier_arrive(grad_freed.at[slot])
             plgpu.barrier_arrive(query_freed.at[slot])
             return dk, dv
+
+        def overlapping_step(base, exact, attentions, tile, carry):
+            """`products` of a tile, and what `accumulate` does for the tile before.
+
+            The scores are multiplied together with the weights and gradients of the output of the tile before, whose
+            product goes on while this tile's exponentials are taken; the gradients of weights together with the
+            gradients of scores and queries of the tile before.
+            """
+            dk, dv, half, d_half = carry
+            slot, before = slot_of(tile), slot_of(tile - 1)
+            key_smem, value_smem = own_tiles()
+            plgpu.barrier_wait(query_loaded.at[slot])
+
+            def take_weights(refs):
+                dv_acc, half_ref, *weights_refs = refs
+
+                def with_scores(scores_ref):
+                    plgpu.wgmma(scores_ref, key_smem, sm90.transpose(query_smem.at[slot]))
+                    plgpu.wgmma(dv_acc, half_ref[...], grad_smem.at[before])
+                    scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+                    weights = [weights_of(exact, slot, scores, base, which) for which in range(attentions)]
+                    return sm90.before_wait(weights, bounds_smem[1][slot, 0] < 0)
+
+                for ref, x in zip(weights_refs, pl.run_scoped(with_scores, plgpu.ACC(shape, jnp.float32)), strict=True):
+                    ref[...] = x
+
+            init = (plgpu.ACC.init(dv), half, *(sm90.zeros(shape),) * attentions)
+            dv, _, *weights = pl.run_state(take_weights)(init)
+            plgpu.barrier_arrive(grad_freed.at[before])
+            plgpu.barrier_wait(grad_loaded.at[slot])
+
+            def take_gradient(refs):
+                dk_acc, d_half_ref, d_scores_ref = refs
+
+                def with_weights(d_weights_ref):
+                    plgpu.wgmma(d_weights_ref, value_smem, sm90.transpose(grad_smem.at[slot]))
+                    plgpu.wgmma(dk_acc, d_half_ref[...], query_smem.at[before])
+                    d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
+                    parts = [gradient_of(x, d_weights, slot, which) for which, x in enumerate(weights)]
+                    return functools.reduce(operator.add, parts)
+
+                d_scores_ref[...] = pl.run_scoped(with_weights, plgpu.ACC(shape, jnp.float32))
+
+            dk, _, d_scores = pl.run_state(take_gradient)((plgpu.ACC.init(dk), d_half, sm90.zeros(shape)))
+            plgpu.barrier_arrive(query_freed.at[before])
+            # Not before: the products of the tile before take theirs from the same registers.
+            return dk, dv, *rounded(weights, (d_scores,))
+
+        def over_tiles(limits, step, carry):
+            """The loops of all phases: `step(exact, attentions, tile, carry)`."""
+            for phase, first, last in zip(phases, limits[:-1], limits[1:], strict=True):
+                carry = lax.fori_loop(first, last, functools.partial(step, *phase), carry)
+            return carry
+
+        def each_alone(base, limits):
+            """(dk, dv) of the warpgroup's keys, not scaled."""
+
+            def step(exact, attentions, tile, carry):
+                return accumulate(tile, *carry, *products(exact, attentions, base, tile))
+
+            return over_tiles(limits, step, no_gradients())
+
+        def overlapping(base, limits):
+            """`each_alone` where some tile sees the keys, with the products of each tile during the next one's
+            exponentials."""
+            carry = (*no_gradients(), *products(False, most_attentions, base, limits[0]))
+            rest = [jnp.maximum(x, limits[0] + 1) for x in limits]
+            return accumulate(limits[-1] - 1, *over_tiles(rest, functools.partial(overlapping_step, base), carry))
+
+        def no_gradients():
+            return sm90.zeros((ROWS, h_dim)), sm90.zeros((ROWS, v_dim))
 
         def load(tile, _):
             count = tile - begin
@@ -225,11 +307,12 @@ def _grad_key_value(
         def consume():
             base, index = prologue()
             limits = own_limits()
-            carry = (sm90.zeros((ROWS, h_dim)), sm90.zeros((ROWS, v_dim)))
             lax.fori_loop(begin, limits[0], skip, None)
-            for (exact, attentions), first, last in zip(phases, limits[:-1], limits[1:], strict=True):
-                carry = lax.fori_loop(first, last, functools.partial(step, exact, attentions, base), carry)
-            dk, dv = carry
+            if config.overlap:
+                visited = limits[0] < limits[-1]
+                dk, dv = lax.cond(visited, functools.partial(overlapping, base, limits), no_gradients)
+            else:
+                dk, dv = each_alone(base, limits)
             lax.fori_loop(limits[-1], end, skip, None)
             key_smem, value_smem = own_tiles()
             key_smem[...] = (dk * scale).astype(dk_ref.dtype)
