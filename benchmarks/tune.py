@@ -92,7 +92,7 @@ SPACES: dict[str, _Space] = {
     "ranged_sm80_dq_config": {"rows": (64, 128, 192), "keys": (32, 64)},
     "ranged_sm80_dkv_config": {"rows": (16, 32, 64), "stages": (2, 3), "splits": (0, 1, 2, 4, 8)},
     "ranged_hopper_config": _RANGED_HOPPER,
-    "ranged_hopper_dq_config": _RANGED_HOPPER,
+    "ranged_hopper_dq_config": _RANGED_HOPPER | {"overlap": (False, True)},
     "ranged_hopper_dkv_config": {
         "stages": (2, 3, 4),
         "warpgroups": (2, 3),

@@ -415,9 +415,7 @@ def plan_nsa(
         reason = "with the selected branch, whose keys and values are the same: the products are shared"
         passes = window_plan.forward, window_plan.grad_query, window_plan.grad_key_value
         window_plan = RangePlan(*(Choice(selected.forward.rest.kernel, None, reason, x.kernel) for x in passes))
-        joint = selected_tiles.selected_masked_config(shape.head_dim, shape.value_dim, joint=True)
-        forward = dataclasses.replace(selected.forward, rest=dataclasses.replace(selected.forward.rest, tiles=joint))
-        selected = dataclasses.replace(selected, forward=forward)
+        selected = selected.with_window(shape)
     return NSAPlan(
         shape=shape,
         heads_to_batch=moved,

@@ -265,20 +265,31 @@ def ranged_hopper_tiles_per_program(tiles: int, most: int) -> int:
     return max(1, min(most, tiles // (8448 // most)))
 
 
-def ranged_hopper_dq_config(h_dim: int, v_dim: int, span: int | None, num_keys: int) -> RangedHopperConfig:
+@dataclasses.dataclass(frozen=True)
+class RangedHopperQueryConfig(RangedHopperConfig):
+    """Tiles of the Hopper dq kernel.
+
+    Attributes:
+      overlap: the last product of a block goes on while the exponentials of the next are taken, and the gradient of the
+        output stays in registers.
+    """
+
+    overlap: bool = False
+
+
+def ranged_hopper_dq_config(h_dim: int, v_dim: int, span: int | None, num_keys: int) -> RangedHopperQueryConfig:
     """Picks the Hopper dq kernel's tiles; under a mask of blocks `span` is a block, 64.
 
-    Narrow heads take three warpgroups, a second buffer for queries and many query tiles per program. Otherwise long
-    loops take 128 keys a block and short ones 64.
+    Narrow heads take three warpgroups, a second buffer for queries and many query tiles per program. Heads of more than
+    64 overlap the blocks of each warpgroup, as long as registers suffice.
     """
     wide = max(h_dim, v_dim)
     if wide <= 64:
         most = 16 if span is None and num_keys > 1024 else 8
-        return RangedHopperConfig(64, 3, warpgroups=3, query_buffers=2, most_tiles=most)
+        return RangedHopperQueryConfig(64, 3, warpgroups=3, query_buffers=2, most_tiles=most)
     if wide > 128:
-        return RangedHopperConfig(64, 2 if v_dim <= 128 else 1)
-    short = span is not None and span <= 1024 or num_keys <= 1024
-    return RangedHopperConfig(64 if short else 128, 2)
+        return RangedHopperQueryConfig(64, 2 if v_dim <= 128 else 1)
+    return RangedHopperQueryConfig(64, 3, overlap=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,9 +88,8 @@ def test_compressed_and_window_attention_match_the_reference(name, called, monke
         wide_blocks = tuning.ranged_hopper_config(64, 64, None, 4096)
         assert wide_blocks.keys == 128
         monkeypatch.setattr(tuning, "ranged_hopper_config", lambda *_: wide_blocks)
-        long_rows = functools.partial(tuning.ranged_hopper_dq_config, num_keys=4096)
-        monkeypatch.setattr(tuning, "ranged_hopper_dq_config", lambda h, v, span, _: long_rows(h, v, span))
-        assert long_rows(shape["h_dim"], shape["v_dim"], None).keys == 128
+        wide_blocks_backward = tuning.RangedHopperQueryConfig(128, 2)
+        monkeypatch.setattr(tuning, "ranged_hopper_dq_config", lambda *_: wide_blocks_backward)
     inputs = test_ranged.make_inputs(branch, packed=True, dtype=jnp.bfloat16, config=config, **shape)
     test_ranged.check_against_reference(branch, *inputs, config, forward=4e-3, gradient=1e-2)
     assert called == FORWARD_AND_BACKWARD
@@ -330,6 +329,7 @@ def test_selected_and_window_attention_in_one_pass(name, called, monkeypatch):
     *inputs, lists, d_out, start = selected_cases._inputs(0, dtype=jnp.bfloat16, **case)
     offset, packed, num_keys = case["offset"], case["packed"], case["num_keys"]
     made = plan.plan_selected(plan.Shape.of(*inputs), current_target(), select_block=64, num_selected=lists.shape[-1])
+    made = made.with_window(plan.Shape.of(*inputs))
     assert made.backward.lists is None
 
     rng = np.random.default_rng(1)

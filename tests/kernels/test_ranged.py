@@ -449,8 +449,8 @@ def test_gpu_hopper_kernels_equal_the_triton_ones(group):
     config = tuning.RangedConfig(rows=64, keys=64, num_warps=4, num_stages=2)
     grad_query = jax.jit(functools.partial(triton_backward.grad_query_kernel, config=config))(*args)
     grads = jax.jit(functools.partial(triton_backward.grad_key_value_kernel, config=config))(*args)
-    for keys, stages, splits, tiles, overlap in ((64, 3, 1, 1, False), (128, 2, 4, 5, True)):
-        config = tuning.RangedHopperConfig(keys, stages, tiles)
+    for keys, stages, splits, tiles, overlap in ((64, 3, 1, 1, True), (128, 2, 4, 5, False)):
+        config = tuning.RangedHopperQueryConfig(keys, stages, tiles, overlap=overlap)
         forward = jax.jit(functools.partial(sm90_forward.ranged_forward, config=config))
         got, got_lse = forward(query, key, value, low, high)
         assert relative_error(got, out) <= 2e-3

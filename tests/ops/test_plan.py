@@ -105,6 +105,14 @@ def test_a_shared_window_is_served_with_the_selected_branch():
             assert made.joint_window == plan.joins_window(shape, target, PAPER)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_tiles_overlap_where_one_attention_leaves_registers_for_it(shared):
+    shape = Shape(1, 2048, 2048, 64, 4, 128, 128, "bfloat16")
+    made = plan.plan_nsa(shape, PAPER, H100, num_compressed=blocks.num_compressed(2048, PAPER), shared_window=shared)
+    passes = made.selected.backward.by_block, made.selected.backward.grad_query
+    assert [choice.tiles.overlap for choice in passes] == [not shared] * 2
+
+
 @pytest.mark.parametrize("length", [2048, 16_384])
 def test_the_kernels_of_selection_by_mean_keys_are_those_that_are_called(length, monkeypatch):
     """Its stages are ops of their own: nothing is moved for all, no window is joined, and nothing is compressed."""

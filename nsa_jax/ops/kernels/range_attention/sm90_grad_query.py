@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from nsa_jax.ops.tiles import ROWS
 
 
 def grad_query(
-    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig,
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperQueryConfig,
     known: KnownRanges | None = None, onto: jax.Array | None = None,
 ):  # fmt: skip
     """dq [B, T, N, H].
@@ -41,7 +41,7 @@ def grad_query(
 
 
 def block_masked_grad_query(
-    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig, known, listed,
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperQueryConfig, known, listed,
     window: Window | None = None,
 ):  # fmt: skip
     """`grad_query` of `sm90_forward.block_masked_forward`; with a window, of the sum of both attentions."""
@@ -60,13 +60,13 @@ class _Tile(NamedTuple):
     begin: jax.Array  # its steps
     end: jax.Array
     before: jax.Array  # steps of the tiles before
-    buffer: jax.Array  # of its rows
-    at: jax.Array  # the warpgroup's part of that buffer
+    at: jax.Array  # the warpgroup's rows among all buffers
     statistics: tuple  # (lse, delta) of the warpgroup's rows, then those of the window
+    grad_out: Any  # of the warpgroup's rows, in registers or in shared memory
 
 
 def _grad_query(
-    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperConfig, make_visibility,
+    query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperQueryConfig, make_visibility,
     onto: jax.Array | None = None, window: Window | None = None,
 ):  # fmt: skip
     """The kernel; `make_visibility` makes one of `sm90_visibility`'s classes from (rows, low, high, keys)."""
@@ -83,6 +83,7 @@ def _grad_query(
     visibility = make_visibility(rows, *bounds[:2], keys)
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
+    most_attentions = max(attentions for _, attentions in visibility.phases)
     tensors, masks, num_words = (query, grad_out, key, value), visibility.mask_arrays(), visibility.num_words
     others = () if onto is None else (rows.arrange(onto),)
     scale = 1.0 / math.sqrt(h_dim)
@@ -122,34 +123,98 @@ def _grad_query(
             row_range = bounds_smem3[2 * which].at[tile.at], bounds_smem3[1].at[tile.at]  # both end alike
             return sm90_visibility.hide(weights, 0.0, position, *row_range, axis=0)
 
-        def step(exact, attentions, tile, i, dq):
-            """One key block: `exact` if every row sees all of it, or all of what its bits allow."""
-            slot = lax.rem(tile.before + i - tile.begin, jnp.int32(stages))
+        def slot_of(tile, i):
+            return lax.rem(tile.before + i - tile.begin, jnp.int32(stages))
 
-            def gradient(scores_ref, d_weights_ref):
-                """Gradient of the scores of the warpgroup's rows and the block's keys, not scaled."""
+        def gradient_of(weights, tile, d_weights):
+            """Gradient of a block's scores, not scaled, summed over the attentions."""
+            deltas = [lax.broadcast_in_dim(x, shape, [0]) for x in tile.statistics[1 : 2 * len(weights) : 2]]
+            parts = [x * (d_weights - delta) for x, delta in zip(weights, deltas, strict=True)]
+            return functools.reduce(operator.add, parts)
+
+        def gradient(exact, attentions, tile, i):
+            """`gradient_of` one key block: `exact` if every row sees all of it, or all of what its bits allow."""
+            slot = slot_of(tile, i)
+
+            def multiply(scores_ref, d_weights_ref):
                 plgpu.barrier_wait(key_loaded.at[slot])
                 plgpu.wgmma(scores_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
                 plgpu.barrier_wait(value_loaded.at[slot])
-                plgpu.wgmma(d_weights_ref, grad_smem2.at[tile.at], sm90.transpose(value_smem.at[slot]))
+                plgpu.wgmma(d_weights_ref, tile.grad_out, sm90.transpose(value_smem.at[slot]))
                 scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)  # while the other product goes on
                 weights = [weights_of(exact, tile, i, scores, which) for which in range(attentions)]
-                d_weights = d_weights_ref[...]
-                deltas = [lax.broadcast_in_dim(x, shape, [0]) for x in tile.statistics[1 : 2 * attentions : 2]]
-                parts = [x * (d_weights - delta) for x, delta in zip(weights, deltas, strict=True)]
-                return functools.reduce(operator.add, parts)
+                return gradient_of(weights, tile, d_weights_ref[...])
 
-            d_scores = pl.run_scoped(gradient, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+            d_scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
             plgpu.barrier_arrive(value_freed.at[slot])
-            pl.when(i + 1 == tile.end)(lambda: plgpu.barrier_arrive(rows_freed.at[tile.buffer]))
-            d_scores = d_scores.astype(query_ref.dtype)
+            return d_scores.astype(query_ref.dtype)
 
-            def accumulate(dq_acc):
-                plgpu.wgmma(dq_acc, d_scores, key_smem.at[slot])
+        def accumulate(tile, i, dq, half):
+            """dq with the product of a block's gradient and keys added, which are freed."""
+            slot = slot_of(tile, i)
 
-            dq = pl.run_state(accumulate)(plgpu.ACC.init(dq))
+            def multiply(dq_acc):
+                plgpu.wgmma(dq_acc, half, key_smem.at[slot])
+
+            dq = pl.run_state(multiply)(plgpu.ACC.init(dq))
             plgpu.barrier_arrive(key_freed.at[slot])
             return dq
+
+        def overlapping_step(tile, exact, attentions, i, carry):
+            """`gradient` of a block, and what `accumulate` does for the block before.
+
+            The three products are issued together. The last goes on while this block's exponentials are taken.
+            """
+            dq, half = carry
+            slot, before = slot_of(tile, i), slot_of(tile, i - 1)
+            plgpu.barrier_wait(key_loaded.at[slot])
+
+            def multiply(refs):
+                dq_acc, half_ref, d_scores_ref = refs
+
+                def with_scores(scores_ref, d_weights_ref):
+                    plgpu.wgmma(scores_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
+                    plgpu.barrier_wait(value_loaded.at[slot])
+                    plgpu.wgmma(d_weights_ref, tile.grad_out, sm90.transpose(value_smem.at[slot]))
+                    plgpu.wgmma(dq_acc, half_ref[...], key_smem.at[before])
+                    scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=2)
+                    weights = [weights_of(exact, tile, i, scores, which) for which in range(attentions)]
+                    weights = sm90.before_wait(weights, bounds_smem3[1][tile.at, 0] < 0)
+                    d_scores = gradient_of(weights, tile, plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1))
+                    plgpu.barrier_arrive(value_freed.at[slot])
+                    return d_scores
+
+                both = plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
+                d_scores_ref[...] = pl.run_scoped(with_scores, *both)
+
+            dq, _, d_scores = pl.run_state(multiply)((plgpu.ACC.init(dq), half, sm90.zeros(shape)))
+            plgpu.barrier_arrive(key_freed.at[before])
+            # Not before: the product of the block before takes its gradients from the same registers.
+            return dq, d_scores.astype(query_ref.dtype)
+
+        def over_blocks(limits, step, carry):
+            """The loops of all phases: `step(exact, attentions, block, carry)`."""
+            for phase, first, last in zip(visibility.phases, limits[:-1], limits[1:], strict=True):
+                carry = lax.fori_loop(first, last, functools.partial(step, *phase), carry)
+            return carry
+
+        def each_alone(tile, limits):
+            """dq of the warpgroup's rows, not scaled."""
+
+            def step(exact, attentions, i, dq):
+                return accumulate(tile, i, dq, gradient(exact, attentions, tile, i))
+
+            return over_blocks(limits, step, no_gradient())
+
+        def overlapping(tile, limits):
+            """`each_alone` where the rows see some keys, with the product of each block during the next one's
+            exponentials."""
+            carry = no_gradient(), gradient(False, most_attentions, tile, tile.begin)
+            rest = [jnp.maximum(x, tile.begin + 1) for x in limits]
+            return accumulate(tile, tile.end - 1, *over_blocks(rest, functools.partial(overlapping_step, tile), carry))
+
+        def no_gradient():
+            return sm90.zeros((ROWS, h_dim))
 
         def compute_tile(n, before, index, *limits):
             begin, end = limits[0], limits[-1]
@@ -161,11 +226,16 @@ def _grad_query(
                 rows.load(ref, out_box, others_loaded.at[wg], b, kv_head, base)
             plgpu.barrier_wait(rows_loaded.at[at])
             own = tuple(sm90.load(x.at[at], sm90_visibility.ROW_LAYOUT) for x in statistics_smem3)
-            tile = _Tile(begin, end, before, buffer, at, own)
-            dq = sm90.zeros((ROWS, h_dim))
-            for (exact, attentions), first, last in zip(visibility.phases, limits[:-1], limits[1:], strict=True):
-                dq = lax.fori_loop(first, last, functools.partial(step, exact, attentions, tile), dq)
-            pl.when(end == begin)(lambda: plgpu.barrier_arrive(rows_freed.at[buffer]))
+            grad_out = grad_smem2.at[at]
+            if config.overlap:
+                # Two products of 64 keys with both operands in shared memory take all of its bandwidth.
+                grad_out = sm90.load(grad_out, plgpu.Layout.WGMMA)
+            tile = _Tile(begin, end, before, at, own, grad_out)
+            if config.overlap:
+                dq = lax.cond(end > begin, functools.partial(overlapping, tile, limits), no_gradient)
+            else:
+                dq = each_alone(tile, limits)
+            plgpu.barrier_arrive(rows_freed.at[buffer])
             dq *= scale
             if other_refs:
                 plgpu.barrier_wait(others_loaded.at[wg])
