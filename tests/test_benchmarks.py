@@ -145,7 +145,19 @@ def test_tokenisation_benchmark_compares_numbers_of_processes(tmp_path):
     assert all(row["tokens_per_second"] > 10_000 for row in data["controls"])
 
 
-def test_a_config_that_is_not_there_is_named():
-    command = [sys.executable, "benchmarks/generate.py", "--config", "nowhere.py"]
+@pytest.mark.parametrize("script", ["generate", "train"])
+def test_a_config_that_is_not_there_is_named(script):
+    command = [sys.executable, f"benchmarks/{script}.py", "--config", "nowhere.py"]
     done = subprocess.run(command, timeout=120, capture_output=True, text=True)
     assert done.returncode == 1 and "config file nowhere.py: No such file" in done.stderr
+
+
+def test_a_training_benchmark_that_times_nothing_fails(tmp_path):
+    """The rows say why, and are kept."""
+    results = tmp_path / "rows.json"
+    command = [sys.executable, "benchmarks/train.py", "--tiny", "--attention", "nsa", "--lengths", "256"]
+    command += ["--tokens", "256", "--remat", "nothing", "--json", str(results)]
+    done = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 1 and "no case was timed" in done.stderr
+    (row,) = json.loads(results.read_text())["rows"]
+    assert row["remat"] == "nothing" and "remat" in row["error"]
