@@ -5,6 +5,7 @@ r"""Times NSA and its branches against dense cuDNN attention, in one process on 
     python benchmarks/attention.py --lengths 2048,8192 --shape 12,2,64,64 --ops nsa,selected --lists random,shared
     python benchmarks/attention.py --lengths 2048 --batch 64 --shape 12,2,64,64 --kernels hopper,a100 --ops nsa
     python benchmarks/attention.py --lengths 32768 --documents 16 --no-dense --ops nsa
+    python benchmarks/attention.py --lengths 8192 --ops nsa --passes fwd --profile 8      # kernels, by launch
     python benchmarks/attention.py --merge more.json --json benchmarks/results/attention_h200.json \
         --plot benchmarks/results/attention_h200.png     # rows of another run on the same GPU; then make docs
     python benchmarks/attention.py --merge benchmarks/results/attention_h200.json \
@@ -38,12 +39,13 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import nsa_jax  # noqa: E402
-from benchmarks.timing import environment, matmul_ceiling, measure  # noqa: E402
+from benchmarks.timing import environment, kernel_times, matmul_ceiling, measure  # noqa: E402
 from nsa_jax.ops import blocks  # noqa: E402
 from nsa_jax.ops.target import Target, compile_for, current_target  # noqa: E402
 
 OPS = ("nsa", "compressed", "select", "selected", "window")
 PASSES = ("fwd", "bwd", "fwd_bwd")
+_TRACED = 5  # calls of which `--profile` shows the mean
 CASE = ("op", "pass", "B", "T", "N", "K", "H", "V", "lists", "kernels", "documents")
 
 
@@ -182,20 +184,24 @@ class Bench:
         packed = lambda *x: nsa(*x[:8], segment_start=x[8])  # noqa: E731
         return packed, (*arrays, self.gates(), self.segments()), 8
 
-    def run(self, op, compiled, lists=None):
-        """Milliseconds by pass, and the temporary memory of forward and backward in GiB."""
-        _, inputs, num_differentiable = self.inputs(op, lists)
+    def run(self, op, compiled, lists=None, profile=False):
+        """(milliseconds by pass, temporary memory of forward and backward in GiB, `kernel_times` by pass if asked)."""
+        _, inputs, _ = self.inputs(op, lists)
         times: dict[str, float] = {}
+        kernels: dict[str, dict[str, list[float]]] = {}
         temp = None
-        if "fwd" in compiled:
-            times["fwd"] = measure(compiled["fwd"], [inputs])
-        if "fwd_bwd" in compiled:
-            temp = compiled["fwd_bwd"].memory_analysis().temp_size_in_bytes / 2**30
-            times["fwd_bwd"] = measure(compiled["fwd_bwd"], [(self.cotangent(), *inputs)])
-        if "bwd" in compiled:
-            _, pullback = compiled["vjp"](*inputs)
-            times["bwd"] = measure(compiled["bwd"], [(pullback, self.cotangent())])
-        return times, temp
+        for which in ("fwd", "fwd_bwd", "bwd"):
+            if which not in compiled:
+                continue
+            arguments = inputs if which == "fwd" else (self.cotangent(), *inputs)
+            if which == "fwd_bwd":
+                temp = compiled[which].memory_analysis().temp_size_in_bytes / 2**30
+            if which == "bwd":
+                arguments = compiled["vjp"](*inputs)[1], self.cotangent()
+            times[which] = measure(compiled[which], [arguments])
+            if profile:
+                kernels[which] = kernel_times(functools.partial(compiled[which], *arguments), _TRACED)
+        return times, temp, kernels
 
 
 class AbstractBench(Bench):
@@ -293,7 +299,7 @@ def run(args, save) -> list[dict]:
                 pairs["selected"] = bench.pairs("selected", whole[:1, : -(-bench.length // bench.documents)])
                 lists = whole if op == "selected" else None
             with serving(case["kernels"]):
-                times, temp = bench.run(op, compiled, lists)
+                times, temp, kernels = bench.run(op, compiled, lists, args.profile > 0)
         except Exception as error:
             print(f"{case}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue
@@ -309,13 +315,15 @@ def run(args, save) -> list[dict]:
             row |= {"tflops": round(rate, 3), "ceiling_share": round(rate / ceiling, 3)}
             if which == "fwd_bwd" and temp is not None:
                 row["temp_gib"] = round(temp, 3)
+            if which in kernels:
+                row["kernels_us"] = {name: [round(x, 1) for x in us] for name, us in kernels[which].items()}
             rows.append(row)
-            print_row(row)
+            print_row(row, args.profile)
         save(rows)
     return rows
 
 
-def print_row(row: dict) -> None:
+def print_row(row: dict, num_kernels: int = 0) -> None:
     speedup = f"{row['dense_ms'] / row['ms']:6.2f}x" if row["dense_ms"] else "      -"
     temp = f"  temp {row['temp_gib']:.2f} GiB" if "temp_gib" in row else ""
     print(
@@ -324,6 +332,9 @@ def print_row(row: dict) -> None:
         f"{row['tflops']:6.0f} TFLOP/s ({row['ceiling_share']:.0%}){temp}",
         flush=True,
     )
+    for name, us in list(row.get("kernels_us", {}).items())[:num_kernels]:
+        launches = f"{len(us)} x" if len(us) > 4 else " + ".join(f"{x:.1f}" for x in us)
+        print(f"{sum(us):12.1f} us  {name[:60]}  {launches}", flush=True)
 
 
 def merge(kept: dict, other: dict) -> dict:
@@ -405,6 +416,7 @@ def main() -> None:
     parser.add_argument("--no-wgmma", action="store_true", help="Triton takes Ampere instructions on a Hopper GPU")
     parser.add_argument("--batch", type=int, default=1, help="rows")
     parser.add_argument("--documents", type=int, default=1, help="packed in a row; --ops nsa alone")
+    parser.add_argument("--profile", type=int, default=0, help="print this many kernels of a call, all into --json")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the rows and the environment here")
     parser.add_argument("--plot", help="write the log-log plot here")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import pathlib
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,6 +59,35 @@ def matmul_ceiling(size: int = 8192) -> float:
     """TFLOP/s of a plain bf16 matrix product of random data: the ceiling that shares are given of."""
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
     return 2 * size**3 / measure(jax.jit(jnp.matmul), [(a, b)]) / 1e9
+
+
+def kernel_times(call: Callable[[], Any], calls: int = 1) -> dict[str, list[float]]:
+    """Microseconds of each launch of each kernel on the first GPU, the kernel that takes most first; {} without a GPU.
+
+    Args:
+      call: launches the kernels, and returns arrays.
+      calls: how many calls are traced: each figure is the mean of as many. All calls must launch the same kernels.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            for _ in range(calls):
+                jax.block_until_ready(call())
+        (path,) = pathlib.Path(directory).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        return _by_launch(next((plane for plane in planes if plane.name.startswith("/device:GPU")), None), calls)
+
+
+def _by_launch(plane: Any, calls: int) -> dict[str, list[float]]:
+    """What `kernel_times` returns, from a trace's plane of one device."""
+    lines = [line for line in plane.lines if line.name.startswith("Stream")] if plane else []
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    for event in sorted((event for line in lines for event in line.events), key=lambda event: event.start_ns):
+        found[event.name].append(event.duration_ns / 1e3)
+    means = {
+        name: [statistics.mean(us[i :: len(us) // calls]) for i in range(len(us) // calls)]
+        for name, us in found.items()
+    }
+    return dict(sorted(means.items(), key=lambda item: -sum(item[1])))
 
 
 def _output(command: list[str]) -> str:

@@ -19,7 +19,6 @@ rows have the memory that one device needs and what its collectives result in.
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import functools
 import itertools
@@ -28,7 +27,6 @@ import math
 import pathlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +37,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from benchmarks.timing import environment  # noqa: E402
+from benchmarks.timing import environment, kernel_times  # noqa: E402
 from nsa_jax import aot  # noqa: E402
 from nsa_jax.command_line import load_config  # noqa: E402
 from nsa_jax.data.sources import StdlibSource  # noqa: E402
@@ -134,20 +132,6 @@ def train_on_text(options: argparse.Namespace, made: Any, step: Any, state: Any)
     return state, {"loss": round(float(np.mean(jax.device_get(found)[-max(len(found) // 10, 1) :])), 5)}
 
 
-def kernel_times(directory: str) -> dict[str, float]:
-    """Milliseconds by kernel name, summed over the first GPU of the newest trace under `directory`."""
-    paths = sorted(pathlib.Path(directory).rglob("*.xplane.pb"))
-    totals: dict[str, float] = collections.defaultdict(float)
-    if paths:
-        data = jax.profiler.ProfileData.from_file(str(paths[-1]))
-        plane = next((plane for plane in data.planes if plane.name.startswith("/device:GPU")), None)
-        for line in plane.lines if plane else ():
-            if line.name.startswith("Stream"):
-                for event in line.events:
-                    totals[event.name] += event.duration_ns / 1e6
-    return dict(totals)
-
-
 def prepare(options: argparse.Namespace, case: dict[str, Any]) -> Any:
     """The setup of a case."""
     config = make_config(options, case)
@@ -210,14 +194,17 @@ def run(options: argparse.Namespace, case: dict[str, Any], made: Any, step: Any,
         if not np.isfinite(loss):
             raise RuntimeError(f"loss {loss}: nothing to time")
         if options.profile:
-            with tempfile.TemporaryDirectory() as directory:
-                with jax.profiler.trace(directory):
-                    state, _ = step(state, batches[0])
-                    jax.block_until_ready(state)
-                totals = kernel_times(directory)
+            # The step takes over the state that it is given.
+            state = [state]
+
+            def one_step():
+                state[:] = [step(state[0], batches[0])[0]]
+                return state
+
+            totals = {name: sum(us) / 1e3 for name, us in kernel_times(one_step).items()}
             busy = sum(totals.values())
             print(f"  kernels {busy:.1f} ms of {statistics.median(seconds) * 1e3:.1f} ms; the longest:")
-            for name, ms in sorted(totals.items(), key=lambda item: -item[1])[: options.profile]:
+            for name, ms in list(totals.items())[: options.profile]:
                 print(f"  {ms:9.3f} ms  {ms / busy:6.1%}  {name[:100]}")
     second = statistics.median(seconds)
     tokens = config.train.batch_size * config.data.seq_len

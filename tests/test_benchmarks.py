@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
 import pytest
 
 import nsa_jax
-from benchmarks import attention, curves, train
+from benchmarks import attention, curves, timing, train
 
 
 @pytest.mark.slow
@@ -143,6 +144,21 @@ def test_tokenisation_benchmark_compares_numbers_of_processes(tmp_path):
     assert all(rate > 10_000 for rate in data["tokens_per_second"].values())
     assert [row["control"] for row in data["controls"]] == [1, 2]
     assert all(row["tokens_per_second"] > 10_000 for row in data["controls"])
+
+
+def test_kernels_are_listed_by_launch():
+    """Three calls, each of which launches one kernel twice and another once, on two streams; nothing without a GPU."""
+    event = lambda name, start, us: types.SimpleNamespace(name=name, start_ns=start, duration_ns=us * 1e3)  # noqa: E731
+    line = lambda name, *events: types.SimpleNamespace(name=name, events=events)  # noqa: E731
+    streams = [
+        line("Stream #1", *(event("twice", call * 10 + 5, 20 + call) for call in (2, 0, 1))),
+        line(
+            "Stream #2", *(x for call in range(3) for x in (event("once", call * 10, 4), event("twice", call * 10, 1)))
+        ),
+        line("XLA Ops", event("twice", 0, 1000)),
+    ]
+    assert timing._by_launch(types.SimpleNamespace(lines=streams), 3) == {"twice": [1.0, 21.0], "once": [4.0]}
+    assert timing.kernel_times(lambda: jax.numpy.zeros(4) + 1) == {}
 
 
 @pytest.mark.parametrize("script", ["generate", "train"])
