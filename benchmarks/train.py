@@ -194,13 +194,7 @@ def run(options: argparse.Namespace, case: dict[str, Any], made: Any, step: Any,
         if not np.isfinite(loss):
             raise RuntimeError(f"loss {loss}: nothing to time")
         if options.profile:
-            # The step takes over the state that it is given.
-            state = [state]
-
-            def one_step():
-                state[:] = [step(state[0], batches[0])[0]]
-                return state
-
+            one_step = functools.partial(step, state, batches[0])
             totals = {name: sum(us) / 1e3 for name, us in kernel_times(one_step).items()}
             busy = sum(totals.values())
             print(f"  kernels {busy:.1f} ms of {statistics.median(seconds) * 1e3:.1f} ms; the longest:")

@@ -300,7 +300,8 @@ class RangedHopperKeysConfig:
       stages: query tiles in flight.
       warpgroups: 2 or 3 that compute; see `RangedHopperConfig`.
       splits: programs that share the queries of one key block; 0 picks `ranged_splits`.
-      overlap: the products of a tile go on while the exponentials of the next are taken, which takes registers.
+      overlap: the last products of a tile go on while the exponentials of the next are taken; the rounded weights and
+        gradients that they multiply stay in registers until then.
     """
 
     stages: int
