@@ -88,7 +88,7 @@ class SelectionPlan:
 
 @dataclasses.dataclass(frozen=True)
 class SelectedForwardPlan:
-    """The selected branch's forward pass: what neighbouring tokens share, if anything is, and then the rest.
+    """The selected branch's forward pass: what neighbouring tokens share, unless `rest` serves that too, then the rest.
 
     `lists` are the tiles by which lists are divided; None if `rest` reads whole rows under a mask.
     """

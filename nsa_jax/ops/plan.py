@@ -269,11 +269,10 @@ def plan_selected_forward(
     lists: selected_tiles.SelectedConfig | None = None,
 ) -> SelectedForwardPlan:
     """Plans the forward pass; given `lists`, these tiles are used and the rows are not read whole."""
-    dims = shape.head_dim, shape.value_dim
+    dims, triton = (shape.head_dim, shape.value_dim), "selected.neighbours_triton"
     if lists is None and reads_whole_rows(shape, target, select_block, num_selected):
         record, reason = selected_tiles.selected_masked_config(*dims), _whole_row_reason(num_selected)
-        whole = Choice("selected.whole_row_sm90", record, reason, "selected.neighbours_triton")
-        return SelectedForwardPlan(None, whole, None)
+        return SelectedForwardPlan(None, Choice("selected.whole_row_sm90", record, reason, triton), None)
     if lists is None:
         lists = selected_tiles.selected_config(shape.group, *dims, select_block, shape.dtype, target)
         # At head dim 128 range attention serves tiles of 128 rows faster than Triton serves its own of 64.
@@ -283,12 +282,16 @@ def plan_selected_forward(
     if lists.tile == 1 or shape.num_queries == 1:
         reason = f"{shape.dtype}: tiles of neighbours do not fit" if lists.tile == 1 else "one query"
         return SelectedForwardPlan(None, Choice("selected.by_token_triton", lists, reason), lists)
+    fits = _range_kernel_fits(shape, target, select_block, lists.tile)
+    if fits and not lists.key_major and max(dims) <= 128:
+        reason = f"what {lists.share} of {lists.tile} neighbours list and then the rest; sm90, {shape.group} heads"
+        record = selected_tiles.selected_token_config(*dims)
+        rest = Choice("selected.by_token_sm90", record, reason, "selected.by_token_triton")
+        return SelectedForwardPlan(None, rest, lists)
     shared = f"blocks that {lists.share} of {lists.tile} neighbouring tokens list"
-    triton = "selected.neighbours_triton"
-    if _range_kernel_fits(shape, target, select_block, lists.tile):
-        neighbours = Choice(
-            "range_attention.sm90_forward", selected_tiles.selected_hopper_config(*dims), f"{shared}; sm90", triton
-        )
+    if fits:
+        record = selected_tiles.selected_hopper_config(*dims)
+        neighbours = Choice("range_attention.sm90_forward", record, f"{shared}; sm90", triton)
     elif lists.key_major and _sm90_tiles_fit(shape, target, select_block, lists.tile):
         count = shape.batch * shape.kv_heads * -(-shape.num_queries // lists.tile)
         tile_record = selected_tiles.selected_hopper_tiles_config(count, shape.head_dim)
@@ -303,8 +306,7 @@ def plan_selected_forward(
         gather = selected_tiles.selected_gather_config(shape.group, *dims)
         rest = Choice("selected.by_block_sm90", gather, reason, "selected.by_block_triton")
     else:
-        reason = f"small groups are served by key block; {obstacle}"
-        rest = Choice("selected.by_block_triton", lists, reason)
+        rest = Choice("selected.by_block_triton", lists, f"small groups are served by key block; {obstacle}")
     return SelectedForwardPlan(neighbours, rest, lists)
 
 
@@ -330,8 +332,7 @@ def _gather_obstacle(shape: Shape, target: Target, select_block: int) -> str | N
 
 def _no_sm90_lists(shape: Shape, target: Target, select_block: int) -> str:
     """Why no sm90 kernel serves lists of blocks."""
-    obstacle = sm90_obstacle(shape, target)
-    if obstacle:
+    if obstacle := sm90_obstacle(shape, target):
         return obstacle
     dims = f"head dims {shape.head_dim} and {shape.value_dim}"
     return f"no sm90 kernel for {shape.group} heads per group, {dims}, blocks of {select_block}"

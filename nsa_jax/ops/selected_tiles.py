@@ -63,8 +63,9 @@ def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype
 
     A program of the plain loop is one warp where its state fits. A tile of neighbours has 128 rows, or 64 where the
     kernel by key block follows or heads are wide, so that its state stays in the registers of 4 warps; a block counts
-    as shared if half of the tile's tokens list it. Groups of at most 8 heads are served by key block. float32 takes the
-    plain loop alone, because its tiles do not fit an A100's shared memory.
+    as shared if half of the tile's tokens list it, or more on Hopper, whose kernel does not read the others' blocks for
+    each token. Groups of at most 8 heads are served by key block. float32 takes the plain loop alone, because its tiles
+    do not fit an A100's shared memory.
     """
     narrow = h_dim + v_dim <= 256 and jnp.dtype(dtype).itemsize == 2
     key_major = group <= 8 and select_block <= 64 and jnp.dtype(dtype).itemsize == 2
@@ -79,7 +80,7 @@ def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype
         plain_warps=1 if single else 4,
         plain_stages=3 if single else 1 if exact and wide and target.is_small else 2,
         tile=tile,
-        share=max(min(2, tile), tile // 2),
+        share=max(min(2, tile), tile // 2 + (target.is_hopper and narrow and not key_major)),
         tile_warps=4 if narrow else 8,
         tile_stages=2,
         key_major=key_major and tile > 1,
@@ -120,6 +121,11 @@ def selected_gather_config(group: int, h_dim: int, v_dim: int) -> SelectedGather
 def selected_hopper_config(h_dim: int, v_dim: int) -> RangedHopperConfig:
     """Picks the tiles of Hopper's kernel for the blocks that a tile of queries shares: one block at a time."""
     return RangedHopperConfig(64, 3, query_buffers=2) if max(h_dim, v_dim) <= 128 else RangedHopperConfig(64, 2)
+
+
+def selected_token_config(h_dim: int, v_dim: int) -> RangedHopperConfig:
+    """Picks the tiles of Hopper's kernel that serves whole lists: as many blocks on their way as there is room for."""
+    return RangedHopperConfig(64, 5 if max(h_dim, v_dim) > 64 else 10, query_buffers=2)
 
 
 @dataclasses.dataclass(frozen=True)

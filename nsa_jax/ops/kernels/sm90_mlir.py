@@ -29,6 +29,9 @@ def array(registers, shape, layout, is_signed=None):
     return mgpu.FragmentedArray(_registers=shaped, _layout=layout.to_mgpu(), _is_signed=is_signed)
 
 
-def asm(result, operands, text: str, constraints: str):
-    """PTX, with $0, $1, ... for the result and the operands; `constraints` as LLVM's inline assembly takes them."""
-    return llvm.inline_asm(result, operands, text, constraints, has_side_effects=True, asm_dialect=0)
+def asm(result, operands, text: str, constraints: str, effects: bool = True):
+    """PTX, with $0, $1, ... for the result and the operands; `constraints` as LLVM's inline assembly takes them.
+
+    Without `effects` LLVM may move it.
+    """
+    return llvm.inline_asm(result, operands, text, constraints, has_side_effects=effects, asm_dialect=0)

@@ -60,16 +60,19 @@ def block_masked_forward(
     return results[0] if window is gated is None else results
 
 
-def neighbours_forward(query, key, value, low, high, config: tuning.RangedHopperConfig, neighbours):
+def neighbours_forward(
+    query, key, value, low, high, config: tuning.RangedHopperConfig, neighbours, by_warp: bool = False
+):  # fmt: skip
     """`ranged_forward` over the keys of the blocks that tiles of neighbouring queries list.
 
     Args:
       neighbours: (block, bits, num_shared) of a `neighbours.Split` by tiles of as many tokens as a query tile has.
+      by_warp: whether the split has all blocks of the lists: warps serve those that a tile does not share.
     """
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     def visibility(rows, row_low, row_high, keys):
-        return sm90_visibility.Neighbours(rows, *neighbours)
+        return (sm90_visibility.TileLists if by_warp else sm90_visibility.Neighbours)(rows, *neighbours)
 
     return _forward(query, key, value, low, high, config, visibility)[0]
 
@@ -100,7 +103,7 @@ def _forward(
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import mosaic, sm90, sm90_gather, sm90_reduce
+    from nsa_jax.ops.kernels import mosaic, sm90, sm90_gather, sm90_reduce, sm90_warp
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
@@ -125,10 +128,9 @@ def _forward(
         summands = numbers.reshape(-1), *(x.reshape(-1, v_dim) for x in gated.outs)
 
     def kernel(bounds_ref, *refs):
-        *arrays, buffers, vectors, words_smem2, loaded, freed = refs
+        *arrays, buffers, bounds_smem3, words_smem2, loaded, freed = refs
         divided = sm90.divided(arrays, bounds, tensors, masks, summands, outputs)
         bound_refs, (query_ref, key_ref, value_ref), mask_refs, summand_refs, out_refs = divided
-        *bounds_smem3, lse_smem2 = vectors
         query_smem2, query_boxes = rows.views(buffers[0])
         out_smem2, out_boxes = rows.views(buffers[0 if shared_out else 1])
         key_smem, value_smem = buffers[-2:]
@@ -269,10 +271,7 @@ def _forward(
 
             accs = pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc, *_ in states))
             plgpu.barrier_arrive(value_freed.at[slot])
-            return tuple(
-                (acc, peak, sm90_reduce.sum_of_row(total))
-                for acc, (_, peak, total, _) in zip(accs, states, strict=True)
-            )
+            return tuple((acc, peak, total) for acc, (_, peak, total, _) in zip(accs, states, strict=True))
 
         def visit(tile, index, limits):
             """All key blocks of a tile that has some: what `last_product` returns."""
@@ -284,6 +283,41 @@ def _forward(
                 body = functools.partial(step, exact, served, index, tile)
                 states, _ = lax.fori_loop(jnp.maximum(first, tile.begin + 1), last, body, (states, ahead))
             return last_product(tile, states)
+
+        def visit_by_warp(tile, index, end, state):
+            """Continues with the blocks behind those of all phases: a warp serves those that one of its rows sees."""
+            queries = sm90.load(query_smem2.at[tile.at], plgpu.Layout.WGMMA)
+            low, high = (sm90.load(ref.at[tile.at], layout) for ref in bounds_smem3)
+
+            def step(i, carry):
+                state, (block, bits) = carry
+                following = look_up(index, jnp.minimum(i + 1, end - 1))
+                slot = slot_of(tile, i)
+                seen = visibility.seen(words_smem2, tile.at, i, bits, wg)
+                wait_for_key(tile, i)
+
+                def serve(acc, peak, total):
+                    scores = sm90_warp.row_products(queries, key_smem.at[slot])
+                    plgpu.barrier_arrive(key_freed.at[slot])
+                    partial = seen & ((low > block * keys) | (high < block * keys + keys))
+                    exact = jnp.logical_not(sm90_reduce.any_in_warp(partial.astype(jnp.int32)))
+                    state = attend(exact, 0, tile, i, (peak, total), scores, block, bits)
+                    peak, total, weights, factor, raised = state
+                    acc = sm90.scale_rows(acc, factor, raised)
+                    plgpu.barrier_wait(value_loaded.at[slot])
+                    acc = sm90_warp.add_product(acc, weights.astype(query_ref.dtype), value_smem.at[slot])
+                    plgpu.barrier_arrive(value_freed.at[slot])
+                    return acc, peak, total
+
+                def leave(*state):
+                    plgpu.barrier_arrive(key_freed.at[slot])
+                    plgpu.barrier_wait(value_loaded.at[slot])
+                    plgpu.barrier_arrive(value_freed.at[slot])
+                    return state
+
+                return lax.cond(sm90_reduce.any_in_warp(seen.astype(jnp.int32)), serve, leave, *state), following
+
+            return lax.fori_loop(tile.end, end, step, (state, look_up(index, jnp.minimum(tile.end, end - 1))))[0]
 
         def out_slot(tile):
             return tile.at if shared_out else wg
@@ -298,10 +332,12 @@ def _forward(
             """Stores the warpgroup's rows of an output and their log-sum-exp."""
             normalize(tile, acc, total)
             some = total > 0
-            lse_smem2[wg] = jnp.where(some, peak * LN2 + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
+            lse = jnp.where(some, peak * LN2 + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
             plgpu.commit_smem()
             rows.store(out_boxes.at[out_slot(tile)], out_ref, b, kv_head, tile.first_row)
-            plgpu.copy_smem_to_gmem(lse_smem2.at[wg], lse_ref.at[b, kv_head, pl.ds(tile.first_row, ROWS)])
+            first = (b * kv_heads + kv_head) * (rows.tiles * rows.tile) + tile.first_row
+            row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout) + first
+            sm90_gather.store_numbers(lse_ref, row, lse)
 
         def store_sum(tile, states):
             """Stores the gated sum of the warpgroup's rows."""
@@ -317,6 +353,7 @@ def _forward(
             sm90_gather.store_rows(out_refs[0], sum_row, sm90_gather.weighted_sum(weights, parts), inside)
 
         def compute_tile(n, before, index, *limits):
+            everything, limits = limits[-1], limits[: len(visibility.phases) + 1]
             begin, end = limits[0], limits[-1]
             buffer = lax.rem(n, jnp.int32(query_buffers))
             at = buffer * warpgroups + wg
@@ -328,6 +365,9 @@ def _forward(
                 return ((sm90.zeros((ROWS, v_dim)), *no_keys()),) * attentions
 
             states = lax.cond(end > begin, lambda: visit(tile, index, limits), skip)
+            if visibility.by_warp:
+                states = (visit_by_warp(tile, index, everything, states[0]),)
+            states = tuple((acc, peak, sm90_reduce.sum_of_row(total)) for acc, peak, total in states)
             if not shared_out:
                 plgpu.barrier_arrive(query_freed.at[buffer])
             if gated is not None:
@@ -374,7 +414,7 @@ def _forward(
                 buffer(stages, keys, h_dim),
                 buffer(stages, keys, v_dim),
             ),
-            (*(vector for _ in bounds), plgpu.SMEM((warpgroups, ROWS), jnp.float32)),
+            tuple(vector for _ in bounds),
             plgpu.SMEM((query_buffers * warpgroups, num_words, ROWS), jnp.int32) if num_words else None,
             (query_filled, filled, filled),
             (plgpu.Barrier(num_barriers=query_buffers, num_arrivals=warpgroups), freed, freed),
@@ -383,7 +423,7 @@ def _forward(
 
     outputs = [
         rows.arranged(batch, v_dim, query.dtype),
-        jax.ShapeDtypeStruct((batch, kv_heads, rows.tiles * rows.tile), jnp.float32),
+        jax.ShapeDtypeStruct((batch * kv_heads * rows.tiles * rows.tile,), jnp.float32),
     ] * attentions
     if gated is not None:
         outputs = [jax.ShapeDtypeStruct((batch * length * heads, v_dim), query.dtype)]
@@ -397,4 +437,5 @@ def _forward(
     )
     if gated is not None:
         return results[0].reshape(batch // gated.kv_heads, length, heads * gated.kv_heads, v_dim)
-    return [(rows.restore(out), rows.from_rows(lse)) for out, lse in zip(results[::2], results[1::2], strict=True)]
+    lses = (lse.reshape(batch, kv_heads, -1) for lse in results[1::2])
+    return [(rows.restore(out), rows.from_rows(lse)) for out, lse in zip(results[::2], lses, strict=True)]

@@ -42,10 +42,12 @@ class KeyRange:
       num_words: words of bits that are loaded with every row.
       phases: of the steps between a tile's limits: whether every row sees whole blocks, and how many attentions there
         are.
+      by_warp: whether there is one more limit, of steps that each warp serves or leaves out.
     """
 
     num_words = 0
     phases: tuple[tuple[bool, int], ...] = PHASES
+    by_warp = False
 
     def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None = None):
         self.rows = rows
@@ -154,6 +156,15 @@ class Neighbours(KeyRange):
             return None
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT) + wg * ROWS
         return sm90.has_bit(jnp.broadcast_to(bits, row.shape), lax.div(row, jnp.int32(self.rows.group)))
+
+
+class TileLists(Neighbours):
+    """`Neighbours` of a split with all blocks of the lists: those that the tile does not share come last."""
+
+    by_warp = True
+
+    def tile_range(self, bounds_ref, tile, batch, kv_head):
+        return *super().tile_range(bounds_ref, tile, batch, kv_head), bounds_ref[batch, kv_head, tile, 2]
 
 
 def hide(x, fill: float, position, low_smem, high_smem, axis: int):

@@ -2,7 +2,8 @@
 
 Short rows on Hopper are read whole, under a mask of blocks. Otherwise lists are split first: a tile of neighbouring
 tokens shares blocks, always the forced ones and often more, and these are read once for the whole tile. What is left of
-each list is then read token by token or, for small groups of heads, block by block, and continues from that result.
+each list is then read token by token or, for small groups of heads, block by block, and continues from that result. On
+Hopper one kernel does both, token by token.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from nsa_jax.ops.choices import Choice, SelectedForwardPlan, SelectedPlan
 from nsa_jax.ops.kernels.range_attention import sm90_forward
 from nsa_jax.ops.kernels.selected import (
     by_block_triton,
+    by_token_sm90,
     by_token_triton,
     inversion,
     neighbours_sm90,
@@ -44,6 +46,10 @@ def selected_forward(
     grouped = query.reshape(batch, length, num_kv, num_heads // num_kv, h_dim)
     query_offset = jnp.asarray(query_offset, jnp.int32).reshape(1)
     blocks: dict[str, Any] = dict(select_block=select_block, packed=packed)
+    if plan.rest.kernel == "selected.by_token_sm90":
+        return by_token_sm90.forward(
+            query, key, value, block_indices, segment_start, query_offset, plan.lists, plan.rest.tiles, **blocks
+        )
     split, lists, state, tile = None, block_indices, (), plan.lists.tile
     by_token = plan.rest.kernel == "selected.by_token_triton"
     if plan.neighbours is not None:

@@ -1,7 +1,8 @@
 """Block lists split by tiles of neighbouring tokens: what a tile shares and what is left to each token.
 
 A block that several tokens of a tile list is read once for all of them, by a program with many rows; the rest of each
-list is read token by token. Forward and the backward's query-major pass work this way.
+list is read token by token. Forward and the backward's query-major pass work this way. On Hopper one program reads the
+rest too: then all blocks are in the tile's list.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ def slot_of(word, token):
 
 def _split_kernel(
     offset_ref, list_ref, start_ref, block_ref, bits_ref, count_ref, *refs,
-    length, num_listed, num_keys, select_block, share, packed, words, with_slots,
+    length, num_listed, num_keys, select_block, share, packed, words, with_slots, everything,
 ):  # fmt: skip
     """Splits the lists of a tile of tokens: list_ref [Q, n], block_ref and bits_ref [U + 1].
 
-    refs: words [J'] if `words`, else rest [Q', n + 1] and, `with_slots`, slots [U + 1] and num_rest [Q'].
+    refs: nothing if `everything`, words [J'] if `words`, else rest [Q', n + 1] and, `with_slots`, slots [U + 1] and
+    num_rest [Q'].
     """
     tile = list_ref.shape[0]
     begin = pl.program_id(0) * tile
@@ -90,7 +92,8 @@ def _split_kernel(
     shared = lax.population_count(bits) >= share
     # The first token that lists a shared block enters it into the tile's list; blocks that every token reads whole go
     # first, since they need no mask.
-    leader = shared & ((bits & -bits) == (1 << token))
+    first = (bits & -bits) == (1 << token)
+    leader = first & shared
     full = leader & (listed < jnp.minimum(begin + offset_ref[0], num_keys - 1) // select_block)
     full &= lax.population_count(bits) == everyone
     if packed:
@@ -105,11 +108,20 @@ def _split_kernel(
     full_rank, num_full = ranks(full)
     other_rank, num_other = ranks(leader & ~full)
     rank = jnp.where(full, full_rank, num_full + other_rank)
+    if everything:
+        # Then the others, one of each token in turn: a token that lists many in a row would keep the others waiting.
+        alone = (first & ~shared).astype(jnp.int32)
+        per_slot = jnp.sum(alone, axis=0)
+        alone_rank = (jnp.cumsum(per_slot, axis=0) - per_slot)[None] + jnp.cumsum(alone, axis=0) - alone
+        rank, leader = jnp.where(leader, rank, num_full + num_other + alone_rank), first
+        count_ref[2] = num_full + num_other + jnp.sum(per_slot)
     rank = jnp.where(leader, rank, block_ref.shape[0] - 1)  # the last element takes what no list has
     block_ref[rank] = listed
     bits_ref[rank] = bits
     count_ref[0] = num_full + num_other
     count_ref[1] = num_full
+    if everything:
+        return
     if words:
         # The words keep what is left to the tokens. All threads have read their bits by now.
         inversion.wait_for_stores()
@@ -134,11 +146,12 @@ class Split(NamedTuple):
     """Lists split by tiles of Q tokens: what a tile shares, and what is left to each token.
 
     Attributes:
-      block, bits: int32 [B, K, tiles, U + 1], a shared block and the tokens of the tile that list it.
+      block, bits: int32 [B, K, tiles, U + 1], a shared block and the tokens of the tile that list it; if everything was
+        asked for, then the other blocks.
       num_shared: int32 [B, K, tiles, 2], how many shared blocks there are, and how many of them all
-        tokens read whole; those come first.
+        tokens read whole; those come first. If everything was asked for, [B, K, tiles, 3]: then how many blocks.
       rest: int32 [B, tiles, Q', K, n + 1], the other blocks of every token, ascending, padded with J; None if words
-        were asked for.
+        or everything were asked for.
       words: int32 [B, K, tiles, J'], bits of the tokens that list each of the other blocks, see `inversion`; None if
         they were not asked for.
       slots: int32 [B, K, tiles, U + 1], the shared block's place in the list of every token that lists it, 4 bits for
@@ -157,7 +170,7 @@ class Split(NamedTuple):
 
 def split_lists(
     block_indices, segment_start, query_offset, *, tile, share, select_block, num_keys, packed, with_slots=False,
-    words=False,
+    words=False, everything=False,
 ) -> Split:  # fmt: skip
     """Splits lists by tiles of tokens.
 
@@ -173,10 +186,11 @@ def split_lists(
       with_slots: `slots` and `num_rest` are wanted, see `can_have_slots`, and `rest` holds block * n' + slot, where n'
         is n rounded up to a power of two and the slot is the block's place in its token's list; its padding is J * n'.
       words: `words` are wanted, and not `rest`.
+      everything: the other blocks are wanted in the tile's list, and not `rest`.
     """
     batch, length, num_kv, num_listed = block_indices.shape
     tiles = pl.cdiv(length, tile)
-    width = tile * num_listed // share + 1
+    width = tile * num_listed // (1 if everything else share) + 1
     tile_shape = jax.ShapeDtypeStruct((batch, num_kv, tiles, width), jnp.int32)
     padded = pl.next_power_of_2(tile)
     if with_slots and not can_have_slots(tile, num_listed):
@@ -188,11 +202,13 @@ def split_lists(
         (tile_spec, tile_shape),
         (tile_spec, tile_shape),
         (
-            pl.BlockSpec((None, None, None, 2), lambda i, k, b: (b, k, i, 0)),
-            jax.ShapeDtypeStruct((batch, num_kv, tiles, 2), jnp.int32),
+            pl.BlockSpec((None, None, None, 3 if everything else 2), lambda i, k, b: (b, k, i, 0)),
+            jax.ShapeDtypeStruct((batch, num_kv, tiles, 3 if everything else 2), jnp.int32),
         ),
     ]
-    if words:
+    if everything:
+        pass
+    elif words:
         word_spec = pl.BlockSpec((None, None, None, columns), lambda i, k, b: (b, k, i, 0))
         outputs.append((word_spec, jax.ShapeDtypeStruct((batch, num_kv, tiles, columns), jnp.int32)))
     else:
@@ -203,7 +219,7 @@ def split_lists(
         outputs.append((tile_spec, tile_shape))
         outputs.append((token_spec, jax.ShapeDtypeStruct((batch, num_kv, tiles, padded), jnp.int32)))
     out_specs, out_shape = zip(*outputs, strict=True)
-    block, bits, num_shared, rest, *slots = triton_call(
+    block, bits, num_shared, *others = triton_call(
         functools.partial(
             _split_kernel,
             length=length,
@@ -214,6 +230,7 @@ def split_lists(
             packed=packed,
             words=words,
             with_slots=with_slots,
+            everything=everything,
         ),
         num_warps=1 if padded * num_listed <= (512 if words else 256) else 4,
         num_stages=1,
@@ -227,5 +244,8 @@ def split_lists(
         out_shape=list(out_shape),
         name="nsa_selected_split",
     )(query_offset.reshape(1), block_indices, segment_start)
+    if everything:
+        return Split(block, bits, num_shared, None)
+    rest, *slots = others
     lists = (None, rest) if words else (rest, None)
     return Split(block, bits, num_shared, *lists, *slots)
