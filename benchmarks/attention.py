@@ -5,6 +5,7 @@ r"""Times NSA and its branches against dense cuDNN attention, in one process on 
     python benchmarks/attention.py --lengths 2048,8192 --shape 12,2,64,64 --ops nsa,selected --lists random,shared
     python benchmarks/attention.py --lengths 2048 --batch 64 --shape 12,2,64,64 --kernels hopper,a100 --ops nsa
     python benchmarks/attention.py --lengths 32768 --documents 16 --no-dense --ops nsa
+    python benchmarks/attention.py --lengths 65536 --alike 64 --ops nsa
     python benchmarks/attention.py --lengths 8192 --ops nsa --passes fwd --profile 8      # kernels, by launch
     python benchmarks/attention.py --merge more.json --json benchmarks/results/attention_h200.json \
         --plot benchmarks/results/attention_h200.png     # rows of another run on the same GPU; then make docs
@@ -12,8 +13,9 @@ r"""Times NSA and its branches against dense cuDNN attention, in one process on 
         --json benchmarks/results/attention_h200.json --plot benchmarks/results/attention_h200.png      # draws it again
 
 "nsa" is `nsa_attention` with selection, gates and list building, compressed keys given; its gradients are those of all
-eight inputs. "selected" alone reads made-up lists: independent per token ("random") or shared by
-64 neighbours ("shared"). `--kernels a100` times on a Hopper GPU the kernels that an A100 would get, `a100_triton` has
+eight inputs. "selected" alone reads made-up lists: independent per token ("random") or shared by 64 neighbours
+("shared"). Queries are random, the worst case for "nsa"; with `--alike 64` so many neighbours have the same query, and
+so nearly the same lists. `--kernels a100` times on a Hopper GPU the kernels that an A100 would get, `a100_triton` has
 Triton for all of range attention, as before JAX 0.11 but without cuDNN for the window. `--no-wgmma` keeps Triton from
 Hopper's instructions, as Mosaic GPU is for `a100`. All programs are compiled side by side before the first is timed.
 """
@@ -113,19 +115,21 @@ class Bench:
 
     Args:
       documents: of equal length, that a row packs.
+      alike: neighbouring tokens that have the same query.
     """
 
-    def __init__(self, length, heads, kv_heads, head, value_head, config, dtype, seed, batch=1, documents=1):
+    def __init__(self, length, heads, kv_heads, head, value_head, config, dtype, seed, batch=1, documents=1, alike=1):
         self.length, self.heads, self.kv_heads = length, heads, kv_heads
         self.head, self.value_head, self.config, self.dtype = head, value_head, config, dtype
-        self.batch, self.documents, self.seed = batch, documents, seed
+        self.batch, self.documents, self.alike, self.seed = batch, documents, alike, seed
         self.keys = iter(jax.random.split(jax.random.key(seed), 64))
 
     def normal(self, *shape):
         return jax.random.normal(next(self.keys), (self.batch, *shape), self.dtype)
 
     def query(self):
-        return self.normal(self.length, self.heads, self.head)
+        different = self.normal(-(-self.length // self.alike), self.heads, self.head)
+        return jnp.repeat(different, self.alike, axis=1)[:, : self.length]
 
     def key_value(self, length):
         return self.normal(length, self.kv_heads, self.head), self.normal(length, self.kv_heads, self.value_head)
@@ -210,6 +214,9 @@ class AbstractBench(Bench):
     def normal(self, *shape):
         return jax.ShapeDtypeStruct((self.batch, *shape), self.dtype)
 
+    def query(self):
+        return self.normal(self.length, self.heads, self.head)
+
     def gates(self):
         return self.normal(self.length, self.heads, 3)
 
@@ -244,15 +251,16 @@ def serving(kernels: str) -> contextlib.AbstractContextManager:
 def cases(args) -> Iterator[tuple[dict[str, Any], tuple]]:
     """What is timed, and the arguments of its `Bench`."""
     config = nsa_jax.NSAConfig()
+    chosen = "selection" if args.alike == 1 else "alike"
     for shape, length in ((shape, length) for shape in args.shape for length in args.lengths):
         sizes = tuple(int(x) for x in shape.split(","))
-        bench = (length, *sizes, config, jnp.bfloat16, args.seed, args.batch, args.documents)
+        bench = (length, *sizes, config, jnp.bfloat16, args.seed, args.batch, args.documents, args.alike)
         case = {"B": args.batch, "T": length, **dict(zip("NKHV", sizes, strict=True)), "documents": args.documents}
         if args.dense:
             yield case | {"op": "dense", "lists": "", "kernels": ""}, bench
         for kernels in args.kernels:
             for op in args.ops:
-                for lists in args.lists if op == "selected" else ["selection" if op == "nsa" else ""]:
+                for lists in args.lists if op == "selected" else [chosen if op == "nsa" else ""]:
                     yield case | {"op": op, "lists": lists, "kernels": kernels}, bench
 
 
@@ -374,7 +382,7 @@ def plot(rows: list[dict], title: str, path: str) -> None:
                 if row["op"] == op
                 and row["pass"] == which
                 and all(row[k] == v for k, v in shape.items())
-                and row["kernels"] in ("", first["kernels"])
+                and all(row[k] in ("", first[k]) for k in ("kernels", "lists"))
             )
             if points:
                 name = "dense (cuDNN)" if op == "dense" else "NSA (nsa_jax)"
@@ -416,6 +424,7 @@ def main() -> None:
     parser.add_argument("--no-wgmma", action="store_true", help="Triton takes Ampere instructions on a Hopper GPU")
     parser.add_argument("--batch", type=int, default=1, help="rows")
     parser.add_argument("--documents", type=int, default=1, help="packed in a row; --ops nsa alone")
+    parser.add_argument("--alike", type=int, default=1, help="neighbours that have the same query; --ops nsa alone")
     parser.add_argument("--profile", type=int, default=0, help="print this many kernels of a call, all into --json")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the rows and the environment here")
@@ -427,6 +436,8 @@ def main() -> None:
         parser.error("--merge needs --json: the result that the rows are put into")
     if args.documents > 1 and (args.ops != ["nsa"] or args.dense):
         parser.error("--documents needs --ops nsa --no-dense: the other ops are timed with one document in a row")
+    if args.alike > 1 and args.ops != ["nsa"]:
+        parser.error("--alike needs --ops nsa: the other ops are timed with random queries")
     if "hopper" in args.kernels and own != "hopper" and not args.merge:
         parser.error("--kernels hopper needs a Hopper GPU")
     args.shape = args.shape or ["64,4,128,128"]

@@ -214,13 +214,12 @@ def whole_operator_rows(name: str, device: str = "") -> dict[str, list[str]]:
     """As `attention_rows`, of a result with dense attention, NSA and, if they were timed, an A100's kernels."""
     found: dict[tuple, dict[tuple, float]] = {}
     for row in results(name)["rows"]:
-        case = row["B"], row["T"], row["documents"], *shape(row)
+        case = row["B"], row["T"], row["documents"], row["lists"] == "alike", *shape(row)
         found.setdefault(case, {})[row["op"], row["kernels"], row["pass"]] = row["ms"]
     rows = {}
-    for (batch, length, documents, heads, kv_heads, dim, _), ms in found.items():
-        name = f"{device}{batch} x {length:,}, {heads} / {kv_heads} heads of {dim}" + (
-            ", 16 documents" if documents > 1 else ""
-        )
+    for (batch, length, documents, alike, heads, kv_heads, dim, _), ms in found.items():
+        name = f"{device}{batch} x {length:,}, {heads} / {kv_heads} heads of {dim}"
+        name += ", 16 documents" * (documents > 1) + ", 64 neighbours alike" * alike
         timed = {
             which: [ms.get((*which, kind)) for kind in ("fwd", "fwd_bwd")]
             for which in (("dense", ""), ("nsa", "hopper"), ("nsa", "a100"))

@@ -43,6 +43,18 @@ def test_several_rows_of_several_documents_are_timed_as_such():
     assert many.lists(1).shape == (3, 64, 2, 2)
 
 
+def test_alike_neighbours_have_the_same_query():
+    config = nsa_jax.NSAConfig(4, 2, 4, 2, 1, 1, 3)
+    bench = attention.Bench(62, 4, 2, 16, 16, config, "float32", 0, alike=4)
+    function, inputs, _ = bench.inputs("nsa", None)
+    query = np.asarray(inputs[0])
+    assert query.shape == (1, 62, 4, 16) and function(*inputs).shape == query.shape
+    same = (query[:, 1:] == query[:, :-1]).all((0, 2, 3))
+    np.testing.assert_array_equal(same, np.arange(1, 62) % 4 != 0)
+    abstract = attention.AbstractBench(62, 4, 2, 16, 16, config, "float32", 0, alike=4)
+    assert abstract.inputs("nsa", None)[1][0].shape == query.shape
+
+
 def _result(commit, device="NVIDIA H200", **ms):
     """A result with a row of NSA per length, given as T2048=ms."""
     case = {"op": "nsa", "pass": "fwd", "B": 1, "N": 64, "K": 4, "H": 128, "V": 128, "lists": "selection"}
