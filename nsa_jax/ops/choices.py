@@ -88,9 +88,10 @@ class SelectionPlan:
 
 @dataclasses.dataclass(frozen=True)
 class SelectedForwardPlan:
-    """The selected branch's forward pass: what neighbouring tokens share, unless `rest` serves that too, then the rest.
+    """The selected branch's forward pass: what neighbouring tokens share, if anything is, and then the rest.
 
-    `lists` are the tiles by which lists are divided; None if `rest` reads whole rows under a mask.
+    Where one kernel serves both, the two choices are the same. `lists` are the tiles by which lists are divided; None
+    if `rest` reads whole rows under a mask.
     """
 
     neighbours: Choice | None

@@ -286,8 +286,8 @@ def plan_selected_forward(
     if fits and not lists.key_major and max(dims) <= 128:
         reason = f"what {lists.share} of {lists.tile} neighbours list and then the rest; sm90, {shape.group} heads"
         record = selected_tiles.selected_token_config(*dims)
-        rest = Choice("selected.by_token_sm90", record, reason, "selected.by_token_triton")
-        return SelectedForwardPlan(None, rest, lists)
+        both = Choice("selected.by_token_sm90", record, reason, "selected.by_token_triton")
+        return SelectedForwardPlan(both, both, lists)
     shared = f"blocks that {lists.share} of {lists.tile} neighbouring tokens list"
     if fits:
         record = selected_tiles.selected_hopper_config(*dims)

@@ -52,7 +52,7 @@ A100_TABLE = {
                "grad_reduce_triton"),
 }  # fmt: skip
 H100_TABLE = A100_TABLE | {
-    "paper": (False, SM90_RANGE, None, "by_token_sm90", "grad_scores_sm90", "grad_query"),
+    "paper": (False, SM90_RANGE, "by_token_sm90", "by_token_sm90", "grad_scores_sm90", "grad_query"),
     "groups_of_4": (False, SM90_RANGE, "sm90_forward", "by_block_sm90", "grad_partials_sm90",
                     "grad_reduce_triton"),
     "groups_of_7": (True, SM90_RANGE, "neighbours_sm90", "by_block_sm90", "grad_partials_sm90", "grad_reduce_triton"),

@@ -102,6 +102,7 @@ def test_what_the_self_test_asks_of_shared_blocks_is_compiled_beside_the_rest(co
     with compile_for(Target("gpu", (9, 0))):
         sizes = dict(dim=768, num_heads=12, num_kv_heads=2, head_dim=64, compute_dtype="bfloat16", vocab_size=8)
         assert selftest._shares_blocks(ModelConfig(**sizes), 32_768)
+        assert selftest._shares_blocks(ModelConfig(**sizes | dict(num_heads=32)), 32_768)  # groups of 16
         assert not selftest._shares_blocks(ModelConfig(**sizes), 2048)
         assert not selftest._shares_blocks(ModelConfig(**sizes, attention="dense"), 32_768)
     monkeypatch.setattr(selftest, "_shares_blocks", lambda *_: True)
