@@ -2,7 +2,7 @@
 
 `plgpu.wgmma` multiplies 64 rows, of all four warps, with the same operand. Where a warp's rows have an operand of their
 own, these take `mma.sync`, which has half the rate. Arrays are in the layout of `wgmma`'s products, in which a warp has
-the same 16 of 64 rows. Warps meet nowhere, so that both may be used under a condition that is a warp's own.
+the same 16 of 64 rows. Neither function waits for other warps, so a warp may call it under a condition of its own.
 """
 
 from __future__ import annotations

@@ -206,12 +206,10 @@ def split_lists(
             jax.ShapeDtypeStruct((batch, num_kv, tiles, 3 if everything else 2), jnp.int32),
         ),
     ]
-    if everything:
-        pass
-    elif words:
+    if words:
         word_spec = pl.BlockSpec((None, None, None, columns), lambda i, k, b: (b, k, i, 0))
         outputs.append((word_spec, jax.ShapeDtypeStruct((batch, num_kv, tiles, columns), jnp.int32)))
-    else:
+    elif not everything:
         rest_spec = pl.BlockSpec((None, None, padded, None, num_listed + 1), lambda i, k, b: (b, i, 0, k, 0))
         rest_shape = jax.ShapeDtypeStruct((batch, tiles, padded, num_kv, num_listed + 1), jnp.int32)
         outputs.append((rest_spec, rest_shape))
