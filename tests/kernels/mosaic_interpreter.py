@@ -238,7 +238,13 @@ def _store_numbers(ref, index, values, inside=None):
         def _():
             ref[index[i]] = values[i]
 
-    jax.lax.fori_loop(0, index.shape[0], store, None)
+    def store_run():
+        ref[pl.ds(index[0], index.shape[0])] = values
+
+    # One by one takes minutes in a long test.
+    run = jnp.array_equal(index, index[0] + jnp.arange(index.shape[0])) & (inside is None)
+    pl.when(run)(store_run)
+    pl.when(jnp.logical_not(run))(lambda: jax.lax.fori_loop(0, index.shape[0], store, None))
 
 
 def _zeros(columns):
