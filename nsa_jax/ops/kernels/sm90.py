@@ -403,7 +403,7 @@ def load_blocks(begin, end, before, size: int, streams, index, block_of=lambda i
       before: how many blocks went through the buffers for earlier tiles.
       size: keys per block.
       streams: of keys and of values, (array [B, S, K, D], buffers [stages, size, D], loaded, freed) with one barrier
-        of each kind per buffer.
+        of each kind per buffer; freed is None where the buffer is freed with the other one.
       index: batch entry and key/value head.
       block_of: the block number of a step.
     """
@@ -415,7 +415,8 @@ def load_blocks(begin, end, before, size: int, streams, index, block_of=lambda i
         count = before + i - begin
         slot = lax.rem(count, jnp.int32(stages))
         for ref, smem, loaded, freed in streams:
-            pl.when(count >= stages)(functools.partial(plgpu.barrier_wait, freed.at[slot]))
+            if freed is not None:
+                pl.when(count >= stages)(functools.partial(plgpu.barrier_wait, freed.at[slot]))
             plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(block * size, size), kv_head], smem.at[slot], loaded.at[slot])
         return following
 

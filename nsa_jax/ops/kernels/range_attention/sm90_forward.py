@@ -114,11 +114,12 @@ def _forward(
     query = rows.arrange(query)
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
     visibility = make_visibility(rows, *bounds[:2], keys)
+    together = visibility.by_warp  # a block's keys and values have one barrier, and are freed together
     tensors, masks, num_words = (query, key, value), visibility.mask_arrays(), visibility.num_words
     attentions = len(bounds) - 1
     scale = LOG2E / math.sqrt(h_dim)
-    total = rows.tiles * kv_heads * batch
-    per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(total, config.most_tiles)
+    all_tiles = rows.tiles * kv_heads * batch
+    per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(all_tiles, config.most_tiles)
     layout, shape = sm90_visibility.ROW_LAYOUT, (ROWS, keys)
     # A tile's output takes the place of its queries. The other buffer has the next tile's while TMA reads it.
     shared_out = query_buffers > 1 and h_dim == v_dim
@@ -153,6 +154,14 @@ def _forward(
 
         def wait_for_key(tile, i):
             plgpu.barrier_wait(key_loaded.at[slot_of(tile, i)])
+
+        def free_key(slot):
+            if not together:
+                plgpu.barrier_arrive(key_freed.at[slot])
+
+        def wait_for_value(slot):
+            if not together:
+                plgpu.barrier_wait(value_loaded.at[slot])
 
         def free_tile_before(tile):
             """Frees the queries' place of the tile before, if its output lies there, once TMA has read that output."""
@@ -214,7 +223,7 @@ def _forward(
                 return scores_ref[...]
 
             scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-            plgpu.barrier_arrive(key_freed.at[slot])
+            free_key(slot)
             new = [attend(exact(which), which, tile, i, no_keys(), scores, block, bits) for which in range(attentions)]
             return tuple((sm90.zeros((ROWS, v_dim)), x[0], x[1], x[2].astype(query_ref.dtype)) for x in new)
 
@@ -236,11 +245,11 @@ def _forward(
 
                 def with_scores(scores_ref):
                     plgpu.wgmma(scores_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
-                    plgpu.barrier_wait(value_loaded.at[before])
+                    wait_for_value(before)
                     for acc, half in zip(accs, halves, strict=True):
                         plgpu.wgmma(acc, half[...], value_smem.at[before])
                     scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=served)
-                    plgpu.barrier_arrive(key_freed.at[slot])
+                    free_key(slot)
                     running = [(peaks[which][...], totals[which][...]) for which in range(served)]
                     new = [attend(exact, which, tile, i, x, scores, block, bits) for which, x in enumerate(running)]
                     return sm90.before_wait(new, functools.reduce(jnp.bitwise_or, [x[-1] for x in new]) != 0)
@@ -263,7 +272,7 @@ def _forward(
         def last_product(tile, states):
             """(accumulator, what rows subtract, normalizer) of each attention with the last block's values."""
             slot = slot_of(tile, tile.end - 1)
-            plgpu.barrier_wait(value_loaded.at[slot])
+            wait_for_value(slot)
 
             def multiply(acc_refs):
                 for acc_ref, (*_, half) in zip(acc_refs, states, strict=True):
@@ -298,20 +307,20 @@ def _forward(
 
                 def serve(acc, peak, total):
                     scores = sm90_warp.row_products(queries, key_smem.at[slot])
-                    plgpu.barrier_arrive(key_freed.at[slot])
+                    free_key(slot)
                     partial = seen & ((low > block * keys) | (high < block * keys + keys))
                     exact = jnp.logical_not(sm90_reduce.any_in_warp(partial.astype(jnp.int32)))
                     state = attend(exact, 0, tile, i, (peak, total), scores, block, bits)
                     peak, total, weights, factor, raised = state
                     acc = sm90.scale_rows(acc, factor, raised)
-                    plgpu.barrier_wait(value_loaded.at[slot])
+                    wait_for_value(slot)
                     acc = sm90_warp.add_product(acc, weights.astype(query_ref.dtype), value_smem.at[slot])
                     plgpu.barrier_arrive(value_freed.at[slot])
                     return acc, peak, total
 
                 def leave(*state):
-                    plgpu.barrier_arrive(key_freed.at[slot])
-                    plgpu.barrier_wait(value_loaded.at[slot])
+                    free_key(slot)
+                    wait_for_value(slot)
                     plgpu.barrier_arrive(value_freed.at[slot])
                     return state
 
@@ -377,7 +386,6 @@ def _forward(
                 store(tile, out_ref, lse_ref, *state)
 
         def load_tile(n, before, tile, *limits):
-            streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
             rows.load_tile(
                 n, tile, b, kv_head, query_loaded, query_freed,
                 tiles=[(query_ref, query_boxes)],
@@ -390,6 +398,10 @@ def _forward(
                     for ref in summand_refs[1:]:
                         sm90_gather.prefetch_rows(ref, row)
             block_of = visibility.block_of(mask_refs, tile, b, kv_head)
+            of_key, of_value = (key_loaded, key_freed), (value_loaded, value_freed)
+            if together:
+                of_key, of_value = (key_loaded, value_freed), (key_loaded, None)
+            streams = (key_ref, key_smem, *of_key), (value_ref, value_smem, *of_value)
             sm90.load_blocks(limits[0], limits[-1], before, keys, streams, (b, kv_head), block_of)
 
         def consume():
@@ -400,20 +412,17 @@ def _forward(
 
     def nsa_ranged_forward(*refs):
         buffer = functools.partial(sm90.tiled, dtype=query.dtype)
-        filled = plgpu.Barrier(num_barriers=stages)
+        filled = plgpu.Barrier(num_barriers=stages, num_arrivals=2 if together else 1)
         freed = plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups)
         vector = plgpu.SMEM((query_buffers * warpgroups, ROWS), jnp.int32)
         query_filled = plgpu.Barrier(
             num_barriers=query_buffers * warpgroups, num_arrivals=rows.arrivals(1, len(bounds) + num_words)
         )
+        outs = [] if shared_out else [rows.buffer(warpgroups, v_dim, query.dtype)]
+        queries = rows.buffer(query_buffers * warpgroups, h_dim, query.dtype)
         pl.run_scoped(
             lambda *scoped: kernel(*refs, *scoped),
-            (
-                rows.buffer(query_buffers * warpgroups, h_dim, query.dtype),
-                *([] if shared_out else [rows.buffer(warpgroups, v_dim, query.dtype)]),
-                buffer(stages, keys, h_dim),
-                buffer(stages, keys, v_dim),
-            ),
+            (queries, *outs, buffer(stages, keys, h_dim), buffer(stages, keys, v_dim)),
             tuple(vector for _ in bounds),
             plgpu.SMEM((query_buffers * warpgroups, num_words, ROWS), jnp.int32) if num_words else None,
             (query_filled, filled, filled),
@@ -429,8 +438,7 @@ def _forward(
         outputs = [jax.ShapeDtypeStruct((batch * length * heads, v_dim), query.dtype)]
     results = mosaic.call(
         nsa_ranged_forward,
-        (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
-        ("program", "kv_head", "batch"),
+        *visibility.grid(pl.cdiv(rows.tiles, per_program), kv_heads, batch),
         outputs,
         *(visibility.bounds, *bounds, *tensors, *masks, *summands),
         warpgroups=warpgroups + 1,

@@ -56,6 +56,12 @@ class KeyRange:
             row_low, row_high = rows.per_token(known.low[None], known.num_keys), rows.per_token(known.high[None], 0)
         self.bounds = for_batch(tile_bounds(row_low, row_high, rows.tile, keys), batch)
 
+    def grid(self, programs: int, kv_heads: int, batch: int) -> tuple[tuple[int, int, int], tuple[str, str, str]]:
+        """The grid and its axes' names, of which the last runs fastest: the programs of late tiles, which see most, go
+        first.
+        """
+        return (programs, kv_heads, batch), ("program", "kv_head", "batch")
+
     def mask_arrays(self) -> tuple[jax.Array, ...]:
         """What kernels take besides `bounds`."""
         return ()
@@ -162,6 +168,10 @@ class TileLists(Neighbours):
     """`Neighbours` of a split with all blocks of the lists: those that the tile does not share come last."""
 
     by_warp = True
+
+    def grid(self, programs: int, kv_heads: int, batch: int):
+        """One head after the other: tiles have about equally many blocks, and those of one head fit the L2 cache."""
+        return (batch, kv_heads, programs), ("batch", "kv_head", "program")
 
     def tile_range(self, bounds_ref, tile, batch, kv_head):
         return *super().tile_range(bounds_ref, tile, batch, kv_head), bounds_ref[batch, kv_head, tile, 2]
