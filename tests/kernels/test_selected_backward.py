@@ -231,7 +231,8 @@ def test_inverted_lists_hold_every_entry_once_in_bounded_items():
         assert (inverted.begin[row, needed:] == inverted.end[row, needed:]).all()
 
 
-def test_marked_entries_are_those_whose_query_does_not_see_its_whole_block():
+@pytest.mark.parametrize("needs_entries", [False, True])
+def test_marked_entries_are_those_whose_query_does_not_see_its_whole_block(needs_entries):
     batch, length, num_keys, num_kv, slots, offset = 2, 150, 201, 2, 3, 40
     query = jax.ShapeDtypeStruct((batch, length, 16 * num_kv, 64), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((batch, num_keys, num_kv, 64), jnp.bfloat16)
@@ -242,21 +243,25 @@ def test_marked_entries_are_those_whose_query_does_not_see_its_whole_block():
     indices = _random_lists(rng, batch, length, num_kv, slots, layout.num_blocks)
     positions = offset + np.arange(length)
     start = np.where(rng.random((batch, length)) < 0.5, 0, rng.integers(0, positions + 1, (batch, length)))
-    entries = selected_backward_module._entries_by_range(jnp.asarray(indices), layout)
-    inverted = readers.invert(entries, layout.num_blocks, config.chunk)
-    order, *_ = grad_scores_sm90.prepare(inverted, jnp.asarray(start, jnp.int32), jnp.int32(offset), layout)
+    entries, inverted, _ = selected_backward_module._inverted_lists(jnp.asarray(indices), layout, needs_entries)
+    assert (entries is not None) == needs_entries
+    lists = inverted, jnp.asarray(indices), jnp.asarray(start, jnp.int32)
+    order, *_ = grad_scores_sm90.prepare(*lists, jnp.int32(offset), layout)
     order, marks = np.asarray(order) & (2**30 - 1), np.asarray(order) >> 30
+    assert 0 <= order.min() and order.max() < layout.entries  # also behind the last item
     counts = [0, 0]
     for row in range(order.shape[0]):
         b, head, part = row // layout.ranges // num_kv, row // layout.ranges % num_kv, row % layout.ranges
-        assert sorted(order[row]) == list(range(layout.entries))
-        for entry, marked in zip(order[row], marks[row], strict=True):
-            t, slot = part * layout.range_length + entry // slots, entry % slots
-            if t < length and (block := indices[b, t, head, slot]) < layout.num_blocks:
-                keys = range(block * 64, block * 64 + 64)
-                sees_all = all(start[b, t] <= p <= offset + t and p < num_keys for p in keys)
-                assert marked == (not sees_all), (row, t, block)
-                counts[marked] += 1
+        first = part * layout.range_length
+        own = indices[b, first : first + layout.range_length, head].reshape(-1)
+        listed = np.flatnonzero(own < layout.num_blocks)
+        assert sorted(order[row, : listed.size]) == listed.tolist()
+        for entry, marked in zip(order[row, : listed.size], marks[row], strict=False):
+            t, block = first + entry // slots, own[entry]
+            keys = range(block * 64, block * 64 + 64)
+            sees_all = all(start[b, t] <= p <= offset + t and p < num_keys for p in keys)
+            assert marked == (not sees_all), (row, t, block)
+            counts[marked] += 1
     assert min(counts) > 50
 
 

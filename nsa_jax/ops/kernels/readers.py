@@ -22,7 +22,6 @@ class InvertedLists(NamedTuple):
       begin: int32 [rows, W], first entry of each work item in `order`.
       end: int32 [rows, W], one past its last entry; begin == end for items that are not needed.
       offset: int32 [rows, J + 1]: block j's work items are offset[j] .. offset[j + 1] - 1.
-      entry_block: int32 [rows, E], the block of each entry of `order`, J for padding; None if it was not made.
     """
 
     order: jax.Array
@@ -30,7 +29,6 @@ class InvertedLists(NamedTuple):
     begin: jax.Array
     end: jax.Array
     offset: jax.Array
-    entry_block: jax.Array | None = None
 
 
 def num_work_items(num_entries: int, num_blocks: int, chunk: int) -> int:
@@ -122,4 +120,4 @@ def invert(entries: jax.Array, num_blocks: int, chunk: int, even: bool = False) 
     end = jnp.minimum(begin + most, jnp.take_along_axis(starts, block + 1, axis=1))
     needed = item < offset[:, -1:]
     begin = jnp.where(needed, begin, 0)
-    return InvertedLists(order, block, begin, jnp.where(needed, end, begin), offset, entry_block)
+    return InvertedLists(order, block, begin, jnp.where(needed, end, begin), offset)

@@ -68,11 +68,14 @@ def _entries_by_range(block_indices: jax.Array, layout: Layout) -> jax.Array:
     return entries.reshape(layout.batch * layout.num_kv * layout.ranges, layout.entries)
 
 
-def _inverted_lists(block_indices: jax.Array, layout: Layout):
-    """(entries by range, where they are needed; inverted lists; entries of each token, int32 [B*K, at least T])."""
+def _inverted_lists(block_indices: jax.Array, layout: Layout, needs_entries: bool):
+    """(entries by range or, if they need not be there, None; inverted lists; entries of each token).
+
+    The latter are int32 [B*K, at least T].
+    """
     pairs, tile = layout.batch * layout.num_kv, inversion.WORD_BITS
     fits = inversion.fits(layout.batch, layout.length, layout.num_kv, tile, layout.num_blocks)
-    if fits and not layout.config.keep_scores:
+    if fits and not needs_entries:
         inverted, counts = inversion.invert(
             inversion.mark_lists(block_indices, layout.num_blocks, tile), block_indices, layout.num_blocks,
             layout.config.chunk, tile=tile, tiles_per_row=pl.cdiv(layout.range_length, tile), entries=layout.entries,
@@ -131,7 +134,10 @@ def selected_backward(
     if max(batch * length * num_heads, batch * key.shape[1] * num_kv) >= 2**31:
         raise NotImplementedError("selected_attention: more than 2^31 query or key rows (B*T*N, B*S*K) in the backward")
 
-    entries, inverted, counts = _inverted_lists(block_indices, layout)
+    offset = jnp.asarray(query_offset, jnp.int32)
+    split = grad_query.split_for(block_indices, segment_start, offset, layout)
+    by_token = config.keep_scores and split is None
+    entries, inverted, counts = _inverted_lists(block_indices, layout, needs_entries=by_token)
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse * LOG2E)
     tensors = (
         query.reshape(-1, head_dim),
@@ -142,12 +148,10 @@ def selected_backward(
         delta.reshape(-1),
         segment_start.astype(jnp.int32).reshape(-1),
     )
-    offset = jnp.asarray(query_offset, jnp.int32)
     prepared: Any = inverted
     if layout.hopper:
-        prepared = _by_block_module(layout).prepare(inverted, segment_start.astype(jnp.int32), offset, layout)
-
-    split = grad_query.split_for(block_indices, segment_start, offset, layout)
+        lists = inverted, block_indices, segment_start.astype(jnp.int32)
+        prepared = _by_block_module(layout).prepare(*lists, offset, layout)
 
     def finish_query(step, buffer, d_query):
         if not config.keep_scores:

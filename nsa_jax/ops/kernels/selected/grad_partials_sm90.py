@@ -29,12 +29,12 @@ def _division(layout: Layout) -> tuple[int, int]:
     return (3, 2) if max(layout.head_dim, layout.value_dim) <= ROWS else (2, 1)
 
 
-def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout: Layout):
+def prepare(inverted: readers.InvertedLists, block_indices, segment_start, query_offset, layout: Layout):
     """What all steps share: whether rows are packed, the list entries, and `readers.longest_first`.
 
     Arguments as `grad_scores_sm90.prepare`.
     """
-    del query_offset
+    del block_indices, query_offset
     # Queries of one document see whole blocks from the block's end on.
     packed = (segment_start > 0).any().astype(jnp.int32).reshape(1)
     items = readers.longest_first(inverted, layout.config.chunk, _division(layout)[0])

@@ -25,22 +25,23 @@ _WARPGROUPS = 2
 _MASKED = 1 << 30
 
 
-def prepare(inverted: readers.InvertedLists, segment_start, query_offset, layout: Layout):
+def prepare(inverted: readers.InvertedLists, block_indices, segment_start, query_offset, layout: Layout):
     """What all steps share: list entries, marked where a query does not see the whole block, `readers.longest_first`.
 
     Args:
       inverted: inverted lists.
+      block_indices: int32 [B, T, K, n].
       segment_start: int32 [B, T].
       query_offset: int32 scalar.
       layout: static sizes.
     """
     row = jnp.arange(inverted.order.shape[0], dtype=jnp.int32)[:, None]
-    token = jnp.minimum(row % layout.ranges * layout.range_length + inverted.order // layout.slots, layout.length - 1)
-    start = segment_start[row // layout.ranges // layout.num_kv, token]
-    assert inverted.entry_block is not None
-    first = inverted.entry_block * ROWS
-    whole = (token + query_offset >= first + ROWS - 1) & (start <= first)
-    order = jnp.where(whole, inverted.order, inverted.order | _MASKED)
+    batch, head = row // layout.ranges // layout.num_kv, row // layout.ranges % layout.num_kv
+    order = jnp.clip(inverted.order, 0, layout.entries - 1)  # what lies behind the last item is undefined
+    token = jnp.minimum(row % layout.ranges * layout.range_length + order // layout.slots, layout.length - 1)
+    first = block_indices[batch, token, head, order % layout.slots] * ROWS
+    whole = (token + query_offset >= first + ROWS - 1) & (segment_start[batch, token] <= first)
+    order = jnp.where(whole, order, order | _MASKED)
     return order, *readers.longest_first(inverted, layout.config.chunk, _WARPGROUPS)
 
 

@@ -203,8 +203,8 @@ def invert(
     Returns:
       The inverted lists, as `readers.invert` gives them for lists of the marked entries alone: `order` has a token's
       number times n and the entry's rank among the token's marked ones. What lies in it behind the last work item is
-      undefined, and `entry_block` is None. And how many entries of each token are marked, int32
-      [rows, tiles_per_row * tile], undefined where there is no token.
+      undefined. And how many entries of each token are marked, int32 [rows, tiles_per_row * tile], undefined where
+      there is no token.
     """
     batch, length, num_kv, num_listed = block_indices.shape
     tiles, width = words.shape[2:]
