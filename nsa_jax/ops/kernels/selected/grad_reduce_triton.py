@@ -13,6 +13,7 @@ from nsa_jax.ops.kernels.selected.grad_layout import Layout
 from nsa_jax.ops.kernels.triton import load_rows, pieces, store_rows, triton_call
 
 _PIECE = 16  # key rows per program of the key and value reduction
+_AT_ONCE = 4  # work items whose loads are in flight together
 
 
 def _reduce_items_kernel(
@@ -22,32 +23,36 @@ def _reduce_items_kernel(
 
     They are float32, unless all items belong to one range, whose sum is rounded here.
     """
-    block, piece, local_pair = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    block, part, local_pair = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     pair = step_ref[0] + local_pair
     row = pair * layout.ranges + step_ref[1]
     first, last = offset_ref[row, block], offset_ref[row, block + 1]
     begins = step_ref[1] == 0
+    column = part // 2 * _PIECE + lax.iota(jnp.int32, _PIECE)
+    batch, head = pair // layout.num_kv, pair % layout.num_kv
+    out_row = ((batch * layout.num_blocks + block) * layout.columns + column) * layout.num_kv + head
 
-    @pl.when(begins | (first < last))
-    def _():
-        column = piece * _PIECE + lax.iota(jnp.int32, _PIECE)
-        batch, head = pair // layout.num_kv, pair % layout.num_kv
-        out_row = ((batch * layout.num_blocks + block) * layout.columns + column) * layout.num_kv + head
-        for items_ref, out_ref, dim in (
-            (d_key_items_ref, d_key_ref, layout.head_dim),
-            (d_value_items_ref, d_value_ref, layout.value_dim),
-        ):
+    def reduce(items_ref, out_ref, dim: int):
+        def add(step, total):
+            items = [first + step * _AT_ONCE + i for i in range(_AT_ONCE)]
+            rows = [
+                (local_pair * layout.items + jnp.minimum(item, last - 1)) * layout.columns + column for item in items
+            ]
+            for item, parts in zip(items, [load_rows(items_ref, row, dim) for row in rows], strict=True):
+                total = tuple(acc + jnp.where(item < last, x, 0.0) for acc, x in zip(total, parts, strict=True))
+            return total
 
-            def add(item, total, items_ref=items_ref, dim=dim):
-                item_row = (local_pair * layout.items + item) * layout.columns + column
-                return tuple(acc + part for acc, part in zip(total, load_rows(items_ref, item_row, dim), strict=True))
+        zeros = lambda: tuple(jnp.zeros((_PIECE, size), jnp.float32) for _, size in pieces(dim))  # noqa: E731
+        before = zeros()
+        if layout.ranges > 1:
+            before = lax.cond(begins, zeros, lambda: load_rows(out_ref, out_row, dim))
+        store_rows(out_ref, out_row, lax.fori_loop(0, pl.cdiv(last - first, _AT_ONCE), add, before))
 
-            zeros = lambda dim=dim: tuple(jnp.zeros((_PIECE, size), jnp.float32) for _, size in pieces(dim))  # noqa: E731
-            before = zeros()
-            if layout.ranges > 1:
-                before = lax.cond(begins, zeros, lambda ref=out_ref, dim=dim: load_rows(ref, out_row, dim))
-            total = lax.fori_loop(first, last, add, before)
-            store_rows(out_ref, out_row, total)
+    for i, (items_ref, out_ref, dim) in enumerate((
+        (d_key_items_ref, d_key_ref, layout.head_dim),
+        (d_value_items_ref, d_value_ref, layout.value_dim),
+    )):  # fmt: skip
+        pl.when((begins | (first < last)) & (part % 2 == i))(functools.partial(reduce, items_ref, out_ref, dim))
 
 
 def _reduce_slots_kernel(
@@ -93,7 +98,7 @@ def add_items(step, offset, d_key_items, d_value_items, d_key, d_value, layout: 
     """
     return triton_call(
         functools.partial(_reduce_items_kernel, layout=layout),
-        grid=(layout.num_blocks, layout.columns // _PIECE, layout.pairs),
+        grid=(layout.num_blocks, 2 * layout.columns // _PIECE, layout.pairs),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (d_key, d_value)],
         input_output_aliases={4: 0, 5: 1},
         num_warps=4,
