@@ -203,8 +203,8 @@ class RowTiles:
           loaded: for each buffer of each warpgroup, the barrier where `arrivals` copies arrive.
           freed: one barrier for each buffer.
           tiles: (array, buffers) of `arrange`'s results: the second of `views`, for as many tiles times warpgroups.
-          per_token: (array, buffers [in flight, 64]) of `per_token`'s results.
-          per_row: the same of `per_row`'s results.
+          per_token: (`per_token`'s results in one array [., B, rows], buffers [in flight, 64] for each).
+          per_row: (array, buffers) of `per_row`'s results.
           words: (array, buffers [in flight, W, 64]) of `words`' results.
         """
         buffers = tiles[0][1].shape[0] // self.warpgroups
@@ -215,8 +215,8 @@ class RowTiles:
             barrier, own_rows = loaded.at[at], pl.ds(base, ROWS)
             for ref, smem in tiles:
                 self.load(ref, smem.at[at], barrier, batch, kv_head, base)
-            for ref, smem in per_token:
-                plgpu.copy_gmem_to_smem(ref.at[batch, own_rows], smem.at[at], barrier)
+            for i, smem in enumerate(per_token[1]):
+                plgpu.copy_gmem_to_smem(per_token[0].at[i, batch, own_rows], smem.at[at], barrier)
             for ref, smem in per_row:
                 plgpu.copy_gmem_to_smem(ref.at[batch, kv_head, own_rows], smem.at[at], barrier)
             for ref, smem in words:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,6 +43,24 @@ def triton_call(kernel, *, num_warps: int, num_stages: int, **kwargs: Any):
             return call(*args)
 
     return call_in_32_bits
+
+
+def update(
+    kernel, *inputs: jax.Array, outs: Sequence[jax.Array | jax.ShapeDtypeStruct], **kwargs: Any
+) -> list[jax.Array]:
+    """`triton_call` of a kernel that writes its outputs over its last inputs, `outs`.
+
+    What is given as a shape alone is allocated for the kernel, which writes all of it. The kernel must not read it
+    before: its ref among the inputs is one of another array.
+    """
+    over = {len(inputs) + i: i for i, x in enumerate(outs) if isinstance(x, jax.Array)}
+    call = triton_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs],
+        input_output_aliases=over,
+        **kwargs,
+    )
+    return call(*inputs, *(x if isinstance(x, jax.Array) else inputs[0] for x in outs))
 
 
 def _write_nothing(after_ref, out_ref) -> None:

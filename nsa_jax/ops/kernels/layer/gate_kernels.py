@@ -110,7 +110,7 @@ def gate_gradients(branches, d_out: jax.Array, kv_heads: int = 1) -> tuple[jax.A
       kv_heads: K.
 
     Returns:
-      float32 [B * K, T, G, 3], and d_out as [B * K, T, G, V].
+      float32 [3, B * K, T, G], and d_out as [B * K, T, G, V].
     """
     shape = branches[0].shape
     arrays = [x.reshape(-1, x.shape[-1]) for x in (d_out, *branches)]
@@ -119,5 +119,4 @@ def gate_gradients(branches, d_out: jax.Array, kv_heads: int = 1) -> tuple[jax.A
         out_shape.append(jax.ShapeDtypeStruct(arrays[0].shape, d_out.dtype))
     static = dict(branches=len(branches), shape=shape, kv_heads=kv_heads)
     d_gates, *moved = _call(_gradient_kernel, "nsa_gate_gradients", out_shape, *arrays, **static)
-    d_gates = jnp.moveaxis(d_gates.reshape(-1, *shape[:3]), 0, -1)
-    return d_gates, moved[0].reshape(shape) if moved else d_out
+    return d_gates.reshape(-1, *shape[:3]), moved[0].reshape(shape) if moved else d_out

@@ -257,9 +257,9 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
             # dv = weights^T d_out, and to the scores' gradients weights * (d_out v^T - sum(out * d_out)). No cotangent
             # of the branch's own is written, and branches that rearrange d_out share one copy.
             lse = lses[i] - jnp.log(gate[..., i])
-            return d_gates[..., i], jnp.where(lses[i] == -jnp.inf, -jnp.inf, lse), d_out
+            return d_gates[i], jnp.where(lses[i] == -jnp.inf, -jnp.inf, lse), d_out
         cotangent = gate[..., i, None] * d_out.astype(jnp.float32)
-        return gate[..., i] * d_gates[..., i], lses[i], cotangent.astype(query.dtype)
+        return gate[..., i] * d_gates[i], lses[i], cotangent.astype(query.dtype)
 
     d_queries: list[jax.Array] = []
 
@@ -312,7 +312,8 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
         )
         d_queries.append(d_query)
     d_queries += [jnp.zeros_like(query)] * (static.gradients - len(d_queries))
-    d_others = (d_key_cmp, d_value_cmp, d_key_slc, d_value_slc, d_key_win, d_value_win, d_gates.astype(gates.dtype))
+    d_gates = jnp.moveaxis(d_gates.astype(gates.dtype), 0, -1)
+    d_others = (d_key_cmp, d_value_cmp, d_key_slc, d_value_slc, d_key_win, d_value_win, d_gates)
     return tuple(d_queries), d_others, None
 
 

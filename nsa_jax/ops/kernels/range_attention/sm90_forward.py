@@ -128,10 +128,10 @@ def _forward(
         numbers = gated.gates if gated.gates.dtype == jnp.bfloat16 else gated.gates.astype(jnp.float32)
         summands = numbers.reshape(-1), *(x.reshape(-1, v_dim) for x in gated.outs)
 
-    def kernel(bounds_ref, *refs):
+    def kernel(bounds_ref, row_bounds_ref, *refs):
         *arrays, buffers, bounds_smem3, words_smem2, loaded, freed = refs
-        divided = sm90.divided(arrays, bounds, tensors, masks, summands, outputs)
-        bound_refs, (query_ref, key_ref, value_ref), mask_refs, summand_refs, out_refs = divided
+        divided = sm90.divided(arrays, tensors, masks, summands, outputs)
+        (query_ref, key_ref, value_ref), mask_refs, summand_refs, out_refs = divided
         query_smem2, query_boxes = rows.views(buffers[0])
         out_smem2, out_boxes = rows.views(buffers[0 if shared_out else 1])
         key_smem, value_smem = buffers[-2:]
@@ -389,7 +389,7 @@ def _forward(
             rows.load_tile(
                 n, tile, b, kv_head, query_loaded, query_freed,
                 tiles=[(query_ref, query_boxes)],
-                per_token=list(zip(bound_refs, bounds_smem3, strict=True)),
+                per_token=(row_bounds_ref, bounds_smem3),
                 words=visibility.words(mask_refs, words_smem2),
             )  # fmt: skip
             if gated is not None:  # the other summands, on their way to the L2 cache
@@ -440,7 +440,7 @@ def _forward(
         nsa_ranged_forward,
         *visibility.grid(pl.cdiv(rows.tiles, per_program), kv_heads, batch),
         outputs,
-        *(visibility.bounds, *bounds, *tensors, *masks, *summands),
+        *(visibility.bounds, jnp.stack(bounds), *tensors, *masks, *summands),
         warpgroups=warpgroups + 1,
     )
     if gated is not None:

@@ -109,9 +109,9 @@ def _grad_key_value(
     scale = 1.0 / math.sqrt(h_dim)
     column_layout, shape = plgpu.Layout.WGMMA.reduce(0), (ROWS, ROWS)
 
-    def kernel(ranges_ref, own_ref, *refs):
+    def kernel(ranges_ref, own_ref, row_bounds_ref, *refs):
         *arrays, dk_ref, dv_ref, buffers, vectors, words_smem, loaded, freed = refs
-        bound_refs, statistic_refs, tensor_refs, mask_refs = sm90.divided(arrays, bounds, statistics, tensors, masks)
+        statistic_refs, tensor_refs, mask_refs = sm90.divided(arrays, statistics, tensors, masks)
         query_ref, grad_ref, key_ref, value_ref = tensor_refs
         key_smem2, value_smem2 = buffers[:2]
         (query_smem, query_boxes), (grad_smem, grad_boxes) = map(rows.views, buffers[2:])
@@ -295,8 +295,8 @@ def _grad_key_value(
             own_rows = pl.ds(base, ROWS)
             for ref, smem in zip(statistic_refs[::2], statistics_smem[::2], strict=True):
                 plgpu.copy_gmem_to_smem(ref.at[b, kv_head, own_rows], smem.at[slot], barrier)
-            for ref, smem in zip(bound_refs, bounds_smem, strict=True):
-                plgpu.copy_gmem_to_smem(ref.at[b, own_rows], smem.at[slot], barrier)
+            for i, smem in enumerate(bounds_smem):
+                plgpu.copy_gmem_to_smem(row_bounds_ref.at[i, b, own_rows], smem.at[slot], barrier)
             visibility.load(mask_refs, words_smem, slot, barrier, b, kv_head, first_word, base)
             pl.when(count >= stages)(lambda: plgpu.barrier_wait(grad_freed.at[slot]))
             barrier = grad_loaded.at[slot]
@@ -352,7 +352,7 @@ def _grad_key_value(
         (blocks * splits, kv_heads, batch),
         ("block", "kv_head", "batch"),
         [jax.ShapeDtypeStruct((splits, *x.shape), x.dtype) for x in (key, value)],
-        *(ranges, own_ranges, *bounds, *statistics, *tensors, *masks),
+        *(ranges, own_ranges, jnp.stack(bounds), *statistics, *tensors, *masks),
         warpgroups=warpgroups + 1,
     )
 

@@ -91,11 +91,9 @@ def _grad_query(
     per_program = config.tiles or tuning.ranged_hopper_tiles_per_program(total, config.most_tiles)
     shape = (ROWS, keys)
 
-    def kernel(bounds_ref, *refs):
+    def kernel(bounds_ref, row_bounds_ref, *refs):
         *arrays, dq_ref, buffers, vectors, words_smem2, loaded, freed, others_loaded = refs
-        bound_refs, statistic_refs, tensor_refs, mask_refs, other_refs = sm90.divided(
-            arrays, bounds, statistics, tensors, masks, others
-        )
+        statistic_refs, tensor_refs, mask_refs, other_refs = sm90.divided(arrays, statistics, tensors, masks, others)
         query_ref, grad_ref, key_ref, value_ref = tensor_refs
         (query_smem2, query_boxes), (grad_smem2, grad_boxes), (out_smem2, out_boxes) = map(rows.views, buffers[:3])
         key_smem, value_smem = buffers[3:]
@@ -250,7 +248,7 @@ def _grad_query(
             rows.load_tile(
                 n, tile, b, kv_head, rows_loaded, rows_freed,
                 tiles=[(query_ref, query_boxes), (grad_ref, grad_boxes)],
-                per_token=list(zip(bound_refs, bounds_smem3, strict=True)),
+                per_token=(row_bounds_ref, bounds_smem3),
                 per_row=list(zip(statistic_refs, statistics_smem3, strict=True)),
                 words=visibility.words(mask_refs, words_smem2),
             )  # fmt: skip
@@ -295,7 +293,7 @@ def _grad_query(
         (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
         ("program", "kv_head", "batch"),
         jax.ShapeDtypeStruct(query.shape, query.dtype),
-        *(visibility.bounds, *bounds, *statistics, *tensors, *masks, *others),
+        *(visibility.bounds, jnp.stack(bounds), *statistics, *tensors, *masks, *others),
         warpgroups=warpgroups + 1,
     )
     return rows.restore(dq)

@@ -164,12 +164,19 @@ def selected_backward(
         return _step(carry, step, prepared, inverted, finish_query, tensors, layout)
 
     key_rows = batch * layout.num_blocks * layout.columns * num_kv
-    carry = (
-        empty((batch * length * num_heads, head_dim), query.dtype, delta),  # every row is written by exactly one step
-        # The first range writes every row, later ones add to it.
-        *[empty((key_rows, x.shape[-1]), jnp.float32 if layout.ranges > 1 else x.dtype, delta) for x in (key, value)],
-    )
-    d_query, d_key, d_value = body(0, carry) if layout.steps == 1 else lax.fori_loop(0, layout.steps, body, carry)
+    # Every row of dq is written by exactly one step. The first range writes every row of dk and dv, later ones add.
+    unwritten = [
+        jax.ShapeDtypeStruct((batch * length * num_heads, head_dim), query.dtype),
+        *[
+            jax.ShapeDtypeStruct((key_rows, x.shape[-1]), jnp.float32 if layout.ranges > 1 else x.dtype)
+            for x in (key, value)
+        ],
+    ]
+    if layout.steps == 1:
+        d_query, d_key, d_value = body(0, unwritten)
+    else:
+        carry = tuple(empty(x.shape, x.dtype, delta) for x in unwritten)
+        d_query, d_key, d_value = lax.fori_loop(0, layout.steps, body, carry)
 
     def finish(x, like):
         x = x.reshape(batch, layout.num_blocks, layout.columns, num_kv, -1)[:, :, :select_block]

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.ops.kernels.selected.grad_layout import Layout
 from nsa_jax.ops.kernels.selected.neighbours import Split, can_have_slots, slot_of, split_lists
-from nsa_jax.ops.kernels.triton import dot, load_rows, pieces, store_rows, triton_call
+from nsa_jax.ops.kernels.triton import dot, load_rows, pieces, store_rows, update
 
 
 def split_for(block_indices, segment_start, query_offset, layout: Layout) -> Split | None:
@@ -192,34 +192,34 @@ def finish_query(step, split: Split | None, counts, entries, buffer, key, d_quer
       entries: int32 [B*K*ranges, E], block lists.
       buffer: score gradients [(pairs*E + 1) * G, columns].
       key: [B*S*K, H].
-      d_query: [B*T*N, H].
+      d_query: [B*T*N, H], or its shape, see `update`.
       layout: static sizes.
     """
-    out_shape = jax.ShapeDtypeStruct(d_query.shape, d_query.dtype)
     config = layout.config
     kernel: Callable = _token_kernel
     lists: tuple[jax.Array, ...] = (counts, entries)
     if split is not None:
         assert split.rest is not None and split.slots is not None and split.num_rest is not None
         kernel, lists = _rest_kernel, (split.rest, split.num_rest)
-        d_query = triton_call(
+        (d_query,) = update(
             functools.partial(
                 _tile_kernel, layout=layout, rows=max(16, pl.next_power_of_2(config.tile * layout.group))
             ),
+            *(step, split.block, split.bits, split.slots, split.num_shared, buffer, key),
+            outs=[d_query],
             grid=(pl.cdiv(layout.range_length, config.tile), layout.pairs),
-            out_shape=out_shape,
-            input_output_aliases={7: 0},
             num_warps=config.tile_warps,
             num_stages=3,
             name="nsa_selected_backward_query_tiles",
-        )(step, split.block, split.bits, split.slots, split.num_shared, buffer, key, d_query)
+        )
     rows = max(16, pl.next_power_of_2(layout.group))
-    return triton_call(
+    (d_query,) = update(
         functools.partial(kernel, layout=layout, rows=rows),
+        *(step, *lists, buffer, key),
+        outs=[d_query],
         grid=(layout.range_length, layout.pairs),
-        out_shape=out_shape,
-        input_output_aliases={5: 0},
         num_warps=2 if rows * layout.head_dim <= 2048 else 4,
         num_stages=3 if d_query.dtype == jnp.bfloat16 else 1,
         name="nsa_selected_backward_query_major",
-    )(step, *lists, buffer, key, d_query)
+    )
+    return d_query

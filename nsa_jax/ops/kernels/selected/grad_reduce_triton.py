@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops.kernels.selected.grad_layout import Layout
-from nsa_jax.ops.kernels.triton import load_rows, pieces, store_rows, triton_call
+from nsa_jax.ops.kernels.triton import load_rows, pieces, store_rows, update
 
 _PIECE = 16  # key rows per program of the key and value reduction
 _AT_ONCE = 4  # work items whose loads are in flight together
@@ -93,18 +93,18 @@ def add_items(step, offset, d_key_items, d_value_items, d_key, d_value, layout: 
       step: int32 [3], first pair, range index, query_offset.
       offset: `InvertedLists.offset`.
       d_key_items, d_value_items: what the pass by block returned.
-      d_key, d_value: gradients so far; undefined before the first range.
+      d_key, d_value: gradients so far, undefined before the first range; or their shapes, see `update`.
       layout: static sizes.
     """
-    return triton_call(
+    return update(
         functools.partial(_reduce_items_kernel, layout=layout),
+        *(step, offset, d_key_items, d_value_items),
+        outs=[d_key, d_value],
         grid=(layout.num_blocks, 2 * layout.columns // _PIECE, layout.pairs),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (d_key, d_value)],
-        input_output_aliases={4: 0, 5: 1},
         num_warps=4,
         num_stages=2,
         name="nsa_selected_backward_reduce_items",
-    )(step, offset, d_key_items, d_value_items, d_key, d_value)
+    )
 
 
 def add_slots(step, counts, partials, d_query, layout: Layout):
@@ -115,12 +115,14 @@ def add_slots(step, counts, partials, d_query, layout: Layout):
     while tokens * width < 2048 and layout.length % (2 * tokens) == 0 and layout.range_length % (2 * tokens) == 0:
         tokens *= 2
     shape = (layout.batch * layout.length, layout.num_heads * layout.head_dim)
-    return triton_call(
+    by_token = d_query.reshape(shape) if isinstance(d_query, jax.Array) else jax.ShapeDtypeStruct(shape, d_query.dtype)
+    (total,) = update(
         functools.partial(_reduce_slots_kernel, layout=layout, tokens=tokens, width=width),
+        *(step, counts, partials.reshape(-1, span)),
+        outs=[by_token],
         grid=(layout.range_length // tokens, span // width, layout.pairs),
-        out_shape=jax.ShapeDtypeStruct(shape, d_query.dtype),
-        input_output_aliases={3: 0},
         num_warps=4,
         num_stages=1,
         name="nsa_selected_backward_reduce_slots",
-    )(step, counts, partials.reshape(-1, span), d_query.reshape(shape)).reshape(d_query.shape)
+    )
+    return total.reshape(d_query.shape)
