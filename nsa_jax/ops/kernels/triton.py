@@ -45,7 +45,7 @@ def triton_call(kernel, *, num_warps: int, num_stages: int, **kwargs: Any):
     return call_in_32_bits
 
 
-def update(
+def write_over(
     kernel, *inputs: jax.Array, outs: Sequence[jax.Array | jax.ShapeDtypeStruct], **kwargs: Any
 ) -> list[jax.Array]:
     """`triton_call` of a kernel that writes its outputs over its last inputs, `outs`.

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.ops.kernels.selected.grad_layout import Layout
 from nsa_jax.ops.kernels.selected.neighbours import Split, can_have_slots, slot_of, split_lists
-from nsa_jax.ops.kernels.triton import dot, load_rows, pieces, store_rows, update
+from nsa_jax.ops.kernels.triton import dot, load_rows, pieces, store_rows, write_over
 
 
 def split_for(block_indices, segment_start, query_offset, layout: Layout) -> Split | None:
@@ -192,7 +192,7 @@ def finish_query(step, split: Split | None, counts, entries, buffer, key, d_quer
       entries: int32 [B*K*ranges, E], block lists.
       buffer: score gradients [(pairs*E + 1) * G, columns].
       key: [B*S*K, H].
-      d_query: [B*T*N, H], or its shape, see `update`.
+      d_query: [B*T*N, H], or its shape, see `write_over`.
       layout: static sizes.
     """
     config = layout.config
@@ -201,7 +201,7 @@ def finish_query(step, split: Split | None, counts, entries, buffer, key, d_quer
     if split is not None:
         assert split.rest is not None and split.slots is not None and split.num_rest is not None
         kernel, lists = _rest_kernel, (split.rest, split.num_rest)
-        (d_query,) = update(
+        (d_query,) = write_over(
             functools.partial(
                 _tile_kernel, layout=layout, rows=max(16, pl.next_power_of_2(config.tile * layout.group))
             ),
@@ -213,7 +213,7 @@ def finish_query(step, split: Split | None, counts, entries, buffer, key, d_quer
             name="nsa_selected_backward_query_tiles",
         )
     rows = max(16, pl.next_power_of_2(layout.group))
-    (d_query,) = update(
+    (d_query,) = write_over(
         functools.partial(kernel, layout=layout, rows=rows),
         *(step, *lists, buffer, key),
         outs=[d_query],

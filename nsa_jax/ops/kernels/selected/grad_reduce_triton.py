@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops.kernels.selected.grad_layout import Layout
-from nsa_jax.ops.kernels.triton import load_rows, pieces, store_rows, update
+from nsa_jax.ops.kernels.triton import load_rows, pieces, store_rows, write_over
 
 _PIECE = 16  # key rows per program of the key and value reduction
 _AT_ONCE = 4  # work items whose loads are in flight together
@@ -93,10 +93,10 @@ def add_items(step, offset, d_key_items, d_value_items, d_key, d_value, layout: 
       step: int32 [3], first pair, range index, query_offset.
       offset: `InvertedLists.offset`.
       d_key_items, d_value_items: what the pass by block returned.
-      d_key, d_value: gradients so far, undefined before the first range; or their shapes, see `update`.
+      d_key, d_value: gradients so far, undefined before the first range; or their shapes, see `write_over`.
       layout: static sizes.
     """
-    return update(
+    return write_over(
         functools.partial(_reduce_items_kernel, layout=layout),
         *(step, offset, d_key_items, d_value_items),
         outs=[d_key, d_value],
@@ -116,7 +116,7 @@ def add_slots(step, counts, partials, d_query, layout: Layout):
         tokens *= 2
     shape = (layout.batch * layout.length, layout.num_heads * layout.head_dim)
     by_token = d_query.reshape(shape) if isinstance(d_query, jax.Array) else jax.ShapeDtypeStruct(shape, d_query.dtype)
-    (total,) = update(
+    (total,) = write_over(
         functools.partial(_reduce_slots_kernel, layout=layout, tokens=tokens, width=width),
         *(step, counts, partials.reshape(-1, span)),
         outs=[by_token],
