@@ -269,24 +269,25 @@ def plan_selected_forward(
     lists: selected_tiles.SelectedConfig | None = None,
 ) -> SelectedForwardPlan:
     """Plans the forward pass; given `lists`, these tiles are used and the rows are not read whole."""
-    dims, triton = (shape.head_dim, shape.value_dim), "selected.neighbours_triton"
+    dims, triton, by_token = (shape.head_dim, shape.value_dim), "selected.neighbours_triton", "selected.by_token_triton"
     if lists is None and reads_whole_rows(shape, target, select_block, num_selected):
         record, reason = selected_tiles.selected_masked_config(*dims), _whole_row_reason(num_selected)
         return SelectedForwardPlan(None, Choice("selected.whole_row_sm90", record, reason, triton), None)
     if lists is None:
         lists = selected_tiles.selected_config(shape.group, *dims, select_block, shape.dtype, target)
-        # At head dim 128 range attention serves tiles of 128 rows faster than Triton serves its own of 64.
-        tile = 2 * ROWS // shape.group
-        if dims == (128, 128) and lists.key_major and _range_kernel_fits(shape, target, select_block, min(tile, 32)):
+        tile = min(2 * ROWS // shape.group, 32)
+        fits = max(dims) <= 128 and _range_kernel_fits(shape, target, select_block, tile)
+        if fits and not lists.key_major:  # its kernel reads the other blocks once for the tile as well
+            lists = dataclasses.replace(lists, share=tile // 2 + 1)
+        elif fits and dims == (128, 128):  # faster than Triton serves its own tiles of 64 rows
             lists = dataclasses.replace(lists, tile=tile, share=tile // 2)
     if lists.tile == 1 or shape.num_queries == 1:
         reason = f"{shape.dtype}: tiles of neighbours do not fit" if lists.tile == 1 else "one query"
-        return SelectedForwardPlan(None, Choice("selected.by_token_triton", lists, reason), lists)
+        return SelectedForwardPlan(None, Choice(by_token, lists, reason), lists)
     fits = _range_kernel_fits(shape, target, select_block, lists.tile)
     if fits and not lists.key_major and max(dims) <= 128:
         reason = f"what {lists.share} of {lists.tile} neighbours list and then the rest; sm90, {shape.group} heads"
-        record = selected_tiles.selected_token_config(*dims)
-        both = Choice("selected.by_token_sm90", record, reason, "selected.by_token_triton")
+        both = Choice("selected.by_token_sm90", selected_tiles.selected_token_config(*dims), reason, by_token)
         return SelectedForwardPlan(both, both, lists)
     shared = f"blocks that {lists.share} of {lists.tile} neighbouring tokens list"
     if fits:
@@ -300,7 +301,7 @@ def plan_selected_forward(
     else:
         neighbours = Choice(triton, lists, f"{shared}; {_no_sm90_lists(shape, target, select_block)}")
     if not lists.key_major:
-        rest = Choice("selected.by_token_triton", lists, f"what is left of the lists; groups of {shape.group} heads")
+        rest = Choice(by_token, lists, f"what is left of the lists; groups of {shape.group} heads")
     elif (obstacle := _gather_obstacle(shape, target, select_block)) is None:
         reason = f"small groups are served by key block; sm90, groups of {shape.group} heads of {shape.head_dim}"
         gather = selected_tiles.selected_gather_config(shape.group, *dims)

@@ -63,9 +63,8 @@ def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype
 
     A program of the plain loop is one warp where its state fits. A tile of neighbours has 128 rows, or 64 where the
     kernel by key block follows or heads are wide, so that its state stays in the registers of 4 warps; a block counts
-    as shared if half of the tile's tokens list it; on Hopper more than half, because its kernel reads the other blocks
-    once for the tile as well. Groups of at most 8 heads are served by key block. float32 takes the plain loop alone,
-    because its tiles do not fit an A100's shared memory.
+    as shared if half of the tile's tokens list it. Groups of at most 8 heads are served by key block. float32 takes the
+    plain loop alone, because its tiles do not fit an A100's shared memory.
     """
     narrow = h_dim + v_dim <= 256 and jnp.dtype(dtype).itemsize == 2
     key_major = group <= 8 and select_block <= 64 and jnp.dtype(dtype).itemsize == 2
@@ -80,7 +79,7 @@ def selected_config(group: int, h_dim: int, v_dim: int, select_block: int, dtype
         plain_warps=1 if single else 4,
         plain_stages=3 if single else 1 if exact and wide and target.is_small else 2,
         tile=tile,
-        share=max(min(2, tile), tile // 2 + (target.is_hopper and narrow and not key_major)),
+        share=max(min(2, tile), tile // 2),
         tile_warps=4 if narrow else 8,
         tile_stages=2,
         key_major=key_major and tile > 1,

@@ -93,6 +93,25 @@ def test_rows_of_many_blocks_are_not_read_whole():
         assert plan.reads_whole_rows(shape, H100, 64, 464) == whole
 
 
+@pytest.mark.parametrize(
+    ("target", "heads", "dim", "block", "kernel", "tile", "share"),
+    [
+        # The kernel for whole lists reads the others once for the tile as well: more than half must share.
+        (H100, 16, 128, 64, "selected.by_token_sm90", 8, 5),
+        (H100, 64, 64, 64, "selected.by_token_sm90", 2, 2),
+        (H100, 16, 128, 128, "selected.by_token_triton", 8, 4),
+        (H100, 20, 128, 64, "selected.by_token_triton", 6, 3),
+        (A100, 16, 128, 64, "selected.by_token_triton", 8, 4),
+        (H100, 8, 128, 64, "selected.by_block_sm90", 16, 8),
+        (H100, 8, 64, 64, "selected.by_block_sm90", 8, 4),
+    ],
+)
+def test_so_many_tokens_of_a_tile_must_list_a_shared_block(target, heads, dim, block, kernel, tile, share):
+    shape = plan.Shape(1, 65_536, 65_536, heads, 1, dim, dim, "bfloat16")
+    made = plan.plan_selected_forward(shape, target, select_block=block, num_selected=16)
+    assert (made.rest.kernel, made.lists.tile, made.lists.share) == (kernel, tile, share)
+
+
 def test_a_shared_window_is_served_with_the_selected_branch():
     """Where rows are read whole and the keys are the same; nowhere else."""
     for name, (batch, length, num_heads, kv_heads, *rest) in SHAPES.items():
