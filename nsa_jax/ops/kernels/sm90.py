@@ -203,7 +203,7 @@ class RowTiles:
           loaded: for each buffer of each warpgroup, the barrier where `arrivals` copies arrive.
           freed: one barrier for each buffer.
           tiles: (array, buffers) of `arrange`'s results: the second of `views`, for as many tiles times warpgroups.
-          per_token: (`per_token`'s results in one array [., B, rows], buffers [in flight, 64] for each).
+          per_token: (`per_token`'s results in one array [n, B, rows], buffers [in flight, 64] for each).
           per_row: (array, buffers) of `per_row`'s results.
           words: (array, buffers [in flight, W, 64]) of `words`' results.
         """

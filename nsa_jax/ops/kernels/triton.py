@@ -50,8 +50,8 @@ def write_over(
 ) -> list[jax.Array]:
     """`triton_call` of a kernel that writes its outputs over its last inputs, `outs`.
 
-    What is given as a shape alone is allocated for the kernel, which writes all of it. The kernel must not read it
-    before: its ref among the inputs is one of another array.
+    An output that is given as a shape alone is allocated for the kernel, which must write all of it and must not read
+    it: another array takes its place among the inputs.
     """
     over = {len(inputs) + i: i for i, x in enumerate(outs) if isinstance(x, jax.Array)}
     call = triton_call(

@@ -57,9 +57,7 @@ class KeyRange:
         self.bounds = for_batch(tile_bounds(row_low, row_high, rows.tile, keys), batch)
 
     def grid(self, programs: int, kv_heads: int, batch: int) -> tuple[tuple[int, int, int], tuple[str, str, str]]:
-        """The grid and its axes' names, of which the last runs fastest: the programs of late tiles, which see most, go
-        first.
-        """
+        """The grid and the names of its axes, the last of which runs fastest: late tiles, which see most, go first."""
         return (programs, kv_heads, batch), ("program", "kv_head", "batch")
 
     def mask_arrays(self) -> tuple[jax.Array, ...]:
