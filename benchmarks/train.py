@@ -8,9 +8,11 @@
 
 times the compiled training step of a config (configs/a100_prod.py) on random tokens of a byte vocabulary: forward,
 backward, optimizer. Models see the same tokens per step and have the same number of parameters: the MLP of those
-without NSA's extra projections is wider (`--same_mlp` leaves it). Dense attention is cuDNN's, so rows are unpacked. Of
-several sizes and remat policies the fastest is kept for the table. Memory is the compiler's plan for one device:
-arguments and temporaries. Steps with NSA are compiled side by side, so `compile_seconds` depends on how many there are.
+without NSA's extra projections is wider (`--same_mlp` leaves it). Dense attention is cuDNN's, so rows are unpacked, and
+not deterministic, while NSA's steps are, as by default; with `--deterministic ''` neither is, and XLA times which
+matrix product is fastest for both. Of several sizes and remat policies the fastest is kept for the table. Memory is the
+compiler's plan for one device: arguments and temporaries. Steps with NSA are compiled side by side, so
+`compile_seconds` depends on how many there are.
 `--profile` lists the kernels that took most. With `--losses N`, a model first trains N steps on the source code of
 Python's library, the same bytes in every case: `loss` is the mean of its last tenth. With `--target`, no GPU is needed:
 rows have the memory that one device needs and what its collectives result in.
@@ -64,8 +66,7 @@ def make_config(options: argparse.Namespace, case: dict[str, Any]) -> Any:
     shares = row_shares(case["layout"], case["devices"])
     config.train.batch_size = case["tokens"] * shares // case["length"] * (case["devices"] // shares)
     config.train.grad_accum = 1
-    # Dense attention is measured at its fastest: cuDNN's backward pass is not deterministic.
-    config.train.deterministic = case["attention"] != "dense"
+    config.train.deterministic = case["deterministic"]
     config.model.scan_layers = case["layers"] == "scanned"
     config.model.matmul_dtype = "" if case["matmul"] == "compute" else case["matmul"]
     config.train.offload_optimizer = case["averages"] == "host"
@@ -265,6 +266,7 @@ def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for length, devices, layout, attention, tokens, remat, layers, matmul, averages in itertools.product(*lists):
         case = dict(attention=attention, length=int(length), tokens=int(tokens), devices=int(devices))
         case |= dict(layout=layout, remat=remat, layers=layers, matmul=matmul, averages=averages)
+        case["deterministic"] = attention in options.deterministic.split(",")
         if case["devices"] == 1 and layout != lists[2][0]:
             continue  # one device has one layout
         if case["tokens"] * row_shares(layout, case["devices"]) < case["length"]:
@@ -307,6 +309,9 @@ def main() -> None:
     parser.add_argument("--devices", default="1", help="numbers of devices; every device gets --tokens")
     parser.add_argument("--layouts", default="data", help="data, fsdp, tensor, context; tensor=2: the rest is data")
     parser.add_argument("--target", default="", help="time nothing: compile for this GPU, such as h200, and count")
+    parser.add_argument(
+        "--deterministic", default="nsa,window", help="attention trained as by default; '': each fastest"
+    )
     parser.add_argument("--same_mlp", action="store_true", help="do not give dense models NSA's number of parameters")
     parser.add_argument("--seconds", type=float, default=8, help="of one sample; its start takes up to 26 ms of them")
     parser.add_argument("--steps", type=int, default=0, help="of one sample, instead of --seconds")

@@ -119,14 +119,10 @@ class SelectedPlan:
     backward: SelectedBackwardPlan
 
     def with_window(self, shape: Shape) -> SelectedPlan:
-        """The plan of kernels that serve the window too: registers of a second attention leave none for overlap."""
+        """The plan of kernels that serve the window too; those of the backward pass take no more registers for it."""
         joint = selected_tiles.selected_masked_config(shape.head_dim, shape.value_dim, joint=True)
         forward = dataclasses.replace(self.forward, rest=dataclasses.replace(self.forward.rest, tiles=joint))
-        by_block, grad_query = (
-            dataclasses.replace(choice, tiles=dataclasses.replace(choice.tiles, overlap=False))
-            for choice in (self.backward.by_block, self.backward.grad_query)
-        )
-        return SelectedPlan(forward, dataclasses.replace(self.backward, by_block=by_block, grad_query=grad_query))
+        return dataclasses.replace(self, forward=forward)
 
 
 @dataclasses.dataclass(frozen=True)

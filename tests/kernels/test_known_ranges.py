@@ -15,6 +15,7 @@ from nsa_jax import aot
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels import sm90
 from nsa_jax.ops.kernels.range_attention import attention, tiles
+from nsa_jax.ops.kernels.softmax import NO_WEIGHT
 
 CONFIG = NSAConfig(compress_block=32, compress_stride=16, select_block=64, window=100)
 # Tokens, where the first lies, groups: tiles that see nothing, hold several tokens or a part of one, end past the row.
@@ -110,3 +111,24 @@ def test_programs_are_smaller(name):
         known = jax.make_jaxpr(jax.grad(lambda tensors: loss(tensors, 0)))(tensors)
         traced = jax.make_jaxpr(jax.grad(loss))(tensors, jax.ShapeDtypeStruct((), jnp.int32))
     assert reductions(known.jaxpr) == 0 and reductions(traced.jaxpr) >= 8
+
+
+def test_two_attentions_are_one_with_their_joint_statistics():
+    """Weights and score gradients of a key that both see, also where one sees nothing or their sums lie far apart."""
+    rng = np.random.default_rng(0)
+    scores, cotangent = rng.normal(0, 3, (2, 6, 40))
+    lse, window_lse = rng.normal(8, 2, (2, 6))
+    delta, window_delta = rng.normal(size=(2, 6))
+    lse[0] = window_lse[1] = lse[2] = window_lse[2] = NO_WEIGHT
+    delta[0] = window_delta[1] = delta[2] = window_delta[2] = 0.0
+    lse[3], window_lse[4] = 300.0, 2000.0
+    own = [jnp.asarray(x, jnp.float32) for x in (lse, delta, window_lse, window_delta)]
+    both_lse, both_delta = (np.asarray(x, np.float64)[:, None] for x in tiles.joint_statistics(*own))
+    want = want_gradient = 0
+    for one, its_delta in ((lse, delta), (window_lse, window_delta)):
+        weights = np.exp2(scores - one[:, None])
+        want, want_gradient = want + weights, want_gradient + weights * (cotangent - its_delta[:, None])
+    weights = np.exp2(scores - both_lse)
+    np.testing.assert_allclose(weights, want, rtol=3e-6)
+    np.testing.assert_allclose(weights * (cotangent - both_delta), want_gradient, rtol=1e-4, atol=1e-6)
+    assert (weights[2] == 0).all() and np.isfinite(both_delta).all()

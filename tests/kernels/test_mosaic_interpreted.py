@@ -316,6 +316,8 @@ JOINT_CASES = {
     "group_6": (2, 2, 250, dict(length=420, num_keys=420, num_heads=12, num_kv=2)),
     "group_6_short_window_packed": (3, 1, 40, dict(length=151, num_keys=151, num_heads=6, packed=True)),
     "group_16_offset": (2, 2, 150, dict(length=71, num_keys=371, num_heads=16, h_dim=128, v_dim=128, offset=300)),
+    # Scores of keys of the first block are up to 2,000: log-sum-exps lie further apart than float32 has exponents.
+    "group_6_far_apart": (2, 2, 70, dict(length=200, num_keys=200, num_heads=6, spread=400.0)),
     "group_4_packed_in_batch": (1, 3, 130, dict(batch=2, length=230, num_keys=230, num_heads=8, num_kv=2, packed=True)),
 }
 
@@ -326,7 +328,9 @@ def test_selected_and_window_attention_in_one_pass(name, called, monkeypatch):
     tiles, splits, window, shape = JOINT_CASES[name]
     divide_work(monkeypatch, tiles, splits)
     case = SELECTED | dict(slots=6) | shape
+    spread = case.pop("spread", 1.0)
     *inputs, lists, d_out, start = selected_cases._inputs(0, dtype=jnp.bfloat16, **case)
+    inputs[1] = inputs[1].at[:, :64].multiply(spread)
     offset, packed, num_keys = case["offset"], case["packed"], case["num_keys"]
     made = plan.plan_selected(plan.Shape.of(*inputs), current_target(), select_block=64, num_selected=lists.shape[-1])
     made = made.with_window(plan.Shape.of(*inputs))
@@ -369,7 +373,8 @@ def test_selected_and_window_attention_in_one_pass(name, called, monkeypatch):
         np.testing.assert_allclose(*(np.where(np.isneginf(x), 0, x) for x in (lse, want_lse)), atol=1e-4)
     wanted = jax.tree.map(jnp.add, *(x for *_, x in want))
     errors = [test_ranged.relative_error(g, w) for g, w in zip(grads, wanted, strict=True)]
-    assert all(error <= 1e-2 for error in errors), errors
+    # Delta has the rounding of the output, which keys of such a size multiply.
+    assert all(error <= (1e-2 if spread == 1 else 0.1) for error in errors), errors
     assert called == [*FORWARD_AND_BACKWARD, "sm90_forward"]
     if not packed:  # ranges that tracing knows change no bit
         jax.tree.map(np.testing.assert_array_equal, got, together(True))

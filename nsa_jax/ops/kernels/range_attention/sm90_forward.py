@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.range_attention.tiles import GatedSum, KnownRanges, Window, row_vectors
-from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY, NO_WEIGHT
+from nsa_jax.ops.kernels.softmax import LN2, LOG2E, MINUS_INFINITY
 from nsa_jax.ops.tiles import ROWS
 
 
@@ -104,7 +104,7 @@ def _forward(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from nsa_jax.ops.kernels import mosaic, sm90, sm90_gather, sm90_reduce, sm90_warp
-    from nsa_jax.ops.kernels.range_attention import sm90_visibility
+    from nsa_jax.ops.kernels.range_attention import sm90_softmax, sm90_visibility
 
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
     batch, length, heads, h_dim = query.shape
@@ -177,43 +177,27 @@ def _forward(
             """
             return sm90.zeros((ROWS,), MINUS_INFINITY, layout), sm90.zeros((ROWS,), 0.0, layout)
 
-        def attend(exact, which, tile, i, running, scores, block, bits):
-            """One block's scores, not scaled, in the softmax of one attention.
+        def attend(exact, near, served, tile, i, running, scores, block=None, bits=None):
+            """One block's scores, not scaled, in the softmax of the first `served` attentions: see `sm90_softmax`."""
+            block = i if block is None else block
+            seen, position = visibility.seen(words_smem2, tile.at, i, bits, wg), sm90_softmax.positions(block, keys)
+            ranges = [ref.at[tile.at] for ref in bounds_smem3]
+            if served == 2:
+                sizes = dict(exact=exact, near=near, scale=scale)
+                return sm90_softmax.attend_both(scores, running, position, ranges, seen, **sizes)
+            (own,), whole = running, attentions == 2
+            return (sm90_softmax.attend(scores, own, position, ranges, seen, exact=exact, scale=scale, whole=whole),)
 
-            Returns:
-              (what rows subtract, each thread's part of the normalizers, weights of the block, and (factor, raised) for
-              what was summed before: `sm90.raise_peak`).
-            """
-            peak, total = running
-
-            def hide(scores):
-                position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + block * keys
-                row_range = bounds_smem3[2 * which].at[tile.at], bounds_smem3[1].at[tile.at]  # both end alike
-                return sm90_visibility.hide(scores, -jnp.inf, position, *row_range, axis=0)
-
-            if isinstance(exact, bool):
-                scores = scores if exact else hide(scores)
-            else:
-                scores = lax.cond(exact, lambda scores: scores, hide, scores)
-            highest = sm90_reduce.max_in_thread(scores) * scale
-            seen = None if which else visibility.seen(words_smem2, tile.at, i, bits, wg)
-            if seen is not None:
-                highest = jnp.where(seen, highest, peak)
-            peak, total, factor, raised = sm90.raise_peak(peak, total, highest)
-            subtract = peak if seen is None else jnp.where(seen, peak, NO_WEIGHT)
-            weights = jnp.exp2(scores * scale - lax.broadcast_in_dim(subtract, shape, [0]))
-            total += sm90_reduce.sum_in_thread(weights)
-            return peak, total, weights, factor, raised
+        def rounded(near, weights, shares):
+            """The weights that each attention gives to the values of a block; `shares` are there if there are two."""
+            half = weights[0].astype(query_ref.dtype)
+            return sm90_softmax.of_both(half, shares, near) if shares else (half,)
 
         def first_step(tile, index, limits):
             """The first key block: (accumulator, what rows subtract, normalizer, weights) of each attention."""
             slot, i = slot_of(tile, tile.begin), tile.begin
-            phases = list(zip(visibility.phases, limits[:-1], limits[1:], strict=True))
-
-            def exact(which):
-                own = [(first, last) for (exact, served), first, last in phases if exact and which < served]
-                return functools.reduce(jnp.logical_or, [(first <= i) & (i < last) for first, last in own])
-
+            phases = zip(visibility.phases, limits[:-1], limits[1:], strict=True)
+            exact = functools.reduce(jnp.logical_or, [(a <= i) & (i < b) for phase, a, b in phases if phase[0]])
             block, bits = look_up(index, i) or (i, None)
             wait_for_key(tile, i)
 
@@ -224,12 +208,15 @@ def _forward(
 
             scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
             free_key(slot)
-            new = [attend(exact(which), which, tile, i, no_keys(), scores, block, bits) for which in range(attentions)]
-            return tuple((sm90.zeros((ROWS, v_dim)), x[0], x[1], x[2].astype(query_ref.dtype)) for x in new)
+            exact = exact if attentions == 1 else False
+            new = attend(exact, False, attentions, tile, i, (no_keys(),) * attentions, scores, block, bits)
+            _, _, weights, _, _, *shares = zip(*new, strict=True)
+            halves = rounded(False, weights, *shares or [()])
+            return tuple((sm90.zeros((ROWS, v_dim)), *x[:2], half) for x, half in zip(new, halves, strict=True))
 
-        def step(exact, served, index, tile, i, carry):
+        def step(exact, near, served, index, tile, i, carry):
             """One key block of the first `served` attentions: `exact` if every row sees all of it, or all of what its
-            bits allow.
+            bits allow, `near` if what it sees of the block lies in its window.
 
             The step issues two products together: queries and this block's keys, weights and values of the block
             before. The second goes on while the step takes this block's exponentials.
@@ -251,8 +238,8 @@ def _forward(
                     scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=served)
                     free_key(slot)
                     running = [(peaks[which][...], totals[which][...]) for which in range(served)]
-                    new = [attend(exact, which, tile, i, x, scores, block, bits) for which, x in enumerate(running)]
-                    return sm90.before_wait(new, functools.reduce(jnp.bitwise_or, [x[-1] for x in new]) != 0)
+                    new = attend(exact, near, served, tile, i, running, scores, block, bits)
+                    return sm90.before_wait(new, functools.reduce(jnp.bitwise_or, [x[4] for x in new]) != 0)
 
                 new = pl.run_scoped(with_scores, plgpu.ACC(shape, jnp.float32))
                 for of_one, results in zip(zip(*refs[2:], strict=True), new, strict=True):
@@ -261,13 +248,14 @@ def _forward(
 
             accs, peaks, totals, halves = zip(*states[:served], strict=True)
             nothing = (sm90.zeros(shape),) * served, totals, (jnp.int32(0),) * served  # written, never read
-            init = [plgpu.ACC.init(acc) for acc in accs], halves, peaks, totals, *nothing
-            sums, _, peaks, totals, weights, factors, raised = pl.run_state(multiply)(init)
+            shares = [totals] if served == 2 else []
+            init = [plgpu.ACC.init(acc) for acc in accs], halves, peaks, totals, *nothing, *shares
+            sums, _, peaks, totals, weights, factors, raised, *shares = pl.run_state(multiply)(init)
             plgpu.barrier_arrive(value_freed.at[before])
             scaled = map(sm90.scale_rows, sums, factors, raised)
             # Not before: the product of the block before takes its weights from the same registers.
-            rounded = (x.astype(query_ref.dtype) for x in weights)
-            return tuple(zip(scaled, peaks, totals, rounded, strict=True)) + states[served:], following
+            halves = rounded(near, weights, *shares or [()])
+            return tuple(zip(scaled, peaks, totals, halves, strict=True)) + states[served:], following
 
         def last_product(tile, states):
             """(accumulator, what rows subtract, normalizer) of each attention with the last block's values."""
@@ -287,9 +275,12 @@ def _forward(
             states, ahead = first_step(tile, index, limits), ()
             # Blocks that a list names come last where they need a mask.
             first_masked = look_up(index, jnp.minimum(jnp.maximum(limits[-2], tile.begin + 1), tile.end - 1))
-            for (exact, served), first, last in zip(visibility.phases, limits[:-1], limits[1:], strict=True):
+            for n, ((exact, served), first, last) in enumerate(
+                zip(visibility.phases, limits[:-1], limits[1:], strict=True), 1
+            ):
                 ahead = () if exact else first_masked
-                body = functools.partial(step, exact, served, index, tile)
+                # The last phase begins where every row's window has begun.
+                body = functools.partial(step, exact, exact or n == len(visibility.phases), served, index, tile)
                 states, _ = lax.fori_loop(jnp.maximum(first, tile.begin + 1), last, body, (states, ahead))
             return last_product(tile, states)
 
@@ -310,7 +301,7 @@ def _forward(
                     free_key(slot)
                     partial = seen & ((low > block * keys) | (high < block * keys + keys))
                     exact = jnp.logical_not(sm90_reduce.any_in_warp(partial.astype(jnp.int32)))
-                    state = attend(exact, 0, tile, i, (peak, total), scores, block, bits)
+                    (state,) = attend(exact, False, 1, tile, i, ((peak, total),), scores, block, bits)
                     peak, total, weights, factor, raised = state
                     acc = sm90.scale_rows(acc, factor, raised)
                     wait_for_value(slot)

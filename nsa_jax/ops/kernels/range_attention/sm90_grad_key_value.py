@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from nsa_jax.ops.kernels.range_attention.tiles import (
     splits_for,
     warpgroup_ranges,
 )
-from nsa_jax.ops.kernels.softmax import LOG2E
+from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS
 
 
@@ -157,30 +156,48 @@ def _grad_key_value(
             """A statistic of the rows of a tile."""
             return sm90.load(statistics_smem[index].at[slot], column_layout)
 
-        def weights_of(exact, slot, scores, base, which=0):
-            """Weights [keys, rows] of a tile in one attention: 0 is the first, 1 the window."""
-            row_lse = own(2 * which, slot)
-            if which == 0:
-                row_lse = visibility.hidden_lse(row_lse, words_smem, slot, own_block, first_word, column_layout)
-            weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_lse, shape, [1]))
+        def position_of(base):
+            return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + base
+
+        def statistic(which, exact, attentions, slot, base):
+            """What is subtracted of a tile: 0 is the log-sum-exp, 1 delta. In the window, those of both attentions."""
+
+            def seen(numbers, otherwise):
+                return visibility.where_seen(numbers, otherwise, words_smem, slot, own_block, first_word, column_layout)
+
+            def far():
+                first = own(which, slot)
+                return lax.broadcast_in_dim(first if which else seen(first, NO_WEIGHT), shape, [1])
+
+            if attentions == 1:
+                return far()
+            near = lax.broadcast_in_dim(seen(own(4 + which, slot), own(2 + which, slot)), shape, [1])
+            if exact:
+                return near
+            # Compared in two types: the assembler would keep the results of one comparison for both, in registers that
+            # there are not. There are at most 64 * `selected_tiles.MOST_MASKED_BLOCKS` keys.
+            number = jnp.float32 if which else jnp.int32
+            low = sm90.load(bounds_smem[-1].at[slot], column_layout).astype(number)
+            inside = position_of(base).astype(number) >= lax.broadcast_in_dim(low, shape, [1])
+            return jnp.where(inside, near, far())
+
+        def weights_of(exact, attentions, slot, scores, base):
+            """Weights [keys, rows] of a tile, summed over the attentions."""
+            weights = jnp.exp2(scores * (scale * LOG2E) - statistic(0, exact, attentions, slot, base))
             if exact:
                 return weights
-            position = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + base
-            row_range = bounds_smem[2 * which].at[slot], bounds_smem[1].at[slot]  # both end alike
-            return sm90_visibility.hide(weights, 0.0, position, *row_range, axis=1)
+            low, high = bounds_smem[0].at[slot], bounds_smem[1].at[slot]
+            return sm90_visibility.hide(weights, 0.0, position_of(base), low, high, axis=1)
 
-        def gradient_of(weights, d_weights, slot, which=0):
-            """Gradient of a tile's scores in one attention."""
-            return weights * (d_weights - lax.broadcast_in_dim(own(2 * which + 1, slot), shape, [1]))
+        def gradient_of(exact, attentions, slot, weights, d_weights, base):
+            """Gradient of a tile's scores, summed over the attentions."""
+            return weights * (d_weights - statistic(1, exact, attentions, slot, base))
 
         def slot_of(tile):
             return lax.rem(tile - begin, jnp.int32(stages))
 
-        def rounded(*parts):
-            return tuple(functools.reduce(operator.add, x).astype(query_ref.dtype) for x in parts)
-
         def products(exact, attentions, base, tile):
-            """Weights and gradients of scores of a tile, summed over the attentions and rounded.
+            """Weights and gradients of scores of a tile, rounded.
 
             `exact` if its rows see all of the keys, or all of what their bits allow.
             """
@@ -196,9 +213,9 @@ def _grad_key_value(
 
             both = plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
             scores, d_weights = pl.run_scoped(multiply, *both)
-            weights = [weights_of(exact, slot, scores, base, which) for which in range(attentions)]
-            d_scores = [gradient_of(x, d_weights, slot, which) for which, x in enumerate(weights)]
-            return rounded(weights, d_scores)
+            weights = weights_of(exact, attentions, slot, scores, base)
+            d_scores = gradient_of(exact, attentions, slot, weights, d_weights, base)
+            return weights.astype(query_ref.dtype), d_scores.astype(query_ref.dtype)
 
         def accumulate(tile, dk, dv, half, d_half):
             """dk and dv with the products of a tile added, which is freed."""
@@ -227,20 +244,18 @@ def _grad_key_value(
             plgpu.barrier_wait(query_loaded.at[slot])
 
             def take_weights(refs):
-                dv_acc, half_ref, *weights_refs = refs
+                dv_acc, half_ref, weights_ref = refs
 
                 def with_scores(scores_ref):
                     plgpu.wgmma(scores_ref, key_smem, sm90.transpose(query_smem.at[slot]))
                     plgpu.wgmma(dv_acc, half_ref[...], grad_smem.at[before])
                     scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-                    weights = [weights_of(exact, slot, scores, base, which) for which in range(attentions)]
+                    weights = weights_of(exact, attentions, slot, scores, base)
                     return sm90.before_wait(weights, bounds_smem[1][slot, 0] < 0)
 
-                for ref, x in zip(weights_refs, pl.run_scoped(with_scores, plgpu.ACC(shape, jnp.float32)), strict=True):
-                    ref[...] = x
+                weights_ref[...] = pl.run_scoped(with_scores, plgpu.ACC(shape, jnp.float32))
 
-            init = (plgpu.ACC.init(dv), half, *(sm90.zeros(shape),) * attentions)
-            dv, _, *weights = pl.run_state(take_weights)(init)
+            dv, _, weights = pl.run_state(take_weights)((plgpu.ACC.init(dv), half, sm90.zeros(shape)))
             plgpu.barrier_arrive(grad_freed.at[before])
             plgpu.barrier_wait(grad_loaded.at[slot])
 
@@ -251,15 +266,14 @@ def _grad_key_value(
                     plgpu.wgmma(d_weights_ref, value_smem, sm90.transpose(grad_smem.at[slot]))
                     plgpu.wgmma(dk_acc, d_half_ref[...], query_smem.at[before])
                     d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
-                    parts = [gradient_of(x, d_weights, slot, which) for which, x in enumerate(weights)]
-                    return functools.reduce(operator.add, parts)
+                    return gradient_of(exact, attentions, slot, weights, d_weights, base)
 
                 d_scores_ref[...] = pl.run_scoped(with_weights, plgpu.ACC(shape, jnp.float32))
 
             dk, _, d_scores = pl.run_state(take_gradient)((plgpu.ACC.init(dk), d_half, sm90.zeros(shape)))
             plgpu.barrier_arrive(query_freed.at[before])
             # Not before: the products of the tile before take theirs from the same registers.
-            return dk, dv, *rounded(weights, (d_scores,))
+            return dk, dv, weights.astype(query_ref.dtype), d_scores.astype(query_ref.dtype)
 
         def over_tiles(limits, step, carry):
             """The loops of all phases: `step(exact, attentions, tile, carry)`."""

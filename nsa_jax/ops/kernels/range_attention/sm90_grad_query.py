@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops import tiles as tuning
 from nsa_jax.ops.kernels.range_attention.tiles import KnownRanges, Window, row_vectors
-from nsa_jax.ops.kernels.softmax import LOG2E
+from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS
 
 
@@ -61,7 +60,7 @@ class _Tile(NamedTuple):
     end: jax.Array
     before: jax.Array  # steps of the tiles before
     at: jax.Array  # the warpgroup's rows among all buffers
-    statistics: tuple  # (lse, delta) of the warpgroup's rows, then those of the window
+    statistics: tuple  # (lse, delta) of the warpgroup's rows, then those of the window and of both
     grad_out: Any  # of the warpgroup's rows, in registers or in shared memory
 
 
@@ -110,28 +109,37 @@ def _grad_query(
             tile = last - n
             return tile, *visibility.tile_range(bounds_ref, tile, b, kv_head)
 
-        def weights_of(exact, tile, i, scores, which):
-            """Weights of a block in one attention: 0 is the first, 1 the window."""
-            lse = tile.statistics[2 * which]
-            subtract = lse if which else visibility.hidden_lse(lse, words_smem2, tile.at, i)
-            weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(subtract, shape, [0]))
+        def position_of(i):
+            return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
+
+        def statistic(which, exact, attentions, tile, i):
+            """What is subtracted of a block: 0 is the log-sum-exp, 1 delta. In the window, those of both attentions."""
+            first, *others = tile.statistics[which::2]
+            seen = functools.partial(visibility.where_seen, words_smem=words_smem2, at=tile.at, i=i)
+            far = lax.broadcast_in_dim(first if which else seen(first, NO_WEIGHT), shape, [0])
+            if attentions == 1:
+                return far
+            window, both = others
+            near = lax.broadcast_in_dim(seen(both, window), shape, [0])
+            low = sm90.load(bounds_smem3[-1].at[tile.at], sm90_visibility.ROW_LAYOUT)
+            return near if exact else jnp.where(position_of(i) >= lax.broadcast_in_dim(low, shape, [0]), near, far)
+
+        def weights_of(exact, attentions, tile, i, scores):
+            """Weights of a block, summed over the attentions."""
+            weights = jnp.exp2(scores * (scale * LOG2E) - statistic(0, exact, attentions, tile, i))
             if exact:
                 return weights
-            position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
-            row_range = bounds_smem3[2 * which].at[tile.at], bounds_smem3[1].at[tile.at]  # both end alike
-            return sm90_visibility.hide(weights, 0.0, position, *row_range, axis=0)
+            low, high = bounds_smem3[0].at[tile.at], bounds_smem3[1].at[tile.at]
+            return sm90_visibility.hide(weights, 0.0, position_of(i), low, high, axis=0)
 
         def slot_of(tile, i):
             return lax.rem(tile.before + i - tile.begin, jnp.int32(stages))
 
-        def gradient_of(weights, tile, d_weights):
-            """Gradient of a block's scores, not scaled, summed over the attentions."""
-            deltas = [lax.broadcast_in_dim(x, shape, [0]) for x in tile.statistics[1 : 2 * len(weights) : 2]]
-            parts = [x * (d_weights - delta) for x, delta in zip(weights, deltas, strict=True)]
-            return functools.reduce(operator.add, parts)
-
         def gradient(exact, attentions, tile, i):
-            """`gradient_of` one key block: `exact` if every row sees all of it, or all of what its bits allow."""
+            """Gradient of a key block's scores, not scaled, summed over the attentions.
+
+            `exact` if every row sees all of it, or all of what its bits allow.
+            """
             slot = slot_of(tile, i)
 
             def multiply(scores_ref, d_weights_ref):
@@ -140,8 +148,8 @@ def _grad_query(
                 plgpu.barrier_wait(value_loaded.at[slot])
                 plgpu.wgmma(d_weights_ref, tile.grad_out, sm90.transpose(value_smem.at[slot]))
                 scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)  # while the other product goes on
-                weights = [weights_of(exact, tile, i, scores, which) for which in range(attentions)]
-                return gradient_of(weights, tile, d_weights_ref[...])
+                weights = weights_of(exact, attentions, tile, i, scores)
+                return weights * (d_weights_ref[...] - statistic(1, exact, attentions, tile, i))
 
             d_scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
             plgpu.barrier_arrive(value_freed.at[slot])
@@ -176,9 +184,10 @@ def _grad_query(
                     plgpu.wgmma(d_weights_ref, tile.grad_out, sm90.transpose(value_smem.at[slot]))
                     plgpu.wgmma(dq_acc, half_ref[...], key_smem.at[before])
                     scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=2)
-                    weights = [weights_of(exact, tile, i, scores, which) for which in range(attentions)]
+                    weights = weights_of(exact, attentions, tile, i, scores)
                     weights = sm90.before_wait(weights, bounds_smem3[1][tile.at, 0] < 0)
-                    d_scores = gradient_of(weights, tile, plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1))
+                    d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
+                    d_scores = weights * (d_weights - statistic(1, exact, attentions, tile, i))
                     plgpu.barrier_arrive(value_freed.at[slot])
                     return d_scores
 

@@ -14,7 +14,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.ops.kernels import sm90
 from nsa_jax.ops.kernels.range_attention.tiles import PHASES, WINDOW_PHASES, KnownRanges, for_batch, tile_bounds
-from nsa_jax.ops.kernels.softmax import NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS
 
 # One number per row of a matrix product.
@@ -84,10 +83,10 @@ class KeyRange:
         """Which rows see the block of step i, or None if all do as far as ranges allow."""
         return None
 
-    def hidden_lse(self, row_lse, words_smem, at, i):
-        """The log-sum-exp of rows, `NO_WEIGHT` where a row does not see the block of step i."""
+    def where_seen(self, numbers, otherwise, words_smem, at, i):
+        """Numbers of rows, `otherwise` where a row does not see the block of step i."""
         seen = self.seen(words_smem, at, i, None, None)
-        return row_lse if seen is None else jnp.where(seen, row_lse, NO_WEIGHT)
+        return numbers if seen is None else jnp.where(seen, numbers, otherwise)
 
 
 class BlockMask(KeyRange):
@@ -210,9 +209,9 @@ class KeyBlockRange:
     def load(self, mask_refs, words_smem, slot, barrier, batch, kv_head, first_word, base) -> None:
         """Copies the words of 64 rows from row `base` on to words_smem [slots, W, 64]: `num_words` arrivals."""
 
-    def hidden_lse(self, row_lse, words_smem, slot, own_block, first_word, layout):
-        """The log-sum-exp of rows, `NO_WEIGHT` where a row does not see block `own_block`."""
-        return row_lse
+    def where_seen(self, numbers, otherwise, words_smem, slot, own_block, first_word, layout):
+        """Numbers of rows, `otherwise` where a row does not see block `own_block`."""
+        return numbers
 
 
 class KeyBlockMask(KeyBlockRange):
@@ -231,7 +230,7 @@ class KeyBlockMask(KeyBlockRange):
             words = mask_refs[0].at[batch, kv_head, first_word + word, pl.ds(base, ROWS)]
             plgpu.copy_gmem_to_smem(words, words_smem.at[slot, word], barrier)
 
-    def hidden_lse(self, row_lse, words_smem, slot, own_block, first_word, layout):
+    def where_seen(self, numbers, otherwise, words_smem, slot, own_block, first_word, layout):
         word = jnp.clip(lax.div(own_block, jnp.int32(32)) - first_word, 0, self.num_words - 1)
         seen = sm90.has_bit(sm90.load(words_smem.at[slot, word], layout), own_block)
-        return jnp.where(seen, row_lse, NO_WEIGHT)
+        return jnp.where(seen, numbers, otherwise)

@@ -43,7 +43,8 @@ class Window(NamedTuple):
     Attributes:
       low: int32 [B, T]; the query at t sees keys low[t] <= p < high[t], where `high` is that of the first attention.
       known: these ranges, if tracing knows them, and then those of the first attention too.
-      statistics: (lse, delta) in a backward pass, as those of the first attention, whose cotangents it has too.
+      statistics: in a backward pass (lse, delta), as those of the first attention, whose cotangents it has too, and
+        then those of both together, see `joint_statistics`.
     """
 
     low: jax.Array
@@ -70,6 +71,18 @@ class GatedSum(NamedTuple):
 # how many attentions there are. The second list is for where a `Window` reaches.
 PHASES: tuple[tuple[bool, int], ...] = ((False, 1), (True, 1), (False, 1))
 WINDOW_PHASES: tuple[tuple[bool, int], ...] = ((False, 2), (True, 2), (False, 2))
+
+
+def joint_statistics(lse, delta, window_lse, window_delta) -> tuple[jax.Array, jax.Array]:
+    """(lse, delta) of one attention whose weights and score gradients are the sums of those of two.
+
+    Weights are exp2(score - lse), gradients weights * (gradient of a weight - delta). Of a key that both see, kernels
+    take one exponential for both.
+    """
+    lowest = jnp.minimum(lse, window_lse)
+    parts = jnp.exp2(lowest - lse), jnp.exp2(lowest - window_lse)
+    total = parts[0] + parts[1]
+    return lowest - jnp.log2(total), (parts[0] * delta + parts[1] * window_delta) / total
 
 
 def row_vectors(rows, low, high, statistics, window: Window | None, num_keys: int) -> tuple[list, list]:

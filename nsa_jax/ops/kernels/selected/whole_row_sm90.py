@@ -15,7 +15,7 @@ from nsa_jax.ops import blocks
 from nsa_jax.ops.choices import SelectedBackwardPlan
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention import sm90_forward, sm90_grad_key_value, sm90_grad_query
-from nsa_jax.ops.kernels.range_attention.tiles import GatedSum, KnownRanges, Window
+from nsa_jax.ops.kernels.range_attention.tiles import GatedSum, KnownRanges, Window, joint_statistics
 from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
 from nsa_jax.ops.tiles import ROWS, RangedHopperConfig
 
@@ -86,7 +86,8 @@ def backward(
     if window is not None:
         delta, lse, size = window
         second = _window(query, key, segment_start, query_offset, packed, size)
-        second = second._replace(statistics=(_base_2(lse), delta))
+        own = _base_2(lse), delta
+        second = second._replace(statistics=(*own, *joint_statistics(*args[4:6], *own)))
     d_query = sm90_grad_query.block_masked_grad_query(*args, plan.grad_query.tiles, known, listed, second)
     d_key, d_value = sm90_grad_key_value.block_masked_grad_key_value(*args, plan.by_block.tiles, known, listed, second)
     return d_query, d_key, d_value
