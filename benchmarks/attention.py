@@ -15,9 +15,11 @@ r"""Times NSA and its branches against dense cuDNN attention, in one process on 
 "nsa" is `nsa_attention` with selection, gates and list building, compressed keys given; its gradients are those of all
 eight inputs. "selected" alone reads made-up lists: independent per token ("random") or shared by 64 neighbours
 ("shared"). Queries are random, the worst case for "nsa"; with `--alike 64` so many neighbours have the same query, and
-so nearly the same lists. `--kernels a100` times on a Hopper GPU the kernels that an A100 would get, `a100_triton` has
-Triton for all of range attention, as before JAX 0.11 but without cuDNN for the window. `--no-wgmma` keeps Triton from
-Hopper's instructions, as Mosaic GPU is for `a100`. All programs are compiled side by side before the first is timed.
+so nearly the same lists. "nsa_shared", which `--ops` must name, has one key and one value for the selected branch and
+the window, as the configs do. `--kernels a100` times on a Hopper GPU the kernels that an A100 would get, `a100_triton`
+has Triton for all of range attention, as before JAX 0.11 but without cuDNN for the window. `--no-wgmma` keeps Triton
+from Hopper's instructions, as Mosaic GPU is for `a100`. All programs are compiled side by side before the first is
+timed.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from nsa_jax.ops import blocks  # noqa: E402
 from nsa_jax.ops.target import Target, compile_for, current_target  # noqa: E402
 
 OPS = ("nsa", "compressed", "select", "selected", "window")
+WHOLE = ("nsa", "nsa_shared")  # ops that are the whole operator
 PASSES = ("fwd", "bwd", "fwd_bwd")
 _TRACED = 5  # calls of which `--profile` shows the mean
 CASE = ("op", "pass", "B", "T", "N", "K", "H", "V", "lists", "kernels", "documents")
@@ -90,7 +93,7 @@ def useful_tflop(op: str, which: str, pairs: dict[str, float], num_heads: int, h
     per_pair = {"fwd": forward, "bwd": backward, "fwd_bwd": forward + backward}[which]
     if op == "select":
         return pairs["select"] * num_heads * 2 * head / 1e12
-    if op == "nsa":
+    if op in WHOLE:
         attention = sum(pairs[o] for o in ("compressed", "selected", "window")) * per_pair
         scores = pairs["select"] * 2 * head if which != "bwd" else 0
         return (attention + scores) * num_heads / 1e12
@@ -181,12 +184,18 @@ class Bench:
         if op == "selected":
             selected = functools.partial(nsa_jax.selected_attention, select_block=config.select_block)
             return selected, (self.query(), *self.key_value(self.length), lists), 3
-        arrays = (self.query(), *self.key_value(num_cmp), *self.key_value(self.length), *self.key_value(self.length))
-        nsa = functools.partial(nsa_jax.nsa_attention, config=config, nonnegative_gates=True)
-        if self.documents == 1:
-            return nsa, (*arrays, self.gates()), 8
-        packed = lambda *x: nsa(*x[:8], segment_start=x[8])  # noqa: E731
-        return packed, (*arrays, self.gates(), self.segments()), 8
+        arrays = self.query(), *self.key_value(num_cmp), *self.key_value(self.length)
+        if op == "nsa":
+            arrays += self.key_value(self.length)
+        count = len(arrays) + 1
+
+        def nsa(*inputs):
+            *branches, gates = inputs[:count]
+            window = branches[3:5] if op == "nsa_shared" else ()
+            segments = dict(zip(("segment_start",), inputs[count:], strict=False))
+            return nsa_jax.nsa_attention(*branches, *window, gates, config=config, nonnegative_gates=True, **segments)
+
+        return nsa, (*arrays, self.gates(), *(() if self.documents == 1 else (self.segments(),))), count
 
     def run(self, op, compiled, lists=None, profile=False):
         """(milliseconds by pass, temporary memory of forward and backward in GiB, `kernel_times` by pass if asked)."""
@@ -260,7 +269,7 @@ def cases(args) -> Iterator[tuple[dict[str, Any], tuple]]:
             yield case | {"op": "dense", "lists": "", "kernels": ""}, bench
         for kernels in args.kernels:
             for op in args.ops:
-                for lists in args.lists if op == "selected" else [chosen if op == "nsa" else ""]:
+                for lists in args.lists if op == "selected" else [chosen if op in WHOLE else ""]:
                     yield case | {"op": op, "lists": lists, "kernels": kernels}, bench
 
 
@@ -302,7 +311,7 @@ def run(args, save) -> list[dict]:
         try:
             if isinstance(compiled, Exception):
                 raise compiled
-            if op in ("selected", "nsa"):
+            if op == "selected" or op in WHOLE:
                 whole = bench.lists(64 if case["lists"] == "shared" else 1)
                 pairs["selected"] = bench.pairs("selected", whole[:1, : -(-bench.length // bench.documents)])
                 lists = whole if op == "selected" else None
@@ -413,7 +422,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default=[2048, 8192, 32768, 65536], type=lambda s: [int(x) for x in s.split(",")])
     parser.add_argument("--shape", action="append", help="N,K,H,V; repeatable (default 64,4,128,128)")
-    parser.add_argument("--ops", default=list(OPS), type=words(OPS))
+    parser.add_argument("--ops", default=list(OPS), type=words((*OPS, "nsa_shared")))
     parser.add_argument("--passes", default=list(PASSES), type=words(PASSES))
     parser.add_argument("--lists", default=["random", "shared"], type=words(("random", "shared")))
     parser.add_argument("--no-dense", dest="dense", action="store_false", help="leave the dense baseline out")
@@ -434,10 +443,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.merge and not args.json:
         parser.error("--merge needs --json: the result that the rows are put into")
-    if args.documents > 1 and (args.ops != ["nsa"] or args.dense):
-        parser.error("--documents needs --ops nsa --no-dense: the other ops are timed with one document in a row")
-    if args.alike > 1 and args.ops != ["nsa"]:
-        parser.error("--alike needs --ops nsa: the other ops are timed with random queries")
+    if args.documents > 1 and (not set(args.ops) <= set(WHOLE) or args.dense):
+        parser.error("--documents needs --ops nsa or nsa_shared and --no-dense: other ops are timed with one document")
+    if args.alike > 1 and not set(args.ops) <= set(WHOLE):
+        parser.error("--alike needs --ops nsa or nsa_shared: the other ops are timed with random queries")
     if "hopper" in args.kernels and own != "hopper" and not args.merge:
         parser.error("--kernels hopper needs a Hopper GPU")
     args.shape = args.shape or ["64,4,128,128"]

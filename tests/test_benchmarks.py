@@ -55,6 +55,20 @@ def test_alike_neighbours_have_the_same_query():
     assert abstract.inputs("nsa", None)[1][0].shape == query.shape
 
 
+def test_the_whole_operator_is_timed_with_shared_keys_and_values():
+    """As the reference with the window's those of the selected branch; packed rows too."""
+    config = nsa_jax.NSAConfig(4, 2, 4, 2, 1, 1, 3)
+    for documents in (1, 4):
+        bench = attention.Bench(64, 4, 2, 16, 16, config, "float32", 0, documents=documents)
+        function, inputs, differentiable = bench.inputs("nsa_shared", None)
+        assert differentiable == 6 and len(inputs) == 6 + (documents > 1)
+        query, key_cmp, value_cmp, key, value, gates, *segments = inputs
+        packed = dict(segment_start=segments[0]) if segments else {}
+        arrays = query, key_cmp, value_cmp, key, value, key, value, gates
+        want = nsa_jax.nsa_attention(*arrays, config=config, implementation="reference", **packed)
+        np.testing.assert_allclose(function(*inputs), want, atol=1e-5)
+
+
 def _result(commit, device="NVIDIA H200", **ms):
     """A result with a row of NSA per length, given as T2048=ms."""
     case = {"op": "nsa", "pass": "fwd", "B": 1, "N": 64, "K": 4, "H": 128, "V": 128, "lists": "selection"}
