@@ -189,13 +189,16 @@ class Bench:
             arrays += self.key_value(self.length)
         count = len(arrays) + 1
 
+        segments = () if self.documents == 1 else (self.segments(),)
+
         def nsa(*inputs):
             *branches, gates = inputs[:count]
             window = branches[3:5] if op == "nsa_shared" else ()
-            segments = dict(zip(("segment_start",), inputs[count:], strict=False))
-            return nsa_jax.nsa_attention(*branches, *window, gates, config=config, nonnegative_gates=True, **segments)
+            start = inputs[count] if segments else None
+            arrays = (*branches, *window, gates)
+            return nsa_jax.nsa_attention(*arrays, config=config, segment_start=start, nonnegative_gates=True)
 
-        return nsa, (*arrays, self.gates(), *(() if self.documents == 1 else (self.segments(),))), count
+        return nsa, (*arrays, self.gates(), *segments), count
 
     def run(self, op, compiled, lists=None, profile=False):
         """(milliseconds by pass, temporary memory of forward and backward in GiB, `kernel_times` by pass if asked)."""

@@ -9,13 +9,13 @@
 times the compiled training step of a config (configs/a100_prod.py) on random tokens of a byte vocabulary: forward,
 backward, optimizer. Models see the same tokens per step and have the same number of parameters: the MLP of those
 without NSA's extra projections is wider (`--same_mlp` leaves it). Dense attention is cuDNN's, so rows are unpacked, and
-not deterministic, while NSA's steps are, as by default; with `--deterministic ''` neither is, and XLA times which
-matrix product is fastest for both. Of several sizes and remat policies the fastest is kept for the table. Memory is the
+not deterministic. NSA's steps are, as by default, unless `--deterministic ''` is given: then XLA times which matrix
+product is fastest for both. Of several sizes and remat policies the fastest is kept for the table. Memory is the
 compiler's plan for one device: arguments and temporaries. Steps with NSA are compiled side by side, so
-`compile_seconds` depends on how many there are.
-`--profile` lists the kernels that took most. With `--losses N`, a model first trains N steps on the source code of
-Python's library, the same bytes in every case: `loss` is the mean of its last tenth. With `--target`, no GPU is needed:
-rows have the memory that one device needs and what its collectives result in.
+`compile_seconds` depends on how many there are. `--profile` lists the kernels that took most. With `--losses N`, a
+model first trains N steps on the source code of Python's library, the same bytes in every case: `loss` is the mean of
+its last tenth. With `--target`, no GPU is needed: rows have the memory that one device needs and what its collectives
+result in.
 """
 
 from __future__ import annotations
@@ -309,9 +309,7 @@ def main() -> None:
     parser.add_argument("--devices", default="1", help="numbers of devices; every device gets --tokens")
     parser.add_argument("--layouts", default="data", help="data, fsdp, tensor, context; tensor=2: the rest is data")
     parser.add_argument("--target", default="", help="time nothing: compile for this GPU, such as h200, and count")
-    parser.add_argument(
-        "--deterministic", default="nsa,window", help="attention trained as by default; '': each fastest"
-    )
+    parser.add_argument("--deterministic", default="nsa,window", help="attention with deterministic steps; '': none")
     parser.add_argument("--same_mlp", action="store_true", help="do not give dense models NSA's number of parameters")
     parser.add_argument("--seconds", type=float, default=8, help="of one sample; its start takes up to 26 ms of them")
     parser.add_argument("--steps", type=int, default=0, help="of one sample, instead of --seconds")

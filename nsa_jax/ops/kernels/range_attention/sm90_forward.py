@@ -180,7 +180,10 @@ def _forward(
         def attend(exact, near, served, tile, i, running, scores, block=None, bits=None):
             """One block's scores, not scaled, in the softmax of the first `served` attentions: see `sm90_softmax`."""
             block = i if block is None else block
-            seen, position = visibility.seen(words_smem2, tile.at, i, bits, wg), sm90_softmax.positions(block, keys)
+            seen, position = (
+                visibility.seen(words_smem2, tile.at, i, bits, wg),
+                sm90_visibility.positions(block * keys, shape, 1),
+            )
             ranges = [ref.at[tile.at] for ref in bounds_smem3]
             if served == 2:
                 sizes = dict(exact=exact, near=near, scale=scale)
@@ -188,10 +191,10 @@ def _forward(
             (own,), whole = running, attentions == 2
             return (sm90_softmax.attend(scores, own, position, ranges, seen, exact=exact, scale=scale, whole=whole),)
 
-        def rounded(near, weights, shares):
-            """The weights that each attention gives to the values of a block; `shares` are there if there are two."""
+        def rounded(near, weights, *factors):
+            """The weights that each attention gives to a block's values; of two attentions `factors` has a tuple."""
             half = weights[0].astype(query_ref.dtype)
-            return sm90_softmax.of_both(half, shares, near) if shares else (half,)
+            return sm90_softmax.of_both(half, factors[0], near) if factors else (half,)
 
         def first_step(tile, index, limits):
             """The first key block: (accumulator, what rows subtract, normalizer, weights) of each attention."""
@@ -211,7 +214,7 @@ def _forward(
             exact = exact if attentions == 1 else False
             new = attend(exact, False, attentions, tile, i, (no_keys(),) * attentions, scores, block, bits)
             _, _, weights, _, _, *shares = zip(*new, strict=True)
-            halves = rounded(False, weights, *shares or [()])
+            halves = rounded(False, weights, *shares)
             return tuple((sm90.zeros((ROWS, v_dim)), *x[:2], half) for x, half in zip(new, halves, strict=True))
 
         def step(exact, near, served, index, tile, i, carry):
@@ -254,7 +257,7 @@ def _forward(
             plgpu.barrier_arrive(value_freed.at[before])
             scaled = map(sm90.scale_rows, sums, factors, raised)
             # Not before: the product of the block before takes its weights from the same registers.
-            halves = rounded(near, weights, *shares or [()])
+            halves = rounded(near, weights, *shares)
             return tuple(zip(scaled, peaks, totals, halves, strict=True)) + states[served:], following
 
         def last_product(tile, states):

@@ -157,7 +157,7 @@ def _grad_key_value(
             return sm90.load(statistics_smem[index].at[slot], column_layout)
 
         def position_of(base):
-            return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + base
+            return sm90_visibility.positions(base, shape, 0)
 
         def statistic(which, exact, attentions, slot, base):
             """What is subtracted of a tile: 0 is the log-sum-exp, 1 delta. In the window, those of both attentions."""

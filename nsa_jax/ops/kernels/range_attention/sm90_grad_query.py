@@ -110,7 +110,7 @@ def _grad_query(
             return tile, *visibility.tile_range(bounds_ref, tile, b, kv_head)
 
         def position_of(i):
-            return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + i * keys
+            return sm90_visibility.positions(i * keys, shape, 1)
 
         def statistic(which, exact, attentions, tile, i):
             """What is subtracted of a block: 0 is the log-sum-exp, 1 delta. In the window, those of both attentions."""

@@ -7,20 +7,13 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.ops.kernels import sm90, sm90_reduce
 from nsa_jax.ops.kernels.range_attention.sm90_visibility import ROW_LAYOUT, hide
 from nsa_jax.ops.kernels.softmax import NO_WEIGHT
-from nsa_jax.ops.tiles import ROWS
 
 # Added to a number and subtracted again, it leaves a whole number.
 _ROUNDS = 1.5 * 2**23
-
-
-def positions(block, keys: int):
-    """Positions of a block's keys."""
-    return plgpu.broadcasted_iota(jnp.int32, (ROWS, keys), 1, layout=plgpu.Layout.WGMMA) + block * keys
 
 
 def attend(scores, running, position, ranges, seen, *, exact, scale: float, whole: bool):
@@ -29,7 +22,7 @@ def attend(scores, running, position, ranges, seen, *, exact, scale: float, whol
     Args:
       scores: products of queries and keys, not scaled.
       running: (what rows subtract, each thread's part of the normalizers) so far.
-      position: of the keys, see `positions`.
+      position: of the keys, see `sm90_visibility.positions`.
       ranges: int32 [64] in shared memory, where the keys begin and end that a row sees.
       seen: which rows see the block, or None if all do as far as ranges allow.
       exact: whether the ranges hide nothing, known to tracing or not.

@@ -174,6 +174,11 @@ class TileLists(Neighbours):
         return *super().tile_range(bounds_ref, tile, batch, kv_head), bounds_ref[batch, kv_head, tile, 2]
 
 
+def positions(first, shape: tuple[int, int], axis: int):
+    """Positions of the keys of a matrix product that lie along `axis`, from `first` on."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + first
+
+
 def hide(x, fill: float, position, low_smem, high_smem, axis: int):
     """A tile of products with `fill` where the key's position lies outside the row's range.
 
