@@ -151,7 +151,7 @@ def default_config() -> ConfigDict:
     t.z_loss = 0.0  # training adds this times the square of each token's logsumexp of logits, such as 1e-4; 0: none
     t.selection_loss = 0.0  # times the divergence of the scores that choose blocks from dense attention; 0: none
     t.selection_queries = 64  # queries of each row that selection_loss looks at
-    t.deterministic = True  # on GPUs, sums in one order and untuned matrix products: runs are bit-equal
+    t.deterministic = True  # on GPUs, sums in one order and matrix products of equal bits: runs are bit-equal
     t.xla_options = ()  # for the compiler, such as ("xla_gpu_enable_latency_hiding_scheduler=True",); docs/parallel.md
     t.offload_optimizer = False  # keep the optimizer's averages in host memory between their uses; docs/training.md
     t.reset_optimizer = False  # if a checkpoint's optimizer state does not fit config.optim, start it anew

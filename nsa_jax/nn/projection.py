@@ -19,7 +19,7 @@ from nsa_jax.ops import checks
 from nsa_jax.ops.target import current_target
 
 # A matrix product whose width is no multiple of this misses the fast tensor-core kernels.
-WIDTH_MULTIPLE = 64
+WIDTH_MULTIPLE = 16
 
 
 def _cut(x: jax.Array, widths: Iterable[int]) -> list[jax.Array]:

@@ -18,6 +18,9 @@ from nsa_jax.ops.choices import Choice
 from nsa_jax.ops.plan import Shape
 from nsa_jax.ops.target import current_target
 
+# The kernels for gradients of embeddings, norms and SwiGLU serve layers whose width is a multiple of this.
+WIDTHS_SERVED = 64
+
 
 def _kernels(name: str) -> types.ModuleType:
     return importlib.import_module(f"nsa_jax.ops.kernels.{name}")
@@ -154,4 +157,4 @@ def dense_decode_attention(query, key, value, lengths, segment_start=None, *, ri
 def layer_kernels_serve(width: int) -> bool:
     """Whether the kernels for gradients of embeddings, norms and SwiGLU serve layers of this width here."""
     target = current_target()
-    return target.is_gpu and (target.compute_capability or (0, 0)) >= (8, 0) and width % 64 == 0
+    return target.is_gpu and (target.compute_capability or (0, 0)) >= (8, 0) and width % WIDTHS_SERVED == 0

@@ -95,8 +95,8 @@ def first_programs(
 ) -> dict[str, tuple[Any, tuple]]:
     """What a run calls until its first step is done, as `CompileAhead` takes it.
 
-    With a batch ramp, whose batches have other shapes, the initial state alone. Where XLA times kernels to choose among
-    them (without `config.train.deterministic`), it has the GPU to itself: other programs of the process wait.
+    With a batch ramp, whose batches have other shapes, the initial state alone. Where XLA times matrix products to
+    choose among them, it has the GPU to itself: other programs of the process wait.
 
     Args:
       setup: of the run.

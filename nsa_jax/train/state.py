@@ -27,6 +27,7 @@ from nsa_jax.config import ConfigError, Problem
 from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.nn.sharding import BATCH_AXES, CONTEXT, DATA, FSDP, MESH_AXES, parameter_spec
 from nsa_jax.train import spikes
+from nsa_jax.train.compiler import check_xla_options, compiler_options
 from nsa_jax.train.optimizer import make_optimizer, names_of, schedule_at
 
 logger = logging.getLogger("nsa_jax")
@@ -204,23 +205,8 @@ class Setup:
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
-        """What XLA is told so that a step gives the same bits in every run, and `config.train.xla_options`.
-
-        On a GPU, operations that add with atomics are excluded, and matrix products take the algorithm that cuBLAS
-        proposes: measuring which is fastest could choose another one in another process.
-        """
-        device, given = self.mesh.devices.flat[0], xla_options(self.config)
-        if device.platform == "cpu":
-            return given or None
-        # float8 products are cuBLASLt's: Triton's tiles would be chosen without being timed.
-        options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False} if self.config.model.matmul_dtype else {}
-        if not self.config.train.deterministic:
-            return {**options, **given} or None
-        options |= {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": 0}
-        if jax.__version_info__ >= (0, 12) and device not in jax.devices():
-            # Without the GPU, XLA of JAX 0.12 cannot choose a deterministic kernel for Triton's matrix products.
-            options["xla_gpu_enable_triton_gemm"] = False
-        return {**options, **given}
+        """See `compiler_options`."""
+        return compiler_options(self.config, self.mesh.devices.flat[0])
 
     @property
     def gradient_spec(self) -> Any:
@@ -327,26 +313,6 @@ def _further_parts(config: ConfigDict, params: Any) -> State:
     return parts
 
 
-def xla_options(config: ConfigDict) -> dict[str, Any]:
-    """`config.train.xla_options` as JAX takes them: numbers and truth values where a text is one."""
-    found: dict[str, Any] = {}
-    for text in config.train.xla_options:
-        name, _, value = text.partition("=")
-        found[name] = {"true": True, "false": False}.get(value.lower(), value)
-    return found
-
-
-def _check_xla_options(config: ConfigDict) -> None:
-    """ConfigError if this version of XLA does not know an option, or not with this value."""
-    for name, value in xla_options(config).items():
-        try:
-            jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
-        except jax.errors.JaxRuntimeError as error:
-            message = f"config.train.xla_options: {name}={value}: {error}"
-            fix = "correct it; options and values are those of this version's XLA, booleans True or False"
-            raise ConfigError([Problem("R059", "error", message, fix)]) from error
-
-
 def setup(config: ConfigDict, vocab_size: int, devices: list | None = None) -> Setup:
     """Everything about a run that needs no data and no device memory.
 
@@ -359,7 +325,7 @@ def setup(config: ConfigDict, vocab_size: int, devices: list | None = None) -> S
       ConfigError: `config.mesh`, batch, rows or vocabulary do not fit together, or XLA does not know an option.
     """
     mesh = make_mesh(config, devices)
-    _check_xla_options(config)
+    check_xla_options(config)
     model_config = ModelConfig.from_config(config, vocab_size)
     if problems := vocabulary_problems(config, model_config):
         raise ConfigError(problems)

@@ -1,5 +1,10 @@
 """Compiled training steps hold no operation whose result depends on the order in which GPU threads add."""
 
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from nsa_jax import aot
 from nsa_jax.config import ConfigError
+from nsa_jax.train.compiler import compiler_options
 from nsa_jax.train.preflight import memory
 from nsa_jax.train.preflight.hlo import nondeterministic
 from nsa_jax.train.state import setup
@@ -27,6 +33,11 @@ CASES = {
     ),
     "nsa_scanned_fsdp": (4, "h100", dict(mesh__fsdp=4, model__scan_layers=True, model__num_layers=2)),
     "dense_unpacked": (1, "h100", dict(model__attention="dense", data__packing=False)),
+    "nsa_muon_selection_loss_averages": (
+        1,
+        "h100",
+        dict(optim__name="muon", train__selection_loss=0.1, train__ema_decay=0.9, guards__skip_spikes=3),
+    ),
     "xla": (1, "h100", dict(model__implementation="xla")),
 }
 
@@ -85,3 +96,49 @@ def test_options_of_the_config_reach_the_compiler():
     for option in (f"{name}=many", "xla_no_such_option=True"):
         with pytest.raises(ConfigError, match="R059.*config.train.xla_options"):
             setup(tiny_config(train__xla_options=(option,)), VOCAB, one_device())
+
+
+@pytest.mark.parametrize(
+    "changes, compares",
+    [
+        ({}, True),
+        ({"model__matmul_dtype": "float8"}, True),
+        ({"model__implementation": "xla"}, False),  # its gradients of gathered rows add with atomics
+        ({"model__dim": 72}, False),  # the embedding's too
+        ({"train__deterministic": False}, None),
+    ],
+)
+def test_matrix_products_are_measured_where_nothing_adds_with_atomics(monkeypatch, changes, compares):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    config = tiny_config(**dict(model__implementation="auto", model__dim=64) | changes)
+    options = compiler_options(config, SimpleNamespace(platform="gpu")) or {}
+    assert (options.get("xla_gpu_autotune_gemm_rtol") == "0.0") == (compares is True)
+    assert options.get("xla_gpu_exclude_nondeterministic_ops", False) == (compares is False)
+    assert ("xla_gpu_enable_triton_gemm" in options) == ("model__matmul_dtype" in changes)
+    jax.jit(lambda: 0, compiler_options=options).lower().compile()  # XLA knows these options, with these values
+
+
+_PRODUCTS = """
+import hashlib, jax, jax.numpy as jnp
+from nsa_jax.train.compiler import compiler_options
+from tests.train.tiny import tiny_config
+
+options = compiler_options(tiny_config(model__implementation="auto", model__dim=64), jax.devices()[0])
+digest = hashlib.sha256()
+for tokens, dim, width in ((8192, 768, 1072), (65536, 256, 320), (4096, 2048, 3168)):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (tokens, dim), (dim, width), (tokens, width)
+    x, w, g = (jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes))
+    for product in jax.jit(lambda x, w, g: (x @ w, g @ w.T, x.T @ g), compiler_options=options)(x, w, g):
+        digest.update(jax.device_get(product).tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.gpu
+def test_processes_that_measure_at_the_same_time_multiply_to_the_same_bits():
+    environment = os.environ | dict(XLA_PYTHON_CLIENT_PREALLOCATE="false", JAX_ENABLE_COMPILATION_CACHE="false")
+    command = [sys.executable, "-c", _PRODUCTS]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
+    printed = [process.communicate(timeout=300)[0].split()[-1:] for process in started]
+    assert printed[0] and printed == [printed[0]] * 3

@@ -188,21 +188,25 @@ def read_tile(tile):
 def store_tile(tile, values) -> None:
     """Stores a product [64, 64] of 16-bit elements to a tile of `sm90.tiled`, its columns in order.
 
-    As `tile[...] = values`, but every place is computed from the first one where it is used: kept in registers, they
-    are eight for each tile.
+    As `tile[...] = values`, but by `stmatrix`, which stores two times 8 columns of a warp's 16 rows at once, and with
+    every place computed from the first one where it is used: kept in registers, they are eight for each tile.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_TILE), plgpu.Layout.WGMMA))
     def store(_, tile, values):
         base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(tile))
         words = [mgpu.utils.bitcast(x, i32()) for x in values.registers.flat]
-        # Thread 4r + c of a warp has columns 2c and 2c + 1 of every 8 of rows r and r + 8; see `_tile_places`.
-        text = "{ .reg .b32 column, row, place; mov.u32 place, %tid.x; and.b32 column, place, 3;"
-        text += f" bfe.u32 row, place, 2, 3; bfe.u32 place, place, 5, 2; mad.lo.u32 place, place, {16 * _SWIZZLE}, $0;"
-        text += f" mad.lo.u32 place, row, {_SWIZZLE + _BYTES}, place; mad.lo.u32 place, column, 4, place;"
-        for i in range(8):
-            text += f" xor.b32 row, place, {i * _BYTES}; st.shared.b32 [row], ${2 * i + 1};"
-            text += f" st.shared.b32 [row + {_SWIZZLE_ROWS * _SWIZZLE}], ${2 * i + 2};"
+        # Of 32 threads, 8 say where the rows of one matrix lie: rows 0 to 7 and 8 to 15 of 8 columns, then the same of
+        # the next 8; see `_tile_places`.
+        text = "{ .reg .b32 row, half, place; mov.u32 half, %tid.x; and.b32 row, half, 7;"
+        text += f" bfe.u32 place, half, 5, 2; mad.lo.u32 place, place, {2 * _SWIZZLE_ROWS * _SWIZZLE}, $0;"
+        text += f" mad.lo.u32 place, row, {_SWIZZLE}, place; bfe.u32 half, half, 4, 1; xor.b32 row, row, half;"
+        text += f" mad.lo.u32 place, row, {_BYTES}, place; mov.u32 half, %tid.x; bfe.u32 half, half, 3, 1;"
+        text += f" mad.lo.u32 place, half, {_SWIZZLE_ROWS * _SWIZZLE}, place;"
+        for i in range(4):
+            numbers = ", ".join(f"${4 * i + j + 1}" for j in range(4))
+            text += f" xor.b32 row, place, {2 * i * _BYTES};"
+            text += f" stmatrix.sync.aligned.m8n8.x4.shared.b16 [row], {{{numbers}}};"
         asm(ir.Type.parse("!llvm.void"), [base, *words], text + " }", ",".join(["r"] * 17))
 
     store(tile, values)
@@ -331,22 +335,6 @@ def store_numbers(ref, index, values, inside=None) -> None:
             _store([pointer, llvm.extractelement(register, constant(0))], "st.global.cs.b32 [$0], $1;", inside, half)
 
     store(ref, index, values, *([] if inside is None else [inside]))
-
-
-def zeros(columns: int):
-    """float32 zeros [64, columns] for a product to add to, which the compiler then leaves out.
-
-    It does so where it finds a zero in the basic block of the product, not where it had one in a register before: of
-    where this one comes from LLVM knows nothing.
-    """
-    shape, layout = (ROWS, columns), plgpu.Layout.WGMMA
-
-    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout))
-    def make(_):
-        zero = asm(ir.F32Type.get(), [], "mov.b32 $0, 0;", "=f")
-        return mgpu.FragmentedArray.splat(zero, shape, layout.to_mgpu())
-
-    return make()
 
 
 def computed_here(number):

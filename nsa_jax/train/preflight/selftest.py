@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ from nsa_jax.ops.choices import Shape
 from nsa_jax.ops.explain import Explanation, explanation_of
 from nsa_jax.ops.target import current_target
 from nsa_jax.train.compile_ahead import CompileAhead
+from nsa_jax.train.compiler import compiler_options
 from nsa_jax.train.loss import weighted_loss
 
 _VOCAB = 256
@@ -121,20 +123,20 @@ def _positions(model: ModelConfig, length: int) -> list[int]:
     return sorted({t for t in wanted if 0 <= t < length - 1})
 
 
-def _forward(graphdef: nnx.GraphDef, packed: bool):
+def _forward(graphdef: nnx.GraphDef, packed: bool, jit: Callable):
     """Jitted (params, tokens, segment_start, block lists or None) -> logits [T, vocab]."""
 
-    @jax.jit
+    @jit
     def forward(params, tokens, segment_start, lists):
         return nnx.merge(graphdef, params)(tokens, segment_start if packed else None, block_indices=lists)[0]
 
     return forward
 
 
-def _lists(graphdef: nnx.GraphDef, packed: bool):
+def _lists(graphdef: nnx.GraphDef, packed: bool, jit: Callable):
     """Jitted (params, tokens, segment_start) -> block lists int32 [NSA layers, 1, T, K, n]."""
 
-    @jax.jit
+    @jit
     def lists(params, tokens, segment_start):
         model = nnx.merge(graphdef, params)
         return model.hidden(tokens, segment_start if packed else None, return_block_indices=True)[1]
@@ -142,10 +144,10 @@ def _lists(graphdef: nnx.GraphDef, packed: bool):
     return lists
 
 
-def _gradient(graphdef: nnx.GraphDef, packed: bool):
+def _gradient(graphdef: nnx.GraphDef, packed: bool, jit: Callable):
     """Jitted (params, tokens, segment_start) -> gradients like params, float32, and logits [T, vocab]."""
 
-    @jax.jit
+    @jit
     def gradient(params, tokens, segment_start):
         def loss(params):
             model = nnx.merge(graphdef, params)
@@ -160,9 +162,12 @@ def _gradient(graphdef: nnx.GraphDef, packed: bool):
 
 
 class _Subject:
-    """The model under test: parameters, one row of tokens, and how to change parts of them."""
+    """The model under test: parameters, one row of tokens, and how to change parts of them.
 
-    def __init__(self, model: ModelConfig, length: int, packed: bool, seed: int):
+    Its programs take the options of the run's: XLA remembers in a process which matrix product was the fastest.
+    """
+
+    def __init__(self, model: ModelConfig, length: int, packed: bool, seed: int, options: dict[str, Any] | None = None):
         self.config, self.length, self.packed = model, length, packed
 
         def init():
@@ -176,8 +181,10 @@ class _Subject:
         self.start = length // 3 if packed else 0  # of the second document
         positions = np.arange(length)
         self.segments = np.where(positions >= self.start, self.start, 0).astype(np.int32)[None]
-        self._run, self._select = _forward(self.graphdef, packed), _lists(self.graphdef, packed)
-        self._gradient = _gradient(self.graphdef, packed)
+        jit = functools.partial(jax.jit, compiler_options=options)
+        self._run, self._select, self._gradient = (
+            make(self.graphdef, packed, jit) for make in (_forward, _lists, _gradient)
+        )
         # GPUs run a step in less time than another program needs to be traced and compiled, CPUs do not.
         self._logits_apart = not current_target().is_gpu
         row = (self.params, self.tokens, self.segments)
@@ -339,7 +346,9 @@ def selftest(config: ConfigDict, *, seed: int = 0) -> SelfTest:
     """
     start = time.perf_counter()
     model, length, note = slice_config(config)
-    subject = _Subject(model, length, bool(config.data.packing), seed)
+    device: Any = jax.config
+    options = compiler_options(config, device.jax_default_device or jax.devices()[0])
+    subject = _Subject(model, length, bool(config.data.packing), seed, options)
     base = subject.logits()
     problems: list[Problem] = []
     again = _first_difference(base, subject.logits())

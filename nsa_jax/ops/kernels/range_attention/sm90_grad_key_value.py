@@ -75,7 +75,7 @@ def _grad_key_value(
     """The kernel; `visibility` is one of `sm90_visibility`'s classes for blocks of keys."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import mosaic, sm90, sm90_gather
+    from nsa_jax.ops.kernels import mosaic, sm90, sm90_gather, sm90_products
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     stages, warpgroups = config.stages, config.warpgroups
@@ -204,16 +204,19 @@ def _grad_key_value(
             slot = slot_of(tile)
             key_smem, value_smem = own_tiles()
 
-            def multiply(scores_ref, d_weights_ref):
-                plgpu.barrier_wait(query_loaded.at[slot])
-                plgpu.wgmma(scores_ref, key_smem, sm90.transpose(query_smem.at[slot]))
-                plgpu.barrier_wait(grad_loaded.at[slot])
-                plgpu.wgmma(d_weights_ref, value_smem, sm90.transpose(grad_smem.at[slot]))
-                return scores_ref[...], d_weights_ref[...]
+            plgpu.barrier_wait(query_loaded.at[slot])
 
-            both = plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
-            scores, d_weights = pl.run_scoped(multiply, *both)
-            weights = weights_of(exact, attentions, slot, scores, base)
+            def multiply_scores(acc_ref):
+                plgpu.wgmma(acc_ref, key_smem, sm90.transpose(query_smem.at[slot]))
+                plgpu.barrier_wait(grad_loaded.at[slot])
+
+            def multiply_gradients(acc_ref):
+                plgpu.wgmma(acc_ref, value_smem, sm90.transpose(grad_smem.at[slot]))
+
+            def weights_now(scores):
+                return weights_of(exact, attentions, slot, scores, base)
+
+            weights, d_weights = sm90_products.two_products(ROWS, multiply_scores, multiply_gradients, weights_now)
             d_scores = gradient_of(exact, attentions, slot, weights, d_weights, base)
             return weights.astype(query_ref.dtype), d_scores.astype(query_ref.dtype)
 
@@ -244,33 +247,27 @@ def _grad_key_value(
             plgpu.barrier_wait(query_loaded.at[slot])
 
             def take_weights(refs):
-                dv_acc, half_ref, weights_ref = refs
+                scores_ref, dv_acc, half_ref, weights_ref = refs
+                plgpu.wgmma(scores_ref, key_smem, sm90.transpose(query_smem.at[slot]))
+                plgpu.wgmma(dv_acc, half_ref[...], grad_smem.at[before])
+                scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+                weights = weights_of(exact, attentions, slot, scores, base)
+                weights_ref[...] = sm90.before_wait(weights, bounds_smem[1][slot, 0] < 0)
 
-                def with_scores(scores_ref):
-                    plgpu.wgmma(scores_ref, key_smem, sm90.transpose(query_smem.at[slot]))
-                    plgpu.wgmma(dv_acc, half_ref[...], grad_smem.at[before])
-                    scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-                    weights = weights_of(exact, attentions, slot, scores, base)
-                    return sm90.before_wait(weights, bounds_smem[1][slot, 0] < 0)
-
-                weights_ref[...] = pl.run_scoped(with_scores, plgpu.ACC(shape, jnp.float32))
-
-            dv, _, weights = pl.run_state(take_weights)((plgpu.ACC.init(dv), half, sm90.zeros(shape)))
+            init = sm90_products.begin(ROWS), plgpu.ACC.init(dv), half, sm90.zeros(shape)
+            _, dv, _, weights = pl.run_state(take_weights)(init)
             plgpu.barrier_arrive(grad_freed.at[before])
             plgpu.barrier_wait(grad_loaded.at[slot])
 
             def take_gradient(refs):
-                dk_acc, d_half_ref, d_scores_ref = refs
+                d_weights_ref, dk_acc, d_half_ref, d_scores_ref = refs
+                plgpu.wgmma(d_weights_ref, value_smem, sm90.transpose(grad_smem.at[slot]))
+                plgpu.wgmma(dk_acc, d_half_ref[...], query_smem.at[before])
+                d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
+                d_scores_ref[...] = gradient_of(exact, attentions, slot, weights, d_weights, base)
 
-                def with_weights(d_weights_ref):
-                    plgpu.wgmma(d_weights_ref, value_smem, sm90.transpose(grad_smem.at[slot]))
-                    plgpu.wgmma(dk_acc, d_half_ref[...], query_smem.at[before])
-                    d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
-                    return gradient_of(exact, attentions, slot, weights, d_weights, base)
-
-                d_scores_ref[...] = pl.run_scoped(with_weights, plgpu.ACC(shape, jnp.float32))
-
-            dk, _, d_scores = pl.run_state(take_gradient)((plgpu.ACC.init(dk), d_half, sm90.zeros(shape)))
+            init = sm90_products.begin(ROWS), plgpu.ACC.init(dk), d_half, sm90.zeros(shape)
+            _, dk, _, d_scores = pl.run_state(take_gradient)(init)
             plgpu.barrier_arrive(query_freed.at[before])
             # Not before: the products of the tile before take theirs from the same registers.
             return dk, dv, weights.astype(query_ref.dtype), d_scores.astype(query_ref.dtype)

@@ -71,7 +71,7 @@ def _grad_query(
     """The kernel; `make_visibility` makes one of `sm90_visibility`'s classes from (rows, low, high, keys)."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import mosaic, sm90
+    from nsa_jax.ops.kernels import mosaic, sm90, sm90_products
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
@@ -142,16 +142,20 @@ def _grad_query(
             """
             slot = slot_of(tile, i)
 
-            def multiply(scores_ref, d_weights_ref):
-                plgpu.barrier_wait(key_loaded.at[slot])
-                plgpu.wgmma(scores_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
-                plgpu.barrier_wait(value_loaded.at[slot])
-                plgpu.wgmma(d_weights_ref, tile.grad_out, sm90.transpose(value_smem.at[slot]))
-                scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)  # while the other product goes on
-                weights = weights_of(exact, attentions, tile, i, scores)
-                return weights * (d_weights_ref[...] - statistic(1, exact, attentions, tile, i))
+            plgpu.barrier_wait(key_loaded.at[slot])
 
-            d_scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+            def multiply_scores(acc_ref):
+                plgpu.wgmma(acc_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
+                plgpu.barrier_wait(value_loaded.at[slot])
+
+            def multiply_gradients(acc_ref):
+                plgpu.wgmma(acc_ref, tile.grad_out, sm90.transpose(value_smem.at[slot]))
+
+            def weights_now(scores):
+                return weights_of(exact, attentions, tile, i, scores)
+
+            weights, d_weights = sm90_products.two_products(keys, multiply_scores, multiply_gradients, weights_now)
+            d_scores = weights * (d_weights - statistic(1, exact, attentions, tile, i))
             plgpu.barrier_arrive(value_freed.at[slot])
             return d_scores.astype(query_ref.dtype)
 
@@ -176,25 +180,26 @@ def _grad_query(
             plgpu.barrier_wait(key_loaded.at[slot])
 
             def multiply(refs):
-                dq_acc, half_ref, d_scores_ref = refs
+                scores_ref, dq_acc, half_ref, d_scores_ref = refs
+                plgpu.wgmma(scores_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
+                plgpu.barrier_wait(value_loaded.at[slot])
 
-                def with_scores(scores_ref, d_weights_ref):
-                    plgpu.wgmma(scores_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
-                    plgpu.barrier_wait(value_loaded.at[slot])
+                def beside_scores(refs):
+                    d_weights_ref, d_scores_ref = refs
                     plgpu.wgmma(d_weights_ref, tile.grad_out, sm90.transpose(value_smem.at[slot]))
                     plgpu.wgmma(dq_acc, half_ref[...], key_smem.at[before])
                     scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=2)
                     weights = weights_of(exact, attentions, tile, i, scores)
                     weights = sm90.before_wait(weights, bounds_smem3[1][tile.at, 0] < 0)
                     d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
-                    d_scores = weights * (d_weights - statistic(1, exact, attentions, tile, i))
+                    d_scores_ref[...] = weights * (d_weights - statistic(1, exact, attentions, tile, i))
                     plgpu.barrier_arrive(value_freed.at[slot])
-                    return d_scores
 
-                both = plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32)
-                d_scores_ref[...] = pl.run_scoped(with_scores, *both)
+                _, d_scores_ref[...] = pl.run_state(beside_scores)((sm90_products.begin(keys), nothing))
 
-            dq, _, d_scores = pl.run_state(multiply)((plgpu.ACC.init(dq), half, sm90.zeros(shape)))
+            nothing = sm90.zeros(shape)  # written, never read
+            init = sm90_products.begin(keys), plgpu.ACC.init(dq), half, nothing
+            _, dq, _, d_scores = pl.run_state(multiply)(init)
             plgpu.barrier_arrive(key_freed.at[before])
             # Not before: the product of the block before takes its gradients from the same registers.
             return dq, d_scores.astype(query_ref.dtype)

@@ -47,7 +47,7 @@ def partials(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90, sm90_gather, sm90_reduce
+    from nsa_jax.ops.kernels import sm90, sm90_gather, sm90_products, sm90_reduce
 
     _, length, num_kv, group, h_dim = query.shape
     num_keys, v_dim, scale = value.shape[1], value.shape[-1], LOG2E / math.sqrt(h_dim)
@@ -108,7 +108,7 @@ def partials(
             def product(acc_ref):
                 plgpu.wgmma(acc_ref, left, right)
 
-            return pl.run_state(product)(plgpu.ACC.init(sm90_gather.zeros(columns)))
+            return sm90_products.product(columns, product)
 
         def compute_tile(masked, keys, values, tile, carry):
             (entry, head, queries, low), *loaded, following = carry

@@ -47,7 +47,7 @@ def by_block(step, prepared, tensors, layout: Layout):
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90, sm90_gather, sm90_reduce
+    from nsa_jax.ops.kernels import sm90, sm90_gather, sm90_products, sm90_reduce
 
     query, key, value, d_out, lse, delta, start = tensors
     group, num_kv, scale = layout.group, layout.num_kv, layout.scale
@@ -145,9 +145,6 @@ def by_block(step, prepared, tensors, layout: Layout):
             any_hidden = sm90_reduce.any_in_warp(jnp.maximum(low, 0) | (ROWS - 1 - high))
             return lax.cond(any_hidden, mask, lambda x: x, weights)
 
-        def zeros(columns):
-            return plgpu.ACC.init(sm90_gather.zeros(columns))
-
         def compute_tile(masked, tile, carry):
             dk, dv, entry, row_lse, row_delta, following = carry
             own = sm90_gather.computed_here(wg)
@@ -160,17 +157,20 @@ def by_block(step, prepared, tensors, layout: Layout):
             plgpu.commit_smem()
             at = query_rows(tile + 1, following)
 
-            def multiply(scores_ref, d_weights_ref):
-                plgpu.wgmma(scores_ref, queries, sm90.transpose(keys))
-                plgpu.wgmma(d_weights_ref, grads, sm90.transpose(values))
+            def multiply_scores(acc_ref):
+                plgpu.wgmma(acc_ref, queries, sm90.transpose(keys))
+
+            def multiply_gradients(acc_ref):
+                plgpu.wgmma(acc_ref, grads, sm90.transpose(values))
                 if slots > 1:
                     copy_tile(tile + 1, at, own)
-                scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)  # while the other product goes on
-                weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_lse, shape, [0]))
-                weights = mask_if_partial(weights, *bounds) if masked else weights
-                return weights, d_weights_ref[...] - lax.broadcast_in_dim(row_delta, shape, [0])
 
-            weights, d_weights = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+            def weights_of(scores):
+                weights = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_lse, shape, [0]))
+                return mask_if_partial(weights, *bounds) if masked else weights
+
+            weights, d_weights = sm90_products.two_products(ROWS, multiply_scores, multiply_gradients, weights_of)
+            d_weights -= lax.broadcast_in_dim(row_delta, shape, [0])
             sm90_gather.store_tile(probs_tile, weights.astype(query_ref.dtype))
             d_scores = (weights * d_weights).astype(query_ref.dtype)
             sm90_gather.store_tile(scores_tile, d_scores)
@@ -184,7 +184,8 @@ def by_block(step, prepared, tensors, layout: Layout):
                 plgpu.wgmma(refs[1], sm90.transpose(scores_tile), queries)
                 plgpu.wgmma(refs[2], sm90.transpose(probs_tile), grads)
 
-            partial, dk, dv = pl.run_state(accumulate)((zeros(h_dim), plgpu.ACC.init(dk), plgpu.ACC.init(dv)))
+            init = sm90_products.begin(h_dim), plgpu.ACC.init(dk), plgpu.ACC.init(dv)
+            partial, dk, dv = pl.run_state(accumulate)(init)
             if slots == 1:
                 # Each warp waits for its own products, and all of them read the whole tile.
                 plgpu.commit_smem()

@@ -68,7 +68,7 @@ def by_block(step, prepared, tensors, layout: Layout):
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90, sm90_gather
+    from nsa_jax.ops.kernels import sm90, sm90_gather, sm90_products
 
     query, key, value, d_out, lse, delta, start = tensors
     group, num_kv, scale = layout.group, layout.num_kv, layout.scale
@@ -137,17 +137,19 @@ def by_block(step, prepared, tensors, layout: Layout):
             own = sm90_gather.computed_here(consumer)
             plgpu.barrier_wait(query_loaded.at[slot])
 
-            def multiply(scores_ref, d_weights_ref):
-                plgpu.wgmma(scores_ref, key_smem.at[own], sm90.transpose(query_smem.at[slot]))
+            def multiply_scores(acc_ref):
+                plgpu.wgmma(acc_ref, key_smem.at[own], sm90.transpose(query_smem.at[slot]))
                 plgpu.barrier_wait(grad_loaded.at[slot])
-                plgpu.wgmma(d_weights_ref, value_smem.at[own], sm90.transpose(grad_smem.at[slot]))
-                row_lse = lax.broadcast_in_dim(sm90.load(lse_smem.at[slot], column_layout), shape, [1])
-                scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)  # while the other product goes on
-                weights = mask_if_partial(jnp.exp2(scores * (scale * LOG2E) - row_lse), tile, slot)
-                row_delta = lax.broadcast_in_dim(sm90.load(delta_smem.at[slot], column_layout), shape, [1])
-                return weights, d_weights_ref[...] - row_delta
 
-            weights, d_weights = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+            def multiply_gradients(acc_ref):
+                plgpu.wgmma(acc_ref, value_smem.at[own], sm90.transpose(grad_smem.at[slot]))
+
+            def weights_of(scores):
+                row_lse = lax.broadcast_in_dim(sm90.load(lse_smem.at[slot], column_layout), shape, [1])
+                return mask_if_partial(jnp.exp2(scores * (scale * LOG2E) - row_lse), tile, slot)
+
+            weights, d_weights = sm90_products.two_products(ROWS, multiply_scores, multiply_gradients, weights_of)
+            d_weights -= lax.broadcast_in_dim(sm90.load(delta_smem.at[slot], column_layout), shape, [1])
             half = weights.astype(query_ref.dtype)
             d_scores = (weights * d_weights).astype(query_ref.dtype)
 

@@ -1,0 +1,62 @@
+"""What the compiler is told: options of a config, and those that make programs give the same bits in every process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from nsa_jax.config import ConfigError, Problem
+from nsa_jax.ops.pallas import WIDTHS_SERVED
+
+
+def compiler_options(config: ConfigDict, device: jax.Device) -> dict[str, Any] | None:
+    """What XLA is told so that a program gives the same bits in every run, and `config.train.xla_options`.
+
+    On a GPU, matrix products may take any of the algorithms whose results are those of the one that cuBLAS proposes,
+    in every bit: which of them is fastest is measured anew in every process. What other programs measured, of which
+    nobody knows whether it was compared like that, is not read. No operation may add with atomics; this package's
+    kernels do not. Where XLA serves in their place, it is told to exclude such operations, and then measures nothing.
+    """
+    given = xla_options(config)
+    if device.platform == "cpu":
+        return given or None
+    # float8 products are cuBLASLt's: Triton's tiles would be chosen without being timed.
+    options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False} if config.model.matmul_dtype else {}
+    if not config.train.deterministic:
+        return {**options, **given} or None
+    kernels = config.model.implementation in ("auto", "pallas") and config.model.dim % WIDTHS_SERVED == 0
+    if kernels and jax.__version_info__ >= (0, 11):  # JAX 0.10 knows no way to give XLA a tolerance
+        options |= {
+            "xla_gpu_autotune_level": 4,  # measure and compare
+            "xla_gpu_autotune_gemm_rtol": "0.0",  # a number would arrive as 0, which is none for JAX 0.11
+            "xla_gpu_experimental_enable_fusion_autotuner": False,
+            "xla_gpu_per_fusion_autotune_cache_dir": "",
+        }
+    else:
+        options |= {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_autotune_level": 0}
+    if jax.__version_info__ >= (0, 12) and device not in jax.devices():
+        # Without the GPU, XLA of JAX 0.12 cannot choose a deterministic kernel for Triton's matrix products.
+        options["xla_gpu_enable_triton_gemm"] = False
+    return {**options, **given}
+
+
+def xla_options(config: ConfigDict) -> dict[str, Any]:
+    """`config.train.xla_options` as JAX takes them: numbers and truth values where a text is one."""
+    found: dict[str, Any] = {}
+    for text in config.train.xla_options:
+        name, _, value = text.partition("=")
+        found[name] = {"true": True, "false": False}.get(value.lower(), value)
+    return found
+
+
+def check_xla_options(config: ConfigDict) -> None:
+    """ConfigError if this version of XLA does not know an option, or not with this value."""
+    for name, value in xla_options(config).items():
+        try:
+            jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            message = f"config.train.xla_options: {name}={value}: {error}"
+            fix = "correct it; options and values are those of this version's XLA, booleans True or False"
+            raise ConfigError([Problem("R059", "error", message, fix)]) from error
