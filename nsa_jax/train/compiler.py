@@ -8,10 +8,13 @@ import jax
 from ml_collections import ConfigDict
 
 from nsa_jax.config import ConfigError, Problem
+from nsa_jax.nn import ModelConfig
+from nsa_jax.ops import plan
 from nsa_jax.ops.pallas import WIDTHS_SERVED
+from nsa_jax.ops.target import Target
 
 
-def compiler_options(config: ConfigDict, device: jax.Device) -> dict[str, Any] | None:
+def compiler_options(config: ConfigDict, device: Any) -> dict[str, Any] | None:
     """What XLA is told so that a program gives the same bits in every run, and `config.train.xla_options`.
 
     On a GPU, matrix products may take any of the algorithms whose results are those of the one that cuBLAS proposes,
@@ -26,8 +29,7 @@ def compiler_options(config: ConfigDict, device: jax.Device) -> dict[str, Any] |
     options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False} if config.model.matmul_dtype else {}
     if not config.train.deterministic:
         return {**options, **given} or None
-    kernels = config.model.implementation in ("auto", "pallas") and config.model.dim % WIDTHS_SERVED == 0
-    if kernels and jax.__version_info__ >= (0, 11):  # JAX 0.10 knows no way to give XLA a tolerance
+    if _kernels_serve(config, device) and jax.__version_info__ >= (0, 11):  # with JAX 0.10 it was not tried
         options |= {
             "xla_gpu_autotune_level": 4,  # measure and compare
             "xla_gpu_autotune_gemm_rtol": "0.0",  # a number would arrive as 0, which is none for JAX 0.11
@@ -40,6 +42,21 @@ def compiler_options(config: ConfigDict, device: jax.Device) -> dict[str, Any] |
         # Without the GPU, XLA of JAX 0.12 cannot choose a deterministic kernel for Triton's matrix products.
         options["xla_gpu_enable_triton_gemm"] = False
     return {**options, **given}
+
+
+def _kernels_serve(config: ConfigDict, device: Any) -> bool:
+    """Whether this package's kernels serve all that XLA would differentiate by adding with atomics."""
+    model = ModelConfig.from_config(config, vocab_size=1)
+    major, minor = str(getattr(device, "compute_capability", "8.0")).split(".")[:2]
+    sizes = config.train.batch_size, config.data.seq_len, config.data.seq_len
+    heads = model.num_heads, model.num_kv_heads, model.head_dim, model.value_head_dim
+    reason = plan.unsupported(
+        "select_blocks",
+        plan.Shape(*sizes, *heads, model.compute_dtype),
+        Target("gpu", (int(major), int(minor))),
+        select_block=model.nsa.select_block,
+    )
+    return model.implementation in (None, "pallas") and model.dim % WIDTHS_SERVED == 0 and reason is None
 
 
 def xla_options(config: ConfigDict) -> dict[str, Any]:

@@ -49,12 +49,12 @@ def plain(projected, positions, heads, kv_heads, head_dim, value_dim, shared=Fal
     return projection.Pieces((query,) * 3, *others, pieces[-1])
 
 
-def cut(projected, positions, heads, kv_heads, head_dim, value_dim, shared=False):
+def cut(projected, positions, heads, kv_heads, head_dim, value_dim, shared=False, **options):
     cos, sin = rope_turns(positions, head_dim, THETA)
     if positions.ndim == 1:
         cos, sin = cos[None], sin[None]
     sizes = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, shared_kv=shared)
-    return projection.split_projection(projected, cos, sin, **sizes)
+    return projection.split_projection(projected, cos, sin, **sizes, **options)
 
 
 # B, T, N, K, H, V, columns behind the logits
@@ -116,6 +116,18 @@ def test_pieces_and_gradient_are_those_of_slices_rope_and_transpositions(shared,
         return
     start, stop = heads * head_dim, heads * head_dim + kv_heads * (head_dim + value_dim)
     np.testing.assert_array_equal(_wide(gradient[..., start:stop]), expected_gradient[..., start:stop])
+
+
+def test_gradients_of_a_window_that_has_none_are_not_read():
+    sizes = 12, 2, 64, 64, True
+    rng = np.random.default_rng(0)
+    projected = jnp.asarray(rng.normal(size=(1, 33, 1088)), jnp.float32)
+    pieces, pull = jax.vjp(lambda x: cut(x, jnp.arange(33), *sizes, queries=2, window_gradients=False), projected)
+    cotangents = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), pieces)
+    expected, pull_all = jax.vjp(lambda x: cut(x, jnp.arange(33), *sizes, queries=2), projected)
+    window = dict(key_win=jnp.zeros_like(expected.key_win), value_win=jnp.zeros_like(expected.value_win))
+    np.testing.assert_array_equal(pull(cotangents)[0], pull_all(cotangents._replace(**window))[0])
+    assert np.abs(pull(cotangents)[0] - pull_all(cotangents)[0]).max() > 0.1
 
 
 def _wide(x):

@@ -105,12 +105,13 @@ def test_options_of_the_config_reach_the_compiler():
         ({"model__matmul_dtype": "float8"}, True),
         ({"model__implementation": "xla"}, False),  # its gradients of gathered rows add with atomics
         ({"model__dim": 72}, False),  # the embedding's too
+        ({"model__head_dim": 24}, False),  # no kernel serves it
         ({"train__deterministic": False}, None),
     ],
 )
 def test_matrix_products_are_measured_where_nothing_adds_with_atomics(monkeypatch, changes, compares):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    config = tiny_config(**dict(model__implementation="auto", model__dim=64) | changes)
+    config = tiny_config(**dict(model__implementation="auto", model__dim=64, model__head_dim=16) | changes)
     options = compiler_options(config, SimpleNamespace(platform="gpu")) or {}
     assert (options.get("xla_gpu_autotune_gemm_rtol") == "0.0") == (compares is True)
     assert options.get("xla_gpu_exclude_nondeterministic_ops", False) == (compares is False)
@@ -123,7 +124,8 @@ import hashlib, jax, jax.numpy as jnp
 from nsa_jax.train.compiler import compiler_options
 from tests.train.tiny import tiny_config
 
-options = compiler_options(tiny_config(model__implementation="auto", model__dim=64), jax.devices()[0])
+config = tiny_config(model__implementation="auto", model__dim=64, model__head_dim=16)
+options = compiler_options(config, jax.devices()[0])
 digest = hashlib.sha256()
 for tokens, dim, width in ((8192, 768, 1072), (65536, 256, 320), (4096, 2048, 3168)):
     keys = jax.random.split(jax.random.key(0), 3)

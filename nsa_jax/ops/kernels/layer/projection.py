@@ -77,6 +77,7 @@ class _Layout:
     width: int
     shared_kv: bool
     queries: int
+    window_gradients: bool
 
     @property
     def group(self) -> int:
@@ -85,6 +86,11 @@ class _Layout:
     @property
     def keys_values(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         return _SHARED if self.shared_kv else _OWN
+
+    @property
+    def graded(self) -> tuple[int, ...]:
+        """The arrays but the query whose gradients are read; those of the others are 0."""
+        return tuple(range(1, len(self.widths) if self.window_gradients else len(self.widths) - 2))
 
     @property
     def logits(self) -> int:
@@ -193,12 +199,13 @@ def _join_kernel(cos_ref, sin_ref, *refs, rows: int, length: int, layout: _Layou
     """Turns, the gradients of the query, those of the other arrays by key/value head, and of the logits with the
     padding behind them [B * T, columns]; out: the projection's gradient [B * T, width]."""
     *grad_refs, tail_ref, out_ref = refs
-    queries, others = grad_refs[: layout.queries], grad_refs[layout.queries :]
+    queries, others = grad_refs[: layout.queries], dict(zip(layout.graded, grad_refs[layout.queries :], strict=True))
     row, turn_row, row_of = _where(rows, length, cos_ref.shape[0] > length)
     turns = _load_turns(cos_ref, sin_ref, turn_row)
 
     def sources(arrays: tuple[int, ...]) -> list:
-        return [ref for array in arrays for ref in (queries if array == 0 else [others[array - 1]])]
+        found = (queries if array == 0 else [others[array]] for array in arrays if array == 0 or array in others)
+        return [ref for refs in found for ref in refs]
 
     def load(head: _Head, arrays: tuple[int, ...]) -> list[list]:
         grad_row = row_of(layout.kv_heads, head.entry)
@@ -275,7 +282,7 @@ def _split_bwd(layout: _Layout, residuals, gradients: Pieces):
     arrays = (
         *(_flat(x, layout.head_dim // 2) for x in residuals),
         *(_flat(x, layout.widths[0]) for x in queries),
-        *(_flat(x, x.shape[-1]) for x in others),
+        *(_flat(others[i - 1], layout.widths[i]) for i in layout.graded),
         tail,
     )
     out_shape = jax.ShapeDtypeStruct((batch * length, layout.width), dtype)
@@ -297,6 +304,7 @@ def split_projection(
     value_dim: int,
     shared_kv: bool = False,
     queries: int = 3,
+    window_gradients: bool = True,
 ) -> Pieces:
     """Cuts a fused projection into its parts, rotates query and keys (RoPE), and puts key/value heads into the batch.
 
@@ -312,6 +320,10 @@ def split_projection(
       shared_kv: the projection has one key and one value (K*H and K*V columns) for all branches; `Pieces` holds the
         roped key and the value as often as branches read them, and their gradients are added in float32.
       queries: how many times `Pieces` holds the query.
+      window_gradients: whether the window's key and value have gradients. If not, those of shared ones are read where
+        other branches read them.
     """
-    layout = _Layout(num_heads, num_kv_heads, head_dim, value_dim, projected.shape[-1], shared_kv, queries)
+    assert shared_kv or window_gradients
+    sizes = num_heads, num_kv_heads, head_dim, value_dim, projected.shape[-1]
+    layout = _Layout(*sizes, shared_kv, queries, window_gradients)
     return _split(projected, cos, sin, layout)
