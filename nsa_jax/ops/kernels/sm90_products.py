@@ -7,6 +7,7 @@ of all instructions of the backward pass.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -43,32 +44,55 @@ def product(columns: int, multiply):
     return pl.run_state(multiply)(begin(columns))
 
 
+def issue(columns: int, first, others, states):
+    """Runs functions that issue products, with a first and a second one [64, columns] that begin at zero.
+
+    Args:
+      columns: of both.
+      first: function of the first accumulator that issues its product, and waits for what the second needs. What the
+        first needs must be there: a wait is a loop, and so the end of a basic block.
+      others: function of both accumulators and of references to `states`, which issues the second product and others.
+      states: as `pl.run_state` takes them: arrays in registers, and `plgpu.ACC.init` of accumulators.
+
+    Returns:
+      The states in the end.
+    """
+    accumulator = plgpu.ACC((ROWS, columns), jnp.float32)
+    if jax.__version_info__ < (0, 11):  # knows no `run_state` that takes a reference from around it
+
+        def with_states(refs):
+            def with_both(first_ref, second_ref):
+                first(first_ref)
+                others(first_ref, second_ref, *refs)
+
+            pl.run_scoped(with_both, accumulator, accumulator)
+
+        return pl.run_state(with_states)(states)
+
+    def with_first(first_ref):
+        first(first_ref)
+        # The second one's zeros come behind the first product.
+        return pl.run_state(lambda refs: others(first_ref, *refs))((begin(columns), *states))[1:]
+
+    return pl.run_scoped(with_first, accumulator)
+
+
 def two_products(columns: int, first, second, between):
     """Two products issued together.
 
     Args:
-      columns: of both, which have 64 rows.
-      first, second: functions of an accumulator that issue a product. What the first needs must be there, and `first`
-        waits for what the second needs: a wait is a loop, and so the end of a basic block.
+      columns: of both.
+      first, second: functions of an accumulator that issue a product, the first as `issue` has it.
       between: function of the first product, computed while the other goes on.
 
     Returns:
       What `between` returns, float32 [64, columns], and the second product.
     """
 
+    def others(first_ref, second_ref, result_ref, product_ref):
+        second(second_ref)
+        result_ref[...] = between(plgpu.wgmma_accumulator_load(first_ref, wait_n=1))
+        product_ref[...] = second_ref[...]
+
     nothing = sm90.zeros((ROWS, columns))  # written, never read
-
-    def multiply(refs):
-        first_ref, result_ref, other_ref = refs
-        first(first_ref)
-
-        def beside(refs):
-            second_ref, result_ref = refs
-            second(second_ref)
-            result_ref[...] = between(plgpu.wgmma_accumulator_load(first_ref, wait_n=1))
-
-        # Its zeros come behind the first product.
-        other_ref[...], result_ref[...] = pl.run_state(beside)((begin(columns), nothing))
-
-    _, result, other = pl.run_state(multiply)((begin(columns), nothing, nothing))
-    return result, other
+    return issue(columns, first, others, (nothing, nothing))

@@ -179,27 +179,22 @@ def _grad_query(
             slot, before = slot_of(tile, i), slot_of(tile, i - 1)
             plgpu.barrier_wait(key_loaded.at[slot])
 
-            def multiply(refs):
-                scores_ref, dq_acc, half_ref, d_scores_ref = refs
+            def multiply_scores(scores_ref):
                 plgpu.wgmma(scores_ref, query_smem2.at[tile.at], sm90.transpose(key_smem.at[slot]))
                 plgpu.barrier_wait(value_loaded.at[slot])
 
-                def beside_scores(refs):
-                    d_weights_ref, d_scores_ref = refs
-                    plgpu.wgmma(d_weights_ref, tile.grad_out, sm90.transpose(value_smem.at[slot]))
-                    plgpu.wgmma(dq_acc, half_ref[...], key_smem.at[before])
-                    scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=2)
-                    weights = weights_of(exact, attentions, tile, i, scores)
-                    weights = sm90.before_wait(weights, bounds_smem3[1][tile.at, 0] < 0)
-                    d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
-                    d_scores_ref[...] = weights * (d_weights - statistic(1, exact, attentions, tile, i))
-                    plgpu.barrier_arrive(value_freed.at[slot])
+            def multiply_others(scores_ref, d_weights_ref, dq_acc, half_ref, d_scores_ref):
+                plgpu.wgmma(d_weights_ref, tile.grad_out, sm90.transpose(value_smem.at[slot]))
+                plgpu.wgmma(dq_acc, half_ref[...], key_smem.at[before])
+                scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=2)
+                weights = weights_of(exact, attentions, tile, i, scores)
+                weights = sm90.before_wait(weights, bounds_smem3[1][tile.at, 0] < 0)
+                d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
+                d_scores_ref[...] = weights * (d_weights - statistic(1, exact, attentions, tile, i))
+                plgpu.barrier_arrive(value_freed.at[slot])
 
-                _, d_scores_ref[...] = pl.run_state(beside_scores)((sm90_products.begin(keys), nothing))
-
-            nothing = sm90.zeros(shape)  # written, never read
-            init = sm90_products.begin(keys), plgpu.ACC.init(dq), half, nothing
-            _, dq, _, d_scores = pl.run_state(multiply)(init)
+            states = plgpu.ACC.init(dq), half, sm90.zeros(shape)
+            dq, _, d_scores = sm90_products.issue(keys, multiply_scores, multiply_others, states)
             plgpu.barrier_arrive(key_freed.at[before])
             # Not before: the product of the block before takes its gradients from the same registers.
             return dq, d_scores.astype(query_ref.dtype)
