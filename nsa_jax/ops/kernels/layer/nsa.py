@@ -226,8 +226,6 @@ def _forward(static: _Static, queries, others, positions, differentiated: bool):
             return (window(gated_sum(out_cmp, out_slc)), indices), None
     # The barrier hides the kernels from XLA's dynamic-slice fusion. In a scan over layers that keeps their results, JAX
     # 0.11's lets a kernel write into the array of all layers, and runs it again for whoever else reads them.
-    # Queries and heads are one axis of what is kept: XLA would keep it by head and token, as no kernel takes it.
-    lse_cmp, lse_slc, lse_win = (x.reshape(x.shape[0], -1) for x in (lse_cmp, lse_slc, lse_win))
     branches = (lax.optimization_barrier(x) for x in ((out_cmp, lse_cmp), (out_slc, lse_slc), (out_win, lse_win)))
     outs, lses = checkpoint_name(tuple(zip(*branches, strict=True)), _RESIDUALS)
     residuals = (query, others, positions, indices, outs, lses)
@@ -252,18 +250,16 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
     (low_cmp, high_cmp), (low_win, high_win) = _ranges(static, query, key_cmp, key_win, positions)
     known_cmp, known_win = _known_ranges(static, query, key_cmp, key_win)
 
-    log_gates = jnp.log(jnp.moveaxis(gate.reshape(gate.shape[0], -1, 3), -1, 0))
-
     def branch(i: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(delta, lse, cotangent) of a branch's backward pass."""
         if static.fold_gates:
             # A smaller log-sum-exp makes the recomputed weights come out times the gate. That is all the gate does: to
             # dv = weights^T d_out, and to the scores' gradients weights * (d_out v^T - sum(out * d_out)). No cotangent
             # of the branch's own is written, and branches that rearrange d_out share one copy.
-            lse = jnp.where(lses[i] == -jnp.inf, -jnp.inf, lses[i] - log_gates[i])
-            return d_gates[i], lse.reshape(d_gates[i].shape), d_out
+            lse = lses[i] - jnp.log(gate[..., i])
+            return d_gates[i], jnp.where(lses[i] == -jnp.inf, -jnp.inf, lse), d_out
         cotangent = gate[..., i, None] * d_out.astype(jnp.float32)
-        return gate[..., i] * d_gates[i], lses[i].reshape(d_gates[i].shape), cotangent.astype(query.dtype)
+        return gate[..., i] * d_gates[i], lses[i], cotangent.astype(query.dtype)
 
     d_queries: list[jax.Array] = []
 
