@@ -17,10 +17,9 @@ from nsa_jax.ops.target import Target
 def compiler_options(config: ConfigDict, device: Any) -> dict[str, Any] | None:
     """What XLA is told so that a program gives the same bits in every run, and `config.train.xla_options`.
 
-    On a GPU, matrix products may take any of the algorithms whose results are those of the one that cuBLAS proposes,
-    in every bit: which of them is fastest is measured anew in every process. What other programs measured, of which
-    nobody knows whether it was compared like that, is not read. No operation may add with atomics; this package's
-    kernels do not. Where XLA serves in their place, it is told to exclude such operations, and then measures nothing.
+    On a GPU, XLA measures algorithms of matrix products, and chooses the fastest of those whose results have the bits
+    of the first one. It does not read what programs without this comparison measured. This package's kernels do not
+    add with atomics. Where XLA serves in their place, it excludes operations that do, and measures nothing.
     """
     given = xla_options(config)
     if device.platform == "cpu":
@@ -29,7 +28,8 @@ def compiler_options(config: ConfigDict, device: Any) -> dict[str, Any] | None:
     options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False} if config.model.matmul_dtype else {}
     if not config.train.deterministic:
         return {**options, **given} or None
-    if _kernels_serve(config, device) and jax.__version_info__ >= (0, 11):  # with JAX 0.10 it was not tried
+    tried = jax.__version_info__ >= (0, 11) and not config.model.matmul_dtype
+    if tried and _kernels_serve(config, device):
         options |= {
             "xla_gpu_autotune_level": 4,  # measure and compare
             "xla_gpu_autotune_gemm_rtol": "0.0",  # a number would arrive as 0, which is none for JAX 0.11

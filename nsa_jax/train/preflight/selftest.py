@@ -164,7 +164,7 @@ def _gradient(graphdef: nnx.GraphDef, packed: bool, jit: Callable):
 class _Subject:
     """The model under test: parameters, one row of tokens, and how to change parts of them.
 
-    Its programs take the options of the run's: XLA remembers in a process which matrix product was the fastest.
+    Its programs take the compiler options of the run, with whose programs XLA shares what it measures.
     """
 
     def __init__(self, model: ModelConfig, length: int, packed: bool, seed: int, options: dict[str, Any] | None = None):
@@ -346,9 +346,8 @@ def selftest(config: ConfigDict, *, seed: int = 0) -> SelfTest:
     """
     start = time.perf_counter()
     model, length, note = slice_config(config)
-    device: Any = jax.config
-    options = compiler_options(config, device.jax_default_device or jax.devices()[0])
-    subject = _Subject(model, length, bool(config.data.packing), seed, options)
+    (device,) = jnp.zeros(()).devices()
+    subject = _Subject(model, length, bool(config.data.packing), seed, compiler_options(config, device))
     base = subject.logits()
     problems: list[Problem] = []
     again = _first_difference(base, subject.logits())
