@@ -63,9 +63,7 @@ def split_projection(
     sizes: dict[str, Any] = dict(num_heads=num_heads, head_dim=head_dim, value_dim=value_dim)
     shape = Shape(batch, length, length, kv_heads=num_kv_heads, dtype=projected.dtype.name, **sizes)
     joint = plan.joins_window(shape, current_target(), config) if shared_kv else False
-    # One kernel then computes the gradients of both branches, see `attend`.
-    sizes |= dict(queries=2, window_gradients=False) if joint else {}
-    sizes |= dict(num_kv_heads=num_kv_heads, shared_kv=shared_kv)
+    sizes |= dict(num_kv_heads=num_kv_heads, shared_kv=shared_kv, joint_window=joint)
     return module("pallas").split_projection(projected, cos, sin, **sizes)
 
 

@@ -122,12 +122,14 @@ def test_gradients_of_a_window_that_has_none_are_not_read():
     sizes = 12, 2, 64, 64, True
     rng = np.random.default_rng(0)
     projected = jnp.asarray(rng.normal(size=(1, 33, 1088)), jnp.float32)
-    pieces, pull = jax.vjp(lambda x: cut(x, jnp.arange(33), *sizes, queries=2, window_gradients=False), projected)
+    pieces, pull = jax.vjp(lambda x: cut(x, jnp.arange(33), *sizes, joint_window=True), projected)
+    assert len(pieces.queries) == 2
     cotangents = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), pieces)
-    expected, pull_all = jax.vjp(lambda x: cut(x, jnp.arange(33), *sizes, queries=2), projected)
-    window = dict(key_win=jnp.zeros_like(expected.key_win), value_win=jnp.zeros_like(expected.value_win))
-    np.testing.assert_array_equal(pull(cotangents)[0], pull_all(cotangents._replace(**window))[0])
-    assert np.abs(pull(cotangents)[0] - pull_all(cotangents)[0]).max() > 0.1
+    _, pull_all = jax.vjp(lambda x: cut(x, jnp.arange(33), *sizes), projected)
+    zeros = {name: jnp.zeros_like(getattr(pieces, name)) for name in ("key_win", "value_win")}
+    queries = *cotangents.queries, jnp.zeros_like(cotangents.queries[0])
+    np.testing.assert_array_equal(pull(cotangents)[0], pull_all(cotangents._replace(queries=queries, **zeros))[0])
+    assert np.abs(pull(cotangents)[0] - pull_all(cotangents._replace(queries=queries))[0]).max() > 0.1
 
 
 def _wide(x):

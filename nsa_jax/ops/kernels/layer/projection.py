@@ -76,8 +76,12 @@ class _Layout:
     value_dim: int
     width: int
     shared_kv: bool
-    queries: int
-    window_gradients: bool
+    joint_window: bool
+
+    @property
+    def queries(self) -> int:
+        """How many times `Pieces` holds the query."""
+        return 2 if self.joint_window else 3
 
     @property
     def group(self) -> int:
@@ -90,7 +94,7 @@ class _Layout:
     @property
     def graded(self) -> tuple[int, ...]:
         """The arrays but the query whose gradients are read; those of the others are 0."""
-        return tuple(range(1, len(self.widths) if self.window_gradients else len(self.widths) - 2))
+        return tuple(range(1, len(self.widths) - (2 if self.joint_window else 0)))
 
     @property
     def logits(self) -> int:
@@ -303,8 +307,7 @@ def split_projection(
     head_dim: int,
     value_dim: int,
     shared_kv: bool = False,
-    queries: int = 3,
-    window_gradients: bool = True,
+    joint_window: bool = False,
 ) -> Pieces:
     """Cuts a fused projection into its parts, rotates query and keys (RoPE), and puts key/value heads into the batch.
 
@@ -319,11 +322,9 @@ def split_projection(
       value_dim: V.
       shared_kv: the projection has one key and one value (K*H and K*V columns) for all branches; `Pieces` holds the
         roped key and the value as often as branches read them, and their gradients are added in float32.
-      queries: how many times `Pieces` holds the query.
-      window_gradients: whether the window's key and value have gradients. If not, those of shared ones are read where
-        other branches read them.
+      joint_window: one backward pass serves the selected branch and the window, which share keys and values: `Pieces`
+        holds the query twice, not three times, and gradients of the window's key and value are not read.
     """
-    assert shared_kv or window_gradients
-    sizes = num_heads, num_kv_heads, head_dim, value_dim, projected.shape[-1]
-    layout = _Layout(*sizes, shared_kv, queries, window_gradients)
+    assert shared_kv or not joint_window
+    layout = _Layout(num_heads, num_kv_heads, head_dim, value_dim, projected.shape[-1], shared_kv, joint_window)
     return _split(projected, cos, sin, layout)
