@@ -10,9 +10,9 @@ The interpreter simulates warpgroups, shared memory, TMA and barriers and finds 
 - It lets TMA read from any address: here only from multiples of 16 bytes, as the hardware does.
 - It keeps a buffer for each view of `boxed_tiles` and `row_boxes`: here the two views of a tile are one.
 - It cannot reshape what TMA copies: here that takes the shape of the place it is copied to.
-- It knows nothing of `sm90_gather`, `sm90_products`, `sm90_reduce` and `sm90_warp`, which are written in MLIR: here the
-  same is done row by row, with columns in the order that products have them in, so that they do not fit those of a
-  matrix that came otherwise. What a warp decides for itself is decided for its warpgroup.
+- It knows nothing of `sm90_columns`, `sm90_gather`, `sm90_products`, `sm90_reduce` and `sm90_warp`, written in MLIR:
+  here the same is done row by row, with columns in the order that products have them in, so that they do not fit those
+  of a matrix that came otherwise. What a warp decides for itself is decided for its warpgroup.
 - It compiles a kernel anew for every warpgroup of every program: here once.
 """
 
@@ -55,7 +55,7 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
     from jax._src.state.types import ReshapeTransform
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90, sm90_gather, sm90_products, sm90_reduce, sm90_warp
+    from nsa_jax.ops.kernels import sm90, sm90_columns, sm90_gather, sm90_products, sm90_reduce, sm90_warp
 
     called: list[str] = []
     # Copies take turns on the simulated threads of TMA; those that share one look as if they were ordered.
@@ -122,7 +122,7 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
 
     for replacement in _ROWS:
         name = replacement.__name__[1:]
-        owner = next(x for x in (sm90_reduce, sm90_warp, sm90_gather, sm90_products) if hasattr(x, name))
+        owner = next(x for x in (sm90_columns, sm90_reduce, sm90_warp, sm90_gather, sm90_products) if hasattr(x, name))
         monkeypatch.setattr(owner, name, replacement)
     monkeypatch.setattr(memory, "commit_smem", commit_later)
     monkeypatch.setattr(gpu_callbacks, "AsyncCopyGmemToSmemTask", _aligned_copy(gpu_callbacks))
@@ -251,6 +251,16 @@ def _zeros(columns):
     return jnp.zeros((64, columns), jnp.float32)
 
 
+def _own_columns(begin, end, first, columns):
+    column = jnp.arange(columns) + first
+    inside = column >= begin[:, None]
+    return inside if end is None else inside & (column < end[:, None])
+
+
+def _where_columns(inside, chosen, otherwise):
+    return jnp.where(inside, chosen, otherwise)
+
+
 def _max_in_thread(values):
     return values.max(axis=1)
 
@@ -289,8 +299,8 @@ def _add_product(acc, left, tile):
 
 _ROWS = (
     _load_rows, _prefetch_rows, _store_rows, _copy_rows, _wait_copies, _read_tile, _store_tile, _weighted_sum,
-    _load_numbers, _store_numbers, _zeros, _max_in_thread, _sum_in_thread, _max_of_row, _sum_of_row,
-    _any_in_warp, _max_in_warp, _computed_here, _row_products, _add_product,
+    _load_numbers, _store_numbers, _zeros, _own_columns, _where_columns, _max_in_thread, _sum_in_thread, _max_of_row,
+    _sum_of_row, _any_in_warp, _max_in_warp, _computed_here, _row_products, _add_product,
 )  # fmt: skip
 
 

@@ -16,7 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import pathlib
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import ml_dtypes
@@ -25,6 +29,19 @@ import numpy as np
 WARP = 32  # threads
 SHARED_BASE = 1024  # address of the first byte of shared memory
 BUFFER_BITS = 40  # a global address is (1 + number of the buffer) << BUFFER_BITS, plus the number of the byte in it
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# In a process of its own: Mosaic GPU keeps the first GPU's settings of ptxas for as long as a process lasts. JAX takes
+# every GPU that is not there for a Hopper GPU, so it is told.
+COMPILE = """
+import importlib, sys
+from jax.experimental.mosaic.gpu import utils
+from nsa_jax.aot import compile_for_gpu
+
+utils._infer_arch = lambda: (8, 0)
+test = importlib.import_module(f"tests.kernels.{sys.argv[1]}")
+eval(f"compile_for_gpu({sys.argv[2]}, gpu='a100-80gb')")
+"""
 
 KINDS = {"b": "u", "u": "u", "s": "i"}
 TYPES = {f"{kind}{bits}": np.dtype(f"{KINDS[kind]}{bits // 8}") for kind in KINDS for bits in (16, 32, 64)}
@@ -59,6 +76,22 @@ ARITHMETIC: dict[str, Callable] = {
     "setp.lt.and": lambda a, b, too: (a < b) & too,
     **{f"cvt.{x}": functools.partial(np.ndarray.astype, dtype=TYPES[x]) for x in ("u16", "u32", "u64", "s32", "s64")},
 }
+
+
+def compiled(kernel: str, module: str, folder: pathlib.Path) -> str:
+    """The PTX of a kernel, compiled for an A100.
+
+    Args:
+      kernel: a Python expression of the kernel and the shapes of what it takes, for `compile_for_gpu`.
+      module: of tests.kernels, which `kernel` calls `test`.
+      folder: an empty one, where Mosaic GPU leaves what it makes.
+    """
+    settings = {"MOSAIC_GPU_DUMP_TO": str(folder), "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    command = [sys.executable, "-c", COMPILE, module, kernel]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (path,) = folder.glob("*.ptx")
+    return path.read_text()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +269,9 @@ class Emulator:
         while len(self._groups) > int(may_be_open):
             self._arrived += self._groups.pop(0)
 
-    def _meet(self, barrier: str) -> None:
+    def _meet(self, barrier: str, threads: str | None = None) -> None:
+        if threads is not None and int(threads) != self.threads:
+            raise NotImplementedError("a barrier of some warps")
         for places, content in self._arrived:
             self._shared[places] = content
         self._arrived = []

@@ -370,7 +370,9 @@ def test_selected_and_window_attention_in_one_pass(name, called, monkeypatch):
     for (out, lse), (want_out, want_lse, _) in zip(pairs, want, strict=True):
         assert test_ranged.relative_error(out, want_out) <= 4e-3
         np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
-        np.testing.assert_allclose(*(np.where(np.isneginf(x), 0, x) for x in (lse, want_lse)), atol=1e-4)
+        # Far apart, they are so large that float32 has steps of 1.2e-4: two of them, and what small ones may differ by.
+        lses = (np.where(np.isneginf(x), 0, x) for x in (lse, want_lse))
+        np.testing.assert_allclose(*lses, rtol=2**-22, atol=1e-4)
     wanted = jax.tree.map(jnp.add, *(x for *_, x in want))
     errors = [test_ranged.relative_error(g, w) for g, w in zip(grads, wanted, strict=True)]
     # Delta has the rounding of the output, which keys of such a size multiply.

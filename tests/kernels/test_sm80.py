@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Callable
 
 import jax
@@ -35,8 +32,6 @@ from nsa_jax.ops.kernels.range_attention import (  # noqa: E402
     sm80_grad_query,
     sm80_tiles,
 )
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,28 +94,10 @@ def kernel(kind: str, name: str) -> Callable:
     return functools.partial(sm80_grad_key_value.grad_key_value, config=config)
 
 
-# In a process of its own: Mosaic GPU keeps the first GPU's settings of ptxas for as long as a process lasts. JAX takes
-# every GPU that is not there for a Hopper GPU, so it is told.
-COMPILE = """
-import sys
-from jax.experimental.mosaic.gpu import utils
-from nsa_jax.aot import compile_for_gpu
-from tests.kernels import test_sm80 as test
-
-utils._infer_arch = lambda: (8, 0)
-kind, case = sys.argv[1:]
-compile_for_gpu(test.kernel(kind, case), *test.CASES[case].shapes(kind), gpu="a100-80gb")
-"""
-
-
-def compiled(kind: str, case: str, folder: pathlib.Path) -> str:
-    """The PTX of a kernel, compiled for an A100, which Mosaic GPU leaves in an empty folder."""
-    settings = {"MOSAIC_GPU_DUMP_TO": str(folder), "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    command = [sys.executable, "-c", COMPILE, kind, case]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    (path,) = folder.glob("*.ptx")
-    return path.read_text()
+def compiled(kind: str, name: str, folder: pathlib.Path) -> str:
+    """The PTX of a kernel."""
+    code = f"test.kernel({kind!r}, {name!r}), *test.CASES[{name!r}].shapes({kind!r})"
+    return ptx.compiled(code, "test_sm80", folder)
 
 
 @functools.cache
@@ -203,7 +180,10 @@ def tile_rows(case: Case, tile: int, kv_head: int, rows: int) -> tuple[np.ndarra
 @pytest.mark.parametrize("kind", ["forward", "dq"])
 @pytest.mark.parametrize("name", CASES)
 def test_emulated_tiles_match_float64_and_write_nothing_else(name, kind, tmp_path):
-    text, case, of = compiled(kind, name, tmp_path), CASES[name], numbers(name)
+    case, of = CASES[name], numbers(name)
+    text = ptx.compiled(
+        f"test.kernel({kind!r}, {name!r}), *test.CASES[{name!r}].shapes({kind!r})", "test_sm80", tmp_path
+    )
     config = kernel(kind, name).keywords["config"]
     vector = vectors(name, config.rows, config.keys)
     count = -(-case.length * case.group // config.rows)
@@ -234,7 +214,8 @@ def test_emulated_tiles_match_float64_and_write_nothing_else(name, kind, tmp_pat
 
 @pytest.mark.parametrize("name", CASES)
 def test_emulated_gradients_of_keys_and_values_match_float64(name, tmp_path):
-    text, case, of = compiled("dkv", name, tmp_path), CASES[name], numbers(name)
+    case, of = CASES[name], numbers(name)
+    text = compiled("dkv", name, tmp_path)
     config = kernel("dkv", name).keywords["config"]
     splits = config.splits
     dtype = ml_dtypes.bfloat16 if splits == 1 else np.float32

@@ -24,6 +24,22 @@ MINUS_INFINITY = -1e30
 NO_WEIGHT = 1e30
 
 
+def in_rows(function, *numbers: jax.Array) -> Any:
+    """`function` of numbers [B, T, N] element by element, computed as [B, T * N].
+
+    Kernels take and give rows one after the other. Of three dimensions XLA would choose the order by itself, since
+    block scores want heads before tokens, and would transpose all that goes in and comes out.
+    """
+    shape = numbers[0].shape
+    results = function(*(x.reshape(shape[0], -1) for x in numbers))
+    return jax.tree.map(lambda x: x.reshape(shape), results)
+
+
+def base_2(lse: jax.Array) -> jax.Array:
+    """A natural-log log-sum-exp [B, T, N] as the backward kernels take it."""
+    return in_rows(lambda lse: jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E), lse)
+
+
 def empty_state(rows: int, v_dim: int):
     """The running softmax before any key: accumulator pieces [rows, v], maximum [rows] and sum [rows].
 

@@ -25,6 +25,7 @@ from nsa_jax.ops.kernels.selected import whole_row_sm90
 from nsa_jax.ops.kernels.selected.attention import selected_forward
 from nsa_jax.ops.kernels.selected.backward import selected_backward
 from nsa_jax.ops.kernels.selection.select import select_blocks
+from nsa_jax.ops.kernels.softmax import in_rows
 from nsa_jax.ops.kernels.triton import first_derivative
 
 # Under these names remat policies keep what the backward pass needs.
@@ -237,6 +238,10 @@ def _nsa_fwd(static: _Static, queries, others, positions):
     return _forward(static, (query,), tuple(others), positions, differentiated=True)
 
 
+def _fold_gate(lse, gate):
+    return jnp.where(lse == -jnp.inf, -jnp.inf, lse - jnp.log(gate))
+
+
 def _nsa_bwd(static: _Static, residuals, cotangents):
     query, others, positions, indices, outs, lses = residuals
     segment_start, offset, _ = positions
@@ -256,8 +261,7 @@ def _nsa_bwd(static: _Static, residuals, cotangents):
             # A smaller log-sum-exp makes the recomputed weights come out times the gate. That is all the gate does: to
             # dv = weights^T d_out, and to the scores' gradients weights * (d_out v^T - sum(out * d_out)). No cotangent
             # of the branch's own is written, and branches that rearrange d_out share one copy.
-            lse = lses[i] - jnp.log(gate[..., i])
-            return d_gates[i], jnp.where(lses[i] == -jnp.inf, -jnp.inf, lse), d_out
+            return d_gates[i], in_rows(_fold_gate, lses[i], gate[..., i]), d_out
         cotangent = gate[..., i, None] * d_out.astype(jnp.float32)
         return gate[..., i] * d_gates[i], lses[i], cotangent.astype(query.dtype)
 

@@ -29,7 +29,7 @@ from nsa_jax.ops.kernels.range_attention import (
     window_cudnn,
 )
 from nsa_jax.ops.kernels.range_attention.tiles import GatedSum, KnownRanges, known_ranges, numpy_of
-from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
+from nsa_jax.ops.kernels.softmax import base_2
 from nsa_jax.ops.kernels.triton import first_derivative, row_delta
 from nsa_jax.ops.tiles import DIRECT_GROUPS
 
@@ -149,8 +149,7 @@ def backward(
       known: as `forward` took it.
       onto: another gradient of the query. The first result is the sum of both.
     """
-    lse = jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)
-    args = (query, key, value, grad_out, lse, delta, low, high)
+    args = (query, key, value, grad_out, base_2(lse), delta, low, high)
     if plan.grad_query.kernel == "range_attention.triton_backward":
         gradients = triton_backward.gradients(*args, plan.grad_query.tiles, plan.grad_key_value.tiles, known)
         grad_query, *others = gradients

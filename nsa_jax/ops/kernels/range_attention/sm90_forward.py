@@ -180,16 +180,14 @@ def _forward(
         def attend(exact, near, served, tile, i, running, scores, block=None, bits=None):
             """One block's scores, not scaled, in the softmax of the first `served` attentions: see `sm90_softmax`."""
             block = i if block is None else block
-            seen, position = (
-                visibility.seen(words_smem2, tile.at, i, bits, wg),
-                sm90_visibility.positions(block * keys, shape, 1),
-            )
+            seen = visibility.seen(words_smem2, tile.at, i, bits, wg)
             ranges = [ref.at[tile.at] for ref in bounds_smem3]
             if served == 2:
                 sizes = dict(exact=exact, near=near, scale=scale)
-                return sm90_softmax.attend_both(scores, running, position, ranges, seen, **sizes)
-            (own,), whole = running, attentions == 2
-            return (sm90_softmax.attend(scores, own, position, ranges, seen, exact=exact, scale=scale, whole=whole),)
+                return sm90_softmax.attend_both(scores, running, block * keys, ranges, seen, **sizes)
+            (own,) = running
+            sizes = dict(exact=exact, scale=scale, whole=attentions == 2)
+            return (sm90_softmax.attend(scores, own, block * keys, ranges, seen, **sizes),)
 
         def rounded(near, weights, *factors):
             """The weights that each attention gives to a block's values; of two attentions `factors` has a tuple."""

@@ -157,7 +157,7 @@ def _grad_key_value(
             return sm90.load(statistics_smem[index].at[slot], column_layout)
 
         def position_of(base):
-            return sm90_visibility.positions(base, shape, 0)
+            return sm90_visibility.positions(base, shape)
 
         def statistic(which, exact, attentions, slot, base):
             """What is subtracted of a tile: 0 is the log-sum-exp, 1 delta. In the window, those of both attentions."""
@@ -187,7 +187,7 @@ def _grad_key_value(
             if exact:
                 return weights
             low, high = bounds_smem[0].at[slot], bounds_smem[1].at[slot]
-            return sm90_visibility.hide(weights, 0.0, position_of(base), low, high, axis=1)
+            return sm90_visibility.hide_in_columns(weights, 0.0, position_of(base), low, high)
 
         def gradient_of(exact, attentions, slot, weights, d_weights, base):
             """Gradient of a tile's scores, summed over the attentions."""

@@ -71,7 +71,7 @@ def _grad_query(
     """The kernel; `make_visibility` makes one of `sm90_visibility`'s classes from (rows, low, high, keys)."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import mosaic, sm90, sm90_products
+    from nsa_jax.ops.kernels import mosaic, sm90, sm90_columns, sm90_products
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
@@ -109,9 +109,6 @@ def _grad_query(
             tile = last - n
             return tile, *visibility.tile_range(bounds_ref, tile, b, kv_head)
 
-        def position_of(i):
-            return sm90_visibility.positions(i * keys, shape, 1)
-
         def statistic(which, exact, attentions, tile, i):
             """What is subtracted of a block: 0 is the log-sum-exp, 1 delta. In the window, those of both attentions."""
             first, *others = tile.statistics[which::2]
@@ -122,7 +119,10 @@ def _grad_query(
             window, both = others
             near = lax.broadcast_in_dim(seen(both, window), shape, [0])
             low = sm90.load(bounds_smem3[-1].at[tile.at], sm90_visibility.ROW_LAYOUT)
-            return near if exact else jnp.where(position_of(i) >= lax.broadcast_in_dim(low, shape, [0]), near, far)
+            if exact:
+                return near
+            inside = sm90_columns.own_columns(low, None, i * keys, keys)
+            return sm90_columns.where_columns(inside, near, far)
 
         def weights_of(exact, attentions, tile, i, scores):
             """Weights of a block, summed over the attentions."""
@@ -130,7 +130,7 @@ def _grad_query(
             if exact:
                 return weights
             low, high = bounds_smem3[0].at[tile.at], bounds_smem3[1].at[tile.at]
-            return sm90_visibility.hide(weights, 0.0, position_of(i), low, high, axis=0)
+            return sm90_visibility.hide(weights, 0.0, i * keys, low, high)
 
         def slot_of(tile, i):
             return lax.rem(tile.before + i - tile.begin, jnp.int32(stages))

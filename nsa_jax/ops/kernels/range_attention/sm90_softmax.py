@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from nsa_jax.ops.kernels import sm90, sm90_reduce
+from nsa_jax.ops.kernels import sm90, sm90_columns, sm90_reduce
 from nsa_jax.ops.kernels.range_attention.sm90_visibility import ROW_LAYOUT, hide
 from nsa_jax.ops.kernels.softmax import NO_WEIGHT
 
@@ -16,13 +16,13 @@ from nsa_jax.ops.kernels.softmax import NO_WEIGHT
 _ROUNDS = 1.5 * 2**23
 
 
-def attend(scores, running, position, ranges, seen, *, exact, scale: float, whole: bool):
+def attend(scores, running, first, ranges, seen, *, exact, scale: float, whole: bool):
     """A block's scores in the softmax of one attention.
 
     Args:
       scores: products of queries and keys, not scaled.
       running: (what rows subtract, each thread's part of the normalizers) so far.
-      position: of the keys, see `sm90_visibility.positions`.
+      first: position of the first key.
       ranges: int32 [64] in shared memory, where the keys begin and end that a row sees.
       seen: which rows see the block, or None if all do as far as ranges allow.
       exact: whether the ranges hide nothing, known to tracing or not.
@@ -36,7 +36,7 @@ def attend(scores, running, position, ranges, seen, *, exact, scale: float, whol
     peak, total = running
 
     def hidden(scores):
-        return hide(scores, -jnp.inf, position, ranges[0], ranges[1], 0)
+        return hide(scores, -jnp.inf, first, ranges[0], ranges[1])
 
     if isinstance(exact, bool):
         scores = scores if exact else hidden(scores)
@@ -58,7 +58,7 @@ def _highest(scores, scale: float, whole: bool = True):
     return (highest + _ROUNDS) - _ROUNDS if whole else highest
 
 
-def attend_both(scores, running, position, ranges, seen, *, exact: bool, near: bool, scale: float):
+def attend_both(scores, running, first, ranges, seen, *, exact: bool, near: bool, scale: float):
     """`attend` of two attentions, the second over a window at the end of a row's range whether or not it is `seen`.
 
     Every key has one exponential. What both see is no higher than the maximum of either, so that the one with the lower
@@ -77,11 +77,11 @@ def attend_both(scores, running, position, ranges, seen, *, exact: bool, near: b
     (peak, total), (window_peak, window_total) = running
     shape = scores.shape
     if not exact:
-        scores = hide(scores, -jnp.inf, position, ranges[0], ranges[1], 0)
+        scores = hide(scores, -jnp.inf, first, ranges[0], ranges[1])
     highest = window_highest = _highest(scores, scale)
     if not near:
-        inside = position >= lax.broadcast_in_dim(sm90.load(ranges[2], ROW_LAYOUT), shape, [0])
-        window_highest = _highest(jnp.where(inside, scores, -jnp.inf), scale)
+        inside = sm90_columns.own_columns(sm90.load(ranges[2], ROW_LAYOUT), None, first, shape[1])
+        window_highest = _highest(sm90_columns.where_columns(inside, scores, -jnp.inf), scale)
     peak, total, *change = sm90.raise_peak(peak, total, jnp.where(seen, highest, peak))
     window_peak, window_total, *window_change = sm90.raise_peak(window_peak, window_total, window_highest)
     lower = jnp.where(seen, jnp.minimum(peak, window_peak), window_peak)
@@ -92,8 +92,8 @@ def attend_both(scores, running, position, ranges, seen, *, exact: bool, near: b
         added = sm90_reduce.sum_in_thread(weights)
     else:
         far = lax.broadcast_in_dim(jnp.where(seen, peak, NO_WEIGHT), shape, [0])
-        weights = jnp.exp2(scores * scale - jnp.where(inside, subtract, far))
-        weights = jnp.where(inside, weights, -weights)
+        weights = jnp.exp2(scores * scale - sm90_columns.where_columns(inside, subtract, far))
+        weights = sm90_columns.where_columns(inside, weights, -weights)
         added = sm90_reduce.sum_in_thread(jnp.maximum(weights, 0.0))
         total += sm90_reduce.sum_in_thread(jnp.maximum(-weights, 0.0))
     total += added * factor

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from nsa_jax.ops.kernels import sm90
+from nsa_jax.ops.kernels import sm90, sm90_columns
 from nsa_jax.ops.kernels.range_attention.tiles import PHASES, WINDOW_PHASES, KnownRanges, for_batch, tile_bounds
 from nsa_jax.ops.tiles import ROWS
 
@@ -174,23 +174,28 @@ class TileLists(Neighbours):
         return *super().tile_range(bounds_ref, tile, batch, kv_head), bounds_ref[batch, kv_head, tile, 2]
 
 
-def positions(first, shape: tuple[int, int], axis: int):
-    """Positions of the keys of a matrix product that lie along `axis`, from `first` on."""
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + first
-
-
-def hide(x, fill: float, position, low_smem, high_smem, axis: int):
-    """A tile of products with `fill` where the key's position lies outside the row's range.
+def hide(x, fill: float, first, low_smem, high_smem):
+    """A tile of products [rows, keys] with `fill` where the key lies outside the row's range.
 
     Args:
-      x: [rows, keys] (axis 0) or [keys, rows] (axis 1); `axis` is the one of rows.
-      position: of the keys, the same shape.
+      first: position of the first key.
       low_smem, high_smem: int32 [64].
     """
-    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-    visible = position >= lax.broadcast_in_dim(sm90.load(low_smem, layout), x.shape, [axis])
-    visible &= position < lax.broadcast_in_dim(sm90.load(high_smem, layout), x.shape, [axis])
+    low, high = (sm90.load(smem, ROW_LAYOUT) for smem in (low_smem, high_smem))
+    return sm90_columns.where_columns(sm90_columns.own_columns(low, high, first, x.shape[1]), x, fill)
+
+
+def hide_in_columns(x, fill: float, position, low_smem, high_smem):
+    """`hide` of a tile [keys, rows]; `position` is `positions(first, x.shape)`."""
+    layout = plgpu.Layout.WGMMA.reduce(0)
+    visible = position >= lax.broadcast_in_dim(sm90.load(low_smem, layout), x.shape, [1])
+    visible &= position < lax.broadcast_in_dim(sm90.load(high_smem, layout), x.shape, [1])
     return jnp.where(visible, x, fill)
+
+
+def positions(first, shape: tuple[int, int]):
+    """Positions of the keys of a tile [keys, rows] of products, from `first` on."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + first
 
 
 class KeyBlockRange:

@@ -16,7 +16,7 @@ from nsa_jax.ops.choices import SelectedBackwardPlan
 from nsa_jax.ops.kernels.range_attention import attention as range_attention
 from nsa_jax.ops.kernels.range_attention import sm90_forward, sm90_grad_key_value, sm90_grad_query
 from nsa_jax.ops.kernels.range_attention.tiles import GatedSum, KnownRanges, Window, joint_statistics
-from nsa_jax.ops.kernels.softmax import LOG2E, NO_WEIGHT
+from nsa_jax.ops.kernels.softmax import base_2, in_rows
 from nsa_jax.ops.tiles import ROWS, RangedHopperConfig
 
 _WHOLE = 1 << 30  # a window that reaches back to the beginning of any row
@@ -80,19 +80,14 @@ def backward(
     """
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], ROWS))
     low, high = visible_ranges(query, key, segment_start, query_offset)
-    args = (query, key, value, d_out.astype(query.dtype), _base_2(lse), delta, low, high)
+    args = (query, key, value, d_out.astype(query.dtype), base_2(lse), delta, low, high)
     known = _known(query, key, query_offset, packed)
     second = None
     if window is not None:
         delta, lse, size = window
         second = _window(query, key, segment_start, query_offset, packed, size)
-        own = _base_2(lse), delta
-        second = second._replace(statistics=(*own, *joint_statistics(*args[4:6], *own)))
+        own = base_2(lse), delta
+        second = second._replace(statistics=(*own, *in_rows(joint_statistics, *args[4:6], *own)))
     d_query = sm90_grad_query.block_masked_grad_query(*args, plan.grad_query.tiles, known, listed, second)
     d_key, d_value = sm90_grad_key_value.block_masked_grad_key_value(*args, plan.by_block.tiles, known, listed, second)
     return d_query, d_key, d_value
-
-
-def _base_2(lse: jax.Array) -> jax.Array:
-    """A natural-log log-sum-exp as the backward kernels take it."""
-    return jnp.where(lse == -jnp.inf, NO_WEIGHT, lse * LOG2E)

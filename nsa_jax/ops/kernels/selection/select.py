@@ -15,7 +15,7 @@ from nsa_jax.ops.choices import SelectionPlan
 from nsa_jax.ops.kernels.selection import scores_sm90, scores_triton
 from nsa_jax.ops.kernels.selection.fold import Fold
 from nsa_jax.ops.kernels.selection.top_n import block_lists, row_widths
-from nsa_jax.ops.kernels.softmax import LOG2E
+from nsa_jax.ops.kernels.softmax import LOG2E, in_rows
 
 
 def select_blocks(
@@ -41,7 +41,8 @@ def select_blocks(
     rows = pl.cdiv(needed, chunks) * tile_queries
 
     start = None if segment_start is None else segment_start.astype(jnp.int32)
-    lse2 = jnp.where(lse == -jnp.inf, jnp.inf, lse.astype(jnp.float32) * LOG2E).swapaxes(1, 2)  # [B, N, T]
+    lse2 = in_rows(lambda lse: jnp.where(lse == -jnp.inf, jnp.inf, lse.astype(jnp.float32) * LOG2E), lse)
+    lse2 = lse2.swapaxes(1, 2)  # [B, N, T]
     call = dict(config=config, num_blocks=num_blocks)
     if hopper:
         call_scores = scores_sm90.prepare(
