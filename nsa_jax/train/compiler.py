@@ -14,12 +14,18 @@ from nsa_jax.ops.pallas import WIDTHS_SERVED
 from nsa_jax.ops.target import Target
 
 
-def compiler_options(config: ConfigDict, device: Any) -> dict[str, Any] | None:
+def compiler_options(config: ConfigDict, device: Any, *, measured: bool = False) -> dict[str, Any] | None:
     """What XLA is told so that a program gives the same bits in every run, and `config.train.xla_options`.
 
-    On a GPU, XLA measures algorithms of matrix products, and chooses the fastest of those whose results have the bits
-    of the first one. It does not read what programs without this comparison measured. This package's kernels do not
-    add with atomics. Where XLA serves in their place, it excludes operations that do, and measures nothing.
+    XLA excludes operations that add with atomics, and takes the first algorithm of each matrix product. With `measured`
+    it chooses, on a GPU, the fastest of those whose results have the bits of the first one. It does not read what
+    programs without this comparison measured. This package's kernels do not add with atomics; where XLA serves in their
+    place, nothing is measured.
+
+    Args:
+      config: the training config.
+      device: what the program is compiled for.
+      measured: the program runs so often that measuring is worth its time, in which all others wait for the GPU.
     """
     given = xla_options(config)
     if device.platform == "cpu":
@@ -29,7 +35,7 @@ def compiler_options(config: ConfigDict, device: Any) -> dict[str, Any] | None:
     if not config.train.deterministic:
         return {**options, **given} or None
     tried = jax.__version_info__ >= (0, 11) and not config.model.matmul_dtype
-    if tried and _kernels_serve(config, device):
+    if measured and tried and _kernels_serve(config, device):
         options |= {
             "xla_gpu_autotune_level": 4,  # measure and compare
             "xla_gpu_autotune_gemm_rtol": "0.0",  # a number would arrive as 0, which is none for JAX 0.11

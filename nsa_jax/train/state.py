@@ -203,10 +203,9 @@ class Setup:
         """Into how many parts the tokens of a batch are split: its rows, and each row over the context axis."""
         return self.batch_shards * self.mesh.shape[CONTEXT]
 
-    @property
-    def compiler_options(self) -> dict[str, Any] | None:
-        """See `compiler_options`."""
-        return compiler_options(self.config, self.mesh.devices.flat[0])
+    def compiler_options(self, *, measured: bool = False) -> dict[str, Any] | None:
+        """See `compiler.compiler_options`."""
+        return compiler_options(self.config, self.mesh.devices.flat[0], measured=measured)
 
     @property
     def gradient_spec(self) -> Any:

@@ -204,7 +204,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         donate_argnums=0,
         in_shardings=(setup.sharding, batch_sharding(setup.mesh)),
         out_shardings=(setup.sharding, replicated(setup.mesh)),
-        compiler_options=setup.compiler_options,
+        compiler_options=setup.compiler_options(measured=True),
     )
 
 
@@ -250,7 +250,7 @@ def make_eval_step(setup: Setup, token_bytes) -> Callable[[State, Batch], dict[s
         step,
         in_shardings=(setup.sharding["params"], batch_sharding(setup.mesh)),
         out_shardings=replicated(setup.mesh),
-        compiler_options=setup.compiler_options,
+        compiler_options=setup.compiler_options(),
     )
 
 
@@ -276,7 +276,7 @@ def make_sampler(setup: Setup, length: int, vocab_size: int, temperature: float 
     return jax.jit(
         sample,
         in_shardings=(setup.sharding["params"], None, None, None),
-        compiler_options=setup.compiler_options,
+        compiler_options=setup.compiler_options(),
     )
 
 

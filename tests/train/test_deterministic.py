@@ -92,7 +92,7 @@ def test_options_of_the_config_reach_the_compiler():
     name = "xla_gpu_all_reduce_combine_threshold_bytes"
     given = tiny_config(train__xla_options=(f"{name}=1234", "xla_gpu_enable_latency_hiding_scheduler=True"))
     made = setup(given, VOCAB, one_device())
-    assert made.compiler_options == {name: "1234", "xla_gpu_enable_latency_hiding_scheduler": True}
+    assert made.compiler_options() == {name: "1234", "xla_gpu_enable_latency_hiding_scheduler": True}
     for option in (f"{name}=many", "xla_no_such_option=True"):
         with pytest.raises(ConfigError, match="R059.*config.train.xla_options"):
             setup(tiny_config(train__xla_options=(option,)), VOCAB, one_device())
@@ -112,11 +112,15 @@ def test_options_of_the_config_reach_the_compiler():
 def test_matrix_products_are_measured_where_nothing_adds_with_atomics(monkeypatch, changes, compares):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     config = tiny_config(**dict(model__implementation="auto", model__dim=64, model__head_dim=16) | changes)
-    options = compiler_options(config, SimpleNamespace(platform="gpu")) or {}
+    gpu = SimpleNamespace(platform="gpu")
+    options = compiler_options(config, gpu, measured=True) or {}
     assert (options.get("xla_gpu_autotune_gemm_rtol") == "0.0") == (compares is True)
     assert options.get("xla_gpu_exclude_nondeterministic_ops", False) == (compares is False)
     assert ("xla_gpu_enable_triton_gemm" in options) == ("model__matmul_dtype" in changes)
-    jax.jit(lambda: 0, compiler_options=options).lower().compile()  # XLA knows these options, with these values
+    once = compiler_options(config, gpu) or {}  # of programs that run now and then
+    assert once.get("xla_gpu_exclude_nondeterministic_ops", False) == (compares is not None)
+    for given in (options, once):
+        jax.jit(lambda: 0, compiler_options=given).lower().compile()  # XLA knows these options, with these values
 
 
 _PRODUCTS = """
@@ -125,7 +129,7 @@ from nsa_jax.train.compiler import compiler_options
 from tests.train.tiny import tiny_config
 
 config = tiny_config(model__implementation="auto", model__dim=64, model__head_dim=16)
-options = compiler_options(config, jax.devices()[0])
+options = compiler_options(config, jax.devices()[0], measured=True)
 digest = hashlib.sha256()
 for tokens, dim, width in ((8192, 768, 1072), (65536, 256, 320), (4096, 2048, 3168)):
     keys = jax.random.split(jax.random.key(0), 3)

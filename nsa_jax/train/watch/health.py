@@ -174,7 +174,7 @@ def make_health(setup: Setup) -> Callable:
         health,
         in_shardings=(setup.sharding["params"], batch_sharding(setup.mesh)),
         out_shardings=replicated(setup.mesh),
-        compiler_options=setup.compiler_options,
+        compiler_options=setup.compiler_options(),
     )
 
 
