@@ -262,6 +262,7 @@ class NSAttention(nnx.Module):
                 implementation=config.implementation,
                 nonnegative_gates=True,  # sigmoid's
                 shared_kv=config.shared_kv,
+                keeps_sum=config.keeps_products,
             )
 
         return on_shards(local, arrays, specs, (split.heads, split.heads))

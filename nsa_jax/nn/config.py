@@ -238,6 +238,11 @@ class ModelConfig:
         return jnp.dtype(self.compute_dtype)
 
     @property
+    def keeps_products(self) -> bool:
+        """Whether `remat` keeps results of matrix products, and what they are made of, for the backward pass."""
+        return self.remat in ("none", "dots_saved")
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of attention over which the layers repeat: layer i has that of index i modulo their number."""
         return attention_kinds(vars(self))

@@ -287,7 +287,7 @@ class SwiGLU(nnx.Module):
         self.b_out = init_bias(config.dim, config) if config.mlp_bias else None
         self.config, self.dtype = config, config.dtype
         # Where the products before are kept. Where they are not, computing this again takes a pass of its own.
-        self.keep = config.remat in ("none", "dots_saved")
+        self.keep = config.keeps_products
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the MLP to each token."""

@@ -26,6 +26,8 @@ _INDICES = "nsa_block_indices"
 _ATTENTION = ("attention_out", "nsa_attention_residuals")
 # The query as attention's kernels take it, rotated and rearranged; where a kernel cuts the projection, all its parts.
 _PROJECTED = ("nsa_query", "nsa_projection")
+# The sum of the branches, where the kernel of the last one stores it.
+_SUM = "nsa_gated_sum"
 # What a norm returns, and the sum of a block's input and its attention's output, which the second norm takes.
 _NORMED, _STREAM = "norm_out", "residual_stream"
 # What a block is given: all that its backward pass needs to compute the rest again.
@@ -51,7 +53,7 @@ def _dots_saveable(prim, *args, **params) -> bool:
     Of a projection that a kernel cuts the parts are kept, by their names. The kernel must be saved as well: JAX never
     drops one from what is recomputed, and this one would keep the projection for its own sake.
     """
-    named = jax.checkpoint_policies.save_only_these_names(*_PROJECTED, _NORMED, _STREAM, HIDDEN)
+    named = jax.checkpoint_policies.save_only_these_names(*_PROJECTED, _SUM, _NORMED, _STREAM, HIDDEN)
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     saves = (_attention_saveable, named, dots)
     return prim.name in _KERNELS or any(bool(policy(prim, *args, **params)) for policy in saves)

@@ -102,7 +102,7 @@ def nsa_attention(
 
 def nsa_attention_by_kv_head(
     queries, others, *, kv_heads: int, config: NSAConfig, segment_start=None, nonnegative_gates: bool = False,
-    shared_kv: bool = False,
+    shared_kv: bool = False, keeps_sum: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `nsa_jax.ops.kernels.layer.nsa.nsa_attention_by_kv_head`; rows are whole.
 
@@ -112,8 +112,9 @@ def nsa_attention_by_kv_head(
     shared = nonnegative_gates and shared_kv
     made = _plan_nsa(queries[0], others, config=config, **where, by_kv_head=True, shared_window=shared)
     return _kernels("layer.nsa").nsa_attention_by_kv_head(
-        queries, others, kv_heads=kv_heads, config=config, **where, nonnegative_gates=nonnegative_gates, plan=made
-    )
+        queries, others, kv_heads=kv_heads, config=config, **where, nonnegative_gates=nonnegative_gates, plan=made,
+        keeps_sum=keeps_sum,
+    )  # fmt: skip
 
 
 def split_projection(projected: jax.Array, cos: jax.Array, sin: jax.Array, **sizes: int):

@@ -77,6 +77,7 @@ def attend(
     implementation: str | None = None,
     nonnegative_gates: bool = False,
     shared_kv: bool = False,
+    keeps_sum: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As `nsa_jax.nsa_attention` of whole rows, where `serves` says so, with key/value heads as batch entries.
 
@@ -87,6 +88,8 @@ def attend(
       config, segment_start, implementation, nonnegative_gates: see `nsa_jax.nsa_attention`.
       shared_kv: the window's keys and values are those of the selected branch; `split_projection`'s, with nonnegative
         gates. Where kernels compute both gradients at once, the window's are 0 and the selected branch's their sum.
+      keeps_sum: the output is kept for the backward pass where `jax.checkpoint` decides what is: under the name
+        "nsa_gated_sum". It is stored by the kernel that makes the last of the branches' outputs.
 
     Returns:
       [B, T, K * G, V] and the block lists, int32 [B, T, K, n].
@@ -106,4 +109,5 @@ def attend(
         segment_start=checks.clip_segments(segment_start),
         nonnegative_gates=nonnegative_gates,
         shared_kv=shared_kv,
+        keeps_sum=keeps_sum,
     )

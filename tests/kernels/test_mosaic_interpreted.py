@@ -287,12 +287,15 @@ def test_the_last_branch_adds_up_all_of_them(group, kv_heads, moved, dtype, call
     def run(gated):
         return range_attention.forward(*tensors, *ranges, made, None, None, gated)
 
-    out, _ = jax.jit(lambda: run(None))()
-    total = jax.jit(lambda: run(GatedSum(gates, others, moved)))()
+    pair = jax.jit(lambda: run(None))()
+    (total,) = jax.jit(lambda: run(GatedSum(gates, others, moved, keep=False)))()
+    kept, total_beside = jax.jit(lambda: run(GatedSum(gates, others, moved, keep=True)))()
+    jax.tree.map(np.testing.assert_array_equal, (pair, total), (kept, total_beside))
+    out, _ = pair
     want = sum(gates[..., i, None].astype(jnp.float32) * x for i, x in enumerate((*others, out)))
     want = want.reshape(-1, moved, length, heads, v_dim).swapaxes(1, 2).reshape(total.shape)
     np.testing.assert_allclose(total.astype(jnp.float32), want, rtol=2**-8, atol=1e-6)
-    assert called == ["sm90_forward"] * 2
+    assert called == ["sm90_forward"] * 3
 
 
 def test_known_ranges_change_no_bit_of_selected_attention(called, monkeypatch):
@@ -364,7 +367,9 @@ def test_selected_and_window_attention_in_one_pass(name, called, monkeypatch):
     got = together(packed)
     *pairs, grads = got
     arrays = *inputs, lists, start, offset, made.forward.rest.tiles, packed
-    total = jax.jit(lambda: whole_row_sm90.forward(*arrays, window, GatedSum(gates, (first,), 1)))()
+    gated = GatedSum(gates, (first,), 1, keep=True)
+    *kept, total = jax.jit(lambda: whole_row_sm90.forward(*arrays, window, gated))()
+    jax.tree.map(np.testing.assert_array_equal, kept, pairs)
     want_sum = sum(gates[..., i, None] * x.astype(jnp.float32) for i, x in enumerate((first, *(x for x, _ in pairs))))
     np.testing.assert_allclose(total.astype(jnp.float32), want_sum, rtol=2**-8, atol=1e-6)
     for (out, lse), (want_out, want_lse, _) in zip(pairs, want, strict=True):

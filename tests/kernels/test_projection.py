@@ -151,7 +151,8 @@ def test_turns_have_no_gradient():
         np.testing.assert_array_equal(gradient, np.zeros((1, 5, 8)))
 
 
-CONFIG = ModelConfig(dim=256, num_heads=12, num_kv_heads=2, head_dim=64, init_std=0.06)
+# What layers return is kept, so that the kernel of the last branch stores the sum of all.
+CONFIG = ModelConfig(dim=256, num_heads=12, num_kv_heads=2, head_dim=64, init_std=0.06, remat="dots_saved")
 
 
 # Options that the kernels serve: a bias is added before the cut, and turns are whatever cosines and sines are given.
@@ -249,7 +250,8 @@ def test_a_layer_whose_projection_kernels_cut_equals_the_reference(options, pack
 
 def traced_layer(policy, scanned=False):
     """A loss of bfloat16 NSA layers under a remat policy, and shapes of its arguments."""
-    graphdef, params = nnx.split(jax.eval_shape(lambda: NSAttention(CONFIG, rngs=nnx.Rngs(0))))
+    config = dataclasses.replace(CONFIG, remat=policy)
+    graphdef, params = nnx.split(jax.eval_shape(lambda: NSAttention(config, rngs=nnx.Rngs(0))))
     x = jax.ShapeDtypeStruct((2, 1024, CONFIG.dim), jnp.bfloat16)
     run = remat(lambda params, x: nnx.merge(graphdef, params)(x), policy, scanned=True)
     if scanned:
@@ -311,7 +313,11 @@ def test_layers_in_a_scan_compile_and_cut_their_projection_once():
     loss, *arguments = traced_layer("dots_saved", scanned=True)
     with hollow_kernels():
         text = aot.compile_for_gpu(jax.grad(loss, (0, 1)), *arguments, gpu="h100").as_text()
-    calls = [line for line in text.splitlines() if "custom-call(" in line and "__gpu$xla.gpu.triton" in line]
+    calls = [line for line in text.splitlines() if "custom-call(" in line]
+    # The sum of the branches, which is kept, comes from the kernel of the last one, which does not run again for it.
+    assert sum("nsa_ranged_forward/" in line for line in calls) == 3
+    assert not any("nsa_gated_sum" in line for line in calls)
+    calls = [line for line in calls if "__gpu$xla.gpu.triton" in line]
     assert sum(f"{projection.NAME})" in line or f"{projection.NAME}/" in line for line in calls) == 1
     assert sum(f"{projection.NAME}_gradient/" in line for line in calls) == 1
     # Neither kept nor copied: the projection of a layer, and its gradient, are there while they are read.

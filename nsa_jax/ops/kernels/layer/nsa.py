@@ -31,6 +31,7 @@ from nsa_jax.ops.kernels.triton import first_derivative
 # Under these names remat policies keep what the backward pass needs.
 _RESIDUALS = "nsa_attention_residuals"
 _INDICES = "nsa_block_indices"
+_SUM = "nsa_gated_sum"
 _QUERY = "nsa_query"
 
 
@@ -46,6 +47,7 @@ class _Static:
     offset: int | None  # query_offset, where it is a Python int
     window_start: int | None  # of the window's keys, where it is a Python int
     gradients: int  # of the query that are handed out, one of each branch's backward pass; 1: they are added up
+    keeps_sum: bool = False  # see `nsa_attention_by_kv_head`
 
 
 def nsa_attention(
@@ -97,6 +99,7 @@ def nsa_attention_by_kv_head(
     window_start,
     nonnegative_gates: bool,
     plan: NSAPlan,
+    keeps_sum: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As `nsa_attention`, of tensors whose key/value heads are batch entries already.
 
@@ -109,6 +112,8 @@ def nsa_attention_by_kv_head(
       config, query_offset, window_start, nonnegative_gates: see `nsa_jax.nsa_attention`.
       segment_start: int [B, T] or None.
       plan: the kernels.
+      keeps_sum: the output is kept for the backward pass, so that the last branch's kernel stores it. Recomputed from
+        the branches' outputs, it needs a kernel of its own.
 
     Returns:
       [B, T, K * G, V] and the block lists, int32 [B, T, K, n].
@@ -123,7 +128,7 @@ def nsa_attention_by_kv_head(
     window_start = 0 if window_start is None else window_start
     static_offset, static_window = (x if isinstance(x, int) else None for x in (query_offset, window_start))
     gates = nonnegative_gates, kv_heads, static_offset, static_window
-    static = _Static(config, plan, packed, *gates, gradients=len(queries))
+    static = _Static(config, plan, packed, *gates, gradients=len(queries), keeps_sum=keeps_sum)
     positions = segment_start.astype(jnp.int32), offset, jnp.asarray(window_start, jnp.int32)
     out, indices = _nsa(static, queries, others, positions)
     if kv_heads > 1:
@@ -170,8 +175,8 @@ def _forward(static: _Static, queries, others, positions, differentiated: bool):
       static: see `_Static`.
       queries, others: see `nsa_attention_by_kv_head`.
       positions: (segment_start, query_offset, window_start).
-      differentiated: whether a backward pass needs the residuals. If none does, the kernel of the last branch may store
-        the sum of all branches in place of its output, and the residuals are None.
+      differentiated: whether a backward pass needs the residuals. If none does, they are None, and the kernel of the
+        last branch may store the sum of all branches in place of its output.
     """
     segment_start, offset, _ = positions
     query = queries[0]  # one residual, however often it was given
@@ -189,12 +194,12 @@ def _forward(static: _Static, queries, others, positions, differentiated: bool):
         return range_attention.forward(*args, gated)
 
     def gated_sum(*outs: jax.Array) -> GatedSum:
-        return GatedSum(gates, outs, static.kv_heads)
+        return GatedSum(gates, outs, static.kv_heads, keep=differentiated)
 
-    sums_in_kernel = plan.sums_in_kernel and not differentiated
+    sums_in_kernel = plan.sums_in_kernel and (static.keeps_sum or not differentiated)
     if not plan.joint_window and not sums_in_kernel:
-        out_win, lse_win = window()
-        key_cmp, out_win = lax.optimization_barrier((key_cmp, out_win))
+        window_pair = window()
+        key_cmp, window_pair = lax.optimization_barrier((key_cmp, window_pair))
     if plan.compressed is not None:
         out_cmp, lse_cmp = range_attention.forward(
             query, key_cmp, value_cmp, low_cmp, high_cmp, plan.compressed, None, known_cmp
@@ -218,19 +223,23 @@ def _forward(static: _Static, queries, others, positions, differentiated: bool):
         joint = functools.partial(
             whole_row_sm90.forward, *selected, plan.selected.forward.rest.tiles, static.packed, config.window
         )
-        if sums_in_kernel:
-            return (joint(gated_sum(out_cmp)), indices), None
-        (out_slc, lse_slc), (out_win, lse_win) = joint()
+        results = joint(gated_sum(out_cmp) if sums_in_kernel else None)
     else:
-        out_slc, lse_slc = selected_forward(*selected, config.select_block, static.packed, plan.selected.forward)
-        if sums_in_kernel:
-            return (window(gated_sum(out_cmp, out_slc)), indices), None
+        selected_pair = selected_forward(*selected, config.select_block, static.packed, plan.selected.forward)
+        last = window(gated_sum(out_cmp, selected_pair[0])) if sums_in_kernel else [window_pair]
+        results = [selected_pair, *last]
+    if sums_in_kernel:
+        *results, total = results
+        if not differentiated:
+            return (total, indices), None
+        total = checkpoint_name(lax.optimization_barrier(total), _SUM)
     # The barrier hides the kernels from XLA's dynamic-slice fusion. In a scan over layers that keeps their results, JAX
     # 0.11's lets a kernel write into the array of all layers, and runs it again for whoever else reads them.
-    branches = (lax.optimization_barrier(x) for x in ((out_cmp, lse_cmp), (out_slc, lse_slc), (out_win, lse_win)))
+    branches = (lax.optimization_barrier(x) for x in ((out_cmp, lse_cmp), *results))
     outs, lses = checkpoint_name(tuple(zip(*branches, strict=True)), _RESIDUALS)
-    residuals = (query, others, positions, indices, outs, lses)
-    return (gate_kernels.gated_sum(gates, outs, static.kv_heads), indices), residuals
+    if not sums_in_kernel:
+        total = gate_kernels.gated_sum(gates, outs, static.kv_heads)
+    return (total, indices), (query, others, positions, indices, outs, lses)
 
 
 def _nsa_fwd(static: _Static, queries, others, positions):

@@ -111,7 +111,7 @@ def forward(
     query, key, value, low, high, plan: RangePlan, window: int | None, known: KnownRanges | None = None,
     gated: GatedSum | None = None,
 ):  # fmt: skip
-    """The forward pass: (output, log-sum-exp), or a gated sum.
+    """The forward pass: (output, log-sum-exp), or with `gated` what `sm90_forward.ranged_forward` returns.
 
     Args:
       query, key, value, low, high, plan, window: as `ranged_attention`, with low = S and high = 0 where a query sees

@@ -31,7 +31,7 @@ def ranged_forward(
 
     Args:
       known: the ranges, if tracing knows them.
-      gated: adds the output to those of other branches. The only result is the sum then.
+      gated: adds the output to those of other branches. The result is [sum] then, or [(output, log-sum-exp), sum].
     """
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
@@ -98,7 +98,7 @@ def _forward(
     """The kernel; `make_visibility` makes one of `sm90_visibility`'s classes from (rows, low, high, keys).
 
     Returns:
-      (output, log-sum-exp) of each attention, or the gated sum alone.
+      (output, log-sum-exp) of each attention, and behind them, or instead, the gated sum.
     """
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -341,17 +341,21 @@ def _forward(
             sm90_gather.store_numbers(lse_ref, row, lse)
 
         def store_sum(tile, states):
-            """Stores the gated sum of the warpgroup's rows."""
+            """Stores the gated sum of the warpgroup's rows, and what it is of where that is kept."""
             assert gated is not None
+            *kept_refs, sum_ref = out_refs
             inside, row, sum_row = rows.places(tile.first_row, b, kv_head, gated.kv_heads)
             gate_ref, *others = summand_refs
             weights = [sm90_gather.load_numbers(gate_ref, row * _BRANCHES + i) for i in range(_BRANCHES)]
             parts = [sm90_gather.load_rows(ref, row) for ref in others]
-            for acc, _, total in states:
-                normalize(tile, acc, total)
-                plgpu.commit_smem()
+            for i, state in enumerate(states):
+                if kept_refs:
+                    store(tile, *kept_refs[2 * i : 2 * i + 2], *state)
+                else:
+                    normalize(tile, state[0], state[2])
+                    plgpu.commit_smem()
                 parts.append(sm90_gather.read_tile(out_smem2.at[out_slot(tile)]))
-            sm90_gather.store_rows(out_refs[0], sum_row, sm90_gather.weighted_sum(weights, parts), inside)
+            sm90_gather.store_rows(sum_ref, sum_row, sm90_gather.weighted_sum(weights, parts), inside)
 
         def compute_tile(n, before, index, *limits):
             everything, limits = limits[-1], limits[: len(visibility.phases) + 1]
@@ -427,7 +431,8 @@ def _forward(
         jax.ShapeDtypeStruct((batch * kv_heads * rows.tiles * rows.tile,), jnp.float32),
     ] * attentions
     if gated is not None:
-        outputs = [jax.ShapeDtypeStruct((batch * length * heads, v_dim), query.dtype)]
+        outputs = outputs if gated.keep else []
+        outputs = [*outputs, jax.ShapeDtypeStruct((batch * length * heads, v_dim), query.dtype)]
     results = mosaic.call(
         nsa_ranged_forward,
         *visibility.grid(pl.cdiv(rows.tiles, per_program), kv_heads, batch),
@@ -435,7 +440,9 @@ def _forward(
         *(visibility.bounds, jnp.stack(bounds), *tensors, *masks, *summands),
         warpgroups=warpgroups + 1,
     )
-    if gated is not None:
-        return results[0].reshape(batch // gated.kv_heads, length, heads * gated.kv_heads, v_dim)
+    *results, total = results if gated is not None else (*results, None)
     lses = (lse.reshape(batch, kv_heads, -1) for lse in results[1::2])
-    return [(rows.restore(out), rows.from_rows(lse)) for out, lse in zip(results[::2], lses, strict=True)]
+    kept = [(rows.restore(out), rows.from_rows(lse)) for out, lse in zip(results[::2], lses, strict=True)]
+    if gated is None:
+        return kept
+    return [*kept, total.reshape(batch // gated.kv_heads, length, heads * gated.kv_heads, v_dim)]

@@ -53,18 +53,20 @@ class Window(NamedTuple):
 
 
 class GatedSum(NamedTuple):
-    """The sum of all branches of NSA, which the kernel of the last one stores in place of its output (paper eq. 5).
+    """The sum of all branches of NSA, which the kernel of the last one stores (paper eq. 5).
 
     Attributes:
       gates: [B, T, N, 3], of `outs` and then of the kernel's own attentions.
       outs: [B, T, N, V], outputs of the branches before.
       kv_heads: how many key/value heads of a batch entry have become batch entries; the sum is [B, T, N, V] of
         B / kv_heads batch entries and N * kv_heads heads.
+      keep: the kernel stores its own attentions' outputs and log-sum-exps too: a backward pass will need them.
     """
 
     gates: jax.Array
     outs: tuple[jax.Array, ...]
     kv_heads: int
+    keep: bool
 
 
 # The loops of Hopper's kernels, one after the other between ascending limits: whether every row sees whole blocks, and

@@ -52,7 +52,7 @@ def forward(
     """Output [B, T, N, V] and natural-log lse, float32 [B, T, N]; arguments as `attention.selected_forward`.
 
     With packed=False rows hold one document each, whatever segment_start says. With a window, a pair of such pairs: the
-    second is of window attention with the same query, key and value. With `gated` the sum of all branches instead.
+    second is of window attention with the same query, key and value. With `gated` see `sm90_forward.ranged_forward`.
     """
     listed = list_words(block_indices, blocks.num_selection_blocks(key.shape[1], ROWS))
     low, high = visible_ranges(query, key, segment_start, query_offset)
