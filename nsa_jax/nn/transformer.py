@@ -26,7 +26,7 @@ _INDICES = "nsa_block_indices"
 _ATTENTION = ("attention_out", "nsa_attention_residuals")
 # The query as attention's kernels take it, rotated and rearranged; where a kernel cuts the projection, all its parts.
 _PROJECTED = ("nsa_query", "nsa_projection")
-# The sum of the branches, where the kernel of the last one stores it.
+# The sum of the branches, where the kernel of the window stores it.
 _SUM = "nsa_gated_sum"
 # What a norm returns, and the sum of a block's input and its attention's output, which the second norm takes.
 _NORMED, _STREAM = "norm_out", "residual_stream"

@@ -89,7 +89,7 @@ def attend(
       shared_kv: the window's keys and values are those of the selected branch; `split_projection`'s, with nonnegative
         gates. Where kernels compute both gradients at once, the window's are 0 and the selected branch's their sum.
       keeps_sum: the output is kept for the backward pass where `jax.checkpoint` decides what is: under the name
-        "nsa_gated_sum". It is stored by the kernel that makes the last of the branches' outputs.
+        "nsa_gated_sum". A kernel that serves the window alone stores it.
 
     Returns:
       [B, T, K * G, V] and the block lists, int32 [B, T, K, n].

@@ -367,9 +367,8 @@ def test_selected_and_window_attention_in_one_pass(name, called, monkeypatch):
     got = together(packed)
     *pairs, grads = got
     arrays = *inputs, lists, start, offset, made.forward.rest.tiles, packed
-    gated = GatedSum(gates, (first,), 1, keep=True)
-    *kept, total = jax.jit(lambda: whole_row_sm90.forward(*arrays, window, gated))()
-    jax.tree.map(np.testing.assert_array_equal, kept, pairs)
+    gated = GatedSum(gates, (first,), 1, keep=False)
+    (total,) = jax.jit(lambda: whole_row_sm90.forward(*arrays, window, gated))()
     want_sum = sum(gates[..., i, None] * x.astype(jnp.float32) for i, x in enumerate((first, *(x for x, _ in pairs))))
     np.testing.assert_allclose(total.astype(jnp.float32), want_sum, rtol=2**-8, atol=1e-6)
     for (out, lse), (want_out, want_lse, _) in zip(pairs, want, strict=True):

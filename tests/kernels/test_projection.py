@@ -151,7 +151,7 @@ def test_turns_have_no_gradient():
         np.testing.assert_array_equal(gradient, np.zeros((1, 5, 8)))
 
 
-# What layers return is kept, so that the kernel of the last branch stores the sum of all.
+# What layers return is kept, so that the kernel of the window stores the sum of all branches.
 CONFIG = ModelConfig(dim=256, num_heads=12, num_kv_heads=2, head_dim=64, init_std=0.06, remat="dots_saved")
 
 
@@ -314,7 +314,7 @@ def test_layers_in_a_scan_compile_and_cut_their_projection_once():
     with hollow_kernels():
         text = aot.compile_for_gpu(jax.grad(loss, (0, 1)), *arguments, gpu="h100").as_text()
     calls = [line for line in text.splitlines() if "custom-call(" in line]
-    # The sum of the branches, which is kept, comes from the kernel of the last one, which does not run again for it.
+    # The sum of the branches, which is kept, comes from the kernel of the window, which does not run again for it.
     assert sum("nsa_ranged_forward/" in line for line in calls) == 3
     assert not any("nsa_gated_sum" in line for line in calls)
     calls = [line for line in calls if "__gpu$xla.gpu.triton" in line]

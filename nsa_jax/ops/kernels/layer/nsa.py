@@ -112,7 +112,7 @@ def nsa_attention_by_kv_head(
       config, query_offset, window_start, nonnegative_gates: see `nsa_jax.nsa_attention`.
       segment_start: int [B, T] or None.
       plan: the kernels.
-      keeps_sum: the output is kept for the backward pass, so that the last branch's kernel stores it. Recomputed from
+      keeps_sum: the output is kept for the backward pass, so that the window's kernel may store it. Recomputed from
         the branches' outputs, it needs a kernel of its own.
 
     Returns:
@@ -196,7 +196,9 @@ def _forward(static: _Static, queries, others, positions, differentiated: bool):
     def gated_sum(*outs: jax.Array) -> GatedSum:
         return GatedSum(gates, outs, static.kv_heads, keep=differentiated)
 
-    sums_in_kernel = plan.sums_in_kernel and (static.keeps_sum or not differentiated)
+    # Beside two outputs of its own, the joint kernel takes as long for the sum as a kernel of its own.
+    stores_sum = not differentiated or (static.keeps_sum and not plan.joint_window)
+    sums_in_kernel = plan.sums_in_kernel and stores_sum
     if not plan.joint_window and not sums_in_kernel:
         window_pair = window()
         key_cmp, window_pair = lax.optimization_barrier((key_cmp, window_pair))
