@@ -164,7 +164,7 @@ def _gradient(graphdef: nnx.GraphDef, packed: bool, jit: Callable):
 class _Subject:
     """The model under test: parameters, one row of tokens, and how to change parts of them.
 
-    Its programs take the compiler options of the run, with whose programs XLA shares what it measures.
+    Its programs take the compiler options of the evaluation: XLA measures nothing for them.
     """
 
     def __init__(self, model: ModelConfig, length: int, packed: bool, seed: int, options: dict[str, Any] | None = None):
