@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -258,14 +259,43 @@ def test_one_run_per_address(place, s3, bucket, tmp_path):  # noqa: F811
     thread.join()
 
 
+def test_a_holder_that_was_only_cut_off_keeps_the_address(place, s3, bucket, tmp_path, monkeypatch):  # noqa: F811
+    """It was silent, and writes its beat just after another run wrote its own lock there."""
+    settle, back = 0.01, []
+    monkeypatch.setattr(mirror, "_SETTLE_SECONDS", settle)
+
+    def beat(count):
+        content = {**lock.me(), "id": "theirs", "machine": "another", "beat": count}
+        s3.put(bucket, "run/lock.json", json.dumps(content).encode())
+
+    def sleep(seconds):
+        if back or seconds == settle:
+            back.append(seconds)
+            beat(len(back))
+        time.sleep(seconds)
+
+    beat(0)
+    monkeypatch.setattr(mirror, "time", types.SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=sleep))
+    with pytest.raises(WorkdirInUse, match="nothing was touched"):
+        with mirroring(place, tmp_path, tiny_config()):
+            raise AssertionError
+    assert json.loads(s3.get(bucket, "run/lock.json"))["id"] == "theirs"
+
+
 def test_a_run_that_was_taken_over_uploads_nothing_more(place, s3, bucket, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(mirror, "_LAST_SECONDS", 60.0)  # of no use here
     began = time.monotonic()
     other = json.dumps({**lock.me(), "id": "theirs"}).encode()
     with pytest.raises(TrainingError, match="has been taken over by process"):
         with mirroring(place, tmp_path, tiny_config()) as running:
-            s3.put(bucket, "run/lock.json", other)
-            until(lambda: running._lost)
+
+            def taken() -> bool:
+                """As another run does: it writes its lock again where a beat that had begun wrote over it."""
+                if s3.get(bucket, "run/lock.json") != other:
+                    s3.put(bucket, "run/lock.json", other)
+                return bool(running._lost)
+
+            until(taken)
             write_step(tmp_path, 1)
             with pytest.raises(TrainingError, match="step 1: .*taken over.*Fix: let that one go on"):
                 running.check(1)
