@@ -16,7 +16,7 @@ from nsa_jax.ops.target import Target
 # Rows of a Hopper warpgroup's matrix product.
 ROWS = 64
 # Query heads per key/value head that TMA copies from [B, T, N, H] as they lie: they divide a warpgroup's rows, and fill
-# or divide the 8 rows of a swizzled tile. Other groups of heads need a rearranged copy, see `kernels.sm90`.
+# or divide the 8 rows of a swizzled tile. Other groups of heads need a rearranged copy, see `kernels.sm90_rows`.
 DIRECT_GROUPS = (1, 2, 4, 8, 16, 32, 64)
 # Compressed keys of a warpgroup in Hopper's scores kernel.
 SCORE_KEYS = 128

@@ -30,6 +30,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops.target import Target, compile_for
+from nsa_jax.ops.tiles import ROWS
 
 
 def skip_where_missing() -> None:
@@ -55,7 +56,7 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
     from jax._src.state.types import ReshapeTransform
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90, sm90_columns, sm90_gather, sm90_products, sm90_reduce, sm90_warp
+    from nsa_jax.ops.kernels import sm90_columns, sm90_gather, sm90_products, sm90_reduce, sm90_rows, sm90_warp
 
     called: list[str] = []
     # Copies take turns on the simulated threads of TMA; those that share one look as if they were ordered.
@@ -101,7 +102,7 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
             check_write(self, thread, clock, key, place, *args, **kwargs)
 
     def boxed_tiles(slots, width, dtype):
-        return [plgpu.SMEM((slots, sm90.ROWS, width), dtype), None]
+        return [plgpu.SMEM((slots, ROWS, width), dtype), None]
 
     def box_rows(tiles, slot, tokens, group):
         return tiles[0].at[slot, pl.ds(0, tokens * group)].reshape(tokens, group, tiles[0].shape[-1])
@@ -114,7 +115,7 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
         commit(self, thread)
 
     def row_boxes(slots, width, dtype):
-        return [plgpu.SMEM((slots, sm90.ROWS, width), dtype)]
+        return [plgpu.SMEM((slots, ROWS, width), dtype)]
 
     def row_box(tile, group, part=None):
         shape = 8 // group, group, tile.shape[-1] // 64, 64
@@ -143,10 +144,10 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
         gpu_callbacks, "_clip_store_to_shape", lambda at, value, shape: clip(at, value.reshape(at.shape), shape)
     )
     monkeypatch.setattr(memory, "store_buffer_content", store_reshaped)
-    monkeypatch.setattr(sm90, "row_boxes", row_boxes)
-    monkeypatch.setattr(sm90, "row_box", row_box)
-    monkeypatch.setattr(sm90, "boxed_tiles", boxed_tiles)
-    monkeypatch.setattr(sm90, "box_rows", box_rows)
+    monkeypatch.setattr(sm90_rows, "row_boxes", row_boxes)
+    monkeypatch.setattr(sm90_rows, "row_box", row_box)
+    monkeypatch.setattr(sm90_rows, "boxed_tiles", boxed_tiles)
+    monkeypatch.setattr(sm90_rows, "box_rows", box_rows)
     monkeypatch.setattr(pl, "run_state", run_state)
     monkeypatch.setattr(plgpu.ACC, "init", staticmethod(_Sum))
     monkeypatch.setattr(gpu_callbacks, "_get", _read_and_fence(gpu_callbacks))

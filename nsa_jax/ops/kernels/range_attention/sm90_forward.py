@@ -103,13 +103,13 @@ def _forward(
     # A jaxlib without GPU support cannot import Mosaic GPU, and must still import the library.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import mosaic, sm90, sm90_gather, sm90_reduce, sm90_warp
+    from nsa_jax.ops.kernels import mosaic, sm90, sm90_gather, sm90_reduce, sm90_rows, sm90_warp
     from nsa_jax.ops.kernels.range_attention import sm90_softmax, sm90_visibility
 
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
-    rows = sm90.RowTiles(length, heads // kv_heads, kv_heads, warpgroups)
+    rows = sm90_rows.RowTiles(length, heads // kv_heads, kv_heads, warpgroups)
     bounds, _ = row_vectors(rows, low, high, (), window, num_keys)
     query = rows.arrange(query)
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)

@@ -75,14 +75,14 @@ def _grad_key_value(
     """The kernel; `visibility` is one of `sm90_visibility`'s classes for blocks of keys."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import mosaic, sm90, sm90_gather, sm90_products
+    from nsa_jax.ops.kernels import mosaic, sm90, sm90_gather, sm90_products, sm90_rows
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     stages, warpgroups = config.stages, config.warpgroups
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
     group = heads // kv_heads
-    rows = sm90.RowTiles(length, group, kv_heads, warpgroups=1)
+    rows = sm90_rows.RowTiles(length, group, kv_heads, warpgroups=1)
     keys = warpgroups * ROWS  # 64 keys per warpgroup
     blocks = pl.cdiv(num_keys, keys)
 

@@ -71,13 +71,13 @@ def _grad_query(
     """The kernel; `make_visibility` makes one of `sm90_visibility`'s classes from (rows, low, high, keys)."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import mosaic, sm90, sm90_columns, sm90_products
+    from nsa_jax.ops.kernels import mosaic, sm90, sm90_columns, sm90_products, sm90_rows
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
-    rows = sm90.RowTiles(length, heads // kv_heads, kv_heads, warpgroups)
+    rows = sm90_rows.RowTiles(length, heads // kv_heads, kv_heads, warpgroups)
     bounds, statistics = row_vectors(rows, low, high, (lse, delta), window, num_keys)
     visibility = make_visibility(rows, *bounds[:2], keys)
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from nsa_jax.ops.kernels import sm90, sm90_columns
+from nsa_jax.ops.kernels import sm90, sm90_columns, sm90_rows
 from nsa_jax.ops.kernels.range_attention.tiles import PHASES, WINDOW_PHASES, KnownRanges, for_batch, tile_bounds
 from nsa_jax.ops.tiles import ROWS
 
@@ -48,7 +48,7 @@ class KeyRange:
     phases: tuple[tuple[bool, int], ...] = PHASES
     by_warp = False
 
-    def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None = None):
+    def __init__(self, rows: sm90_rows.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None = None):
         self.rows = rows
         batch = row_low.shape[0]
         if known is not None:
@@ -96,7 +96,7 @@ class BlockMask(KeyRange):
       listed: int32 [B, T, K, W], bit j % 32 of word j // 32: whether the query sees keys of block j.
     """
 
-    def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None, listed):
+    def __init__(self, rows: sm90_rows.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None, listed):
         super().__init__(rows, row_low, row_high, keys, known)
         self.listed, self.num_words = listed, listed.shape[-1]
 
@@ -120,7 +120,9 @@ class BlockMaskAndWindow(BlockMask):
 
     phases = (*PHASES, *WINDOW_PHASES)
 
-    def __init__(self, rows: sm90.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None, listed, window):
+    def __init__(
+        self, rows: sm90_rows.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None, listed, window
+    ):
         super().__init__(rows, row_low, row_high, keys, known, listed)
         low, high = window.low, row_high
         if window.known is not None:
@@ -138,7 +140,7 @@ class Neighbours(KeyRange):
 
     phases = PHASES[1:]
 
-    def __init__(self, rows: sm90.RowTiles, block, bits, num_shared):
+    def __init__(self, rows: sm90_rows.RowTiles, block, bits, num_shared):
         self.rows, self.lists, self.bounds = rows, (block, bits), num_shared
 
     def mask_arrays(self) -> tuple[jax.Array, ...]:
@@ -208,7 +210,7 @@ class KeyBlockRange:
     num_words = 0
     mask_words = 0
 
-    def mask_arrays(self, rows: sm90.RowTiles) -> tuple[jax.Array, ...]:
+    def mask_arrays(self, rows: sm90_rows.RowTiles) -> tuple[jax.Array, ...]:
         """What the kernel takes besides ranges."""
         return ()
 
@@ -232,7 +234,7 @@ class KeyBlockMask(KeyBlockRange):
         # Blocks of one program lie in one word of bits, or in two where warpgroups are no power of two.
         self.num_words = min(self.mask_words, 1 if 32 % warpgroups == 0 else 2)
 
-    def mask_arrays(self, rows: sm90.RowTiles) -> tuple[jax.Array, ...]:
+    def mask_arrays(self, rows: sm90_rows.RowTiles) -> tuple[jax.Array, ...]:
         return (rows.words(self.listed),)
 
     def load(self, mask_refs, words_smem, slot, barrier, batch, kv_head, first_word, base) -> None:

@@ -91,7 +91,7 @@ def row_vectors(rows, low, high, statistics, window: Window | None, num_keys: in
     """What Hopper's kernels take for each query row.
 
     Args:
-      rows: `sm90.RowTiles`.
+      rows: `sm90_rows.RowTiles`.
       low, high: int32 [B, T] ranges.
       statistics: (lse, delta) float32 [B, T, N] of a backward pass, or nothing.
       window: the second attention, if there is one.

@@ -63,7 +63,7 @@ def forward(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from nsa_jax.ops.kernels import sm90, sm90_gather, sm90_reduce
+    from nsa_jax.ops.kernels import sm90, sm90_gather, sm90_reduce, sm90_rows
 
     batch, length, num_heads, h_dim = query.shape
     num_keys, num_kv, v_dim = value.shape[1:]
@@ -142,7 +142,7 @@ def forward(
 
             def multiply(scores_ref):
                 for part in range(parts[0]):
-                    query_rows = sm90.product_rows(query_smem, tile.buffer * parts[0] + part)
+                    query_rows = sm90_rows.product_rows(query_smem, tile.buffer * parts[0] + part)
                     keys = key_smem.at[slot, :, pl.ds(part * ROWS, ROWS)]
                     plgpu.wgmma(scores_ref, query_rows, sm90.transpose(keys))
                 return scores_ref[...]
@@ -176,12 +176,12 @@ def forward(
             half = (acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, [0])).astype(out_ref.dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the tile before
             for part in range(parts[1]):
-                out_rows = sm90.product_rows(out_smem, wg * parts[1] + part)
+                out_rows = sm90_rows.product_rows(out_smem, wg * parts[1] + part)
                 out_rows[...] = half[:, part * ROWS : (part + 1) * ROWS]
             plgpu.commit_smem()
             tokens, heads = pl.ds(index * tile, tile), pl.ds(kv_head * group, group)
             for part in range(parts[1]):
-                out_rows = sm90.box_rows(out_smem, wg * parts[1] + part, tile, group)
+                out_rows = sm90_rows.box_rows(out_smem, wg * parts[1] + part, tile, group)
                 plgpu.copy_smem_to_gmem(out_rows, out_ref.at[b, tokens, heads, pl.ds(part * ROWS, ROWS)])
             row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout)
             inside = ((token < tile) & (token + index * tile < length)).astype(jnp.int32)
@@ -217,7 +217,7 @@ def forward(
             pl.when(n >= query_buffers)(lambda: plgpu.barrier_wait(query_freed.at[buffer]))
             tokens, heads = pl.ds(index * tile, tile), pl.ds(kv_head * group, group)
             for part in range(parts[0]):
-                query_rows = sm90.box_rows(query_smem, buffer * parts[0] + part, tile, group)
+                query_rows = sm90_rows.box_rows(query_smem, buffer * parts[0] + part, tile, group)
                 columns = pl.ds(part * ROWS, ROWS)
                 plgpu.copy_gmem_to_smem(query_ref.at[b, tokens, heads, columns], query_rows, query_loaded.at[buffer])
             streams = (key_ref, key_smem, key_loaded, key_freed), (value_ref, value_smem, value_loaded, value_freed)
@@ -261,10 +261,10 @@ def forward(
         pl.run_scoped(
             lambda buffers, barriers: kernel(*refs, buffers=buffers, barriers=barriers),
             (
-                sm90.boxed_tiles(query_slots * parts[0], ROWS, query.dtype),
+                sm90_rows.boxed_tiles(query_slots * parts[0], ROWS, query.dtype),
                 buffer(slots, ROWS, h_dim),
                 buffer(slots, ROWS, v_dim),
-                sm90.boxed_tiles(_WARPGROUPS * parts[1], ROWS, query.dtype),
+                sm90_rows.boxed_tiles(_WARPGROUPS * parts[1], ROWS, query.dtype),
             ),
             (
                 plgpu.Barrier(num_barriers=query_slots, num_arrivals=parts[0]),
