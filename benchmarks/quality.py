@@ -340,7 +340,7 @@ def _nats(bins: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"from": row["from"], "to": row["to"], "nats": row["loss"]} for row in bins]
 
 
-def read(workdir: pathlib.Path, fields: dict[str, Any], measures: dict[str, Any]) -> dict[str, Any]:
+def read(workdir: pathlib.Path, fields: dict[str, Any]) -> dict[str, Any]:
     """The results of a finished variant."""
     from benchmarks import extend
 
@@ -435,7 +435,7 @@ def report(options: argparse.Namespace, grid: Any, fields: dict[str, dict[str, A
     rows = []
     for name in options.variants:
         if _finished(options.folder / name) and all(_at(options.folder / name, s).is_file() for s in STAGES[1:4]):
-            rows.append(read(options.folder / name, fields[name], grid.MEASURES))
+            rows.append(read(options.folder / name, fields[name]))
     if not rows:
         return
     result = {

@@ -46,9 +46,9 @@ _FILE_BYTES = 64 << 20
 _LETTERS = "etaoinshrdlcumwfgypbvkjxqz"
 
 
-def write_corpus(directory: pathlib.Path, megabytes: float, seed: int = 0) -> list[str]:
+def write_corpus(directory: pathlib.Path, megabytes: float) -> list[str]:
     """Files of synthetic documents that `_SEPARATOR` divides."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     frequency = 1.0 / np.arange(1, 27)
     letters = rng.choice(list(_LETTERS), (200_000, 12), p=frequency / frequency.sum())
     lengths = rng.integers(2, 12, len(letters))

@@ -5,8 +5,8 @@ What:    dim 768, 12 layers, 12 query heads in 2 key/value groups of head dim 64
          and blocks are compressed to their means: of five models trained at 32,768 tokens this form alone answers
          questions about far facts, and it has the lowest loss from 512 tokens on (docs/quality.md). The paper's form is
          --config.model.nsa.shared_kv=False --config.model.compressor=mlp --config.model.mlp_dim=0.
-         The results of attention and of matrix products are kept for the backward pass, and layers are unrolled. This
-         gives a sixth more tokens per second; compiling takes 34 to 45 s instead of 22 on the host of an H200.
+         The results of attention and of matrix products are kept for the backward pass, and layers are unrolled. Steps
+         are faster so, and take longer to compile (docs/performance.md#memory).
 Data:    FineWeb-Edu, sample-10BT, through Hugging Face `datasets` (the first run downloads about 28 GB). A byte-pair
          vocabulary of 32,768 is trained on the corpus and kept in the cache. 50,000 steps of 128 x 2,048 tokens are
          13.1 billion tokens.

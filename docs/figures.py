@@ -18,6 +18,7 @@ PAGES = (
 )
 
 LENGTHS = (2048, 8192, 32768, 65536, 131072)
+HEADLINE_LENGTHS = (2048, 4096, 8192, 65536)
 SHAPE = (64, 4, 128, 128)  # N, K, H, V of the attention tables
 OTHER_SHAPES = {
     "64 heads in 4 groups": SHAPE,
@@ -64,16 +65,12 @@ def attention_rows() -> dict[str, list[str]]:
     def cell(op: str, kind: str, length: int, lists: str = "", of: tuple = SHAPE, field: str = "ms") -> float | None:
         return by_case.get((op, kind, length, "selection" if op == "nsa" else lists, of), {}).get(field)
 
-    rows: dict[str, list[str]] = {"speed-up": []}
+    rows: dict[str, list[str]] = {}
     a100 = with_kernels_of_a100()
-    for length in LENGTHS:
-        pairs = [(cell("dense", kind, length), cell("nsa", kind, length)) for kind in ("fwd", "fwd_bwd")]
-        rows["speed-up"].append(" / ".join(f"{dense / nsa:.1f}x" for dense, nsa in pairs if dense and nsa))
-    for op, front, guide in (("dense", "dense causal, cuDNN", "dense"), ("nsa", "NSA, this library", "NSA")):
-        both = [[digits(cell(op, kind, length)) for length in LENGTHS] for kind in ("fwd", "fwd_bwd")]
-        rows[f"{front}: forward / forward + backward, ms"] = [" / ".join(pair) for pair in zip(*both, strict=True)]
-        rows[f"{guide} forward"], rows[f"{guide} forward + backward"] = both
-        rows[f"{guide}, GiB"] = [digits(cell(op, "fwd_bwd", length, field="temp_gib")) for length in LENGTHS]
+    for op, name in (("dense", "dense"), ("nsa", "NSA")):
+        for kind, passes in (("fwd", "forward"), ("fwd_bwd", "forward + backward")):
+            rows[f"{name} {passes}"] = [digits(cell(op, kind, length)) for length in LENGTHS]
+        rows[f"{name}, GiB"] = [digits(cell(op, "fwd_bwd", length, field="temp_gib")) for length in LENGTHS]
     for name, (op, lists) in BRANCHES.items():
         rows[name] = [digits(cell(op, kind, 65536, lists)) for kind in ("fwd", "bwd")]
     for name, of in OTHER_SHAPES.items():
@@ -82,6 +79,21 @@ def attention_rows() -> dict[str, list[str]]:
         rows[name] += [" / ".join(f"{dense / nsa:.1f}x" for dense, nsa in pairs if dense and nsa)]
         rows[name] += [" / ".join(digits(a100[kind, *of]) for kind in ("fwd", "fwd_bwd") if (kind, *of) in a100)]
     return rows
+
+
+def headline_rows() -> dict[str, list[str]]:
+    """As `attention_rows`, of README.md's table: the newest kernels at the lengths that they were timed at."""
+    rows = [row for row in results("attention_shapes_h200")["rows"] if usual_case(row) and shape(row) == SHAPE]
+    of = {(row["op"], row["pass"], row["T"]): row["ms"] for row in rows if row["lists"] in ("", "selection")}
+    dense, nsa = (
+        [[of[op, kind, t] for kind in ("fwd", "fwd_bwd")] for t in HEADLINE_LENGTHS] for op in ("dense", "nsa")
+    )
+    faster = [[x / y for x, y in zip(*both, strict=True)] for both in zip(dense, nsa, strict=True)]
+    return {
+        "dense causal, cuDNN": [" / ".join(map(digits, pair)) for pair in dense],
+        "NSA, this library": [" / ".join(map(digits, pair)) for pair in nsa],
+        "speed-up": [" / ".join(f"{x:.1f}x" for x in pair) for pair in faster],
+    }
 
 
 def attention_origin() -> str:
@@ -299,6 +311,7 @@ def all_rows() -> dict[str, list[str]]:
     of_models = generation_rows() | training_rows() | collective_rows() | two_gpu_rows()
     return (
         attention_rows()
+        | headline_rows()
         | whole_operator_rows("attention_h100")
         | whole_operator_rows("attention_shapes_h200", "H200, ")
         | few_blocks_rows()

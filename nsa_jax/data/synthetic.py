@@ -22,6 +22,14 @@ def _symbols(indices: np.ndarray, count: int, high: int, *, seed: int, split: st
     return rows
 
 
+def _batch(rows: np.ndarray, counted: slice) -> Batch:
+    """A batch of rows [b, T + 1], one document each, in whose loss the targets at `counted` count."""
+    inputs, targets = rows[:, :-1], rows[:, 1:]
+    mask = np.zeros(inputs.shape, np.float32)
+    mask[:, counted] = 1
+    return {"inputs": inputs, "targets": targets, "segment_start": np.zeros_like(inputs), "loss_mask": mask}
+
+
 def random_rows(indices: np.ndarray, seq_len: int, vocab_size: int, *, seed: int, split: str) -> Batch:
     """Rows of uniform random tokens.
 
@@ -36,12 +44,7 @@ def random_rows(indices: np.ndarray, seq_len: int, vocab_size: int, *, seed: int
       A batch as `pack_rows` returns it: one document per row, every target counts.
     """
     rows = _symbols(indices, seq_len + 1, vocab_size, seed=seed, split=split)
-    return {
-        "inputs": rows[:, :-1],
-        "targets": rows[:, 1:],
-        "segment_start": np.zeros((len(rows), seq_len), np.int32),
-        "loss_mask": np.ones((len(rows), seq_len), np.float32),
-    }
+    return _batch(rows, slice(None))
 
 
 def copy_rows(indices: np.ndarray, seq_len: int, vocab_size: int, *, seed: int, split: str) -> Batch:
@@ -62,14 +65,7 @@ def copy_rows(indices: np.ndarray, seq_len: int, vocab_size: int, *, seed: int, 
     rows = np.full((len(indices), seq_len + 1), separator, np.int32)
     rows[:, :half] = _symbols(indices, half, separator, seed=seed, split=split)
     rows[:, half + 1 : 2 * half + 1] = rows[:, :half]
-    mask = np.zeros((len(rows), seq_len), np.float32)
-    mask[:, half : 2 * half] = 1
-    return {
-        "inputs": rows[:, :-1],
-        "targets": rows[:, 1:],
-        "segment_start": np.zeros((len(rows), seq_len), np.int32),
-        "loss_mask": mask,
-    }
+    return _batch(rows, slice(half, 2 * half))
 
 
 def num_facts(seq_len: int) -> int:
@@ -107,14 +103,7 @@ def recall_rows(indices: np.ndarray, seq_len: int, vocab_size: int, *, seed: int
         row[seq_len - 2 * facts] = vocab_size - 1
         questions = row[seq_len + 1 - 2 * facts :]
         questions[::2], questions[1::2] = keys[asked], values[asked]
-    mask = np.zeros((len(rows), seq_len), np.float32)
-    mask[:, seq_len - 2 * facts + 1 :: 2] = 1
-    return {
-        "inputs": rows[:, :-1],
-        "targets": rows[:, 1:],
-        "segment_start": np.zeros((len(rows), seq_len), np.int32),
-        "loss_mask": mask,
-    }
+    return _batch(rows, slice(seq_len - 2 * facts + 1, None, 2))
 
 
 TASKS = {"random": random_rows, "copy": copy_rows, "recall": recall_rows}

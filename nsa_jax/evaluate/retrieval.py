@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,9 @@ from nsa_jax.inspect.probe import Probe, picked
 from nsa_jax.ops import blocks
 
 
-def needle_tokens(tokenizer: Tokenizer, num_keys: int, template: Sequence[str] = NEEDLE) -> int:
+def needle_tokens(tokenizer: Tokenizer, num_keys: int) -> int:
     """About how many tokens the facts, the question and the answer take."""
-    fact, question, answer = (
-        len(tokenizer.encode_within(part.format(key="abcde", value="12345"))) for part in template
-    )
+    fact, question, answer = (len(tokenizer.encode_within(part.format(key="abcde", value="12345"))) for part in NEEDLE)
     return num_keys * fact + question + answer
 
 
@@ -85,7 +83,6 @@ def needle_grid(
     num_keys: int = 1,
     seed: int = 0,
     batch_size: int = 8,
-    on_cell: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Exact-match retrieval over a grid of depths and lengths.
 
@@ -119,16 +116,18 @@ def needle_grid(
                     lists_hit.append(picked(lists, target, probe.config.nsa.select_block)[:, :count])
             cell: dict[str, Any] = {"length": length, "depth": depth, "num_keys": num_keys, "samples": samples}
             cell["exact_match"] = float(np.mean(right))
-            if lists_hit:
-                hit = np.concatenate(lists_hit, axis=1)
-                total = blocks.num_selection_blocks(length, probe.config.nsa.select_block)
-                cell["selection_any"] = float(hit.any(axis=(0, 3)).mean())
-                cell["selection_mean"] = float(hit.mean())
-                cell["selection_chance"] = min(1.0, probe.config.nsa.num_selected / total)
-            cells.append(cell)
-            if on_cell:
-                on_cell(cell)
+            cells.append(cell | _selection(lists_hit, length, probe))
     return cells
+
+
+def _selection(hits: list[np.ndarray], length: int, probe: Probe) -> dict[str, float]:
+    """How often lists hold what is asked for, as `needle_grid` returns it; nothing without lists."""
+    if not hits:
+        return {}
+    hit, nsa = np.concatenate(hits, axis=1), probe.config.nsa
+    chance = min(1.0, nsa.num_selected / blocks.num_selection_blocks(length, nsa.select_block))
+    shares = {"selection_any": hit.any(axis=(0, 3)).mean(), "selection_mean": hit.mean(), "selection_chance": chance}
+    return {name: float(share) for name, share in shares.items()}
 
 
 def recall_accuracy(
@@ -158,21 +157,15 @@ def recall_accuracy(
             hits.append(picked(lists, where, probe.config.nsa.select_block))
     correct, distance = np.concatenate(right), np.concatenate(distances)
     window = probe.config.nsa.window
-    result = {
+    return {
         "accuracy": float(correct.mean()),
         "chance": 1 / (vocab_size // 4),
         "questions": int(correct.size),
         "window": window,
         "least_distance_in_windows": float(distance.min() / window),
         "mean_distance_in_windows": float(distance.mean() / window),
+        **_selection(hits, seq_len, probe),
     }
-    if hits:
-        hit = np.concatenate(hits, axis=1)
-        total = blocks.num_selection_blocks(seq_len, probe.config.nsa.select_block)
-        result["selection_any"] = float(hit.any(axis=(0, 3)).mean())
-        result["selection_mean"] = float(hit.mean())
-        result["selection_chance"] = min(1.0, probe.config.nsa.num_selected / total)
-    return result
 
 
 def plot_needles(cells: list[dict[str, Any]], title: str, path: Path) -> None:

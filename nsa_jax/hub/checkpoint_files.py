@@ -104,6 +104,7 @@ def surplus(losses: dict[int, float | None], keep_last: int, keep_best: bool, ke
 
     Args:
       losses: validation loss of each step there is.
+      keep_last: how many of the last are kept.
       keep_best: whether the one of the lowest loss is kept.
       keep_every: 0: no multiples are kept.
     """

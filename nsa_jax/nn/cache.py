@@ -25,7 +25,7 @@ from nsa_jax.nn.layers import MeanCompressor, MLPCompressor
 from nsa_jax.nn.projection import fused_product
 from nsa_jax.nn.sharding import batch_axes, constrain_batch, sharded_attention, tensor_size
 from nsa_jax.ops import blocks, checks, nsa, pallas, plan
-from nsa_jax.ops.decode import decode_attention, gated_sum, slot_positions
+from nsa_jax.ops.decode import decode_attention, gated_sum, masked_attention, slot_positions
 from nsa_jax.ops.implementations import kernels_wanted
 from nsa_jax.ops.mean_key import decode_mean_key_attention, select_by_mean_key
 from nsa_jax.ops.target import current_target
@@ -486,23 +486,11 @@ def _step_dense(
             return pallas.dense_decode_attention(query, key, value, lengths, start[:, None], ring=ring)
         slots = key.shape[1]
         position = slot_positions(lengths, slots) if ring else jnp.arange(slots, dtype=jnp.int32)
-        return _masked_attention(query, key, value, (position >= start[:, None]) & (position < lengths[:, None]))
+        visible = (position >= start[:, None]) & (position < lengths[:, None])
+        grouped = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1])
+        return masked_attention(grouped, key, value, visible[:, None, None, None], "blk")
 
     return sharded_attention(attend, query, *layer, lengths + 1, segment_start), layer
-
-
-def _masked_attention(query, key, value, visible):
-    """Attention of one token per row, [B, 1, N, H], to the slots of a cache that `visible` [B, S] has."""
-    batch, _, num_heads, head_dim = query.shape
-    grouped = query.reshape(batch, key.shape[2], -1, head_dim)
-    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
-    dot = dict(precision=precision, preferred_element_type=jnp.float32)
-    scores = jnp.einsum("bkgh,bskh->bkgs", grouped, key, **dot) * head_dim**-0.5
-    visible = visible[:, None, None]
-    probs = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
-    probs = jnp.where(visible, probs, 0).astype(value.dtype)  # 0 where nothing is visible
-    out = jnp.einsum("bkgs,bskv->bkgv", probs, value, **dot)
-    return out.reshape(batch, 1, num_heads, -1).astype(query.dtype)
 
 
 def prefill_attention(attention, h: jax.Array, layer, offset: jax.Array, start: jax.Array | None, ends: jax.Array):

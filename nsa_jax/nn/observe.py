@@ -14,6 +14,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.nn.attention import NSAttention
 from nsa_jax.nn.transformer import Transformer, layer_stacks
 from nsa_jax.ops import nsa
+from nsa_jax.ops.decode import gated_sum
 from nsa_jax.ops.mean_key import select_by_mean_key
 
 BRANCHES = ("compressed", "selected", "window")  # the order of gates and of every array with a branch axis
@@ -38,8 +39,7 @@ class NSAArrays(NamedTuple):
 
     def attended(self) -> jax.Array:
         """The operator's output, sum of gate * branch: [B, T, N, V] in query's dtype."""
-        parts = (self.gates[..., i, None] * out.astype(jnp.float32) for i, out in enumerate(self.outputs))
-        return sum(parts).astype(self.query.dtype)  # type: ignore[union-attr]
+        return gated_sum(self.gates, self.outputs, self.query.dtype)
 
 
 def run_branches(

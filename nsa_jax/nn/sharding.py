@@ -27,7 +27,7 @@ from nsa_jax.ops.target import has_explicit_axes
 DATA, FSDP = "data", "fsdp"
 BATCH_AXES = (DATA, FSDP)
 CONTEXT, TENSOR = "context", "tensor"
-# From the one that talks least to the one that talks most: neighbouring devices should have the fastest links.
+# Ordered by communication volume, smallest first: neighbouring devices should have the fastest links.
 MESH_AXES = (*BATCH_AXES, CONTEXT, TENSOR)
 
 # Below this many elements a parameter is cheaper to keep everywhere than to gather.

@@ -176,10 +176,13 @@ def selected_key_count(t, start, config: NSAConfig):
 
 
 def counted_keys(block_indices, t, start, select_block: int):
-    """How many keys the blocks of a list hold for a query: block_indices [..., n], t and start [...] -> [...]."""
+    """How many keys the blocks of a list hold for a query: block_indices [..., n], t and start [...] -> [...].
+
+    Padding (J) lies beyond t, so it counts 0.
+    """
     low = jnp.maximum(block_indices * select_block, start[..., None])
     high = jnp.minimum(block_indices * select_block + select_block - 1, t[..., None])
-    return jnp.maximum(high - low + 1, 0).sum(-1)
+    return jnp.maximum(high - low + 1, 0).sum(-1, dtype=jnp.int32)
 
 
 def clean_lists(lists: jax.Array, num_blocks: int) -> jax.Array:

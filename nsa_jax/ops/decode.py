@@ -64,12 +64,9 @@ def count_keys_read(block_indices: jax.Array, t: jax.Array, start: jax.Array, co
       int32 [B, T, K].
     """
     low, high = blocks.compressed_range(t, start, config)
-    first = block_indices * config.select_block  # padding lies beyond t, so it counts 0
-    t, start = t[..., None, None], start[..., None, None]
-    listed = jnp.minimum(first + config.select_block, t + 1) - jnp.maximum(first, start)
-    listed = jnp.maximum(listed, 0).sum(-1, dtype=jnp.int32)
-    window = jnp.minimum(config.window, jnp.maximum(t + 1 - start, 0))[..., 0]
-    return listed + jnp.maximum(high - low, 0)[..., None] + window
+    window = jnp.minimum(config.window, jnp.maximum(t + 1 - start, 0))
+    listed = blocks.counted_keys(block_indices, t[..., None], start[..., None], config.select_block)
+    return listed + (jnp.maximum(high - low, 0) + window)[..., None]
 
 
 def gated_sum(gates, branches, dtype):
@@ -92,7 +89,7 @@ def _reference(query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win
     return gated_sum(gates, (out_cmp, out_slc, out_win), query.dtype), lists
 
 
-def _attend(query, key, value, mask, keys: str):
+def masked_attention(query, key, value, mask, keys: str):
     """Softmax attention of grouped queries [B, T, K, G, H] to keys laid out as einsum subscripts `keys` (+ h or v)."""
     scores = xla._dot(f"bqkgh,{keys}h->bqkgl", query, key) * query.shape[-1] ** -0.5
     scores = jnp.where(mask, scores, -jnp.inf)
@@ -132,7 +129,7 @@ def selected_and_window(query, key_slc, value_slc, key_win, value_win, lists, le
     position = (lists[..., None] * block + jnp.arange(block, dtype=jnp.int32)).reshape(*lists.shape[:3], -1)
     low = jnp.maximum(start, 0)[..., None, None]
     mask = (position >= low) & (position <= t[..., None, None])
-    out_slc = _attend(grouped, listed(key_slc), listed(value_slc), mask[:, :, :, None], "bqkl")
+    out_slc = masked_attention(grouped, listed(key_slc), listed(value_slc), mask[:, :, :, None], "bqkl")
 
     low = jnp.maximum(jnp.maximum(start, t - config.window + 1), 0)[..., None]  # [B, T, 1]
     num_slots = key_win.shape[1]
@@ -142,7 +139,7 @@ def selected_and_window(query, key_slc, value_slc, key_win, value_win, lists, le
         held, keys = t[..., None] - jnp.arange(config.window, dtype=jnp.int32), "bqlk"  # [B, T, w]
         key_win, value_win = (x[rows[..., 0], held % num_slots] for x in (key_win, value_win))
     mask = (held >= low) & (held <= t[..., None])
-    return out_slc, _attend(grouped, key_win, value_win, mask[:, :, None, None], keys)
+    return out_slc, masked_attention(grouped, key_win, value_win, mask[:, :, None, None], keys)
 
 
 def check_cache(

@@ -30,7 +30,7 @@ def compressed_attention(
     query_offset=None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention over the compressed blocks that lie wholly inside each query's visible past (paper eq. 5 and 7).
+    """Attention over the compressed blocks that lie wholly inside each query's visible past (paper eq. 8).
 
     Block i covers tokens [i*d, i*d + l); the query at t sees it iff i*d >= segment_start[t] and i*d + l - 1 <= t.
     A query that sees no block gets exactly 0, with zero gradients.
@@ -58,14 +58,8 @@ def compressed_attention(
     sizes = checks.query(query)
     checks.key_value(("key_cmp", "value_cmp"), key_cmp, value_cmp, query, sizes, "C")
     query_offset = checks.position("query_offset", query_offset)
-    length = sizes["T"]
-    checks.length(
-        "key_cmp",
-        sizes["C"],
-        query_offset,
-        length,
-        blocks.num_compressed(checks.last_position(query_offset, length), config),
-    )
+    last = checks.last_position(query_offset, sizes["T"])
+    checks.length("key_cmp", sizes["C"], query_offset, sizes["T"], blocks.num_compressed(last, config))
     checks.segments(segment_start, sizes)
     serving = choose("compressed_attention", implementation, Shape.of(query, key_cmp, value_cmp))
     out, lse = serving.compressed_attention(
@@ -125,24 +119,15 @@ def select_blocks(
         lse.dtype == jnp.float32, f"lse has dtype {lse.dtype}: must be float32, as compressed_attention returns it"
     )
     query_offset = checks.position("query_offset", query_offset)
-    length = sizes["T"]
-    checks.length(
-        "key_cmp",
-        sizes["C"],
-        query_offset,
-        length,
-        blocks.num_compressed(checks.last_position(query_offset, length), config),
-    )
+    length, last = sizes["T"], checks.last_position(query_offset, sizes["T"])
+    checks.length("key_cmp", sizes["C"], query_offset, length, blocks.num_compressed(last, config))
     checks.segments(segment_start, sizes)
     checks.require(
         query_offset is None or num_keys is not None,
         "num_keys=None: must be the number of keys when query_offset is given",
     )
     num_keys = length if num_keys is None else checks.positive("num_keys", num_keys)
-    checks.require(
-        num_keys >= checks.last_position(query_offset, length),
-        f"num_keys={num_keys}: must be at least {checks.last_position(query_offset, length)} to reach the last query",
-    )
+    checks.require(num_keys >= last, f"num_keys={num_keys}: must be at least {last} to reach the last query")
     query, key_cmp, lse = jax.lax.stop_gradient((query, key_cmp, lse))
     shape = Shape.of(query, key_cmp).with_keys(num_keys)
     serving = choose("select_blocks", implementation, shape, select_block=config.select_block)

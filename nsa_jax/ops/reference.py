@@ -86,7 +86,7 @@ def selected_attention(query, key, value, block_indices, *, select_block: int, s
     t, start = blocks.query_positions(query, segment_start, query_offset)
     position = jnp.arange(key.shape[1], dtype=jnp.int32)
     num_blocks = blocks.num_selection_blocks(key.shape[1], select_block)
-    listed = (block_indices[..., None] == jnp.arange(num_blocks)).any(-2)  # [B, T, K, J]; J in a list means nothing
+    listed = blocks.listed_blocks(block_indices, num_blocks)  # [B, T, K, J]
     mask = jnp.repeat(listed, select_block, axis=-1)[..., : key.shape[1]]
     visible = (position >= start[..., None]) & (position <= t[..., None])  # [B, T, S]
     return _attend(query, key, value, mask & visible[:, :, None, :])[0]

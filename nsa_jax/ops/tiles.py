@@ -379,14 +379,12 @@ class DecodeConfig:
 # a second round.
 _DECODE_PROGRAMS = 256
 
-# What is read of selection blocks, listed or not, before the lists are known: up to so many bytes of keys, values and
-# partial results, of all rows and key/value heads. 16 rows of 2,048 tokens of a100_prod have 18 million, and gained 3 %
-# by it; now they have `DECODE_PAIRS`.
+# Two kernels read all selection blocks before the lists are known if keys, values and partial results of all rows and
+# key/value heads have at most so many bytes.
 DECODE_READ_BYTES = 20 * 2**20
 
-# From so many (query token, key/value head) pairs on, one kernel serves pairs with few blocks. On an H100 a step of
-# a100_prod at 2,048 tokens takes 0.661 ms with it and 0.764 without at 128 pairs (64 rows), 0.469 and 0.487 at 32; but
-# 0.444 and 0.409 at 2.
+# From so many (query token, key/value head) pairs on, one kernel serves pairs with few blocks. With few pairs it is
+# slower than two (decode_many_rows.json).
 DECODE_PAIRS = 32
 
 
@@ -400,13 +398,9 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
     Programs are as many as an H200 holds at once. The compressed blocks are cut into at most half as many parts as
     there are tiles, but up to 16, because summing many parts costs more than it saves.
 
-    From 128 pairs on, 64 keys of the window at a time and larger chunks of scores take 1.10 instead of 1.13 ms for a
-    step of a100_prod with 64 rows of 32,768 tokens (H100).
-
-    Where one kernel serves a pair, up to 128 programs share the pairs, and a tile of keys and values has 32 KiB: 128
-    keys at head dim 64. On an H100, a step of a100_prod at 2,048 tokens took 0.661 ms so with 128 pairs (0.665 with 8
-    warps, 0.670 with 64 keys in 4 stages, 0.687 in two parts of 64 keys), and 0.469 with 32 pairs in four parts (0.476
-    with 64 keys in 4 stages, 0.478 in eight parts of 64 keys).
+    From 128 pairs on, the window's keys and the scores are read in larger steps. Where one kernel serves a pair, up to
+    128 programs share the pairs, and a tile of keys and values has 32 KiB: 128 keys at head dim 64. What was measured
+    is in decode_many_rows.json and decode_long_rows.json.
 
     Args:
       pairs: (query token, key/value head) pairs in the batch.

@@ -165,21 +165,20 @@ def _whole(value: Any) -> int | None:
     return int(number) if number is not None and abs(number) < _LARGEST_STEP else None
 
 
-def thin(steps: np.ndarray, values: np.ndarray, points: int = POINTS) -> np.ndarray:
-    """Indices of the points to keep: smallest and largest of each of `points` / 2 buckets, and the first and last.
+def thin(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Indices of the points to keep: smallest and largest of each of `POINTS` / 2 buckets, and the first and last.
 
     Args:
       steps: [n], ascending.
       values: [n]. A value that is not finite is kept, as a gap, only if its bucket has no finite one.
-      points: about how many to keep.
 
     Returns:
-      Ascending indices into the arrays; all of them if there are no more than `points`.
+      Ascending indices into the arrays; all of them if there are no more than `POINTS`.
     """
-    if len(steps) <= points:
+    if len(steps) <= POINTS:
         return np.arange(len(steps))
     keep = {0, len(steps) - 1}
-    for bucket in np.array_split(np.arange(len(steps)), points // 2):
+    for bucket in np.array_split(np.arange(len(steps)), POINTS // 2):
         finite = bucket[np.isfinite(values[bucket])]
         if len(finite):
             keep.update((int(finite[np.argmin(values[finite])]), int(finite[np.argmax(values[finite])])))

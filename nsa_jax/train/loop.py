@@ -353,18 +353,18 @@ class Run:
             evaluates = train.eval_batches and (last or (train.eval_every and step % train.eval_every == 0))
             kept = train.keep_every and step % train.keep_every == 0
             saves = train.save_every and (last or kept or step % train.save_every == 0)
-            if step % train.log_every == 0 or last or evaluates or saves or profiled or changes:
+            pauses = evaluates or saves or profiled or changes
+            if step % train.log_every == 0 or last or pauses:
                 if self.health is not None:
                     interval.health = self.health.start(state["params"], batch)
                 interval.close(*batches.take_waits())
                 pending.append(interval)
                 interval = Interval(step + 1)
-                # The newest interval is still running on the device: report the one before it.
-                while len(pending) > 1:
+                # The newest interval is still running on the device: report the one before it. Before a pause report
+                # both, since nothing that is not finite may be validated or saved.
+                while len(pending) > (0 if pauses else 1):
                     self._report(pending.popleft(), writer, clock)
-            if evaluates or saves or profiled or changes:
-                while pending:  # nothing that is not finite may be validated or saved
-                    self._report(pending.popleft(), writer, clock)
+            if pauses:
                 if evaluates:
                     with self.goodput.spent_on("validation"):
                         self._validate(step, state, writer)

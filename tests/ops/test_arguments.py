@@ -20,7 +20,6 @@ from tests.ops.cases import SMALL, Case
 
 CASE = Case("arguments", T=40, N=4, K=2, H=16, V=16, B=1)
 ARRAYS = CASE.inputs()
-NAMES = ("query", "key_cmp", "value_cmp", "key_slc", "value_slc", "key_win", "value_win", "gates")
 
 
 def _nsa(**changes):

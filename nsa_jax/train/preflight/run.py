@@ -48,7 +48,6 @@ def examine(
     *,
     target: str = "",
     devices: int = 0,
-    program_only: bool = False,
     doing: Callable[[str], None] = lambda part: None,
 ) -> Report:
     """Everything that can be known without training; nothing is downloaded or written, save the cache of small text.
@@ -58,7 +57,6 @@ def examine(
       workdir: of the run.
       target: a name in `aot.GPUS`; empty: `config.preflight.target`, and if that is empty too, this machine.
       devices: how many; 0: `config.preflight.devices`. Only read with a target.
-      program_only: leave out the data and the self-test.
       doing: told the name of each part as it begins.
 
     Returns:
@@ -71,12 +69,10 @@ def examine(
     report.problems += check_workdir(config, workdir) + tracker_problems(config.train.trackers)
     if _runnable(config):
         gpu, count = target or config.preflight.target, devices or config.preflight.devices
-        vocab = memory_lib.vocabulary(config)
-        before: dict[str, list[tuple[str, str]]] = {}
-        if not program_only:
-            _data_and_selftest(config, report, None, doing)
-            assert report.data is not None
-            vocab, before, report.facts = report.data.vocab_size or vocab, report.facts, {}
+        _data_and_selftest(config, report, None, doing)
+        assert report.data is not None
+        vocab = report.data.vocab_size or memory_lib.vocabulary(config)
+        before, report.facts = report.facts, {}
         began = time.perf_counter()
         _examine_program(config, workdir, gpu, count, vocab, start, report, doing)
         report.facts.update(before)

@@ -6,7 +6,8 @@ summary.json; the same alarm is repeated at most every `_REPEAT` reports. What i
 speed and memory in machine.py.
 
   stop   non_finite, divergence, spike (of which too many in a row were left out), loss_floor, generalisation_gap,
-         frozen_loader, recompilation, early stopping, key_count, implementation, disk_full, checkpoint_write
+         frozen_loader, recompilation, early stopping, key_count, implementation, disk_full, checkpoint_write, upload,
+         callback, peer
   alarm  spike, spike_skipped, skipped, plateau, throughput, data_wait, memory_slope, gate_entropy, gate_share,
          gate_collapse, selection
 """
