@@ -140,7 +140,7 @@ def _checked(work: Callable[[], tuple[str, str | None]], name: str) -> tuple[str
         return work()
     except Exception as error:
         text = " ".join(str(error).split())[:300]
-        return "FAILED", f"{name}: {type(error).__name__}: {text}"
+        return "FAILED", ": ".join(filter(None, (name, type(error).__name__, text)))
 
 
 def _devices() -> tuple[str, str | None]:

@@ -127,7 +127,7 @@ def encode(documents: Sequence[bytes], tokenizer: Tokenizer) -> Encoded:
     for last, raw in enumerate(documents, 1):
         size += len(raw)
         if size >= _BATCH_BYTES or last == len(documents):
-            for ids in tokenizer.encode_batch([raw.decode("utf-8") for raw in documents[first:last]]):
+            for ids in tokenizer.encode_documents([raw.decode("utf-8") for raw in documents[first:last]]):
                 parts += (ids, eos)
                 lengths.append(len(ids) + 1)
             first, size = last, 0

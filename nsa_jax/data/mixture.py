@@ -7,6 +7,7 @@ the tokens that are trained on.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 
@@ -20,9 +21,10 @@ from nsa_jax.data.packing import Batch
 class Schedule:
     """The source of every row, as a function of the row's number alone.
 
-    The first source takes floor(n * share) of the first n rows, the second the same of the rows that are left with its
-    share of those, and so on. At every row, each source has had its share of all rows so far up to a constant number of
-    rows, so every batch holds all sources in nearly their shares.
+    The largest source takes floor(n * share) of the first n rows, the next one the same of the rows that are left with
+    its share of those, and so on. At every row, each source has had its share of all rows so far up to a row or two, so
+    every batch holds all sources in nearly their shares. The last sources get what all before them have rounded off,
+    which would be many rows for a large one.
 
     Attributes:
       shares: of the sources; they add up to 1.
@@ -38,12 +40,21 @@ class Schedule:
 
     def counts(self, rows: int) -> list[int]:
         """How many of the first `rows` rows come from each source."""
-        found, left = [], Fraction(1)
-        for share in self.shares:
-            found.append(rows * share // left if left else 0)
-            rows -= found[-1]
-            left -= share
+        found, left = [0] * len(self.shares), Fraction(1)
+        for source in self._order:
+            found[source] = rows * self.shares[source] // left if left else 0
+            rows -= found[source]
+            left -= self.shares[source]
         return found
+
+    @functools.cached_property
+    def _order(self) -> list[int]:
+        return sorted(range(len(self.shares)), key=lambda source: -self.shares[source])
+
+    @property
+    def layout(self) -> list[str]:
+        """What a saved position depends on besides the shares: earlier versions went through sources as they come."""
+        return [] if self._order == sorted(self._order) else ["largest first"]
 
     def place(self, row: int) -> tuple[int, int]:
         """The index of a row's source, and the row's number among those of that source."""

@@ -264,8 +264,10 @@ def _cached_pipeline(
         )
     settings = data.seq_len, config.seed, tokenizer.eos_id, data.packing
     train_rows: BestFitRows | ShuffledWindows
+    layout = ""
     if data.packing_method == "best_fit":
         train_rows = BestFitRows(corpus.train, *settings)
+        layout = train_rows.layout
     else:
         train_rows = ShuffledWindows(corpus.train.tokens, *settings)
     held_out = SequentialWindows(corpus.validation.tokens, data.seq_len, tokenizer.eos_id, data.packing)
@@ -276,8 +278,8 @@ def _cached_pipeline(
         train_rows=train_rows,
         validation_rows=held_out,
         num_validation_rows=held_out.num_rows,
-        data_fingerprint=corpus.content,
-        earlier_fingerprint=corpus.fingerprint,
+        data_fingerprint=corpus.content + layout,
+        earlier_fingerprint=corpus.fingerprint + layout,
         corpus=corpus,
         stats={"train": corpus.train.stats, "validation": corpus.validation.stats},
     )
@@ -305,6 +307,7 @@ def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pi
         with _naming_source(name):
             source = sources.make_source(part)
         found[name] = _Unread(source) if cached_only else source
+    _check_apart(alone)
     tokenizer = _tokenizer(config, MixedDocuments(found, weights))
     parts = {}
     for (name, part), exact in zip(alone.items(), schedule.shares, strict=True):
@@ -322,12 +325,28 @@ def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pi
         tokenizer,
         share,
         train_rows=MixedRows(tuple(rows for part in parts.values() if (rows := part.pipeline._train_rows)), schedule),
-        data_fingerprint=sources.digest([(n, weights[n], part.pipeline.fingerprint) for n, part in parts.items()]),
+        data_fingerprint=sources.digest(
+            [(n, weights[n], part.pipeline.fingerprint) for n, part in parts.items()], *schedule.layout
+        ),
         earlier_fingerprint=sources.digest(
-            [(n, weights[n], part.pipeline.earlier_fingerprint) for n, part in parts.items()]
+            [(n, weights[n], part.pipeline.earlier_fingerprint) for n, part in parts.items()], *schedule.layout
         ),
         parts=parts,
     )
+
+
+def _check_apart(alone: dict[str, ConfigDict]) -> None:
+    """Raises DataError if a file that one source holds out is trained on by another."""
+    readers = {name: part.data for name, part in alone.items() if part.data.source in ("text", "tokens")}
+    trained = {
+        os.path.realpath(file): name for name, data in readers.items() for file in sources.TextSource(data.files).files
+    }
+    for name, data in readers.items():
+        for file in sources.TextSource(data.val_files).files if data.val_files else ():
+            other = trained.get(os.path.realpath(file))
+            if other is not None:
+                where = f"config.data.sources.{name}.val_files entry {file!r}"
+                raise DataError(where, f"is also trained on by the source {other}", "take it out of its files")
 
 
 @contextlib.contextmanager
@@ -437,7 +456,10 @@ def _task_pipeline(config: ConfigDict, share: Share, tokenizer: tokenizers.Token
         for split in ("train", "validation")
     }
     kind = long_tasks.rows_kind(tokenizer)
-    identity = [kind, sorted(weights.items()), data.task_length, data.task_answers_only, data.task_answer_weight]
+    identity, earlier = (
+        sources.digest(kind, tasks, data.task_length, data.task_answers_only, data.task_answer_weight)
+        for tasks in (list(weights.items()), sorted(weights.items()))  # tasks are drawn in the order given
+    )
     return Pipeline(
         config,
         tokenizer,
@@ -445,7 +467,8 @@ def _task_pipeline(config: ConfigDict, share: Share, tokenizer: tokenizers.Token
         train_rows=rows["train"],
         validation_rows=rows["validation"],
         num_validation_rows=_ENDLESS,
-        data_fingerprint=sources.digest(*identity),
+        data_fingerprint=identity,
+        earlier_fingerprint=earlier,
     )
 
 

@@ -135,9 +135,16 @@ def corpus_report(corpus: Corpus) -> CorpusReport:
     report = _stored_report(corpus)
     if not corpus.apart:
         return report
-    held_out, hashes = np.unique(corpus.validation.hashes), corpus.train.hashes
-    at = np.minimum(np.searchsorted(held_out, hashes), max(len(held_out) - 1, 0))
-    return dataclasses.replace(report, overlap_documents=int((held_out[at] == hashes).sum()) if len(held_out) else 0)
+    return dataclasses.replace(report, overlap_documents=overlap_documents(corpus, corpus))
+
+
+def overlap_documents(trained: Corpus, held_out: Corpus) -> int:
+    """How many training documents of a corpus another one, or itself, holds out."""
+    hashes, wanted = trained.train.hashes, np.unique(held_out.validation.hashes)
+    if not len(wanted):
+        return 0
+    at = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
+    return int((wanted[at] == hashes).sum())
 
 
 def _stored_report(corpus: Corpus) -> CorpusReport:

@@ -73,7 +73,7 @@ class HeldOutSource:
         for text in self._source.documents():
             scanned += 1
             if not _is_blank(text) and _is_held_out(text, self._val_fraction):
-                found += len(self._tokenizer.encode(text)) + 1
+                found += len(self._tokenizer.encode_documents([text])[0]) + 1
                 yield text
             if found >= self._tokens or scanned >= _SCAN_DOCUMENTS:
                 break
@@ -280,7 +280,7 @@ class _Lane:
         documents = self._stream.next_group()
         parts: list[np.ndarray] = []
         eos = np.array([tokenizer.eos_id], np.int32)
-        for encoded in tokenizer.encode_batch(documents) if documents else []:
+        for encoded in tokenizer.encode_documents(documents) if documents else []:
             parts += [encoded.astype(np.int32), eos]
         self._group = np.concatenate(parts) if parts else np.empty(0, np.int32)
         self._offset = 0

@@ -78,6 +78,10 @@ class Tokenizer:
         """Token ids of several texts, in the tokenizer's own dtype."""
         raise NotImplementedError
 
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """As `encode_batch`, of documents of a corpus: none of their tokens ends a document."""
+        return self.encode_batch(texts)
+
     def encode_within(self, text: str) -> np.ndarray:
         """Token ids of a text that continues another: int32 [n].
 
@@ -314,6 +318,20 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(e.ids, self.dtype) for e in encodings]
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        found = self.encode_batch(texts)
+        for i, ids in enumerate(found):
+            if (ids == self.eos_id).any():
+                found[i] = self._encode_as_text(texts[i])
+        return found
+
+    def _encode_as_text(self, text: str) -> np.ndarray:
+        """Tokens of a text in which the end-of-document token is written out: it is cut behind its first character."""
+        head, tail = self.eos_token[:1], self.eos_token[1:]
+        *parts, last = text.split(self.eos_token)
+        first, *others = *(part + head for part in parts), last
+        return np.concatenate([self.encode(first), *(self.encode_within(tail + x) for x in others)]).astype(self.dtype)
 
     @functools.cached_property
     def _anchor(self) -> np.ndarray:

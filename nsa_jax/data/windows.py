@@ -106,9 +106,18 @@ class BestFitRows:
 
     @functools.cached_property
     def group_rows(self) -> int:
-        """Rows of a group."""
+        """Rows of a group, somewhat more than are wanted, so that an epoch leaves out fewer rows than it has groups."""
         rows = (len(self.split.tokens) - 1) // self.seq_len
-        return max(min(max(_GROUP_TOKENS // self.seq_len, _GROUP_ROWS), rows), 1)
+        return max(rows // max(rows // self._wanted_rows, 1), 1)
+
+    @property
+    def _wanted_rows(self) -> int:
+        return max(_GROUP_TOKENS // self.seq_len, _GROUP_ROWS)
+
+    @property
+    def layout(self) -> str:
+        """What a saved position depends on besides the tokens: the size of groups, where versions disagree on it."""
+        return "" if self.group_rows == self._wanted_rows else f" in groups of {self.group_rows}"
 
     @functools.cached_property
     def rows_per_epoch(self) -> int:

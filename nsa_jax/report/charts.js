@@ -70,8 +70,17 @@ function secondsAt(run, step) {
   }
   return s[low] + ((s[high] - s[low]) * (step - x[low])) / (x[high] - x[low]);
 }
+// What was trained on, as logged: batches may grow. Runs of earlier versions logged no tokens.
+function tokensAt(run, step) {
+  const { x = [], y = [] } = run.series["train/tokens"] ?? {};
+  if (!x.length) return run.tokens_per_step ? step * run.tokens_per_step : null;
+  const high = x.findIndex((at) => at >= step);
+  if (high < 0) return y.at(-1);
+  const [from, begin] = high ? [x[high - 1], y[high - 1]] : [0, 0];
+  return x[high] === from ? y[high] : begin + ((y[high] - begin) * (step - from)) / (x[high] - from);
+}
 function along(run, step) {
-  if (state.axis === "tokens") return run.tokens_per_step ? step * run.tokens_per_step : null;
+  if (state.axis === "tokens") return tokensAt(run, step);
   if (state.axis === "time") {
     const s = secondsAt(run, step);
     return s === null ? null : s / timeUnit()[1];

@@ -152,7 +152,7 @@ function figures() {
     { step } = run.outcome;
   const env = run.environment,
     best = run.best;
-  const tokens = run.tokens_per_step ? run.tokens_per_step * step : null;
+  const tokens = tokensAt(run, step);
   const count = alarms(run).length,
     speed = middle(run, "perf/tokens_per_second"),
     mfu = middle(run, "perf/mfu");

@@ -73,6 +73,18 @@ def test_every_row_of_a_source_comes_once_and_in_order():
     assert sum(schedule.counts(10**15 + 1)) == 10**15 + 1
 
 
+@pytest.mark.parametrize("large", [0, 7, 20])
+def test_many_small_sources_are_in_every_batch_beside_a_large_one(large):
+    """Wherever its name stands: what the shares of the small ones are rounded by does not gather in it."""
+    weights = {str(i): 80.0 if i == large else 1.0 for i in range(21)}
+    schedule = Schedule.of(weights)
+    counts = np.diff([schedule.counts(64 * batch) for batch in range(101)], axis=0)
+    assert (counts.sum(1) == 64).all()
+    assert np.abs(counts[:, large] - 64 * 0.8).max() < 1
+    assert np.abs(np.delete(counts, large, 1) - 0.64).max() < 2
+    assert schedule.layout == ([] if large == 0 else ["largest first"])
+
+
 def test_resume_is_bit_equal_also_with_another_number_of_processes(mixed_config):
     pipeline = make_pipeline(mixed_config)
     whole = take(pipeline.train(), 7)

@@ -10,7 +10,7 @@ from nsa_jax.data import DataError, make_pipeline
 from nsa_jax.data.cache import content_hash
 from nsa_jax.data.statistics import corpus_report
 from nsa_jax.evaluate import held_out_documents
-from nsa_jax.train.preflight.data_check import check_splits
+from nsa_jax.train.preflight.data_check import check_splits, examine
 
 EOS = 256
 
@@ -121,6 +121,23 @@ def test_held_out_files_are_those_of_each_source(files, tmp_path):
     assert texts_of(parts["a"].pipeline.corpus.validation) == [("what nobody else wrote " * 20)]
     held_out_of_b = texts_of(parts["b"].pipeline.corpus.validation)
     assert 100 < len(held_out_of_b) < 260 and all(text.endswith("other source") for text in held_out_of_b)
+
+
+def test_a_source_does_not_train_on_what_another_one_holds_out(files, tmp_path):
+    config, held_out = files
+    config.data.val_files = ()
+    config.data.sources = {"a": {"val_files": (str(held_out),)}, "b": {"files": (str(tmp_path / "held*.txt"),)}}
+    with pytest.raises(DataError, match=r"sources.a.val_files entry '.*held_out.txt'.*trained on by the source b"):
+        make_pipeline(config)
+    copy = tmp_path / "copy.txt"
+    copy.write_text(held_out.read_text() + "<|>" + "and more " * 400)
+    config.data.text_separator = "<|>"
+    config.data.sources = {"a": {"val_files": (str(held_out),)}, "b": {"files": (str(copy),)}}
+    config.data.val_fraction = 1e-9
+    config.train.eval_batches = 0
+    problems = [p for p in examine(config, make_pipeline(config)).problems if "by the source" in p.message]
+    assert [(p.rule, p.severity) for p in problems] == [("R030", "warning")]
+    assert problems[0].message.startswith("config.data.sources.b: 1 training documents are held out by the source a")
 
 
 def test_a_tokenizer_is_trained_on_all_that_is_not_held_out(files):

@@ -115,7 +115,8 @@ def test_best_fit_places_every_token_of_an_epoch_once_and_keeps_documents_apart(
     split = Numbered(np.random.default_rng(1).integers(2, 60, 200))
     rows = pickle.loads(pickle.dumps(windows.BestFitRows(split, 32, 5, -1, True)))
     offsets, count = split.offsets, rows.rows_per_epoch
-    assert rows.group_rows == 8 and count == (offsets[-1] - 1) // 32 // 8 * 8
+    there = (offsets[-1] - 1) // 32
+    assert rows.group_rows == there // (there // 8) and there - count < there // 8
     orders = []
     for epoch in range(2):
         batch = check_batch(rows(np.arange(epoch * count, (epoch + 1) * count)))
@@ -149,6 +150,16 @@ def test_only_the_last_tokens_of_concatenated_rows_are_in_no_epoch(count, lost):
     assert unseen(windows.ShuffledWindows(split.tokens, 32, 0, -1, True)) == list(range(count - lost, count))
     # The very last is an EOS, which is a target where its document ends a row.
     assert set(unseen(windows.BestFitRows(split, 32, 0, -1, True))) <= {count - 1}
+
+
+@pytest.mark.parametrize("count", [700, 1013, 1023, 1537, 5000])
+def test_best_fit_reads_a_corpus_of_few_groups_evenly(count):
+    """A last group that is not full would be in no epoch, at one end of the corpus or the other."""
+    split, seq_len = Numbered(np.full(count * 2, 1024)), 2048
+    rows = windows.BestFitRows(split, seq_len, 0, -1, True)
+    groups = rows.rows_per_epoch // rows.group_rows
+    assert 512 <= rows.group_rows < 1024 and 0 <= (count - 1) - rows.rows_per_epoch < groups
+    assert (rows.layout == "") == (rows.group_rows == 512)
 
 
 def test_best_fit_cuts_few_documents_that_fit_and_pads_nothing():

@@ -142,6 +142,19 @@ def test_unusable_cache_directory_is_named(documents, tmp_path):
         load(ListSource(documents), tmp_path / "file" / "cache")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("gone.bin", r"^gone.bin: cannot be read \(No such file"), ("s3://b/a.bin", "object store.*copy")],
+)
+def test_the_cache_is_not_blamed_for_a_file_of_the_source(name, message, documents, tmp_path, monkeypatch):
+    def gone(self, *_):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", name)
+
+    monkeypatch.setattr(cache._SplitWriter, "append", gone)
+    with pytest.raises(DataError, match=message):
+        load(ListSource(documents), tmp_path)
+
+
 def test_root_comes_from_config_then_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("NSA_JAX_CACHE", str(tmp_path / "env"))
     assert cache.cache_root("") == tmp_path / "env"

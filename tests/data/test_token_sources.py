@@ -126,6 +126,19 @@ def test_without_held_out_documents_the_batches_are_those_of_the_text(tokens, te
     chex.assert_trees_all_equal(next(make_pipeline(make_config(fields, 0.0)).train(3)), text_rows)
 
 
+def test_a_document_of_one_token_that_is_held_out_is_not_read_with_those_beside_it(tmp_path):
+    """Without an end-of-document token it takes as much room in the file as the end that is put in its place."""
+    documents = [np.random.default_rng(i).integers(0, 256, 1 + i % 2) for i in range(300)]
+    write_megatron(tmp_path / "a", documents, eod=False)
+    fields = {"source": "tokens", "files": (str(tmp_path / "a.bin"),)}
+    split = make_pipeline(make_config(fields, 0.3)).corpus.train
+    assert 100 < split.stats.documents < 290
+    ends = split.offsets[1:] - 1
+    assert (split.tokens[:][ends] == EOS).all()
+    assert np.count_nonzero(split.tokens[:] == EOS) == split.stats.documents
+    assert all(split.tokens[end : end + 1][0] == EOS for end in ends)
+
+
 def test_an_index_is_used_again_until_a_file_changes(tokens, tmp_path, monkeypatch, write_rows):
     config = make_config(write("nanogpt", tmp_path / "in", tokens, write_rows))
     first = make_pipeline(config).corpus

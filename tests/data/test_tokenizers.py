@@ -1,3 +1,4 @@
+import json
 import resource
 
 import chex
@@ -7,6 +8,7 @@ import tokenizers as hf_tokenizers
 
 from nsa_jax.config import default_config
 from nsa_jax.data import DataError, Tokenizer, load_tokenizer, make_pipeline
+from nsa_jax.data.encoding import encode
 from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SyntheticTokenizer, train_bpe
 
 TEXT = "Attention, naïvely: softmax(QKᵀ)V costs O(T²) — 注意力.\n\tdef f(x): return x  # 🙂"
@@ -100,6 +102,26 @@ def test_the_end_of_document_token_is_ordinary_text_inside_a_document(bpe, tmp_p
         ids = tokenizer.encode(text)
         assert tokenizer.eos_id not in ids and tokenizer.decode(ids) == text
         assert tokenizer.token_bytes[ids].sum() == len(text) and tokenizer.token_bytes[tokenizer.eos_id] == 0
+
+
+def test_special_tokens_of_others_end_no_document_that_mentions_them(documents):
+    """The library finds them in any text; but that of its end, the other ones stay what they are."""
+    serialized = json.loads(train_bpe(documents, 400))
+    names, first = ("<|endoftext|>", "<|user|>"), 400
+    serialized["added_tokens"] = [
+        dict(id=first + i, content=name, special=True, single_word=False, lstrip=False, rstrip=False, normalized=False)
+        for i, name in enumerate(names)
+    ]
+    tokenizer = HuggingFaceTokenizer(json.dumps(serialized), eos=names[0])
+    user, eos = tokenizer.encode(names[1])[0], tokenizer.eos_id
+    texts = ["<|endoftext|>", "a<|endoftext|><|user|>b\0<|endoftext|>", "<|user|>c"]
+    assert all(eos in tokenizer.encode(text) for text in texts[:2])
+    plain, mixed, other = tokenizer.encode_documents(texts)
+    assert eos not in plain and eos not in mixed and user in mixed
+    assert [tokenizer.decode(ids) for ids in (plain, mixed)] == texts[:2]
+    chex.assert_trees_all_equal(other, tokenizer.encode_batch(texts)[2])
+    ends = encode([text.encode() for text in texts], tokenizer).tokens == eos
+    assert np.count_nonzero(ends) == 3
 
 
 def test_bpe_reads_no_more_text_than_allowed():

@@ -115,9 +115,10 @@ def write_full(path: Path, points: int = 5000) -> Path:
 
 
 def write_stopped(path: Path) -> Path:
-    """A run without health, validation or samples that a guard stopped at step 30."""
+    """A run without health, validation or samples that a guard stopped at step 30. Its batches grew at step 10."""
     path.mkdir(parents=True)
-    rows = [train_row(step, 3.0 - step / 100) for step in range(10, 31, 10)]
+    tokens = {10: 10 * 512, 20: 10 * 512 + 10 * 2048, 30: 10 * 512 + 20 * 2048}
+    rows = [train_row(step, 3.0 - step / 100, **{"train/tokens": seen}) for step, seen in tokens.items()]
     lines(path / "metrics.jsonl", rows)
     stopped = {
         "guard": "loss_floor",

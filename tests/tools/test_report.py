@@ -237,6 +237,7 @@ def test_the_page_asks_for_names_that_the_trainer_writes():
     written = {
         *metrics.TRAIN_NAMES.values(),
         "train/perplexity",
+        "train/tokens",
         *metrics.validation_row(1.0, 1.0, 1.0),
         *metrics.wait_row([]),
     }

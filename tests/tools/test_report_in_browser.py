@@ -239,7 +239,8 @@ def test_units_axis_smoothing_and_runs_are_chosen(desk):
     desk.page.click("[data-value=loss]")
     desk.page.click("[data-value=tokens]")
     shown = desk.show("chart-loss")["traces"]
-    assert shown[0]["x"][-1] == 5000 * 4 * 256 and shown[3]["x"] == [10 * 2048, 20 * 2048, 30 * 2048]
+    assert shown[0]["x"][-1] == 5000 * 4 * 256 and shown[3]["x"] == [5120, 25_600, 46_080]
+    assert desk("tokensAt(DATA.runs[1], 15)") == 15_360 and desk("tokensAt(DATA.runs[1], 99)") == 46_080
     desk.page.click("[data-value=time]")
     assert desk.show("chart-grad")["traces"][0]["x"][-1] == pytest.approx(500 / 60, rel=1e-3)  # minutes
     desk.page.click("[data-value=step]")

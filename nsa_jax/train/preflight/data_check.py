@@ -234,6 +234,7 @@ def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
         found, facts = _examine_source(config, name, part, rows)
         problems += found
         source_facts += facts
+    problems += _check_sources_apart(pipeline)
     tokens = np.concatenate(sampled or [rows])
     report.unigram_entropy = statistics.unigram_entropy(tokens)
     report.bigram_entropy = statistics.bigram_entropy(tokens)
@@ -262,6 +263,18 @@ def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
         sampled_rows = sampled_rows[: max(SAMPLE_TOKENS // config.data.seq_len, 4)]
     _examine_documents(config, sampled_rows, report)
     return report
+
+
+def _check_sources_apart(pipeline: Pipeline) -> list[Problem]:
+    """R030: no source trains on what another one holds out."""
+    corpora = {name: part.pipeline.corpus for name, part in pipeline.parts.items() if part.pipeline.corpus is not None}
+    problems = []
+    for (name, trained), (other, held_out) in itertools.permutations(corpora.items(), 2):
+        if count := statistics.overlap_documents(trained, held_out):
+            message = f"config.data.sources.{name}: {count:,} training documents are held out by the source {other}"
+            fix = "leave them out of one of the two, or read the validation loss with that in mind"
+            problems.append(Problem("R030", "warning", message, fix))
+    return problems
 
 
 def _examine_documents(config: ConfigDict, segment_start: np.ndarray, report: DataReport) -> None:
