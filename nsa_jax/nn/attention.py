@@ -316,22 +316,27 @@ class NSAttention(nnx.Module):
             key_slc, value_slc = all_tokens(p.key_slc), all_tokens(p.value_slc)
             half = p.query.shape[1] // 2
             own, ends = [segment_start, block_indices, p.query, p.gates], [half] * 4
-            before = 0
+            begins, before, late_before = [half] * 4, 0, 0
             if not self.config.shared_kv:
                 (key_win, before), (value_win, _) = (
                     with_tokens_before(x, nsa.window - 1, context) for x in (p.key_win, p.value_win)
                 )
+                # Where a window is longer than the tokens before a device's own, its late queries read them all.
+                late_before = min(nsa.window - 1, before + half)
+                begin = before + half - late_before
                 own, ends = [*own, key_win, value_win], [*ends, before + half, before + half]
+                begins = [*begins, begin, begin]
 
-            def attend(arrays, offset):
+            def attend(arrays, offset, before):
                 segment_start, block_indices, query, gates, *window = arrays
                 arrays = (query, key_cmp, value_cmp, key_slc, value_slc, *(window or (key_slc, value_slc)), gates)
                 start = offset - before if window else None
                 return self._attend(segment_start, block_indices, *arrays, query_offset=offset, window_start=start)
 
             early = [None if x is None else x[:, :end] for x, end in zip(own, ends, strict=True)]
-            late = swap_mirrored([None if x is None else x[:, half:] for x in own], context)
-            pair = attend(early, start), attend(late, mirrored_first_token(p.query, context) + half)
+            late = [None if x is None else x[:, begin:] for x, begin in zip(own, begins, strict=True)]
+            late_offset = mirrored_first_token(p.query, context) + half
+            pair = attend(early, start, before), attend(swap_mirrored(late, context), late_offset, late_before)
             return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), pair[0], swap_mirrored(pair[1], context))
 
         return on_shards(local, arrays, specs, (split.heads, split.heads))

@@ -163,7 +163,7 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, *, record_block_i
       ValueError: `batch` is no whole number of at least 1, `capacity` is not a multiple of `select_block`, rows would
         outgrow what RoPE scaling of the kind "dynamic" leaves as it is, or lists are to be recorded without NSA layers.
     """
-    batch = checks.positive("batch", batch)
+    batch, capacity = _checked_sizes(config, batch, capacity)
     if record_block_indices and "nsa" not in config.kinds:
         kinds = "/".join(config.kinds)
         raise ValueError(f"record_block_indices=True: must be False for attention={kinds!r}, which has no block lists")
@@ -173,8 +173,6 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, *, record_block_i
             f"capacity={capacity}: RoPE scaling of the kind 'dynamic' would turn the cached keys of rows beyond "
             f"original_length={scaling.original_length} tokens again; use shorter rows, or 'yarn' or 'linear'"
         )
-    if capacity < 1 or capacity % config.nsa.select_block:
-        raise ValueError(f"capacity={capacity}: must be a positive multiple of select_block={config.nsa.select_block}")
 
     def shapes(layer: ModelConfig) -> Any:
         found: Any = _layer_shapes(layer, batch, capacity)
@@ -190,13 +188,24 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, *, record_block_i
     return Cache(layers, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32), capacity)
 
 
+def _checked_sizes(config: ModelConfig, batch: int, capacity: int) -> tuple[int, int]:
+    batch, capacity = checks.positive("batch", batch), checks.positive("capacity", capacity)
+    if capacity % config.nsa.select_block:
+        raise ValueError(f"capacity={capacity}: must be a positive multiple of select_block={config.nsa.select_block}")
+    return batch, capacity
+
+
 def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, float]:
     """What the cache takes, beside a dense cache of the same model.
 
     Returns:
       total_mib and dense_total_mib: the whole cache; bytes_per_token and dense_bytes_per_token: what one more token of
       one row takes in all layers; fixed_bytes_per_row: windows and tails, where the cache has them.
+
+    Raises:
+      ValueError: `init_cache` would not make such a cache.
     """
+    batch, capacity = _checked_sizes(config, batch, capacity)
     layers = [_layer_shapes(config.of_layer(index), 1, capacity) for index in range(config.num_layers)]
 
     def size(arrays) -> int:

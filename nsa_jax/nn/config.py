@@ -226,6 +226,12 @@ class ModelConfig:
                 raise ValueError(f"ModelConfig.{field.name}={value!r}: must be at least {least[field.name]}")
         if self.rope_theta <= 0:
             raise ValueError(f"ModelConfig.rope_theta={self.rope_theta}: must be positive")
+        scaling = f"RoPE scaling of the kind {self.rope_scaling.kind!r}"
+        if self.rope_scaling.kind in ("dynamic", "yarn") and not self.rope_theta > 1:
+            raise ValueError(f"ModelConfig.rope_theta={self.rope_theta}: {scaling} needs more than 1")
+        turned = self.rotary_dim or self.head_dim
+        if self.rope_scaling.kind == "dynamic" and turned < 4:
+            raise ValueError(f"ModelConfig.rotary_dim={turned}: {scaling} needs at least 4")
 
     @property
     def branches(self) -> tuple[str, ...]:

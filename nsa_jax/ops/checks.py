@@ -136,12 +136,17 @@ def window_start(window_start, query_offset, window: int, segment_start, num_que
     need = num_queries
     if not any(isinstance(x, jax.core.Tracer) for x in (window_start, query_offset)):
         begin, offset = int(window_start), int(query_offset)
-        # Where documents begin later, fewer keys are read.
-        first = offset if segment_start is not None else max(offset - window + 1, 0)
+        first = max(offset - window + 1, 0)
+        if isinstance(segment_start, jax.core.Tracer) or not getattr(segment_start, "is_fully_addressable", True):
+            first = offset  # documents may begin later, so that fewer keys are read
+        elif segment_start is not None:
+            t = offset + np.arange(num_queries)
+            reads = np.maximum(np.maximum(t - window + 1, 0), np.asarray(segment_start))
+            first = int(np.where(reads <= t, reads, offset + num_queries).min(initial=offset + num_queries))
         require(
             begin <= first,
             f"window_start={begin}: must be at most {first}, the first token that is read by windows of "
-            f"{window} tokens from query_offset={offset} on",
+            f"{window} tokens{'' if segment_start is None else ' within documents'} from query_offset={offset} on",
         )
         need += offset - begin
     length("key_win", num_keys, query_offset, num_queries, need)

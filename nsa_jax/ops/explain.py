@@ -107,6 +107,10 @@ def explain(
         if target not in _TARGETS:
             raise ValueError(f"target={target!r}: must be one of {sorted(_TARGETS)}, a Target or None")
         target = _TARGETS[target]
+    checks.require(
+        target is None or isinstance(target, Target),
+        f"target={target!r}: must be one of {sorted(_TARGETS)}, a Target or None",
+    )
     sizes = dict(batch=batch, length=length, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     sizes["value_dim"] = head_dim if value_dim is None else value_dim
     sizes = {name: checks.positive(name, size) for name, size in sizes.items()}

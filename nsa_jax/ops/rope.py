@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +54,14 @@ class RopeScaling:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"rope_scaling.kind={self.kind!r}: must be one of {', '.join(KINDS)}")
+        for field in dataclasses.fields(self)[1:]:
+            number = getattr(self, field.name)
+            if isinstance(number, bool) or not isinstance(number, numbers.Real) or not math.isfinite(number):
+                raise ValueError(f"rope_scaling.{field.name}={number!r}: must be a finite number")
         if not self.factor >= 1:
             raise ValueError(f"rope_scaling.factor={self.factor}: must be at least 1")
+        if self.attention_factor < 0:
+            raise ValueError(f"rope_scaling.attention_factor={self.attention_factor}: must not be negative")
         if self.kind in ("dynamic", "llama3", "yarn") and self.original_length < 1:
             message = "must be the tokens of the rows that the model was trained on"
             raise ValueError(f"rope_scaling.original_length={self.original_length}: {message}")

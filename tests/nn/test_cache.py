@@ -360,6 +360,14 @@ def test_mistakes_are_named():
     for batch in (0, -1, 1.5):
         with pytest.raises(ValueError, match=f"batch={batch}: must be a positive int"):
             decoder.init_cache(batch, 5)
+    for make in (nn.init_cache, memory_report):
+        for capacity in (0, -16, 96.0, "96", True):
+            with pytest.raises(ValueError, match=f"capacity={capacity!r}: must be a positive int"):
+                make(decoder.config, 1, capacity)
+        with pytest.raises(ValueError, match="capacity=100: must be a positive multiple of select_block"):
+            make(decoder.config, 1, 100)
+        with pytest.raises(ValueError, match="batch=0: must be a positive int"):
+            make(decoder.config, 0, 96)
     with pytest.raises(ValueError, match="chunk=-1: must be a positive int"):
         Decoder(make_model(num_layers=1), chunk=-1)
     padded = np.asarray([[1, 2, -1, 900, -1]])  # what stands behind a prompt is nobody's token

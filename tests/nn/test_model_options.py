@@ -135,6 +135,13 @@ def test_rows_longer_than_the_original_length_turn_all_keys_by_the_row_under_dyn
     """Attention scores of a row depend on its length, compressed keys included, and not on how it is computed."""
     scaled = dataclasses.replace(CONFIG, qk_norm=False, rope_scaling=RopeScaling("dynamic", 4.0, 16))
     theta = CONFIG.rope_theta * (4.0 * LENGTH / 16 - 3) ** (8 / 6)
+    for kind, changes in (
+        ("yarn", dict(rope_theta=1.0)),
+        ("dynamic", dict(rope_theta=0.5)),
+        ("dynamic", dict(rotary_dim=2)),
+    ):
+        with pytest.raises(ValueError, match=f"RoPE scaling of the kind '{kind}' needs"):
+            dataclasses.replace(scaled, rope_scaling=RopeScaling(kind, 4.0, 16), **changes)
     plain = dataclasses.replace(scaled, rope_scaling=RopeScaling(), rope_theta=theta)
     x = jax.random.normal(jax.random.key(1), (2, LENGTH, CONFIG.dim))
     outs = [fill(NSAttention(config, rngs=nnx.Rngs(0)))(x) for config in (scaled, plain)]

@@ -100,6 +100,20 @@ def test_shared_keys_and_values_on_shares_of_tokens_and_heads(packed):
     chex.assert_trees_all_close(got, want, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("window", [38, 44, 100])
+@pytest.mark.parametrize("attention", ["nsa", "window"])
+def test_windows_that_reach_over_all_tokens_before_a_share(attention, window):
+    """A device fetches at most the tokens of all others, which may be fewer than those before its own in a window."""
+    x, segment_start = inputs()
+    options = dict(nsa=dataclasses.replace(NSA, window=window))
+    make = functools.partial(make_layer, attention, **options)
+    want = layer_outputs(make(implementation="reference"), x, segment_start)
+    for mesh in (dict(context=4), dict(context=2)):
+        chex.assert_trees_all_close(
+            layer_outputs(make(), x, segment_start, mesh_of(**mesh)), want, atol=2e-5, rtol=1e-4
+        )
+
+
 @pytest.mark.parametrize("attention", ["dense", "window"])
 def test_dense_and_window_layers_on_shares_of_tokens_and_heads(attention):
     layer = make_layer(attention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import chex
@@ -168,6 +169,19 @@ def test_a_window_that_begins_where_it_is_first_read():
         _nsa(**{**late, **cut}, window_start=24)
     with pytest.raises(ValueError, match="window_start=24: must be at most 23"):
         _nsa(**{**late, "query_offset": jnp.int32(30)}, window_start=jnp.int32(24))
+    # Windows end where their documents begin, as far as that is known.
+    cut = {name: ARRAYS[name][:, 28:] for name in cut}
+    for begin, good in ((28, True), (27, False)):
+        start = np.full((1, 10), begin)
+        call = functools.partial(_nsa, **{**late, **cut}, window_start=28)
+        if good:
+            want = _nsa(**late, segment_start=start)
+            chex.assert_trees_all_close(call(segment_start=start), want, atol=1e-6)
+            chex.assert_trees_all_close(jax.jit(lambda s, call=call: call(segment_start=s))(start), want, atol=1e-6)
+        else:
+            with pytest.raises(ValueError, match="window_start=28: must be at most 27.*within documents"):
+                call(segment_start=start)
+    cut = {name: ARRAYS[name][:, 23:] for name in cut}
     short = {name: x[:, :16] for name, x in cut.items()}
     for implementation in ("xla", "pallas"):
         call = {**late, **short, "window_start": 23, "implementation": implementation}

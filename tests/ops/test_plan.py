@@ -302,5 +302,7 @@ def test_explain_says_why_no_kernel_serves(capsys):
     assert "no GPU" in nsa_jax.explain(length=512, num_heads=2, num_kv_heads=1, head_dim=64).unsupported
     with pytest.raises(ValueError, match="target='v100'"):
         nsa_jax.explain(length=512, num_heads=2, num_kv_heads=1, head_dim=64, target="v100")
+    with pytest.raises(ValueError, match="target=90: must be one of .*a100"):
+        nsa_jax.explain(length=512, num_heads=2, num_kv_heads=1, head_dim=64, target=90)
     with pytest.raises(ValueError, match="num_heads=3"):
         nsa_jax.explain(length=512, num_heads=3, num_kv_heads=2, head_dim=64, target="a100")

@@ -91,6 +91,9 @@ def test_features_beyond_rotary_dim_stay_as_they_are():
     [
         (dict(kind="longrope"), "rope_scaling.kind='longrope': must be one of none, linear"),
         (dict(kind="linear", factor=0.5), "rope_scaling.factor=0.5: must be at least 1"),
+        (dict(kind="linear", factor="2"), "rope_scaling.factor='2': must be a finite number"),
+        (dict(kind="linear", factor=float("inf")), "rope_scaling.factor=inf: must be a finite number"),
+        (dict(kind="yarn", original_length=8, attention_factor=-1.0), "attention_factor=-1.0: must not be negative"),
         (dict(kind="yarn", factor=2.0), "rope_scaling.original_length=0: must be the tokens"),
         (dict(kind="llama3", original_length=8, low_freq_factor=4.0), "low_freq_factor=4.0: must be positive and less"),
         (dict(kind="yarn", original_length=8, beta_slow=40.0), "beta_slow=40.0: must be positive and at most"),
