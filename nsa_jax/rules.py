@@ -480,6 +480,12 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
     if config.guards.roll_back and not t.save_every:
         message = f"config.guards.roll_back={config.guards.roll_back} with save_every=0: there is nothing to return to"
         found.error("R010", message, "set config.train.save_every, or roll_back=0")
+    if config.guards.early_stop and not (t.eval_every and t.eval_batches):
+        message = f"config.guards.early_stop={config.guards.early_stop} without validation: nothing would stop the run"
+        found.error("R010", message, "set config.train.eval_every and eval_batches, or early_stop=0")
+    if config.guards.skip_spikes and not (config.guards.spike or config.guards.spike_norm):
+        message = f"config.guards.skip_spikes={config.guards.skip_spikes} with spike=0 and spike_norm=0: no step is one"
+        found.error("R010", message, "set config.guards.spike_norm or spike, or skip_spikes=0")
     if o.warmup_steps >= t.steps > 0:
         message = f"config.optim.warmup_steps={o.warmup_steps}: the run of {t.steps} steps ends before the warm-up"
         found.error("R011", message, "warm up for 1 to 10 % of the steps")

@@ -149,6 +149,16 @@ WITHOUT_EFFECT = [
     (["data.shuffle_buffer=9"], "warning", "data.shuffle_buffer=9", "data.hf_streaming=False", "hf_streaming=True"),
     (["data.stream_lanes=2"], "warning", "data.stream_lanes=2", "data.hf_streaming=False", "hf_streaming=True"),
     (["optim.decay_fraction=0.5"], "warning", "decay_fraction=0.5", "optim.schedule='cosine'", "schedule='wsd'"),
+    (["data.synthetic=copy"], "warning", "data.synthetic='copy'", "data.source='stdlib'", "data.source='synthetic'"),
+    (["optim.momentum=0.5"], "warning", "optim.momentum=0.5", "optim.name='adamw'", "optim.name='muon'"),
+    (
+        ["optim.final_fraction=0.5", "optim.schedule=constant"],
+        *("warning", "optim.final_fraction=0.5", "optim.schedule='constant'", "optim.schedule='cosine'"),
+    ),
+    (
+        ["optim.learning_rate_factor.head=0.5"],
+        *("warning", "learning_rate_factor.head=0.5", "model.tie_embeddings=True", "model.tie_embeddings=False"),
+    ),
     (
         ["model.rope_scaling.factor=2"],
         "warning",

@@ -155,6 +155,18 @@ class Pipeline:
         count = min(max(SAMPLE_TOKENS // self._seq_len, 4), 1024)
         return self._train_rows(np.arange(count))["segment_start"]  # in the first epoch's shuffled order
 
+    @functools.cached_property
+    def loss_shares(self) -> dict[str, float]:
+        """Share of each source in the loss of training: of tasks fewer targets count than there are tokens."""
+        weights = {name: part.share for name, part in self.parts.items()}
+        if any(part.pipeline.corpus is None for part in self.parts.values()):
+            rows = np.arange(min(max(SAMPLE_TOKENS // self._seq_len, 4), 256))
+            for name, part in self.parts.items():
+                assert part.pipeline._train_rows is not None  # no source of several is a stream
+                weights[name] *= float(part.pipeline._train_rows(rows)["loss_mask"].sum(dtype=np.float64))
+        total = math.fsum(weights.values())
+        return {name: weight / total for name, weight in weights.items()}
+
     def epochs(self, batches: int) -> dict[str, float]:
         """How often each source was passed after so many batches, by its name; of cached sources alone."""
         rows, found = batches * self._share.batch_size, {}

@@ -18,6 +18,7 @@ import optax
 from ml_collections import ConfigDict
 
 from nsa_jax.batch_ramp import BatchRamp, Taken
+from nsa_jax.config import ConfigError, Problem
 from nsa_jax.data import make_pipeline
 from nsa_jax.object_store import scheme_of
 from nsa_jax.ops.implementations import forget_implementations_served, implementations_served
@@ -38,6 +39,7 @@ from nsa_jax.train.start import (
     checkpoint_info,
     finished_before,
     first_state,
+    is_export,
     optimizer_to_reset,
     other_run,
     recorded_stages,
@@ -179,6 +181,8 @@ class Run:
         if own is None:
             self.rollbacks.forget()
             self._compiling.wait("initial state")
+            if self._other is not None and (self._stage or is_export(self._other[0])):
+                self.guards.begin_trained()
             return first_state(self.setup, self._other, info, data, self._stage)
         step, state = own[0], self.setup.completed(own[1])
         position = data.get_state()["step"]
@@ -237,6 +241,9 @@ class Run:
             self._start_step = start if self._start_step is None else self._start_step
             if start >= train.steps and (finished := finished_before(self.workdir, start)) is not None:
                 return finished
+            if start > train.steps:
+                message = f"config.train.steps={train.steps}: the workdir has a checkpoint of step {start:,} already"
+                raise ConfigError([Problem("R022", "error", message, f"use more than {start:,} steps")])
             if self._window is not None:
                 own = begin.source == str(self.workdir)
                 self._window = check_window(self._window, start + 1, train.steps, goes_on=own)
@@ -496,7 +503,7 @@ class Run:
         self._compiling.wait("evaluation", "health")
         weights = state.get("ema", state["params"])
         sharding = batch_sharding(self.setup.mesh)
-        row, sums = evaluate(self.eval_step, weights, self.pipeline, sharding)
+        row, sums = evaluate(self.eval_step, weights, self.pipeline, sharding, self.watchdog.alive)
         record_validation(self.workdir, step, sums, self.health, weights, self.pipeline, sharding)
         self._last_validation = (step, row)
         self.watchdog.beat(step, TRAINING, finished=False)
@@ -515,6 +522,7 @@ class Run:
     def _finished(self, step: int, future: Any) -> None:
         """The device is done with a step, or has failed; called in another thread."""
         if future.exception() is None:
+            self.watchdog.alive()
             self.terminal.advance(step)
 
     def _stopping(self) -> str:

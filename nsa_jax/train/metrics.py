@@ -85,7 +85,7 @@ def mixed_validation_row(sums: Mapping[str, tuple[float, float, float]], shares:
 
     Args:
       sums: nats, tokens and bytes of text of each source, by its name.
-      shares: of each source in the tokens of training, as which the total weighs it, however much was held out.
+      shares: of each source in the loss of training, as which the total weighs it, however much was held out.
     """
     count = math.fsum(tokens for _, tokens, _ in sums.values())
     scales = {name: shares[name] * count / max(tokens, 1.0) for name, (_, tokens, _) in sums.items()}

@@ -144,7 +144,8 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
     def step(state: State, batch: Batch):
         micro_gradients = functools.partial(gradient, check_batch(batch, config))
         params = state["params"]
-        total = jnp.maximum(batch["loss_mask"].sum(), 1.0)
+        counted = batch["loss_mask"].sum()
+        total = jnp.where(counted > 0, counted, 1.0)
         key = jax.random.fold_in(jax.random.key(config.seed), state["step"])
         of_batch = {"total": total, "rows": jnp.float32(len(batch["inputs"])), "queries": None}
         if config.train.selection_loss:

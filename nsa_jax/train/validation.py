@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from nsa_jax.train.step import make_sampler
 from nsa_jax.train.watch.health import Health
 
 
-def evaluate(eval_step, params, pipeline: Pipeline, sharding) -> tuple[dict[str, float], dict[str, Any]]:
-    """The fixed validation batches of every source.
+def evaluate(
+    eval_step, params, pipeline: Pipeline, sharding, finished: Callable[[], None] = lambda: None
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """The fixed validation batches of every source; `finished` is called after each.
 
     Returns:
       The metrics, and nats, tokens and bytes of text of all batches together; `nats_at` and `tokens_at` by position.
@@ -26,7 +30,15 @@ def evaluate(eval_step, params, pipeline: Pipeline, sharding) -> tuple[dict[str,
     sums: dict[str, tuple[float, float, float]] = {}
     by_position = np.zeros((2, 1))
     for name, part in pipeline.parts.items():
-        found = jax.device_get([eval_step(params, to_device(b, sharding)) for b in part.pipeline.validation()])
+        found: list[dict[str, Any]] = []
+        running: collections.deque = collections.deque()
+        batches = iter(part.pipeline.validation())
+        while (batch := next(batches, None)) is not None or running:
+            if batch is not None:
+                running.append(eval_step(params, to_device(batch, sharding)))
+            if batch is None or len(running) > 1:  # one runs while the next is read
+                found.append(jax.device_get(running.popleft()))
+                finished()
         nats, tokens, size = (math.fsum(float(batch[key]) for batch in found) for key in ("nats", "tokens", "bytes"))
         sums[name] = nats, tokens, size
         by_position = by_position + sum(np.array([b["nats_at"], b["tokens_at"]], np.float64) for b in found)
@@ -36,7 +48,7 @@ def evaluate(eval_step, params, pipeline: Pipeline, sharding) -> tuple[dict[str,
     total |= {"nats_at": by_position[0], "tokens_at": by_position[1]}
     if set(sums) == {""}:
         return metrics.validation_row(*sums[""]), total
-    return metrics.mixed_validation_row(sums, {name: part.share for name, part in pipeline.parts.items()}), total
+    return metrics.mixed_validation_row(sums, pipeline.loss_shares), total
 
 
 def record_validation(

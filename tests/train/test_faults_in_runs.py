@@ -306,6 +306,31 @@ def test_a_failing_write_is_explained_and_older_checkpoints_survive(tmp_path):
     assert resumed["start_step"] == 3 and resumed["finished"]
 
 
+def test_steps_and_validations_that_finish_are_no_stall(tmp_path, monkeypatch):
+    """Nothing is logged or saved for longer than a step, or a batch of validation, may take."""
+    told = []
+    real = Watchdog.write
+    monkeypatch.setattr(Watchdog, "write", lambda self, event: (told.append(event), real(self, event))[1])
+
+    class Slowly:
+        def __init__(self, function):
+            self.function = function
+
+        def __call__(self, *arguments):
+            result = jax.block_until_ready(self.function(*arguments))
+            time.sleep(0.4)
+            return result
+
+        def __getattr__(self, name):
+            return getattr(self.function, name)
+
+    changes = dict(train__steps=12, train__log_every=6, train__eval_every=12, train__eval_batches=12)
+    made = make_run(tmp_path, model__attention="dense", guards__stall_seconds=1.0, **changes)
+    made.train_step, made.eval_step = Slowly(made.train_step), Slowly(made.eval_step)
+    assert made.run()["finished"]
+    assert "stalled" not in told and told[-1] == "stopped"
+
+
 def test_a_stalled_loader_is_reported_with_all_stacks(tmp_path):
     def stall_here():  # on a busy machine the watchdog waits, too
         end, written = (

@@ -73,6 +73,18 @@ def test_loss_floor_early_and_late(guards):
         feed(guards, [0.1], 2001)
 
 
+def test_a_trained_model_may_be_good_at_its_first_steps(tmp_path):
+    """Another stage of a run counts its steps from 0; that its loss is low then is no sign of a leak. 0.1 would be."""
+    guards = Guards(tiny_config(train__steps=500), tmp_path, bigram_entropy=3.0)
+    guards.begin_trained()
+    feed(guards, [0.44])
+    resumed = Guards(tiny_config(train__steps=500), tmp_path, bigram_entropy=3.0)
+    resumed.restore(guards.state())
+    feed(resumed, [0.44], 2)
+    with pytest.raises(TrainingError, match="guard loss_floor"):
+        feed(resumed, [0.1], 3)
+
+
 def test_a_good_model_of_bytes_is_not_taken_for_a_leak(tmp_path):
     """Losses of an honest run: 85M parameters, source code by bytes, one H200; bigrams have 2.641 nats."""
     guards = Guards(tiny_config(train__steps=500), tmp_path, bigram_entropy=2.641)

@@ -24,6 +24,21 @@ def sources(tmp_path):
     }
 
 
+def test_validation_weighs_tasks_by_the_targets_that_count_in_training(tmp_path):
+    """Of a row of text every target counts, of a row of a task its answers alone."""
+    changes = sources(tmp_path)
+    changes["data__sources"]["one"] = {"source": "task", "tasks": ("needle",), "weight": 1.0}
+    run = make_run(tmp_path / "run", train__steps=2, data__seq_len=256, **changes)
+    batches = [next(iterator) for iterator in [run.pipeline.train()] for _ in range(40)]
+    counted = np.concatenate([batch["loss_mask"].sum(1) for batch in batches])
+    share = counted[counted < 128].sum() / counted.sum()
+    assert run.pipeline.loss_shares == {"one": pytest.approx(share, rel=0.1), "two": pytest.approx(1 - share, rel=0.01)}
+    assert share < 0.1
+    last = run.run()["validation"]
+    mean = sum(run.pipeline.loss_shares[name] * last[f"val/loss/{name}"] for name in ("one", "two"))
+    assert last["val/loss"] == pytest.approx(mean, rel=1e-6)
+
+
 def test_a_run_over_two_sources_tells_the_loss_of_each_and_resumes(tmp_path, capsys):
     changes = sources(tmp_path)
     run = make_run(tmp_path / "run", train__steps=6, **changes)

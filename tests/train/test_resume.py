@@ -278,6 +278,16 @@ def test_resuming_a_run_that_has_had_all_steps_is_refused(step, uninterrupted, t
     Run(tiny_config(**changes), tmp_path, f"{uninterrupted}{step}", one_device(), stage=True)
 
 
+def test_fewer_steps_than_the_workdir_has_are_refused(tmp_path):
+    """A zero that was dropped; a supervisor would take the run for finished."""
+    make_run(tmp_path, **DENSE).run()
+    (tmp_path / "summary.json").unlink()  # killed behind its last save
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(ConfigError, match="R022.*config.train.steps=3: the workdir has a checkpoint of step 4 already"):
+        make_run(tmp_path, **{**DENSE, "train__steps": 3}).run()
+    assert (tmp_path / "metrics.jsonl").read_text() == before and not (tmp_path / "summary.json").exists()
+
+
 def test_multiples_of_keep_every_are_saved_whatever_save_every_is(tmp_path):
     changes = {**DENSE, "train__steps": 7, "train__save_every": 5, "train__keep_every": 3, "train__keep_last": 1}
     make_run(tmp_path, **changes).run()

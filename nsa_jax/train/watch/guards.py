@@ -92,6 +92,10 @@ class Guards:
         """From now on alarms are told to `say`."""
         self._say = say
 
+    def begin_trained(self) -> None:
+        """The run begins with a stage's or an exported model's weights."""
+        self._loss.trained = 1
+
     def on_batch(self, step: int, batch: dict[str, np.ndarray]) -> None:
         """A batch that step `step` is about to be trained on.
 

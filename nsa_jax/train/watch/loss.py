@@ -11,7 +11,7 @@ from nsa_jax.train.errors import TrainingError
 
 REMEMBERED = (  # attributes that a checkpoint keeps
     *("_average", "_previous", "_jitter", "_seen", "_best_average", "_best_step"),
-    *("_best_validation", "_without_improvement", "_skipped", "_spikes"),
+    *("_best_validation", "_without_improvement", "_skipped", "_spikes", "trained"),
 )
 
 
@@ -32,6 +32,7 @@ class LossGuards:
         self._previous = 0.0
         self._jitter = 0.0  # average difference between the losses of neighbouring steps
         self._seen = 0
+        self.trained = 0  # 1: the run began with weights that had been trained, so that a low loss is not early
         self._best_average = math.inf
         self._best_step = 0
         self._best_validation = math.inf
@@ -144,7 +145,7 @@ class LossGuards:
         g, floor = self._guards, self._floor
         if floor is None or floor < 0.5:  # text that nearly predicts itself has no floor to speak of
             return
-        early = step <= g.floor_steps and loss < g.floor_ratio * floor
+        early = not self.trained and step <= g.floor_steps and loss < g.floor_ratio * floor
         if early or loss < g.late_floor_ratio * floor:
             ratio = g.floor_ratio if early else g.late_floor_ratio
             raise TrainingError(

@@ -84,6 +84,10 @@ class Watchdog:
         self._step, self._doing, self._mark = step, doing, time.monotonic()
         self._finished_step = self._finished_step or finished
 
+    def alive(self) -> None:
+        """The device has finished a step that no beat has told of yet, or a batch of validation."""
+        self._mark = time.monotonic()
+
     def doing(self) -> str:
         """What the run is doing."""
         return f"{self._doing} after step {self._step or 0}"
