@@ -350,13 +350,13 @@ def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pi
 def _check_apart(alone: dict[str, ConfigDict]) -> None:
     """Raises DataError if a file that one source holds out is trained on by another."""
     readers = {name: part.data for name, part in alone.items() if part.data.source in ("text", "tokens")}
-    trained = {
-        os.path.realpath(file): name for name, data in readers.items() for file in sources.TextSource(data.files).files
-    }
-    for name, data in readers.items():
-        for file in sources.TextSource(data.val_files).files if data.val_files else ():
-            other = trained.get(os.path.realpath(file))
-            if other is not None:
+    held_out = {name: sources.TextSource(data.val_files).files for name, data in readers.items() if data.val_files}
+    trained: dict[str, str] = {}
+    for name, data in readers.items() if held_out else ():
+        trained |= dict.fromkeys(map(os.path.realpath, sources.TextSource(data.files).files), name)
+    for name, files in held_out.items():
+        for file in files:
+            if (other := trained.get(os.path.realpath(file))) is not None:
                 where = f"config.data.sources.{name}.val_files entry {file!r}"
                 raise DataError(where, f"is also trained on by the source {other}", "take it out of its files")
 
