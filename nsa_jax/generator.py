@@ -307,7 +307,8 @@ class Generator:
             tokens[row, : len(given)] = given
             seen[row, given] = True
         room = max_tokens if self.context is None else min(max_tokens, self.context - int(np.min(lengths)))
-        cache = self.decoder.init_cache(batch, longest + room, record_block_indices=return_block_indices)
+        most = longest + room if self.context is None else min(longest + room, self.context)
+        cache = self.decoder.init_cache(batch, most, record_block_indices=return_block_indices)
         report = memory_report(self.decoder.config, batch, cache.capacity)
 
         completions = [Completion() for _ in ids]

@@ -142,7 +142,8 @@ def window_start(window_start, query_offset, window: int, segment_start, num_que
         elif segment_start is not None:
             t = offset + np.arange(num_queries)
             reads = np.maximum(np.maximum(t - window + 1, 0), np.asarray(segment_start))
-            first = int(np.where(reads <= t, reads, offset + num_queries).min(initial=offset + num_queries))
+            # At most the first query: the ops count queries from the window's first key.
+            first = int(np.where(reads <= t, reads, offset).min(initial=offset))
         require(
             begin <= first,
             f"window_start={begin}: must be at most {first}, the first token that is read by windows of "

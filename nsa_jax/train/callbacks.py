@@ -13,7 +13,8 @@ from nsa_jax.train.errors import TrainingError
 class Callback:
     """What the loop calls; override any of the methods. They are called on every process.
 
-    An error in a method stops the run as a guard does: the state is saved, and stopped.json names the callback.
+    An error in a method stops the run as a guard does: the state is saved, if all processes met the error, and
+    stopped.json names the callback.
     """
 
     def on_start(self, run: Any, step: int) -> None:

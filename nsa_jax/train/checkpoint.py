@@ -59,6 +59,9 @@ _BASIC_PARTS = {"step", "params", "opt_state"}  # of every state
 _WRITING, _DELETING, _DAMAGED = ".writing", ".deleting", ".damaged"
 _UNFINISHED = (f"*{_WRITING}*", "*.orbax-checkpoint-tmp*")  # the second pattern is that of earlier versions
 
+_FINISH_SECONDS = 12 * 3600.0  # for process 0 to read what all have written
+_saves = iter(range(1 << 62))  # the processes save in one order, but not in one with their other barriers
+
 # Makes an optimizer state for parameters at a step: `Setup.fresh_optimizer`.
 FreshOptimizer = Callable[[Any, int], Any]
 
@@ -249,8 +252,13 @@ class Checkpoints:
     def _finish(self, step: int, temporary: Path, response: Any, info: dict[str, Any], surplus: list[int]) -> None:
         """In the background: waits for Orbax, adds info and digests, gives the step its name, deletes old steps."""
         response.result()  # Orbax frees its thread and event loop only when the result is taken
-        if jax.process_index() != 0:
-            return
+        if jax.process_index() == 0:
+            self._complete(step, temporary, info, surplus)
+        # Digests of all processes' files take long. A process that ended meanwhile would take process 0 with it.
+        processes.barrier(_FINISH_SECONDS, f"saved/{next(_saves)}")
+
+    def _complete(self, step: int, temporary: Path, info: dict[str, Any], surplus: list[int]) -> None:
+        """On process 0: what makes a written directory a checkpoint."""
         (temporary / INFO).write_text(json.dumps(info))
         digests.write(temporary)
         if self._path(step).exists():

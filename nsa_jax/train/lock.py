@@ -131,7 +131,12 @@ class _Lock:
                 "%s names %s: waiting %.0f s for a sign of life (if it is gone for sure, delete that file instead)",
                 *(self._path, named(old), _SILENT_SECONDS),
             )
-            dead = self._is_silent()
+            try:
+                dead = self._is_silent()
+            except FileNotFoundError:  # it has just ended, and removed the file that is open here
+                os.close(self._descriptor)
+                self._descriptor = -1
+                return self._lock()
         return "" if dead else named(old)
 
     def _is_silent(self) -> bool:

@@ -57,6 +57,8 @@ from nsa_jax.train.watch.guards import Guards
 from nsa_jax.train.watch.layers import write_layers
 from nsa_jax.train.watch.watchdog import Watchdog
 
+_CALLBACK_SECONDS = 60.0  # for all processes to meet the error of a callback
+
 logger = logging.getLogger("nsa_jax")
 
 __all__ = ["HALT", "Run", "TrainingError"]
@@ -189,8 +191,10 @@ class Run:
         for _ in range(self.rollbacks.batches_to_skip(step, position)):
             next(data)
         self.best = checkpoints.best()
-        # The validation at step 0 is repeated, and must count once.
-        remembered = checkpoints.guards(step) if step else {}
+        remembered = checkpoints.guards(step)
+        if not step:  # the validation at step 0 is repeated, and must count once
+            trained = remembered.get("values", {}).get("trained", 0)
+            remembered = {"values": {"trained": trained}} if trained else {}
         if (alarms := self.rollbacks.alarms(step, position)) is not None:
             remembered = {**remembered, "alarms": alarms}  # alarms of steps that a rollback undid stay counted
         self.guards.restore(remembered)
@@ -298,6 +302,8 @@ class Run:
             except TrainingError as error:
                 if self._roll_back(error, checkpoints, writer):
                     return None
+                if self.peers is not None:
+                    self.peers.ending()
                 self._explain(error, checkpoints)
                 raise
 
@@ -467,16 +473,26 @@ class Run:
 
     def _explain(self, error: TrainingError, checkpoints: Checkpoints) -> None:
         """Writes why a guard stopped the run, and saves the state if it is worth it."""
-        if error.save and self._live is not None and self.config.train.save_every:
+        if error.save and self._live is not None and self.config.train.save_every and self._all_met(error):
             step, state, data = self._live
             # No guard has looked at the steps after the error's, and the next start goes on from this state.
             finite = math.isfinite(jax.jit(optax.tree.norm)(state["params"]))
             if finite and step not in checkpoints.steps():
-                with contextlib.suppress(TrainingError):  # the first error is the one to tell
+                with contextlib.suppress(TrainingError, OSError):  # the first error is the one to tell
                     self._save(checkpoints, step, state, data)
         with contextlib.suppress(Exception):
             checkpoints.wait()
         self._write_stopped(error, max(checkpoints.steps(), default=None), write=jax.process_index() == 0)
+
+    def _all_met(self, error: TrainingError) -> bool:
+        """Whether all processes met the error, so that they can save: a callback may have failed on one."""
+        if error.guard != "callback":
+            return True
+        try:
+            processes.barrier(_CALLBACK_SECONDS, "callback")
+        except Exception:  # jaxlib raises several types
+            return False
+        return True
 
     def _write_stopped(self, error: TrainingError, last_checkpoint: int | None, *, write: bool = True) -> None:
         """Completes the error's message with the newest checkpoint, and writes stopped.json."""
@@ -495,6 +511,8 @@ class Run:
     def _on_loss(self, message: str) -> None:
         """Called in another thread when a process is gone, before this one ends."""
         self.watchdog.write("peer lost")
+        if (self.workdir / "stopped.json").exists():  # of this start: process 0 has told why it ended
+            return
         step = self._live[0] if self._live is not None else 0
         self._write_stopped(TrainingError(message, guard="peer", step=step), newest_checkpoint(self.workdir))
 

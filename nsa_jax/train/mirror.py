@@ -28,7 +28,7 @@ from ml_collections import ConfigDict
 
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.hub import remote_run
-from nsa_jax.hub.checkpoint_files import find_steps, surplus
+from nsa_jax.hub.checkpoint_files import find_steps, surplus, verify
 from nsa_jax.hub.digests import Damage
 from nsa_jax.object_store import Folder, StoreError, normal, scheme_of
 from nsa_jax.train import lock, processes
@@ -201,7 +201,10 @@ class Mirror:
                 "another directory"
             )
         note.write_text(self.address + "\n")
-        have, _ = find_steps(self._workdir / remote_run.CHECKPOINTS)
+        # What is damaged here may be whole there.
+        directory = self._workdir / remote_run.CHECKPOINTS
+        newest_first = sorted(find_steps(directory)[0], reverse=True)
+        have = next(([step] for step in newest_first if _is_whole(directory / str(step))), [])
         fetched = remote_run.fetch_newest(self._store, self._workdir, have, best=self._keep[1])
         self._steps = fetched.losses
         if fetched.steps:
@@ -300,9 +303,12 @@ class Mirror:
             self._upload_small_files()
             remote_run.upload_step(self._store, step, held)
             self._steps[step] = loss
-        except (Damage, FileNotFoundError, shutil.Error) as error:
+        except (Damage, FileNotFoundError) as error:
             self._unusable.add(step)
             logger.warning("checkpoint %d of %s cannot be uploaded: %s", step, self._workdir, error)
+        except shutil.Error:  # of the copy, for want of room for instance: it is tried again
+            if source.is_dir():
+                raise
         finally:
             shutil.rmtree(held, ignore_errors=True)
 
@@ -381,3 +387,12 @@ class Mirror:
         with contextlib.suppress(StoreError):
             if (self._holder() or {}).get("id") == self._me["id"]:
                 self._store.delete(remote_run.LOCK)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether all files of a checkpoint are as they were written, which takes reading them."""
+    try:
+        verify(checkpoint)
+    except (Damage, OSError):
+        return False
+    return True

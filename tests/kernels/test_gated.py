@@ -28,7 +28,9 @@ def test_small_groups_equal_the_reference(group, length, num_selected, packed, n
     num_cmp = blocks.num_compressed(length, config)
     shapes = [(length, heads), *[(num_cmp, kv_heads)] * 2, *[(length, kv_heads)] * 4]
     arrays = [jnp.asarray(rng.normal(size=(batch, *shape, dim)), jnp.bfloat16) for shape in shapes]
-    arrays.append(jnp.asarray(rng.uniform(0.05, 1, (batch, length, heads, 3)), jnp.float32))
+    gates = rng.uniform(0.05, 1, (batch, length, heads, 3))
+    gates[:, 700, 0, 1:] = 0.0  # of the two that are attended together
+    arrays.append(jnp.asarray(gates, jnp.float32))
     start = jnp.asarray(np.where(np.arange(length) < 301, 0, 301)[None].repeat(batch, 0), jnp.int32) if packed else None
     weight = jnp.asarray(rng.normal(size=(batch, length, heads, dim)), jnp.float32)
 
@@ -69,7 +71,9 @@ def test_branches_that_share_keys_and_values_equal_the_reference(heads, kv_heads
     batch, length = 2, 1100
     rng = np.random.default_rng(heads)
     arrays = [jnp.asarray(rng.normal(size=(batch, length, n, dim)), jnp.bfloat16) for n in (heads, kv_heads, kv_heads)]
-    arrays.append(jnp.asarray(rng.uniform(0.05, 1, (batch, length, heads, 3)), jnp.float32))
+    gates = rng.uniform(0.05, 1, (batch, length, heads, 3))
+    gates[:, 700, 0, 1:] = 0.0  # of the two that are attended together
+    arrays.append(jnp.asarray(gates, jnp.float32))
     start = jnp.asarray(np.where(np.arange(length) < 301, 0, 301)[None].repeat(batch, 0), jnp.int32) if packed else None
     weight = jnp.asarray(rng.normal(size=(batch, length, heads, dim)), jnp.float32)
 

@@ -132,3 +132,7 @@ def test_two_attentions_are_one_with_their_joint_statistics():
     np.testing.assert_allclose(weights, want, rtol=3e-6)
     np.testing.assert_allclose(weights * (cotangent - both_delta), want_gradient, rtol=1e-4, atol=1e-6)
     assert (weights[2] == 0).all() and np.isfinite(both_delta).all()
+    # Gates of 0 make both log-sum-exps infinite.
+    infinite, one = jnp.full(3, jnp.inf), jnp.ones(3)
+    lse, delta = tiles.joint_statistics(infinite, one, infinite, one)
+    assert (jnp.exp2(5.0 - lse) == 0).all() and jnp.isfinite(delta).all()

@@ -181,6 +181,11 @@ def test_a_window_that_begins_where_it_is_first_read():
         else:
             with pytest.raises(ValueError, match="window_start=28: must be at most 27.*within documents"):
                 call(segment_start=start)
+    # Queries that see nothing are counted too.
+    cut = {name: jnp.concatenate([ARRAYS[name][:, 35:], jnp.ones_like(ARRAYS[name][:, :5])], 1) for name in cut}
+    blind = dict(late, **cut, window_start=35, segment_start=np.full((1, 10), 35))
+    with pytest.raises(ValueError, match="window_start=35: must be at most 30"):
+        jax.jit(lambda query: _nsa(**{**blind, "query": query}))(late["query"])
     cut = {name: ARRAYS[name][:, 23:] for name in cut}
     short = {name: x[:, :16] for name, x in cut.items()}
     for implementation in ("xla", "pallas"):

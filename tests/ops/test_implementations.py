@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import nsa_jax
 from tests.ops import oracle
-from tests.ops.cases import ARGUMENTS, BY_NAME, CASES, ON_GPU, TESTED, reference, relative_error, run
+from tests.ops.cases import ARGUMENTS, BY_NAME, CASES, ON_GPU, TESTED, Case, reference, relative_error, run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -107,6 +109,33 @@ def test_gates_of_any_sign_and_of_zero():
             assert relative_error(gradients[name], expected[name]) <= (1e-3 if ON_GPU else 1e-4), name
     gradient = run(case, "pallas", signed, nonnegative_gates=True)[2]["query"]
     assert np.isnan(gradient[:, token, 1]).all() and np.isfinite(np.delete(gradient, token, axis=1)).all()
+
+
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_window_keys_before_the_row_are_never_read(implementation):
+    """A window that begins before position 0 and reaches over all of these keys: no tile of them is whole."""
+    length, dtype = (512, jnp.bfloat16) if ON_GPU else (64, jnp.float32)
+    dim = 64 if ON_GPU else 16
+    case = Case("before", T=length, N=2, K=1, H=dim, V=dim, B=1)
+    config = dataclasses.replace(case.config, window=2 * length)
+    arrays = {name: x.astype(dtype) for name, x in case.inputs().items()}
+    before = {
+        name: jnp.concatenate([jnp.ones_like(arrays[name]), arrays[name]], axis=1) for name in ("key_win", "value_win")
+    }
+
+    def loss(keys, implementation):
+        out = nsa_jax.nsa_attention(
+            **arrays | keys, config=config, query_offset=0, window_start=-length, implementation=implementation
+        )
+        return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+    (_, out), gradients = jax.value_and_grad(loss, has_aux=True)(before, implementation)
+    (_, want), expected = jax.value_and_grad(loss, has_aux=True)(before, "reference")
+    tolerance = 1e-2 if ON_GPU else 1e-5
+    assert relative_error(out, want) <= tolerance
+    for name, gradient in gradients.items():
+        assert (gradient[:, :length] == 0).all(), name
+        assert relative_error(gradient, expected[name]) <= tolerance, name
 
 
 def test_every_group_size_and_edge_is_covered():

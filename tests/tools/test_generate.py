@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,12 @@ import pytest
 from flax import nnx
 
 import nsa_jax
-from nsa_jax import generate
+from nsa_jax import generate, nn
 from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.generator import Generator, PromptError, _TextStream
 from nsa_jax.loading import LoadError
+from nsa_jax.ops.rope import RopeScaling
 from nsa_jax.sampling import Sampling, filtered_logits
 
 from .runs import small_config, write_run
@@ -190,6 +193,18 @@ def test_a_stop_string_ends_its_row_only(generator):
     assert stopped[0].finish == "stop" and stopped[0].text == plain[0].text[: plain[0].text.index(letters)]
     if letters not in plain[1].text:
         assert stopped[1].tokens == plain[1].tokens
+
+
+def test_a_long_and_a_short_prompt_share_a_cache_of_the_context(model):
+    """The long one has room for a few tokens, the short one for all; dynamic scaling refuses a longer cache."""
+    config = dataclasses.replace(model.config, rope_scaling=RopeScaling("dynamic", 2.0, 256))
+    generator = Generator(nn.Transformer(config, rngs=nnx.Rngs(0)), ByteTokenizer(), context=256, chunk=32)
+    prompts = ["y" * 250, "x"]
+    greedy = dict(max_tokens=60, sampling=Sampling(temperature=0.0))
+    together = generator(prompts, **greedy)
+    alone = [generator([prompt], **greedy)[0] for prompt in prompts]
+    assert [c.tokens for c in together] == [c.tokens for c in alone]
+    assert together[0].finish == "context" and len(together[1].tokens) > 6
 
 
 def test_one_compiled_step_for_all_lengths_of_a_bucket(model):

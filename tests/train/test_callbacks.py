@@ -1,5 +1,6 @@
 """Callbacks see every step once and in order; an error in one stops the run and is explained."""
 
+import errno
 import itertools
 import json
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from nsa_jax.train import Callback, TrainingError, run
+from nsa_jax.train.checkpoint import Checkpoints
 from nsa_jax.train.loop import Run
 
 from .tiny import losses, one_device, tiny_config
@@ -62,6 +64,18 @@ def test_an_error_stops_the_run_and_names_the_callback(fail, at, saved, tmp_path
     stopped = json.loads((tmp_path / "stopped.json").read_text())
     assert stopped["guard"] == "callback" and stopped["step"] == at
     assert stopped["last_checkpoint"] == saved  # step 2 is reported when step 6 has been dispatched
+
+
+def test_a_full_quota_at_the_last_save_does_not_hide_the_error(tmp_path, monkeypatch):
+    """`disk_usage` knows no quotas, so the room that was looked for was there."""
+
+    def full(*_, **__):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(Checkpoints, "save", full)
+    with pytest.raises(TrainingError, match="step 2: callback Recorder raised KeyError"):
+        train(tmp_path, Recorder("step", 2))
+    assert json.loads((tmp_path / "stopped.json").read_text())["guard"] == "callback"
 
 
 def test_a_stop_does_not_save_what_is_not_finite(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import threading
 import time
 
 import pytest
@@ -165,6 +166,25 @@ def test_a_failure_is_told_with_its_reason_and_an_end_is_none(three):
     message, lost = first.verdict(time.monotonic() + 100)
     assert message.startswith("process 2 (host node2") and message.endswith("failed: TrainingError: step 7: loss nan")
     assert [peer.process for peer in lost] == [2]
+
+
+@pytest.mark.parametrize("ending", [True, False])
+def test_an_error_that_all_met_cuts_nobody_off(ending, three, monkeypatch):
+    """Process 0 may still be uploading when the others have ended."""
+    (first, _, third), *_ = three
+    monkeypatch.setattr(first, "_grace", 0.2)
+    ended = threading.Event()
+    monkeypatch.setattr(first, "_end", lambda *_: (ended.set(), first._stop.set()))
+    if ending:
+        first.ending()
+    third.fail("guard loss_floor")
+    first._exchange()
+    thread = threading.Thread(target=first._watch)
+    thread.start()
+    assert ended.wait(3) != ending
+    first._stop.set()
+    thread.join(10)
+    assert not thread.is_alive() and ended.is_set() != ending
 
 
 def test_a_coordinator_that_refuses_connections_is_gone(three):

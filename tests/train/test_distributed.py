@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 
-from nsa_jax.exit_status import EXIT_AGAIN
+from nsa_jax.exit_status import EXIT_AGAIN, EXIT_GUARD
 from nsa_jax.train.loop import Run
 
 from .distributed_config import get_config
@@ -38,7 +38,13 @@ class Processes:
     """Processes of one run, and what they print; on the CPU, or with a GPU each."""
 
     def __init__(
-        self, workdir: Path, *flags: str, count: int = 2, own: dict[int, str] | None = None, gpus: bool = False
+        self,
+        workdir: Path,
+        *flags: str,
+        count: int = 2,
+        own: dict[int, str] | None = None,
+        gpus: bool = False,
+        config: str = "distributed_config",
     ):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -57,7 +63,7 @@ class Processes:
         self.outputs = [workdir.with_name(f"{workdir.name}_{index}.txt") for index in range(count)]
         self.all = []
         for index, output in enumerate(self.outputs):
-            command = [sys.executable, "train.py", "--config=tests/train/distributed_config.py", f"--workdir={workdir}"]
+            command = [sys.executable, "train.py", f"--config=tests/train/{config}.py", f"--workdir={workdir}"]
             command += [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={index}", *flags]
             command += [own[index]] if own and index in own else []
             mine = env | {"CUDA_VISIBLE_DEVICES": str(index)} if gpus else env
@@ -243,6 +249,25 @@ def test_processes_started_differently_refuse_to_run(corpus):
         assert "R050 error: the run of process 1" in run.text(1) and "config.seed: 3 here, 0 there" in run.text(1)
         assert re.search(r"process 1 \(host \S+, pid \d+\) failed: .*config.seed: 3 here", run.text(0), re.DOTALL)
     assert not (corpus / "different" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["all", "first"])
+def test_an_error_ends_all_processes_and_costs_no_checkpoint(who, corpus, monkeypatch):
+    """Met by all, it is told as it is, and process 0 completes what was saved. Met by one, it waits for nobody."""
+    monkeypatch.setenv("ENDING", who)
+    flags = ["--config.train.steps=4000", "--config.train.save_every=2000", "--config.mesh.fsdp=4", *QUICK]
+    with Processes(corpus / f"ending_{who}", *flags, *config_flags(corpus), config="ending_config") as run:
+        statuses = [run.wait(index) for index in (0, 1)]
+        stopped = json.loads((run.workdir / "stopped.json").read_text())
+        assert stopped["step"] == 6, run.text(0)
+        if who == "all":
+            assert statuses == [EXIT_GUARD, EXIT_GUARD] and stopped["guard"] == "loss_floor"
+            saved = stopped["last_checkpoint"]
+            assert saved >= 6 and (run.workdir / "checkpoints" / str(saved) / "SHA256SUMS").exists()
+        else:
+            assert statuses == [EXIT_GUARD, EXIT_AGAIN] and stopped["guard"] == "callback"
+            assert stopped["last_checkpoint"] is None
 
 
 @pytest.mark.gpu

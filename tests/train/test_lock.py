@@ -107,6 +107,14 @@ def test_another_host_is_believed_while_it_gives_signs_of_life(tmp_path, monkeyp
         assert "waiting 1 s for a sign of life" in caplog.text
 
 
+def test_a_holder_on_another_host_may_end_while_its_silence_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_SILENT_SECONDS", 60.0)
+    leave(tmp_path, host="elsewhere", machine="elsewhere")
+    threading.Timer(0.5, (tmp_path / "lock.json").unlink).start()
+    with holding(tmp_path):
+        assert json.loads((tmp_path / "lock.json").read_text())["pid"] == os.getpid()
+
+
 def test_the_holder_gives_signs_of_life(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.05)
     with holding(tmp_path):

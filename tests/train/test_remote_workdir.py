@@ -337,6 +337,36 @@ def test_a_slow_upload_outlives_the_deletion_of_its_step(place, tmp_path, monkey
     assert not (tmp_path / ".upload").exists()
 
 
+def test_a_copy_that_fails_is_tried_again(place, tmp_path, monkeypatch):
+    """Without hard links a checkpoint is copied before it is uploaded, for which there may be no room for a while."""
+    real, calls = shutil.copytree, []
+
+    def copytree(*args, **kwargs):
+        calls.append(args)
+        if len(calls) <= 2:  # by links, and then by copies
+            raise shutil.Error([("a", "b", "No space left on device")])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(mirror.shutil, "copytree", copytree)
+    with mirroring(place, tmp_path, tiny_config()):
+        write_step(tmp_path, 1)
+        until(lambda: 1 in whole(place))
+    assert len(calls) >= 3
+
+
+def test_what_is_damaged_here_is_fetched(place, tmp_path):
+    with mirroring(place, tmp_path, tiny_config()):
+        write_step(tmp_path, 1)
+        until(lambda: 1 in whole(place))
+        write_step(tmp_path, 2)
+        until(lambda: 2 in whole(place))
+    array = tmp_path / "checkpoints" / "2" / "state" / "array"
+    content = array.read_text()
+    array.write_text("x" * len(content))
+    with mirroring(place, tmp_path, tiny_config()):
+        assert array.read_text() == content
+
+
 def test_the_local_directory_follows_from_the_address(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert local_directory("s3://bucket/a/b/") == tmp_path / "runs/s3/bucket/a/b"

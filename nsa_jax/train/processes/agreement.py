@@ -24,10 +24,15 @@ _DATA_SECONDS = 48 * 3600  # for the slowest process to prepare the data, beyond
 _calls = iter(range(1 << 62))  # the processes make the same calls in the same order, so that numbers name them
 
 
-def barrier(seconds: float = 600.0) -> None:
-    """Returns when every process is here; uses no device. Nothing in a run of one."""
+def barrier(seconds: float = 600.0, name: str = "") -> None:
+    """Returns when every process is here; uses no device. Nothing in a run of one.
+
+    Args:
+      seconds: after which it raises.
+      name: of a barrier that not all threads meet in one order; used once.
+    """
     if peers() is not None:
-        client().wait_at_barrier(f"nsa_jax/barrier/{next(_calls)}", int(seconds * 1000))
+        client().wait_at_barrier(f"nsa_jax/barrier/{name or next(_calls)}", int(seconds * 1000))
 
 
 def from_first(make: Callable[[], str], seconds: float = 600.0) -> str:

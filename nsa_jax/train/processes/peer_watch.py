@@ -29,6 +29,7 @@ logger = logging.getLogger("nsa_jax")
 _PREFIX = "nsa_jax/peer/"
 _TICK = 2.0  # seconds between signs of life
 _GRACE = 5.0  # seconds that a process has to end by itself after another failed: often it meets the same error
+_ENDING = 3600.0  # seconds to save and upload what there is, once this process meets an error itself
 _MARGIN = 8.0  # seconds, for a busy machine
 _PROBE_SECONDS = 3.0
 
@@ -95,6 +96,7 @@ class Peers:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._verdict = threading.Event()
+        self._grace = _GRACE
         self._threads = [
             threading.Thread(target=target, name=f"nsa_jax {name}", daemon=True)
             for name, target in (("signs of life", self._exchange_always), ("peers", self._watch))
@@ -121,6 +123,10 @@ class Peers:
         self._verdict.wait(self._seconds + 2 * self._tick + _MARGIN)
         if self._verdict.is_set():
             time.sleep(600)  # the watch is about to end the process
+
+    def ending(self) -> None:
+        """An error ends this process too: that others end before it is no loss."""
+        self._grace = _ENDING
 
     def leave(self) -> None:
         """This process is done; the others may go on."""
@@ -172,8 +178,10 @@ class Peers:
             message, lost = self.verdict(now)
             if not message:
                 continue
-            if lost and all(peer.state == "failed" for peer in lost) and self._stop.wait(_GRACE):
-                return
+            if lost and all(peer.state == "failed" for peer in lost):
+                while time.monotonic() - now < self._grace:  # which `ending` may lengthen meanwhile
+                    if self._stop.wait(0.2):
+                        return
             self._end(message, lost)
 
     def verdict(self, now: float) -> tuple[str, list[Peer]]:

@@ -164,7 +164,7 @@ def _known_ranges(static: _Static, query, key_cmp, key_win) -> tuple[KnownRanges
         return None, None
     length, offset = query.shape[1], static.offset
     compressed = range_attention.known_compressed_ranges(length, offset, key_cmp.shape[1], static.config)
-    in_window = offset - static.window_start, key_win.shape[1], static.config.window
+    in_window = offset - static.window_start, key_win.shape[1], static.config.window, -static.window_start
     return compressed, range_attention.known_window_ranges(length, *in_window)
 
 

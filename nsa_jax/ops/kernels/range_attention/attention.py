@@ -66,10 +66,18 @@ def known_compressed_ranges(length: int, offset: int, num_keys: int, config: NSA
     return known_ranges(low, high, num_keys)
 
 
-def known_window_ranges(length: int, offset: int, num_keys: int, window: int) -> KnownRanges | None:
-    """`window_ranges` of rows that hold one document, clipped; `offset` is the first query's place in the keys."""
+def known_window_ranges(length: int, offset: int, num_keys: int, window: int, row_begin: int = 0) -> KnownRanges | None:
+    """`window_ranges` of rows that hold one document, clipped.
+
+    Args:
+      length: T.
+      offset: the first query's place in the keys.
+      num_keys: S.
+      window: w.
+      row_begin: the place in the keys of the row's first token; keys before it are never read.
+    """
     t = np.arange(length, dtype=np.int32) + offset
-    low, high = clip_ranges(np.maximum(t - window + 1, 0), t + 1, num_keys)
+    low, high = clip_ranges(np.maximum(t - window + 1, row_begin), t + 1, num_keys)
     return known_ranges(low, high, num_keys)
 
 

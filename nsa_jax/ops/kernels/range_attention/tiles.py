@@ -81,6 +81,8 @@ def joint_statistics(lse, delta, window_lse, window_delta) -> tuple[jax.Array, j
     Weights are exp2(score - lse), gradients weights * (gradient of a weight - delta). Of a key that both see, kernels
     take one exponential for both.
     """
+    # A gate of 0 has made a log-sum-exp infinite. The difference of two such is no number.
+    lse, window_lse = jnp.minimum(lse, NO_WEIGHT), jnp.minimum(window_lse, NO_WEIGHT)
     lowest = jnp.minimum(lse, window_lse)
     parts = jnp.exp2(lowest - lse), jnp.exp2(lowest - window_lse)
     total = parts[0] + parts[1]
