@@ -149,7 +149,6 @@ WITHOUT_EFFECT = [
     (["data.shuffle_buffer=9"], "warning", "data.shuffle_buffer=9", "data.hf_streaming=False", "hf_streaming=True"),
     (["data.stream_lanes=2"], "warning", "data.stream_lanes=2", "data.hf_streaming=False", "hf_streaming=True"),
     (["optim.decay_fraction=0.5"], "warning", "decay_fraction=0.5", "optim.schedule='cosine'", "schedule='wsd'"),
-    (["data.synthetic=copy"], "warning", "data.synthetic='copy'", "data.source='stdlib'", "data.source='synthetic'"),
     (["optim.momentum=0.5"], "warning", "optim.momentum=0.5", "optim.name='adamw'", "optim.name='muon'"),
     (
         ["optim.final_fraction=0.5", "optim.schedule=constant"],
