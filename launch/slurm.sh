@@ -21,8 +21,8 @@ shift
 cd "${SLURM_SUBMIT_DIR:-.}"
 python=${PYTHON:-.venv/bin/python}
 
-# When a process is lost, the others say which and end with 75: they need the half minute to find out, so that srun must
-# not kill them at once.
+# When a process is lost, the others say which and end with 75, or with the status of one that failed for good: they need
+# the half minute to find out, so that srun must not kill them at once.
 status=0
 # srun of Slurm 22.05 and 23.02 does not take the CPUs per task from the job.
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}

@@ -408,12 +408,13 @@ class TaskRows:
     packing: bool = True
 
     def __post_init__(self):
-        shortest = self.least or self.seq_len
+        shortest = self.least - 1 if self.least else self.seq_len  # its end is one of a document's tokens
         for name in self.weights:
             if (needed := TASKS[name].least(self.tokenizer)) > shortest:
                 field = f"config.data.task_length={self.least}" if self.least else f"config.data.seq_len={self.seq_len}"
+                end = " and its end" if self.least else ""
                 raise DataError(
-                    field, f"a document of the task {name} needs {needed} tokens", "raise it or leave it out"
+                    field, f"a document of the task {name} needs {needed} tokens{end}", "raise it or leave it out"
                 )
         if not 0 < self.answer_weight < math.inf:
             raise DataError(f"config.data.task_answer_weight={self.answer_weight}", "not positive", "use 1.0 or more")

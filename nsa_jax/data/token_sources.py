@@ -213,9 +213,16 @@ class HuggingFaceTokens(TokenSource):
 
             try:
                 dataset = datasets.load_from_disk(str(directory))
-                dataset = dataset[self.source.split] if isinstance(dataset, datasets.DatasetDict) else dataset
+                one = not isinstance(dataset, datasets.DatasetDict)
+                dataset = dataset if one else dataset[self.source.split]
             except Exception as error:
                 raise self.source.explain(error) from error
+            if one and self.source.split not in ("train", str(dataset.split)):  # "train" is what nobody set
+                raise DataError(
+                    f"config.data.hf_path={self.source.path!r}",
+                    f"holds one split ({dataset.split}), not {self.source.split!r}",
+                    "name the directory of a DatasetDict, or leave hf_split and hf_val_split as they are",
+                )
         else:
             dataset = self.source.load()
         files = [file["filename"] for file in dataset.cache_files]

@@ -40,12 +40,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
 from nsa_jax import inspect
 from nsa_jax.command_line import number, run_program, silence
 from nsa_jax.data import DataError, long_tasks
+from nsa_jax.data.sources import has_held_out
 from nsa_jax.evaluate import long_context, retrieval
 from nsa_jax.evaluate.scoring import (
     HeldOut,
@@ -61,6 +63,7 @@ from nsa_jax.extras import extra
 from nsa_jax.fields import source_configs
 from nsa_jax.hub.load import load_recorded, local_directory
 from nsa_jax.hub.output import check_writable
+from nsa_jax.rules import GENERATED
 from nsa_jax.train.env import write_json
 
 TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall", "far", "long", "context")
@@ -74,6 +77,14 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         silence(sys.stdout)
+
+
+def _holds_out(source: ConfigDict) -> bool:
+    """Whether a source, as a config of its own, keeps documents that are held out."""
+    data = source.data
+    if data.source in GENERATED or (data.source == "hf" and data.hf_streaming):
+        return False
+    return data.val_fraction > 0 or has_held_out(source)
 
 
 class Evaluation:
@@ -101,8 +112,13 @@ class Evaluation:
         if self.config.data.source == "synthetic" and not self.args.files:
             return ["recall"] if self.config.data.synthetic == "recall" else []
         validated = ["validation"] if self.config.train.eval_batches and not self.args.files else []
-        kinds = {part.data.source for part in source_configs(self.config).values()}
-        text = [] if kinds == {"task"} and not self.args.files else ["perplexity", "position", "needle", "needle-multi"]
+        alone = source_configs(self.config).values()
+        kinds = {part.data.source for part in alone}
+        text = (
+            ["perplexity", "position", "needle", "needle-multi"]
+            if self.args.files or any(map(_holds_out, alone))
+            else []
+        )
         found = []
         for task in [*validated, *text, *(["far", "long"] if "task" in kinds else [])]:
             try:
@@ -373,7 +389,7 @@ class Evaluation:
         tasks = self.args.tasks or self.default_tasks()
         self._show()
         if not tasks:
-            raise DataError("--tasks", "none fits synthetic data of this kind", "name tasks, with --files for text")
+            raise DataError("--tasks", "none fits the run's data", "name tasks, with --files for text")
         for task in tasks:
             self._lengths(task)  # raises before anything is computed
         harness = [task for task in tasks if task not in TASKS]

@@ -47,8 +47,7 @@ def unsupported(op: str, shape: Shape, target: Target, *, select_block: int | No
     """
     if target.is_gpu and (target.compute_capability or (0, 0)) < (8, 0):
         return f"compute capability {target.compute_capability}: the kernels need 8.0 (A100) or later"
-    dims = (("query", shape.head_dim), ("value", shape.value_dim))
-    for name, dim in dims:
+    for name, dim in (("query", shape.head_dim), ("value", shape.value_dim)):
         if dim not in HEAD_DIMS:
             return f"{name} has head dim {dim}: the kernels support {HEAD_DIMS}"
     if shape.group > MAX_GROUP:
@@ -57,9 +56,8 @@ def unsupported(op: str, shape: Shape, target: Target, *, select_block: int | No
         count = blocks.num_selection_blocks(shape.num_keys, select_block)
         if count > MAX_SELECTION_BLOCKS:
             return f"{count} selection blocks: the kernels support at most {MAX_SELECTION_BLOCKS}"
-    per_head = max(shape.num_queries * shape.num_heads, shape.num_keys * shape.kv_heads)
-    if shape.batch * per_head >= 2**31:
-        rows = shape.batch * per_head
+    rows = shape.batch * max(shape.num_queries * shape.num_heads, shape.num_keys * shape.kv_heads)
+    if rows >= 2**31:
         return f"{rows} rows of queries or keys (B*T*N or B*S*K): the kernels index them with 32 bits"
     return None
 
@@ -76,6 +74,9 @@ def sm90_obstacle(shape: Shape, target: Target, span: int | None = None) -> str 
         return f"sm90 kernels take bfloat16, not {shape.dtype}"
     if shape.head_dim not in SM90_HEAD_DIMS or shape.value_dim not in SM90_HEAD_DIMS:
         return f"sm90 kernels take head dims {SM90_HEAD_DIMS}, not {shape.head_dim} and {shape.value_dim}"
+    # A grid's slow axis has 2^16 - 1 programs, of up to 8 tiles of at least 128 rows, or of at least 128 keys.
+    if max(-(-shape.num_queries * shape.group // 1024), -(-shape.num_keys // 128)) >= 2**16:
+        return "the grids of the sm90 kernels have no room for so many rows"
     if span is None or span > 1024 or shape.kv_heads == 1 or shape.group in DIRECT_GROUPS:
         return None
     return f"groups of {shape.group} heads need rearranged copies, which ranges of {span} keys do not repay"
@@ -302,7 +303,7 @@ def plan_selected_forward(
         neighbours = Choice(triton, lists, f"{shared}; {_no_sm90_lists(shape, target, select_block)}")
     if not lists.key_major:
         rest = Choice(by_token, lists, f"what is left of the lists; groups of {shape.group} heads")
-    elif (obstacle := _gather_obstacle(shape, target, select_block)) is None:
+    elif (obstacle := _gather_obstacle(shape, target, select_block, num_selected)) is None:
         reason = f"small groups are served by key block; sm90, groups of {shape.group} heads of {shape.head_dim}"
         gather = selected_tiles.selected_gather_config(shape.group, *dims)
         rest = Choice("selected.by_block_sm90", gather, reason, "selected.by_block_triton")
@@ -323,10 +324,11 @@ def _sm90_tiles_fit(shape: Shape, target: Target, select_block: int, tile: int) 
     return target.is_hopper and shape.is_bfloat16 and narrow and grouped and shape.num_queries >= tile
 
 
-def _gather_obstacle(shape: Shape, target: Target, select_block: int) -> str | None:
+def _gather_obstacle(shape: Shape, target: Target, select_block: int, num_selected: int) -> str | None:
     """Why the sm90 kernels that gather rows themselves do not serve."""
     dims = shape.head_dim, shape.value_dim
-    rows = max(shape.num_queries * shape.num_heads, shape.num_keys * shape.kv_heads) * shape.batch
+    entries = shape.num_queries * shape.kv_heads * num_selected
+    rows = max(shape.num_queries * shape.num_heads, shape.num_keys * shape.kv_heads, entries) * shape.batch
     fits = all(dim in (64, 128) for dim in dims) and select_block == ROWS and rows < 2**31
     return None if target.is_hopper and shape.is_bfloat16 and fits else _no_sm90_lists(shape, target, select_block)
 
@@ -369,15 +371,13 @@ def plan_selected_backward(
             by_block = Choice(triton, lists, f"keeps score gradients (G >= 8, or blocks are divided); {why}")
         grad_query = Choice("selected.grad_query", lists, "score gradients times the listed keys")
     else:
-        obstacle = _gather_obstacle(shape, target, select_block)
+        obstacle = _gather_obstacle(shape, target, select_block, num_selected)
         if obstacle is None:
             reason = f"keeps partial sums of dq; sm90, groups of {shape.group} heads of {shape.head_dim}"
             by_block = Choice("selected.grad_partials_sm90", lists, reason, triton)
         else:
             by_block = Choice(triton, lists, f"keeps partial sums of dq; {obstacle}")
-        grad_query = Choice(
-            "selected.grad_reduce_triton", lists, "adds a query's partial sums in the order of its list"
-        )
+        grad_query = Choice("selected.grad_reduce_triton", lists, "adds a query's partial sums in its list's order")
     return SelectedBackwardPlan(by_block, grad_query, lists)
 
 

@@ -14,7 +14,7 @@ from nsa_jax.ops.tiles import ROWS, RangedHopperConfig, ranged_hopper_config
 MASKED_BLOCKS_PER_SLOT = 2
 # And of at most so many: the bits of more blocks, with the window beside them, leave too little shared memory at head
 # dim 128.
-MOST_MASKED_BLOCKS = 896
+MOST_MASKED_BLOCKS = 640
 
 
 @dataclasses.dataclass(frozen=True)

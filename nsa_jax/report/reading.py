@@ -219,6 +219,16 @@ def curves(rows: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[
     return found, events
 
 
+def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians of speeds over all points; of a curve that was thinned only extremes are left."""
+    found = {}
+    for name in ("perf/tokens_per_second", "perf/mfu"):
+        by_step = {row["step"]: value for row in rows if (value := _finite(row.get(name))) is not None}
+        if by_step:
+            found[name] = float(np.median(list(by_step.values())))
+    return found
+
+
 def _clock(rows: list[dict[str, Any]]) -> dict[str, list]:
     """Seconds since the first row, by step."""
     by_step = {row["step"]: stamp for row in rows if (stamp := _finite(row.get("time"))) is not None}
@@ -558,6 +568,7 @@ def read_run(workdir: Path, now: float | None = None, *, address: str = "") -> d
         "path": address or str(workdir.resolve()),
         "outcome": result,
         "series": series,
+        "medians": medians(rows),
         "clock": _clock(rows),
         "tokens_per_step": batch * length if batch and length else None,
         "health": health_maps(tables["health"]),

@@ -34,10 +34,8 @@ const points = (run, name) => run.series[name]?.y.filter((value) => value !== nu
 const last = (run, name) => points(run, name).at(-1) ?? null;
 const least = (run, name) => points(run, name).reduce((a, b) => (a === null || b < a ? b : a), null);
 const most = (run, name) => points(run, name).reduce((a, b) => (a === null || b > a ? b : a), null);
-function middle(run, name) {
-  const sorted = points(run, name).sort((a, b) => a - b);
-  return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
-}
+// Of all points: those of the curve are extremes.
+const middle = (run, name) => run.medians[name] ?? null;
 const alarms = (run) => run.events.filter((event) => event.kind === "alarm");
 const memory = (run) => most(run, "memory/device_peak_gib") ?? most(run, "memory/host_peak_rss_gib");
 const swatch = (index) => el("span", { class: "swatch", "data-run": index, style: { "--swatch": colour(index) } });

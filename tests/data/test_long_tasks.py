@@ -190,6 +190,10 @@ def test_mistakes_are_named():
         ),
         ({"task_answer_weight": -1.0}, "config.data.task_answer_weight=-1.0: not positive"),
         ({"task_length": 600}, "config.data.task_length=600: longer than a row"),
+        (
+            {"task_length": 64, "tasks": ("keypad",)},
+            "a document of the task keypad needs 64 tokens and its end",
+        ),
     ):
         with pytest.raises(DataError, match=re.escape(message)):
             make_pipeline(task_config(**fields))

@@ -110,6 +110,20 @@ def test_documents_in_both_are_counted_and_told(files, documents):
     assert told.rule == "R030" and told.severity == "warning" and told.message.startswith("1 training document")
 
 
+def test_a_saved_data_set_of_one_split_has_no_other(config, tmp_path):
+    import datasets
+
+    if config.data.source != "hf" or not config.data.hf_tokens_field:
+        pytest.skip("of token columns")
+    rows = {"ids": [list(f"document {i}".encode()) for i in range(100)]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "one"))
+    config.data.hf_path = str(tmp_path / "one")
+    with pytest.raises(DataError, match="holds one split .*, not 'validation'.*DatasetDict"):
+        make_pipeline(config)
+    config.data.hf_val_split, config.train.eval_batches = "", 0
+    assert make_pipeline(config).corpus.train.stats.documents > 90
+
+
 def test_held_out_files_are_those_of_each_source(files, tmp_path):
     config, held_out = files
     other = tmp_path / "other.txt"

@@ -68,6 +68,24 @@ def test_known_ranges_and_what_tiles_visit_are_those_of_a_program():
         jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=f"{rows} {offset} {window}"), found, want)
 
 
+@pytest.mark.parametrize(("length", "group", "warpgroups"), [(500, 16, 3), (500, 16, 2), (1, 64, 3), (8, 8, 2)])
+def test_no_row_past_the_end_is_stored(length, group, warpgroups, monkeypatch):
+    """It may be another batch entry's: JAX folds dimensions into one where TMA has too few of them."""
+
+    class Ref:
+        class at:
+            def __class_getitem__(cls, index):
+                return index
+
+    stored = []
+    monkeypatch.setattr(sm90_rows.plgpu, "copy_smem_to_gmem", lambda part, place: stored.append(int(place[1])))
+    monkeypatch.setattr(sm90_rows.pl, "when", lambda condition: lambda store: store() if bool(condition) else None)
+    rows = sm90_rows.RowTiles(length, group, 1, warpgroups)
+    for base in range(0, rows.tiles * rows.tile, 64):
+        rows.store(Ref, Ref, 0, 0, jnp.int32(base))
+    assert sorted(stored) == list(range(length))
+
+
 def test_ranges_that_do_not_ascend_are_left_to_the_program():
     """Queries past the last key, whose windows hold nothing again, are no `KnownRanges`."""
     assert attention.known_window_ranges(300, 0, 150, 100) is None

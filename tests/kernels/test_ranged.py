@@ -301,6 +301,15 @@ def test_gpu_groups_that_divide_8_match_the_reference(branch, length, group, h_d
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("length", "offset", "group"), [(500, 0, 16), (500, 0, 8), (1, 299, 64)])
+def test_gpu_rows_past_the_end_are_nobodys(length, offset, group):
+    """So short that all programs run at once: what one stored past its row would stay in the next one's."""
+    sizes = dict(batch=2, length=length, offset=offset, num_kv=1, group=group, h_dim=128, v_dim=128)
+    arrays, keywords = make_inputs("window", dtype=jnp.bfloat16, config=PAPER, **sizes)
+    check_against_reference("window", jax.device_put(arrays), keywords, PAPER, forward=4e-3, gradient=1e-2)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("group", "dim"), [(16, 128), (6, 64)])
 @pytest.mark.parametrize("branch", ["compressed", "window"])
 def test_gpu_maxima_that_rise_late_scale_what_was_summed(branch, group, dim):

@@ -88,9 +88,22 @@ def test_the_table_of_kernels(target, name):
 
 def test_rows_of_many_blocks_are_not_read_whole():
     """However long the lists: the bits of more blocks do not fit beside the tiles, and compiling them failed."""
-    for length, whole in ((896 * 64, True), (897 * 64, False)):
+    for length, whole in ((640 * 64, True), (641 * 64, False)):
         shape = Shape(1, length, length, 16, 1, 128, 128, "bfloat16")
         assert plan.reads_whole_rows(shape, H100, 64, 464) == whole
+
+
+def test_rows_that_the_kernels_cannot_index_are_not_theirs():
+    """A grid has 2^16 - 1 programs along its slow axis; entries of lists are counted with 32 bits."""
+    for length, served in ((2**19, True), (2**20, False)):
+        shape = Shape(1, length, length, 64, 1, 128, 128, "bfloat16")
+        assert (plan.sm90_obstacle(shape, H100) is None) == served
+    for num_selected, served in ((16, True), (80, False)):
+        made = plan.plan_selected(
+            Shape(1, 2**20, 2**20, 32, 32, 64, 64, "bfloat16"), H100, select_block=64, num_selected=num_selected
+        )
+        kernels = {made.forward.rest.kernel, made.backward.by_block.kernel}
+        assert (kernels == {"selected.by_block_sm90", "selected.grad_partials_sm90"}) == served, kernels
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from nsa_jax import convert, evaluate, export
+from nsa_jax.config import default_config
+from nsa_jax.data import long_tasks
 from nsa_jax.data.tokenizers import ByteTokenizer
 from nsa_jax.evaluate import command
 from nsa_jax.inspect.__main__ import main as inspect_main
@@ -38,6 +41,27 @@ def test_results_go_into_a_directory_with_an_at_in_its_path(tmp_path, text, step
     assert results(path)["tasks"]["perplexity"]["tokens"] == 400
     assert [child.name for child in path.parent.iterdir()] == ["run@home"]
     assert sorted(child.name for child in tmp_path.iterdir()) == ["text.txt", "user@host"]
+
+
+OF_DOCUMENTS = ["perplexity", "position", "needle", "needle-multi"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "tasks"),
+    [
+        ({}, ["validation", *OF_DOCUMENTS]),
+        ({"source": "hf", "hf_path": "x", "hf_streaming": True}, ["validation"]),
+        ({"val_fraction": 0.0}, ["validation"]),
+        ({"val_fraction": 0.0, "source": "text", "val_files": ("a",)}, ["validation", *OF_DOCUMENTS]),
+    ],
+    ids=["text", "stream", "nothing_held_out", "own_files"],
+)
+def test_default_tasks_are_those_that_the_data_can_serve(fields, tasks):
+    made = object.__new__(command.Evaluation)
+    made.args = SimpleNamespace(files=[], lengths=None, num_keys=4, long_tasks=list(long_tasks.TASKS))
+    made.config, made.tokenizer, made.context, made._said = default_config(), ByteTokenizer(), 4096, []
+    made.config.data.update(fields)
+    assert made.default_tasks() == tasks
 
 
 def test_results_of_another_model_at_the_same_place_are_dropped(tmp_path, text):

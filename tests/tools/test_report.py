@@ -21,7 +21,7 @@ from nsa_jax.offline_page import embed
 from nsa_jax.report import ReportError, build, read_run
 from nsa_jax.report.__main__ import main
 from nsa_jax.report.page import _HERE, _SCRIPTS, differences, labels
-from nsa_jax.report.reading import COLUMNS, POINTS, curves, health_maps, outcome, thin
+from nsa_jax.report.reading import COLUMNS, POINTS, curves, health_maps, medians, outcome, thin
 from nsa_jax.train import metrics
 from nsa_jax.train.watch import health
 from nsa_jax.train.watch.layers import layer_figures
@@ -63,6 +63,15 @@ def test_what_is_not_finite_is_a_gap_and_an_event():
     found, events = curves(rows)
     assert found["train/loss"]["y"] == [1.0, 1.0, None, None, 1.0, 1.0, 1.0]
     assert "train/loss is not finite at 2 of 7 points, first at step 3" in [event["message"] for event in events]
+
+
+def test_the_median_of_a_long_run_is_that_of_all_its_points():
+    """Of a curve that was thinned the smallest and the largest of each piece are left: half of them are high."""
+    speeds = {step: 60_000.0 if step % 5 in (1, 2, 3) else 100_000.0 for step in range(1, 15_001)}
+    rows = [{"step": step, "perf/tokens_per_second": speed} for step, speed in speeds.items()]
+    thinned = np.array(curves(rows)[0]["perf/tokens_per_second"]["y"])
+    assert (thinned == 100_000).mean() > 0.49
+    assert medians(rows) == {"perf/tokens_per_second": 60_000.0}
 
 
 def test_steps_that_were_run_again_replace_the_earlier_ones():

@@ -8,10 +8,12 @@ import time
 
 import pytest
 
+from nsa_jax.exit_status import EXIT_AGAIN, EXIT_CONFIG, EXIT_GUARD
 from nsa_jax.train import processes
+from nsa_jax.train.processes import peer_watch
 from nsa_jax.train.processes.agreement import _flat
 from nsa_jax.train.processes.cluster import Cluster, DistributedError, detect, devices_of, from_flags
-from nsa_jax.train.processes.peer_watch import Peers, reachable
+from nsa_jax.train.processes.peer_watch import Peer, Peers, reachable
 
 SLURM = {
     "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "gpu[003-004,009]", "SLURM_NTASKS": "3", "SLURM_PROCID": "2",
@@ -185,6 +187,23 @@ def test_an_error_that_all_met_cuts_nobody_off(ending, three, monkeypatch):
     first._stop.set()
     thread.join(10)
     assert not thread.is_alive() and ended.is_set() != ending
+
+
+@pytest.mark.parametrize(
+    ("lost", "status"),
+    [
+        (Peer(1, "h", state="failed", status=EXIT_GUARD), EXIT_GUARD),
+        (Peer(1, "h", state="failed", status=EXIT_CONFIG), EXIT_CONFIG),
+        (Peer(1, "h", state="failed", status=EXIT_AGAIN), EXIT_AGAIN),
+        (Peer(1, "h"), EXIT_AGAIN),
+    ],
+)
+def test_a_fault_of_one_is_the_status_of_all(three, monkeypatch, lost, status):
+    """srun returns the highest one: with 75 beside it a supervisor would start the same fault again."""
+    ended = []
+    monkeypatch.setattr(peer_watch.os, "_exit", ended.append)
+    three[0][2]._end("of the test", [lost])
+    assert ended == [status]
 
 
 def test_a_coordinator_that_refuses_connections_is_gone(three):

@@ -181,8 +181,9 @@ class RowTiles:
 
     def store(self, smem, ref, batch, kv_head, base) -> None:
         """Copies 64 rows from shared memory to where `load` reads them; the caller waits."""
-        # TMA stores no rows past the end of an array, but those of boxes in even rows would be the next batch entry's.
-        drops = self.even and not (self.boxed and self.pad)
+        # Rows past the end may be another batch entry's: of boxes in even rows, and of tokens, because JAX folds
+        # dimensions into one where TMA has too few of them, and leaves out a dimension of one token.
+        drops = self.even and not self.pad
         for part, index, token in self._pieces(smem, batch, kv_head, base):
             copy = functools.partial(plgpu.copy_smem_to_gmem, part, ref.at[index])
             if token is None or drops:

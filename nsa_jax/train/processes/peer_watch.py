@@ -2,8 +2,8 @@
 
 Collectives cannot tell: when one process is gone, the others wait in the next one, some for ever. So every process
 writes a sign of life to the key-value store of JAX's coordination service, which process 0 hosts, and reads those of
-the others. Whoever is silent for too long, or says that it failed, is named, and the process ends with status
-`EXIT_AGAIN`; starting the run again resumes it.
+the others. Whoever is silent for too long, or says that it failed, is named, and the process ends: with the status of
+the one that failed, if starting the run again would end in the same way, else with `EXIT_AGAIN`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nsa_jax.exit_status import EXIT_AGAIN
+from nsa_jax.exit_status import EXIT_AGAIN, EXIT_CONFIG, EXIT_FAULT, EXIT_GUARD
 
 logger = logging.getLogger("nsa_jax")
 
@@ -55,6 +55,7 @@ class Peer:
       step: the last step it finished.
       state: "alive", "failed" or "done".
       why: the error of a failed one.
+      status: with which a failed one ends.
       changed: when its sign of life last changed, on this process's monotonic clock.
     """
 
@@ -64,6 +65,7 @@ class Peer:
     step: int | None = None
     state: str = "alive"
     why: str = ""
+    status: int = 0
     changed: float = 0.0
     count: int = -1
 
@@ -132,8 +134,9 @@ class Peers:
         """This process is done; the others may go on."""
         self._finish("done", "")
 
-    def fail(self, why: str) -> None:
-        """Tells the others that this process ends because of an error."""
+    def fail(self, why: str, status: int = 0) -> None:
+        """Tells the others that this process ends because of an error, and with which status."""
+        self.me.status = status
         self._finish("failed", why)
         if self.process == 0:
             time.sleep(2 * self._tick + 1)  # the others read it from the service, which ends with this process
@@ -147,7 +150,8 @@ class Peers:
         """Sends a sign of life and reads those of all."""
         with self._lock:
             self.me.count += 1
-            row = {name: getattr(self.me, name) for name in ("host", "pid", "step", "state", "why", "count")}
+            names = ("host", "pid", "step", "state", "why", "status", "count")
+            row = {name: getattr(self.me, name) for name in names}
             try:
                 self._client.key_value_set(f"{_PREFIX}{self.process}", json.dumps(row), allow_overwrite=True)
                 found = self._client.key_value_dir_get(_PREFIX)
@@ -210,11 +214,15 @@ class Peers:
 
     def _end(self, message: str, lost: list[Peer]) -> None:
         self._verdict.set()
+        final = [peer.status for peer in lost if peer.status in (EXIT_FAULT, EXIT_CONFIG, EXIT_GUARD)]
+        status = min(final, default=EXIT_AGAIN)
         logger.error("ALARM peer: %s", message)
         logger.error(
-            "process %d of %d (host %s) stops with status %d; start the run again, with any number of processes, to "
-            "resume it from its last checkpoint",
-            *(self.process, self.count, self.me.host, EXIT_AGAIN),
+            "process %d of %d (host %s) stops with status %d%s",
+            *(self.process, self.count, self.me.host, status),
+            ", as that one"
+            if final
+            else "; start the run again, with any number of processes, to resume it from its last checkpoint",
         )
         left = [peer.process for peer in self.all if peer not in lost and peer.state == "alive"]
         if self.on_loss is not None and self.process == min(left, default=self.process):
@@ -224,7 +232,7 @@ class Peers:
             time.sleep(2 * self._tick + 1)  # the others learn it from the service, which ends with this process
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(EXIT_AGAIN)
+        os._exit(status)
 
 
 def _delay_abort() -> None:

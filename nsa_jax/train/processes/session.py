@@ -99,7 +99,7 @@ def leave(status: int, why: str = "") -> None:
     if _peers is None:
         return
     if status:
-        _peers.fail(why or f"status {status}")
+        _peers.fail(why or f"status {status}", status)
         # A normal exit would wait for the others, who may be waiting for this process in a collective.
         logging.shutdown()
         os._exit(status)
