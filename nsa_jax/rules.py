@@ -578,18 +578,9 @@ def _check_ignored(config: ConfigDict, found: _Findings) -> None:
             found.error("R000", message, f"correct what {rule} says, and take it out of the tuple")
 
 
-_CHECKS = (
-    *(
-        _check_values,
-        _check_paths,
-        _check_model,
-        _check_selection_loss,
-        _check_offload,
-        _check_mesh,
-        _check_data,
-        _check_training,
-    ),
-    _check_ignored,
+_CHECKS: tuple[Any, ...] = (
+    *(_check_values, _check_paths, _check_model, _check_selection_loss, _check_offload, _check_mesh, _check_data),
+    *(_check_training, _check_ignored),
 )
 
 

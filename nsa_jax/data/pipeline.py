@@ -348,17 +348,18 @@ def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pi
 
 
 def _check_apart(alone: dict[str, ConfigDict]) -> None:
-    """Raises DataError if a file that one source holds out is trained on by another."""
+    """Raises DataError if a file that one source holds out is trained on by another one."""
     readers = {name: part.data for name, part in alone.items() if part.data.source in ("text", "tokens")}
-    held_out = {name: sources.TextSource(data.val_files).files for name, data in readers.items() if data.val_files}
     trained: dict[str, str] = {}
-    for name, data in readers.items() if held_out else ():
+    for name, data in readers.items() if any(data.val_files for data in readers.values()) else ():
         trained |= dict.fromkeys(map(os.path.realpath, sources.TextSource(data.files).files), name)
-    for name, files in held_out.items():
-        for file in files:
-            if (other := trained.get(os.path.realpath(file))) is not None:
-                where = f"config.data.sources.{name}.val_files entry {file!r}"
-                raise DataError(where, f"is also trained on by the source {other}", "take it out of its files")
+    for name, data in readers.items():
+        with _naming_source(name):
+            for file in sources.held_out_files(data) if data.val_files else ():
+                other = trained.get(os.path.realpath(file), name)
+                if other != name:
+                    what = f"is also trained on by the source {other}"
+                    raise DataError(f"config.data.val_files entry {file!r}", what, "take it out of its files")
 
 
 @contextlib.contextmanager

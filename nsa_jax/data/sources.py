@@ -15,7 +15,7 @@ import os
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -97,6 +97,22 @@ def has_held_out(config: ConfigDict) -> bool:
     return bool(data.val_files if data.source in ("text", "tokens") else data.source == "hf" and data.hf_val_split)
 
 
+def held_out_files(data: ConfigDict) -> Sequence[str]:
+    """The files that `data.val_files` names.
+
+    Raises:
+      DataError: a name or glob matches none.
+    """
+    try:
+        return TextSource(data.val_files).files
+    except DataError as error:
+        raise _of_val_files(error) from error
+
+
+def _of_val_files(error: DataError) -> DataError:
+    return DataError(error.where.replace("config.data.files", "config.data.val_files"), error.what, error.fix)
+
+
 def make_held_out_source(config: ConfigDict) -> Source:
     """The source of the held-out documents that `config.data` names; see `has_held_out`.
 
@@ -109,11 +125,10 @@ def make_held_out_source(config: ConfigDict) -> Source:
     try:
         held_out = make_source(alone)
     except DataError as error:
-        where = error.where.replace("config.data.files", "config.data.val_files")
-        raise DataError(where, error.what, error.fix) from error
+        raise _of_val_files(error) from error
     if data.source in ("text", "tokens"):
         trained = {os.path.realpath(name) for name in TextSource(data.files).files}
-        if both := [name for name in TextSource(data.val_files).files if os.path.realpath(name) in trained]:
+        if both := [name for name in held_out_files(data) if os.path.realpath(name) in trained]:
             fix = "take it out of config.data.files, whose globs may match it"
             raise DataError(f"config.data.val_files entry {both[0]!r}", "is also trained on", fix)
     return held_out

@@ -57,8 +57,6 @@ from nsa_jax.train.watch.guards import Guards
 from nsa_jax.train.watch.layers import write_layers
 from nsa_jax.train.watch.watchdog import Watchdog
 
-_CALLBACK_SECONDS = 60.0  # for all processes to meet the error of a callback
-
 logger = logging.getLogger("nsa_jax")
 
 __all__ = ["HALT", "Run", "TrainingError"]
@@ -473,7 +471,7 @@ class Run:
 
     def _explain(self, error: TrainingError, checkpoints: Checkpoints) -> None:
         """Writes why a guard stopped the run, and saves the state if it is worth it."""
-        if error.save and self._live is not None and self.config.train.save_every and self._all_met(error):
+        if error.save and self._live is not None and self.config.train.save_every and processes.all_end():
             step, state, data = self._live
             # No guard has looked at the steps after the error's, and the next start goes on from this state.
             finite = math.isfinite(jax.jit(optax.tree.norm)(state["params"]))
@@ -483,16 +481,6 @@ class Run:
         with contextlib.suppress(Exception):
             checkpoints.wait()
         self._write_stopped(error, max(checkpoints.steps(), default=None), write=jax.process_index() == 0)
-
-    def _all_met(self, error: TrainingError) -> bool:
-        """Whether all processes met the error, so that they can save: a callback may have failed on one."""
-        if error.guard != "callback":
-            return True
-        try:
-            processes.barrier(_CALLBACK_SECONDS, "callback")
-        except Exception:  # jaxlib raises several types
-            return False
-        return True
 
     def _write_stopped(self, error: TrainingError, last_checkpoint: int | None, *, write: bool = True) -> None:
         """Completes the error's message with the newest checkpoint, and writes stopped.json."""

@@ -141,7 +141,10 @@ def test_a_source_does_not_train_on_what_another_one_holds_out(files, tmp_path):
     config, held_out = files
     config.data.val_files = ()
     config.data.sources = {"a": {"val_files": (str(held_out),)}, "b": {"files": (str(tmp_path / "held*.txt"),)}}
-    with pytest.raises(DataError, match=r"sources.a.val_files entry '.*held_out.txt'.*trained on by the source b"):
+    with pytest.raises(DataError, match=r"sources.a: .*val_files entry '.*held_out.txt'.*trained on by the source b"):
+        make_pipeline(config)
+    config.data.sources = {"a": {"val_files": ("nowhere.txt",)}, "b": {"files": (str(tmp_path / "held*.txt"),)}}
+    with pytest.raises(DataError, match=r"sources.a: .*val_files entry 'nowhere.txt': matches no file"):
         make_pipeline(config)
     copy = tmp_path / "copy.txt"
     copy.write_text(held_out.read_text() + "<|>" + "and more " * 400)

@@ -6,8 +6,8 @@ import time
 import jax
 
 from nsa_jax.hub import digests
-from nsa_jax.train import loop
 from nsa_jax.train.errors import TrainingError
+from nsa_jax.train.processes import agreement
 from nsa_jax.train.watch.guards import Guards
 from tests.train.distributed_config import get_config  # noqa: F401
 
@@ -26,4 +26,4 @@ def _write_slowly(directory):
     _write(directory)
 
 
-Guards.on_steps, digests.write, loop._CALLBACK_SECONDS = _fail, _write_slowly, 5.0
+Guards.on_steps, digests.write, agreement._ENDING_SECONDS = _fail, _write_slowly, 5.0

@@ -2,6 +2,7 @@
 
 from nsa_jax.train.processes.agreement import (
     all_agree,
+    all_end,
     barrier,
     check_devices,
     check_same,
@@ -18,6 +19,7 @@ __all__ = [
     "Cluster",
     "DistributedError",
     "all_agree",
+    "all_end",
     "barrier",
     "check_devices",
     "check_same",

@@ -21,6 +21,7 @@ from nsa_jax.config import ConfigError, Problem
 from nsa_jax.train.processes.session import client, peers
 
 _DATA_SECONDS = 48 * 3600  # for the slowest process to prepare the data, beyond the fastest
+_ENDING_SECONDS = 60.0  # between the first and the last process that meets an error
 _calls = iter(range(1 << 62))  # the processes make the same calls in the same order, so that numbers name them
 
 
@@ -33,6 +34,15 @@ def barrier(seconds: float = 600.0, name: str = "") -> None:
     """
     if peers() is not None:
         client().wait_at_barrier(f"nsa_jax/barrier/{name or next(_calls)}", int(seconds * 1000))
+
+
+def all_end() -> bool:
+    """Whether an error ends every process, so that they can save together; at once in a run of one."""
+    try:
+        barrier(_ENDING_SECONDS, "ending")
+    except Exception:  # jaxlib raises several types
+        return False
+    return True
 
 
 def from_first(make: Callable[[], str], seconds: float = 600.0) -> str:
