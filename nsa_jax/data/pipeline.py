@@ -157,7 +157,7 @@ class Pipeline:
 
     @functools.cached_property
     def loss_shares(self) -> dict[str, float]:
-        """Share of each source in the loss of training: of tasks fewer targets count than there are tokens."""
+        """Share of each source in the loss of training, in which not every token of a task counts."""
         weights = {name: part.share for name, part in self.parts.items()}
         if any(part.pipeline.corpus is None for part in self.parts.values()):
             rows = np.arange(min(max(SAMPLE_TOKENS // self._seq_len, 4), 256))

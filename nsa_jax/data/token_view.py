@@ -190,7 +190,7 @@ class TokenView:
             if low < high:
                 shift = int(shifts[run])
                 out[low - first : high - first] = self._tokens[low + shift : high + shift]
-        ends = offsets[1:] - 1  # a run skips what one token between two documents is: EOS, or a document left out
+        ends = offsets[1:] - 1  # in the file there may be a document of one token instead, which the other split has
         out[ends[ends < last] - first] = self._eos_id
         if out.min() < 0 or out.max() >= self._vocab_size:
             path = Path(self._tokens.parts[0].path).parent

@@ -106,7 +106,7 @@ class BestFitRows:
 
     @functools.cached_property
     def group_rows(self) -> int:
-        """Rows of a group, somewhat more than are wanted, so that an epoch leaves out fewer rows than it has groups."""
+        """Rows of a group. All groups have as many, so that an epoch leaves out fewer rows than it has groups."""
         rows = (len(self.split.tokens) - 1) // self.seq_len
         return max(rows // max(rows // self._wanted_rows, 1), 1)
 

@@ -43,7 +43,7 @@ def compressed_attention(
       segment_start: int [B, T], row position of the first token of each query's document; None means 0 everywhere. The
         query at position t may use a key at p iff segment_start[t] <= p <= t.
       query_offset: position of the first query in the keys' row, an int or int32 scalar; None: queries and keys are the
-        same tokens (S = T). A traced one below 0 counts as 0. Without knowing S, one beyond S - T is taken as it is.
+        same tokens (S = T). A traced one below 0 counts as 0. One beyond S - T is taken as it is: S is not known here.
       implementation: "reference", "xla", "pallas", or None for the best that supports the inputs on this device.
 
     Returns:
