@@ -190,7 +190,7 @@ class TokenView:
             if low < high:
                 shift = int(shifts[run])
                 out[low - first : high - first] = self._tokens[low + shift : high + shift]
-        ends = offsets[1:] - 1  # in the file there may be a document of one token instead, which the other split has
+        ends = offsets[1:] - 1  # the file may have a document of one token there, of the other split
         out[ends[ends < last] - first] = self._eos_id
         if out.min() < 0 or out.max() >= self._vocab_size:
             path = Path(self._tokens.parts[0].path).parent

@@ -327,7 +327,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return found
 
     def _encode_as_text(self, text: str) -> np.ndarray:
-        """Tokens of a text that spells the end-of-document token out; each mention is cut behind its first character."""
+        """Tokens of a text that spells out the end-of-document token, which is cut behind its first character."""
         head, tail = self.eos_token[:1], self.eos_token[1:]
         *parts, last = text.split(self.eos_token)
         first, *others = *(part + head for part in parts), last
