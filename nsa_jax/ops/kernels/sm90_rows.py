@@ -181,8 +181,8 @@ class RowTiles:
 
     def store(self, smem, ref, batch, kv_head, base) -> None:
         """Copies 64 rows from shared memory to where `load` reads them; the caller waits."""
-        # A store past the end may reach the next batch entry. Boxes of even rows have no dimension that ends there. That
-        # of tokens JAX folds into that of batch entries, where TMA has too few, or leaves out (T = 1).
+        # A store past the end may reach the next batch entry. Boxes of even rows have no dimension that ends there.
+        # That of tokens JAX folds into that of batch entries, where TMA has too few, or leaves out (T = 1).
         drops = self.even and not self.pad
         for part, index, token in self._pieces(smem, batch, kv_head, base):
             copy = functools.partial(plgpu.copy_smem_to_gmem, part, ref.at[index])
