@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from nsa_jax.ops import selected_tiles
+from nsa_jax.ops import selected_tiles, tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Shape:
     @property
     def is_bfloat16(self) -> bool:
         return self.dtype == "bfloat16"
+
+    @property
+    def lies_as_read(self) -> bool:
+        """Whether Hopper's kernels take the heads of the query as they lie."""
+        return tiles.lies_as_read(self.group, max(self.head_dim, self.value_dim))
 
     def heads_to_batch(self) -> Shape:
         """The sizes once key/value heads are batch entries."""

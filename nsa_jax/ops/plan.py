@@ -65,8 +65,8 @@ def unsupported(op: str, shape: Shape, target: Target, *, select_block: int | No
 def sm90_obstacle(shape: Shape, target: Target, span: int | None = None) -> str | None:
     """Why Hopper's kernels of range attention do not serve, or None if they do; `span` as in `plan_range`.
 
-    TMA fetches groups of `DIRECT_GROUPS` heads as they lie. Other groups need rearranged copies, unless all heads are
-    one group, and short ranges do not repay a copy.
+    TMA fetches some groups of heads as they lie, see `tiles.lies_as_read`. Others need rearranged copies, unless all
+    heads are one group, and short ranges do not repay a copy.
     """
     if not target.is_hopper:
         return "the GPU has no wgmma and TMA (sm90)"
@@ -77,7 +77,7 @@ def sm90_obstacle(shape: Shape, target: Target, span: int | None = None) -> str 
     # A grid's slow axis has 2^16 - 1 programs, of up to 8 tiles of at least 128 rows, or of at least 128 keys.
     if max(-(-shape.num_queries * shape.group // 1024), -(-shape.num_keys // 128)) >= 2**16:
         return "the grids of the sm90 kernels have no room for so many rows"
-    if span is None or span > 1024 or shape.kv_heads == 1 or shape.group in DIRECT_GROUPS:
+    if span is None or span > 1024 or shape.kv_heads == 1 or shape.lies_as_read:
         return None
     return f"groups of {shape.group} heads need rearranged copies, which ranges of {span} keys do not repay"
 
@@ -109,7 +109,7 @@ def sm80_obstacle(shape: Shape, target: Target) -> str | None:
 
 def moves_heads_to_batch(shape: Shape, target: Target) -> bool:
     """Whether the whole operator makes key/value heads batch entries, so that all branches share the copies."""
-    return sm90_obstacle(shape, target) is None and shape.group not in DIRECT_GROUPS
+    return sm90_obstacle(shape, target) is None and not shape.lies_as_read
 
 
 def cuts_projection(shape: Shape, target: Target) -> bool:

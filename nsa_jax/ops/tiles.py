@@ -18,8 +18,16 @@ ROWS = 64
 # Query heads per key/value head that TMA copies from [B, T, N, H] as they lie: they divide a warpgroup's rows, and fill
 # or divide the 8 rows of a swizzled tile. Other groups of heads need a rearranged copy, see `kernels.sm90_rows`.
 DIRECT_GROUPS = (1, 2, 4, 8, 16, 32, 64)
+# Those that it copies so where rows are as wide as its swizzle, 128 bytes: they may then begin anywhere in a tile, and
+# copies cut the tokens at both ends of 64 rows, which begin with one of three heads.
+CUT_GROUPS = (3, 6, 12, 24)
 # Compressed keys of a warpgroup in Hopper's scores kernel.
 SCORE_KEYS = 128
+
+
+def lies_as_read(group: int, width: int) -> bool:
+    """Whether TMA copies groups of heads from [B, T, N, width] as they lie; `width` is the wider of H and V."""
+    return group in DIRECT_GROUPS or (group in CUT_GROUPS and width <= ROWS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,7 +102,7 @@ def interpret(monkeypatch, *, unread_row: int | None = None):
             check_write(self, thread, clock, key, place, *args, **kwargs)
 
     def boxed_tiles(slots, width, dtype):
-        return [plgpu.SMEM((slots, ROWS, width), dtype), None]
+        return [plgpu.SMEM((slots, ROWS, width), dtype)]
 
     def box_rows(tiles, slot, tokens, group):
         return tiles[0].at[slot, pl.ds(0, tokens * group)].reshape(tokens, group, tiles[0].shape[-1])

@@ -129,10 +129,14 @@ def test_rows_that_fill_no_tile_are_not_copied():
     assert all(math.prod(map(int, dims.split(","))) < batch * length * group * dim for dims in copies)
 
 
-@pytest.mark.parametrize(("length", "group"), [(8192, 4), (1023, 1)], ids=["by_block", "whole_rows_uneven"])
-def test_groups_that_divide_8_are_not_rearranged(length, group):
+@pytest.mark.parametrize(
+    ("length", "group", "dim"),
+    [(8192, 4, 128), (1023, 1, 128), (1023, 6, 64)],
+    ids=["by_block", "whole_rows_uneven", "cut_tokens"],
+)
+def test_groups_that_tma_copies_as_they_lie_are_not_rearranged(length, group, dim):
     """Nothing as large as the keys is transposed, forward or backward."""
-    batch, kv_heads, dim = 2, 4, 128
+    batch, kv_heads = 2, 4
     inputs = _inputs((batch, length, group * kv_heads, kv_heads, dim, dim))
     gradient = jax.grad(_loss(packed=False), argnums=tuple(range(8)))
     with hollow_kernels():

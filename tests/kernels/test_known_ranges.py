@@ -58,7 +58,7 @@ def test_known_ranges_and_what_tiles_visit_are_those_of_a_program():
     """Ranges, bounds of query tiles and ranges of key blocks agree in every entry, for all shapes."""
     for group, known, (length, offset, num_keys, window) in cases():
         assert known is not None
-        rows = sm90_rows.RowTiles(length, group, 1, 2)
+        rows = sm90_rows.RowTiles(length, group, 1, 2, 64)
         want = by_program(length, num_keys, window, group, rows, offset)
         low, high = known.low[None], known.high[None]
         bounds = tiles.tile_bounds(rows.per_token(low, num_keys), rows.per_token(high, 0), rows.tile, 64)

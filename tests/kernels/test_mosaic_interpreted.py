@@ -69,6 +69,16 @@ RANGED_CASES = {
     ),
     "narrow_window_group_8": ("window", NARROW, 3, 1, dict(length=45, offset=30, group=8, h_dim=64, v_dim=128)),
     "narrow_window_group_6": ("window", NARROW, 2, 1, dict(length=45, group=6, h_dim=64, v_dim=64)),
+    "narrow_window_group_6_two_heads": (
+        "window", NARROW, 2, 1, dict(batch=2, length=45, num_kv=2, group=6, h_dim=64, v_dim=64),
+    ),
+    # 192 rows fill the tiles of three warpgroups, and the last tile of four has none for two of them.
+    "compressed_group_3_two_heads_even": (
+        "compressed", COMPRESSED, 1, 2, dict(batch=2, length=64, offset=70, num_kv=2, group=3, h_dim=64, v_dim=64),
+    ),
+    "wide_window_group_12_two_heads": (
+        "window", WIDE, 2, 2, dict(batch=2, length=45, offset=100, num_kv=2, group=12, h_dim=64, v_dim=64),
+    ),
     "wide_window_group_6": ("window", WIDE, 2, 2, dict(batch=2, length=45, offset=100, group=6, h_dim=64, v_dim=64)),
 }  # fmt: skip
 

@@ -56,9 +56,10 @@ H100_TABLE = A100_TABLE | {
     "groups_of_4": (False, SM90_RANGE, "sm90_forward", "by_block_sm90", "grad_partials_sm90",
                     "grad_reduce_triton"),
     "groups_of_7": (True, SM90_RANGE, "neighbours_sm90", "by_block_sm90", "grad_partials_sm90", "grad_reduce_triton"),
-    "small": (True, SM90_RANGE, "neighbours_sm90", "by_block_sm90", "grad_partials_sm90", "grad_reduce_triton"),
-    "small_one_row": (True, SM90_RANGE, "neighbours_sm90", "by_block_sm90", "grad_partials_sm90", "grad_reduce_triton"),
-    "short_rows": (True, SM90_RANGE, None, "whole_row_sm90", "whole_row_sm90", "whole_row_sm90"),
+    "small": (False, SM90_RANGE, "neighbours_sm90", "by_block_sm90", "grad_partials_sm90", "grad_reduce_triton"),
+    "small_one_row": (False, SM90_RANGE, "neighbours_sm90", "by_block_sm90", "grad_partials_sm90",
+        "grad_reduce_triton"),
+    "short_rows": (False, SM90_RANGE, None, "whole_row_sm90", "whole_row_sm90", "whole_row_sm90"),
     "wide": (False, SM90_RANGE, "neighbours_triton", "by_token_triton", "grad_by_block_triton", "grad_query"),
 }  # fmt: skip
 SCORES_SM90 = {"paper", "groups_of_4", "groups_of_7", "small", "small_one_row", "wide"}
@@ -206,18 +207,20 @@ def test_the_batch_size_decides_no_kernel(name, target):
 
 
 def test_a_window_alone_is_not_rearranged_for_hopper():
-    shape = Shape(1, 8192, 8192, 12, 2, 64, 64, "bfloat16")
-    alone, inside = plan.plan_range(shape, H100, span=512), planned("small", H100).window
+    shape = Shape(1, 8192, 8192, 14, 2, 64, 64, "bfloat16")
+    alone, inside = plan.plan_range(shape, H100, span=512), planned("groups_of_7", H100).window
     assert alone.forward.kernel == "range_attention.triton_forward"
-    assert "6 heads need rearranged copies" in alone.forward.reason
+    assert "7 heads need rearranged copies" in alone.forward.reason
     assert inside.forward.kernel == "range_attention.sm90_forward"
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 8, 6])
-def test_groups_that_divide_8_are_not_rearranged(group):
+@pytest.mark.parametrize(
+    ("group", "dim", "direct"),
+    [*((group, 128, True) for group in (1, 2, 4, 8)), (6, 128, False), (6, 64, True), (3, 64, True), (7, 64, False)],
+)
+def test_groups_that_tma_copies_as_they_lie_are_not_rearranged(group, dim, direct):
     """A window alone gets Hopper's kernels then. A layer's projection is cut by key/value head as before."""
-    shape = Shape(1, 8192, 8192, 2 * group, 2, 128, 128, "bfloat16")
-    direct = 8 % group == 0
+    shape = Shape(1, 8192, 8192, 2 * group, 2, dim, dim, "bfloat16")
     assert plan.moves_heads_to_batch(shape, H100) != direct
     assert (plan.plan_range(shape, H100, span=512).forward.kernel == "range_attention.sm90_forward") == direct
     assert plan.cuts_projection(shape, H100) == (group != 8)

@@ -1,15 +1,17 @@
 """Query tiles of range attention's Hopper kernels: how rows lie in memory and how TMA copies them.
 
 As in `range_attention.tiles`, row r of a key/value head is token `r // G`, head `r % G`. TMA copies rectangles, in
-swizzled tiles of 8 rows. Groups of `DIRECT_GROUPS` heads go straight between [B, T, N, H] and a tile: where G is a
-multiple of 8, token by token; where G divides 8, in boxes of 8 / G tokens. Other groups pass through a copy
-[B, K, T * G, H], in which any run of rows is contiguous; with one key/value head the array is that copy already.
+swizzled tiles of 8 rows. What `tiles.lies_as_read` names goes straight between [B, T, N, H] and a tile: where G is a
+multiple of 8, token by token; where G divides 8, in boxes of 8 / G tokens; where rows are as wide as the swizzle, in
+boxes of whole tokens and of parts of those at both ends. Other groups pass through a copy [B, K, T * G, H], in which
+any run of rows is contiguous; with one key/value head the array is that copy already.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.ops.kernels import sm90_gather
 from nsa_jax.ops.kernels.sm90 import tiled, transpose
-from nsa_jax.ops.tiles import DIRECT_GROUPS, ROWS
+from nsa_jax.ops.tiles import CUT_GROUPS, DIRECT_GROUPS, ROWS, lies_as_read
 
 # Swizzled tiles of 16-bit numbers have 8 rows of 64 columns.
 _TILE_ROWS, _BOX_WIDTH = 8, 64
@@ -34,6 +36,7 @@ class RowTiles:
     group: int
     kv_heads: int
     warpgroups: int
+    width: int  # columns, of the widest array
 
     @property
     def by_token(self) -> bool:
@@ -46,6 +49,11 @@ class RowTiles:
         return self.group in DIRECT_GROUPS and self.group < _TILE_ROWS and self.kv_heads > 1
 
     @property
+    def cut(self) -> bool:
+        """Whether copies cut tokens at the ends of 64 rows, and the key/value heads of a token lie between them."""
+        return self.kv_heads > 1 and self.group in CUT_GROUPS and lies_as_read(self.group, self.width)
+
+    @property
     def even(self) -> bool:
         """Whether 64 rows never hold rows past the end together with others."""
         return self.length * self.group % ROWS == 0
@@ -55,6 +63,9 @@ class RowTiles:
         """TMA copies that load one warpgroup's rows."""
         if self.boxed:
             return 1 if self.even else ROWS // _TILE_ROWS
+        if self.cut:
+            tokens, heads = _cut_boxes(self.group)
+            return 1 + (ROWS - tokens * self.group) // heads
         return ROWS // self.group if self.by_token else 1
 
     @property
@@ -96,7 +107,7 @@ class RowTiles:
         Unchanged, or [B, K, rows, D]. For boxes [B, T, N, D / 64, 64], or if rows are even [B * T * G / 8, 8 / G, N,
         D / 64, 64], so that a box of five dimensions, the most that TMA has, covers 64 rows: neither moves any data.
         """
-        if self.by_token:
+        if self.by_token or self.cut:
             return x
         if self.boxed:
             tokens = (-1, _TILE_ROWS // self.group) if self.even else x.shape[:2]
@@ -108,7 +119,7 @@ class RowTiles:
 
     def restore(self, x: jax.Array) -> jax.Array:
         """The inverse of `arrange`."""
-        if self.by_token:
+        if self.by_token or self.cut:
             return x
         if self.boxed:
             return x.reshape(-1, self.length, x.shape[2], x.shape[3] * x.shape[4])
@@ -146,17 +157,22 @@ class RowTiles:
         """Shared memory for `slots` tiles of 64 rows; `views` tells how it is used."""
         if self.boxed:
             return row_boxes(slots, width, dtype)
+        if self.cut:
+            return boxed_tiles(slots, width, dtype)
         return tiled(slots, ROWS, width, dtype=dtype)
 
     def views(self, buffer):
         """(for matrix products and registers, for `load` and `store`), each with the slot as first index."""
-        return (buffer[0], buffer[-1]) if self.boxed else (buffer, buffer)
+        return (buffer[0], buffer[-1]) if self.boxed or self.cut else (buffer, buffer)
 
     def _pieces(self, smem, batch, kv_head, base, last=None):
         """(part of the tile, index into `arrange`'s result, first token) of each copy of 64 rows from row `base`.
 
         The first token is at most `last`, and None where TMA itself ends at the last row.
         """
+        if self.cut:
+            yield from self._cut_pieces(smem, batch, kv_head, base, last)
+            return
         if not (self.by_token or self.boxed):
             yield smem, (batch, kv_head, pl.ds(base, ROWS)), None
             return
@@ -171,6 +187,23 @@ class RowTiles:
                 yield row_box(smem, self.group), (pl.ds(tile, ROWS // _TILE_ROWS), slice(None), heads), token
             else:
                 yield row_box(smem, self.group, i), (batch, pl.ds(token, tokens), heads), token
+
+    def _cut_pieces(self, smem, batch, kv_head, base, last):
+        """`_pieces` where tokens begin anywhere in 64 rows: one box of whole tokens, the other rows in equal parts."""
+        group = jnp.int32(self.group)
+        tokens, heads = _cut_boxes(self.group)
+        before = lax.rem(group - lax.rem(base, group), group)  # rows of a token that began in the 64 before
+
+        def piece(row, token, head, tokens, heads):
+            token = token if last is None else jnp.minimum(token, last)
+            part = smem.at[pl.ds(row, tokens * heads)].reshape(tokens, heads, smem.shape[-1])
+            return part, (batch, pl.ds(token, tokens), pl.ds(kv_head * self.group + head, heads)), token
+
+        yield piece(before, lax.div(base + before, group), 0, tokens, self.group)
+        for i in range(self.copies - 1):
+            row = i * heads + jnp.where(i * heads < before, 0, tokens * self.group)
+            token = lax.div(base + row, group)
+            yield piece(row, token, base + row - token * group, 1, heads)
 
     def load(self, ref, smem, barrier, batch, kv_head, base) -> None:
         """Copies 64 rows of `arrange`'s result to shared memory: `copies` arrivals at `barrier`."""
@@ -200,7 +233,7 @@ class RowTiles:
           loaded: for each buffer of each warpgroup, the barrier where `arrivals` copies arrive.
           freed: one barrier for each buffer.
           tiles: (array, buffers) of `arrange`'s results: the second of `views`, for as many tiles times warpgroups.
-          per_token: (`per_token`'s results in one array [n, B, rows], buffers [in flight, 64] for each).
+          per_token: (`per_token`'s results in one array [n, 1 or B, rows], buffers [in flight, 64] for each).
           per_row: (array, buffers) of `per_row`'s results.
           words: (array, buffers [in flight, W, 64]) of `words`' results.
         """
@@ -213,7 +246,8 @@ class RowTiles:
             for ref, smem in tiles:
                 self.load(ref, smem.at[at], barrier, batch, kv_head, base)
             for i, smem in enumerate(per_token[1]):
-                plgpu.copy_gmem_to_smem(per_token[0].at[i, batch, own_rows], smem.at[at], barrier)
+                entry = entry_of(per_token[0], batch, axis=1)
+                plgpu.copy_gmem_to_smem(per_token[0].at[i, entry, own_rows], smem.at[at], barrier)
             for ref, smem in per_row:
                 plgpu.copy_gmem_to_smem(ref.at[batch, kv_head, own_rows], smem.at[at], barrier)
             for ref, smem in words:
@@ -223,6 +257,17 @@ class RowTiles:
     def arrivals(self, tiles: int, vectors: int) -> int:
         """Copies that `load_tile` makes for a warpgroup of as many tiles and vectors, each word one."""
         return tiles * self.copies + vectors
+
+
+def entry_of(ref, batch, axis: int = 0):
+    """The index of a batch entry in an array that may have one for all."""
+    return batch if ref.shape[axis] > 1 else 0
+
+
+def _cut_boxes(group: int) -> tuple[int, int]:
+    """(whole tokens that every 64 rows hold, heads of the equal parts that the other rows are)."""
+    heads = math.gcd(ROWS, group)
+    return (ROWS - group + heads) // group, heads
 
 
 def row_boxes(slots: int, width: int, dtype):

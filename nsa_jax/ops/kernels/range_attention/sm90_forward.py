@@ -109,7 +109,7 @@ def _forward(
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
-    rows = sm90_rows.RowTiles(length, heads // kv_heads, kv_heads, warpgroups)
+    rows = sm90_rows.RowTiles(length, heads // kv_heads, kv_heads, warpgroups, max(h_dim, v_dim))
     bounds, _ = row_vectors(rows, low, high, (), window, num_keys)
     query = rows.arrange(query)
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)

@@ -82,7 +82,7 @@ def _grad_key_value(
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
     group = heads // kv_heads
-    rows = sm90_rows.RowTiles(length, group, kv_heads, warpgroups=1)
+    rows = sm90_rows.RowTiles(length, group, kv_heads, warpgroups=1, width=max(h_dim, v_dim))
     keys = warpgroups * ROWS  # 64 keys per warpgroup
     blocks = pl.cdiv(num_keys, keys)
 

@@ -77,7 +77,7 @@ def _grad_query(
     keys, stages, warpgroups, query_buffers = config.keys, config.stages, config.warpgroups, config.query_buffers
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
-    rows = sm90_rows.RowTiles(length, heads // kv_heads, kv_heads, warpgroups)
+    rows = sm90_rows.RowTiles(length, heads // kv_heads, kv_heads, warpgroups, max(h_dim, v_dim))
     bounds, statistics = row_vectors(rows, low, high, (lse, delta), window, num_keys)
     visibility = make_visibility(rows, *bounds[:2], keys)
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
