@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -68,22 +69,87 @@ def test_known_ranges_and_what_tiles_visit_are_those_of_a_program():
         jax.tree.map(functools.partial(np.testing.assert_array_equal, err_msg=f"{rows} {offset} {window}"), found, want)
 
 
+@pytest.mark.parametrize("most", [0, tiles._MOST_KNOWN])
+def test_known_rows_have_one_entry_for_a_batch(most, monkeypatch):
+    """Of both attentions: as constants, or too many for that, computed for one entry. Otherwise one for each."""
+    monkeypatch.setattr(tiles, "_MOST_KNOWN", most)
+    length, batch = 70, 3
+    rows = sm90_rows.RowTiles(length, 3, 2, 2, 64)
+    known = attention.known_window_ranges(length, 5, 90, 1 << 30)
+    near = attention.known_window_ranges(length, 5, 90, 20)
+    low, high, window_low = (
+        jnp.asarray(np.broadcast_to(x, (batch, length))) for x in (known.low, known.high, near.low)
+    )
+
+    def bounds(known, near):
+        return tiles.row_vectors(rows, low, high, (), tiles.Window(window_low, near), 90, known)[0]
+
+    one, each = bounds(known, near), bounds(None, None)
+    assert one.shape == (3, 1, rows.tiles * rows.tile) and each.shape == (3, batch, rows.tiles * rows.tile)
+    np.testing.assert_array_equal(np.broadcast_to(one, each.shape), each)
+    np.testing.assert_array_equal(bounds(known, None), each)
+    constants = jax.make_jaxpr(lambda: bounds(known, near))().eqns == []
+    assert constants == bool(most)
+
+
+class Whole:
+    """An array of which `at[index]` is the index."""
+
+    class at:
+        def __class_getitem__(cls, index):
+            return index
+
+
 @pytest.mark.parametrize(("length", "group", "warpgroups"), [(500, 16, 3), (500, 16, 2), (1, 64, 3), (8, 8, 2)])
 def test_no_row_past_the_end_is_stored(length, group, warpgroups, monkeypatch):
     """It may be another batch entry's: JAX folds dimensions into one where TMA has too few of them."""
-
-    class Ref:
-        class at:
-            def __class_getitem__(cls, index):
-                return index
-
     stored = []
     monkeypatch.setattr(sm90_rows.plgpu, "copy_smem_to_gmem", lambda part, place: stored.append(int(place[1])))
     monkeypatch.setattr(sm90_rows.pl, "when", lambda condition: lambda store: store() if bool(condition) else None)
-    rows = sm90_rows.RowTiles(length, group, 1, warpgroups)
+    rows = sm90_rows.RowTiles(length, group, 1, warpgroups, 128)
     for base in range(0, rows.tiles * rows.tile, 64):
-        rows.store(Ref, Ref, 0, 0, jnp.int32(base))
+        rows.store(Whole, Whole, 0, 0, jnp.int32(base))
     assert sorted(stored) == list(range(length))
+
+
+class CutTile:
+    """64 rows in shared memory: `at[rows].reshape(tokens, heads, width)` is the first of these rows."""
+
+    shape = (64, 64)
+
+    class at:
+        def __class_getitem__(cls, rows):
+            assert 0 <= rows.start and rows.start + rows.size <= 64
+            return SimpleNamespace(reshape=lambda tokens, heads, width: (int(rows.start), tokens * heads == rows.size))
+
+
+@pytest.mark.parametrize(("length", "group"), [(500, 6), (128, 6), (45, 3), (333, 12), (77, 24), (1, 12)])
+def test_tokens_that_are_cut_are_copied_once(length, group, monkeypatch):
+    """Every row of both key/value heads has one place in one tile; boxes that end past the row are cut off there."""
+    rows = sm90_rows.RowTiles(length, group, kv_heads=2, warpgroups=2, width=64)
+    copied = []
+
+    def copy(part, place):
+        first, whole = part
+        batch, tokens, heads = place
+        assert whole and batch == 1 and heads.start + heads.size <= 2 * group
+        for i in range(tokens.size * heads.size):
+            token, head = int(tokens.start) + i // heads.size, int(heads.start) + i % heads.size
+            if token < length:  # TMA stores no others
+                copied.append((token, head, first + i))
+
+    monkeypatch.setattr(sm90_rows.plgpu, "copy_smem_to_gmem", copy)
+    monkeypatch.setattr(sm90_rows.pl, "when", lambda condition: lambda store: store() if bool(condition) else None)
+    assert rows.cut
+    for kv_head in range(2):
+        copied.clear()
+        for base in range(0, rows.tiles * rows.tile, 64):
+            before = len(copied)
+            rows.store(CutTile, Whole, 1, kv_head, jnp.int32(base))
+            for token, head, row in copied[before:]:
+                assert token * group + head - kv_head * group == base + row
+        wanted = [(token, kv_head * group + head) for token in range(length) for head in range(group)]
+        assert sorted((token, head) for token, head, _ in copied) == wanted
 
 
 def test_ranges_that_do_not_ascend_are_left_to_the_program():

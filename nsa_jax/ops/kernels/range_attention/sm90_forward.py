@@ -36,7 +36,7 @@ def ranged_forward(
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     visibility = functools.partial(sm90_visibility.KeyRange, known=known)
-    results = _forward(query, key, value, low, high, config, visibility, gated=gated)
+    results = _forward(query, key, value, low, high, config, visibility, known, gated=gated)
     return results[0] if gated is None else results
 
 
@@ -56,7 +56,7 @@ def block_masked_forward(
     visibility: Callable = functools.partial(sm90_visibility.BlockMask, known=known, listed=listed)
     if window is not None:
         visibility = functools.partial(sm90_visibility.BlockMaskAndWindow, known=known, listed=listed, window=window)
-    results = _forward(query, key, value, low, high, config, visibility, window, gated)
+    results = _forward(query, key, value, low, high, config, visibility, known, window, gated)
     return results[0] if window is gated is None else results
 
 
@@ -92,8 +92,8 @@ class _Tile(NamedTuple):
 
 
 def _forward(
-    query, key, value, low, high, config: tuning.RangedHopperConfig, make_visibility, window: Window | None = None,
-    gated: GatedSum | None = None,
+    query, key, value, low, high, config: tuning.RangedHopperConfig, make_visibility, known: KnownRanges | None = None,
+    window: Window | None = None, gated: GatedSum | None = None,
 ):  # fmt: skip
     """The kernel; `make_visibility` makes one of `sm90_visibility`'s classes from (rows, low, high, keys).
 
@@ -110,7 +110,7 @@ def _forward(
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
     rows = sm90_rows.RowTiles(length, heads // kv_heads, kv_heads, warpgroups, max(h_dim, v_dim))
-    bounds, _ = row_vectors(rows, low, high, (), window, num_keys)
+    bounds, _ = row_vectors(rows, low, high, (), window, num_keys, known)
     query = rows.arrange(query)
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
     visibility = make_visibility(rows, *bounds[:2], keys)
@@ -419,7 +419,7 @@ def _forward(
         pl.run_scoped(
             lambda *scoped: kernel(*refs, *scoped),
             (queries, *outs, buffer(stages, keys, h_dim), buffer(stages, keys, v_dim)),
-            tuple(vector for _ in bounds),
+            (vector,) * len(bounds),
             plgpu.SMEM((query_buffers * warpgroups, num_words, ROWS), jnp.int32) if num_words else None,
             (query_filled, filled, filled),
             (plgpu.Barrier(num_barriers=query_buffers, num_arrivals=warpgroups), freed, freed),
@@ -437,7 +437,7 @@ def _forward(
         nsa_ranged_forward,
         *visibility.grid(pl.cdiv(rows.tiles, per_program), kv_heads, batch),
         outputs,
-        *(visibility.bounds, jnp.stack(bounds), *tensors, *masks, *summands),
+        *(visibility.bounds, bounds, *tensors, *masks, *summands),
         warpgroups=warpgroups + 1,
     )
     *results, total = results if gated is not None else (*results, None)

@@ -18,7 +18,6 @@ from nsa_jax.ops.kernels.range_attention.tiles import (
     WINDOW_PHASES,
     KnownRanges,
     Window,
-    for_batch,
     known_tile_ranges,
     query_tile_ranges,
     row_vectors,
@@ -52,16 +51,16 @@ def block_masked_grad_key_value(
     return _grad_key_value(*arrays, config, sm90_visibility.KeyBlockMask(config.warpgroups, listed), known, window)
 
 
-def _joint_ranges(ranges, window, batch: int) -> jax.Array:
-    """Limits of `WINDOW_PHASES` and then `PHASES`, int32 [B, 7, blocks].
+def _joint_ranges(ranges, window) -> jax.Array:
+    """Limits of `WINDOW_PHASES` and then `PHASES`, int32 [1 or B, 7, blocks].
 
     Args:
       ranges, window: tiles (first, whole_begin, whole_end, last) of two attentions, [1 or B, 4, blocks]. The second
         sees the end of every row's range.
-      batch: B.
     """
-    first, whole_begin, whole_end, last = (for_batch(ranges[:, i], batch) for i in range(4))
-    _, window_begin, window_end, window_last = (for_batch(window[:, i], batch) for i in range(4))
+    ranges, window = jnp.broadcast_arrays(ranges, window)
+    first, whole_begin, whole_end, last = jnp.moveaxis(ranges, 1, 0)
+    _, window_begin, window_end, window_last = jnp.moveaxis(window, 1, 0)
     window_last = jnp.clip(window_last, first, last)
     limits = [jnp.clip(x, first, window_last) for x in (window_begin, window_end)]
     limits += [window_last, *(jnp.clip(x, window_last, last) for x in (whole_begin, whole_end))]
@@ -94,15 +93,13 @@ def _grad_key_value(
 
     own_ranges, ranges = tile_ranges(low, known)
     splits = config.splits or splits_for(key, value, length * group, keys=keys, rows=ROWS, ranges=ranges)
-    ranges = for_batch(ranges, batch)
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
-    bounds, statistics = row_vectors(rows, low, high, (lse, delta), window, num_keys)
+    bounds, statistics = row_vectors(rows, low, high, (lse, delta), window, num_keys, known)
     phases = PHASES if window is None else (*WINDOW_PHASES, *PHASES)
     most_attentions = max(attentions for _, attentions in phases)
-    if window is None:
-        own_ranges = for_batch(own_ranges, batch)
-    else:
-        own_ranges = _joint_ranges(own_ranges, tile_ranges(window.low, window.known)[0], batch)
+    if window is not None:
+        own_ranges = _joint_ranges(own_ranges, tile_ranges(window.low, window.known)[0])
+    ranges, own_ranges = (jnp.asarray(x, jnp.int32) for x in (ranges, own_ranges))
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
     tensors, masks, num_words = (query, grad_out, key, value), visibility.mask_arrays(rows), visibility.num_words
     scale = 1.0 / math.sqrt(h_dim)
@@ -116,11 +113,12 @@ def _grad_key_value(
         (query_smem, query_boxes), (grad_smem, grad_boxes) = map(rows.views, buffers[2:])
         keys_loaded, query_loaded, grad_loaded = loaded
         query_freed, grad_freed = freed
-        bounds_smem, statistics_smem = sm90.divided(vectors, bounds, statistics)
+        bounds_smem, statistics_smem = sm90.divided(vectors, range(len(bounds)), statistics)
         b, kv_head, wg = lax.axis_index("batch"), lax.axis_index("kv_head"), lax.axis_index("wg")
         program = lax.axis_index("block")
         block, split = lax.div(program, jnp.int32(splits)), lax.rem(program, jnp.int32(splits))
-        first, last = (ranges_ref[b, i, block] for i in range(2))
+        entry = sm90_rows.entry_of(ranges_ref, b)
+        first, last = (ranges_ref[entry, i, block] for i in range(2))
         per_split = lax.div(last - first + splits - 1, jnp.int32(splits))
         begin = jnp.minimum(first + split * per_split, last)
         end = jnp.minimum(begin + per_split, last)
@@ -143,7 +141,8 @@ def _grad_key_value(
 
         def own_limits():
             """The tiles between which the phases of the warpgroup's keys lie, as far as they are the program's."""
-            return [jnp.clip(own_ref[b, i, own_block], begin, end) for i in range(len(phases) + 1)]
+            entry = sm90_rows.entry_of(own_ref, b)
+            return [jnp.clip(own_ref[entry, i, own_block], begin, end) for i in range(len(phases) + 1)]
 
         def skip(tile, _):
             """Frees a tile that only the keys of other warpgroups see, once it is there: its barriers count it too."""
@@ -307,7 +306,8 @@ def _grad_key_value(
             for ref, smem in zip(statistic_refs[::2], statistics_smem[::2], strict=True):
                 plgpu.copy_gmem_to_smem(ref.at[b, kv_head, own_rows], smem.at[slot], barrier)
             for i, smem in enumerate(bounds_smem):
-                plgpu.copy_gmem_to_smem(row_bounds_ref.at[i, b, own_rows], smem.at[slot], barrier)
+                own_bounds = row_bounds_ref.at[i, sm90_rows.entry_of(row_bounds_ref, b, axis=1), own_rows]
+                plgpu.copy_gmem_to_smem(own_bounds, smem.at[slot], barrier)
             visibility.load(mask_refs, words_smem, slot, barrier, b, kv_head, first_word, base)
             pl.when(count >= stages)(lambda: plgpu.barrier_wait(grad_freed.at[slot]))
             barrier = grad_loaded.at[slot]
@@ -347,7 +347,7 @@ def _grad_key_value(
                 rows.buffer(stages, h_dim, query.dtype),
                 rows.buffer(stages, v_dim, query.dtype),
             ),
-            (*(vector(jnp.int32) for _ in bounds), *(vector(jnp.float32) for _ in statistics)),
+            (*(vector(jnp.int32) for _ in range(len(bounds))), *(vector(jnp.float32) for _ in statistics)),
             plgpu.SMEM((stages, num_words, ROWS), jnp.int32) if num_words else None,
             (
                 plgpu.Barrier(num_barriers=warpgroups, num_arrivals=2),
@@ -363,7 +363,7 @@ def _grad_key_value(
         (blocks * splits, kv_heads, batch),
         ("block", "kv_head", "batch"),
         [jax.ShapeDtypeStruct((splits, *x.shape), x.dtype) for x in (key, value)],
-        *(ranges, own_ranges, jnp.stack(bounds), *statistics, *tensors, *masks),
+        *(ranges, own_ranges, bounds, *statistics, *tensors, *masks),
         warpgroups=warpgroups + 1,
     )
 

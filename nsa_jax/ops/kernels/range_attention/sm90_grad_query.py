@@ -36,7 +36,7 @@ def grad_query(
     from nsa_jax.ops.kernels.range_attention import sm90_visibility
 
     arrays = query, key, value, grad_out, lse, delta, low, high
-    return _grad_query(*arrays, config, functools.partial(sm90_visibility.KeyRange, known=known), onto)
+    return _grad_query(*arrays, config, functools.partial(sm90_visibility.KeyRange, known=known), known, onto)
 
 
 def block_masked_grad_query(
@@ -50,7 +50,7 @@ def block_masked_grad_query(
     if window is not None:
         visibility = functools.partial(sm90_visibility.BlockMaskAndWindow, known=known, listed=listed, window=window)
     arrays = query, key, value, grad_out, lse, delta, low, high
-    return _grad_query(*arrays, config, visibility, window=window)
+    return _grad_query(*arrays, config, visibility, known, window=window)
 
 
 class _Tile(NamedTuple):
@@ -66,7 +66,7 @@ class _Tile(NamedTuple):
 
 def _grad_query(
     query, key, value, grad_out, lse, delta, low, high, config: tuning.RangedHopperQueryConfig, make_visibility,
-    onto: jax.Array | None = None, window: Window | None = None,
+    known: KnownRanges | None, onto: jax.Array | None = None, window: Window | None = None,
 ):  # fmt: skip
     """The kernel; `make_visibility` makes one of `sm90_visibility`'s classes from (rows, low, high, keys)."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -78,7 +78,7 @@ def _grad_query(
     batch, length, heads, h_dim = query.shape
     num_keys, kv_heads, v_dim = value.shape[1:]
     rows = sm90_rows.RowTiles(length, heads // kv_heads, kv_heads, warpgroups, max(h_dim, v_dim))
-    bounds, statistics = row_vectors(rows, low, high, (lse, delta), window, num_keys)
+    bounds, statistics = row_vectors(rows, low, high, (lse, delta), window, num_keys, known)
     visibility = make_visibility(rows, *bounds[:2], keys)
     query, grad_out = rows.arrange(query), rows.arrange(grad_out)
     key, value = sm90.whole_tiles(key), sm90.whole_tiles(value)
@@ -302,7 +302,7 @@ def _grad_query(
         (pl.cdiv(rows.tiles, per_program), kv_heads, batch),
         ("program", "kv_head", "batch"),
         jax.ShapeDtypeStruct(query.shape, query.dtype),
-        *(visibility.bounds, jnp.stack(bounds), *statistics, *tensors, *masks, *others),
+        *(visibility.bounds, bounds, *statistics, *tensors, *masks, *others),
         warpgroups=warpgroups + 1,
     )
     return rows.restore(dq)

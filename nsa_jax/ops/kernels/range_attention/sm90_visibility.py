@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nsa_jax.ops.kernels import sm90, sm90_columns, sm90_rows
-from nsa_jax.ops.kernels.range_attention.tiles import PHASES, WINDOW_PHASES, KnownRanges, for_batch, tile_bounds
+from nsa_jax.ops.kernels.range_attention.tiles import PHASES, WINDOW_PHASES, KnownRanges, tile_bounds
 from nsa_jax.ops.tiles import ROWS
 
 # One number per row of a matrix product.
@@ -26,6 +26,7 @@ _BEHIND = 2**30
 
 def joint_limits(bounds, window) -> jax.Array:
     """Limits of the phases of `BlockMaskAndWindow` from `tile_bounds` of its two attentions: int32 [B, tiles, 7]."""
+    bounds, window = jnp.broadcast_arrays(bounds, window)
     begin, exact_begin, exact_end, end = jnp.moveaxis(bounds, -1, 0)
     window_begin = jnp.clip(window[..., 0], begin, end)
     limits = [begin, jnp.minimum(exact_begin, window_begin), jnp.minimum(exact_end, window_begin), window_begin]
@@ -37,7 +38,7 @@ class KeyRange:
     """Each row sees the keys of its range.
 
     Attributes:
-      bounds: int32, which blocks a tile visits: `tile_bounds`, or [B, K, tiles, 2] of `Neighbours`.
+      bounds: int32, which blocks a tile visits: `tile_bounds` [1 or B, tiles, 4], or [B, K, tiles, 2] of `Neighbours`.
       num_words: words of bits that are loaded with every row.
       phases: of the steps between a tile's limits: whether every row sees whole blocks, and how many attentions there
         are.
@@ -50,10 +51,9 @@ class KeyRange:
 
     def __init__(self, rows: sm90_rows.RowTiles, row_low, row_high, keys: int, known: KnownRanges | None = None):
         self.rows = rows
-        batch = row_low.shape[0]
         if known is not None:
             row_low, row_high = rows.per_token(known.low[None], known.num_keys), rows.per_token(known.high[None], 0)
-        self.bounds = for_batch(tile_bounds(row_low, row_high, rows.tile, keys), batch)
+        self.bounds = jnp.asarray(tile_bounds(row_low, row_high, rows.tile, keys), jnp.int32)
 
     def grid(self, programs: int, kv_heads: int, batch: int) -> tuple[tuple[int, int, int], tuple[str, str, str]]:
         """The grid and the names of its axes, the last of which runs fastest: late tiles, which see most, go first."""
@@ -65,7 +65,8 @@ class KeyRange:
 
     def tile_range(self, bounds_ref, tile, batch, kv_head):
         """A tile's limits, between which `phases` lie: (begin, exact_begin, exact_end, end) of its steps."""
-        return tuple(bounds_ref[batch, tile, i] for i in range(len(self.phases) + 1))
+        entry = sm90_rows.entry_of(bounds_ref, batch)
+        return tuple(bounds_ref[entry, tile, i] for i in range(len(self.phases) + 1))
 
     def look_up(self, mask_refs, tile, batch, kv_head, i) -> tuple:
         """What step i needs from global memory, read one step ahead: (block, bits), or nothing."""
@@ -127,8 +128,8 @@ class BlockMaskAndWindow(BlockMask):
         low, high = window.low, row_high
         if window.known is not None:
             low, high = window.known.low[None], rows.per_token(window.known.high[None], 0)
-        bounds = for_batch(tile_bounds(rows.per_token(low, _BEHIND), high, rows.tile, keys), row_low.shape[0])
-        self.bounds = joint_limits(self.bounds, bounds)
+        bounds = tile_bounds(rows.per_token(low, _BEHIND), high, rows.tile, keys)
+        self.bounds = joint_limits(self.bounds, jnp.asarray(bounds, jnp.int32))
 
 
 class Neighbours(KeyRange):

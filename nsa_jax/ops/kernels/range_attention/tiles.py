@@ -89,7 +89,9 @@ def joint_statistics(lse, delta, window_lse, window_delta) -> tuple[jax.Array, j
     return lowest - jnp.log2(total), (parts[0] * delta + parts[1] * window_delta) / total
 
 
-def row_vectors(rows, low, high, statistics, window: Window | None, num_keys: int) -> tuple[list, list]:
+def row_vectors(
+    rows, low, high, statistics, window: Window | None, num_keys: int, known: KnownRanges | None
+) -> tuple[jax.Array, list[jax.Array]]:
     """What Hopper's kernels take for each query row.
 
     Args:
@@ -98,15 +100,25 @@ def row_vectors(rows, low, high, statistics, window: Window | None, num_keys: in
       statistics: (lse, delta) float32 [B, T, N] of a backward pass, or nothing.
       window: the second attention, if there is one.
       num_keys: S.
+      known: the ranges, if tracing knows them.
 
     Returns:
-      [low, high] and the window's low for each row, int32; the statistics and the window's for each row, float32.
+      low, high and the window's low for each row, int32 [2 or 3, 1 or B, rows], one entry if all are known; the
+      statistics and the window's for each row, float32 [B, K, rows].
     """
-    bounds = [rows.per_token(low, num_keys), rows.per_token(high, 0)]
+    ranges: list = [low, high]
+    constants = [] if known is None else [known.low, known.high]
     if window is not None:
-        bounds.append(rows.per_token(window.low, num_keys))
+        ranges.append(window.low)
         statistics = (*statistics, *window.statistics)
-    return bounds, [rows.per_row(x, 0.0 if i % 2 else NO_WEIGHT) for i, x in enumerate(statistics)]
+        if window.known is not None:
+            constants.append(window.known.low)
+    if len(constants) == len(ranges):
+        few = len(ranges) * rows.tiles * rows.tile <= _MOST_KNOWN
+        ranges = [x[None] for x in constants] if few else [x[:1] for x in ranges]
+    bounds = [rows.per_token(x, 0 if i == 1 else num_keys) for i, x in enumerate(ranges)]
+    stacked = jnp.asarray(numpy_of(bounds[0]).stack(bounds), jnp.int32)
+    return stacked, [rows.per_row(x, 0.0 if i % 2 else NO_WEIGHT) for i, x in enumerate(statistics)]
 
 
 def known_ranges(low: np.ndarray, high: np.ndarray, num_keys: int) -> KnownRanges | None:
