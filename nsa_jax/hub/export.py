@@ -155,6 +155,7 @@ def load_exported(directory: str | os.PathLike) -> tuple[Transformer, Tokenizer,
     expected = _flat(abstract)
     for name, leaf in expected.items():
         arrays.expect(name, leaf.shape, str(leaf.dtype))
+    arrays.expect_no_others(expected)
     tokenizer = _exported_tokenizer(path)
     for name in expected:
         loaded[name] = arrays[name]

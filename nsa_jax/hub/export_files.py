@@ -16,7 +16,7 @@ import os
 import re
 import reprlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +288,14 @@ class Arrays:
             raise LoadError(
                 f"{self._directory}: {name} is {got} {kind}, must be {shape} {dtype or 'of floating-point numbers'}; "
                 "config.json does not fit the arrays"
+            )
+
+    def expect_no_others(self, names: Collection[str]) -> None:
+        """Raises LoadError if there are arrays of other names, which what the config describes would not read."""
+        if unused := sorted(set(self.files) - set(names)):
+            raise LoadError(
+                f"{self._directory}: {len(unused)} arrays have no place in this model: "
+                f"{', '.join(map(reprlib.repr, unused[:5]))}; config.json does not fit the arrays"
             )
 
     def __getitem__(self, name: str) -> jax.Array:

@@ -88,6 +88,20 @@ def test_damaged_exports_are_refused(tmp_path):
         nsa_jax.load(tmp_path)
 
 
+@pytest.mark.parametrize(("field", "was", "now"), [("tie_embeddings", False, True), ("qk_norm", True, False)])
+def test_arrays_that_the_config_does_not_ask_for_are_refused(tmp_path, field, was, now):
+    """They were passed over, and the others computed another function than the model that was exported."""
+    config = small_config()
+    config.model[field] = was
+    model = nn.Transformer(nn.ModelConfig.from_config(config, 257), rngs=nnx.Rngs(3))
+    export.export(model, ByteTokenizer(), config, tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["config"]["model"][field] = now
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(LoadError, match="arrays have no place in this model: .*; config.json does not fit the arrays"):
+        nsa_jax.load(tmp_path)
+
+
 def check_logits(directory: Path, tokens, logits) -> None:
     def edit(config):
         config.model.compute_dtype = "float32"
