@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -143,7 +142,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | bytes) -> tuple[np.ndarray
     Returns:
       int32 ids, and a note if the prompt was not taken literally.
     """
-    raw = os.fsencode(prompt) if isinstance(prompt, str) else prompt
+    # Odd bytes of a program's arguments are surrogates here. Text is UTF-8 whatever the locale, unlike os.fsencode's.
+    raw = prompt.encode("utf-8", "surrogateescape") if isinstance(prompt, str) else prompt
     try:
         return tokenizer.encode(raw.decode("utf-8")), None
     except UnicodeDecodeError as error:

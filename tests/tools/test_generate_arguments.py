@@ -70,6 +70,23 @@ def test_a_reader_that_has_enough_ends_it_quietly(tmp_path):
     assert done.returncode == 0 and "pipe" not in done.stderr.lower() and "Traceback" not in done.stderr
 
 
+_ENCODE = """
+from nsa_jax.data.tokenizers import ByteTokenizer
+from nsa_jax.generator import encode_prompt
+found = [encode_prompt(ByteTokenizer(), text) for text in ("\\u00e9", "a\\udcff")]
+print([(ids.tolist(), note) for ids, note in found])
+"""
+
+
+def test_a_prompt_is_utf_8_whatever_the_locale():
+    """In a locale of another encoding such text was refused as no text, or lost its characters."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(nsa_jax.__file__).parent.parent)}
+    environment |= {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # ASCII
+    done = subprocess.run([sys.executable, "-c", _ENCODE], capture_output=True, text=True, env=environment, timeout=300)
+    note = "the prompt is not UTF-8 (byte 0xff at offset 1): its bytes are used as they are"
+    assert done.stdout.strip() == str([([0xC3, 0xA9], None), ([97, 255], note)]), done.stderr
+
+
 def test_a_closed_standard_input_is_the_end_of_lines_and_no_prompt(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "run", small_config())
     monkeypatch.setattr(sys, "stdin", None)  # as after <&-
