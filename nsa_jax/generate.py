@@ -83,11 +83,14 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _run_once(generator: Generator, prompt: str | bytes, args: argparse.Namespace, sampling: Sampling) -> str:
-    """Generates and prints; returns the first sample's text."""
+def _run_once(
+    generator: Generator, prompt: str | bytes, args: argparse.Namespace, sampling: Sampling, shown: list[str]
+) -> None:
+    """Generates and prints; `shown` gets the pieces of the first sample's text as they are printed."""
 
     def on_text(row: int, text: str) -> None:
         if row == 0:
+            shown.append(text)
             _write(text)
 
     completions = generator(
@@ -103,7 +106,6 @@ def _run_once(generator: Generator, prompt: str | bytes, args: argparse.Namespac
         _write(f"--- sample {index} ---\n{completion.text}\n")
     if not args.quiet:
         print(_report(generator.stats, completions), file=sys.stderr)
-    return completions[0].text
 
 
 _HELP = """Each line is added to the text so far, and the model continues it: it was trained on text, not to answer.
@@ -139,14 +141,16 @@ def _interact(generator: Generator, args: argparse.Namespace, sampling: Sampling
         if _is_command(line):
             print(f"{line} is no command; /help lists them. A space before it makes it a prompt", file=sys.stderr)
             continue
+        shown: list[str] = []
         try:
             history += line
-            history += _run_once(generator, history, args, sampling)
+            _run_once(generator, history, args, sampling, shown)
         except PromptError as error:
             print(f"{error}; the text so far is forgotten", file=sys.stderr)
             history = ""
         except KeyboardInterrupt:
             _write("\n")
+        history += "".join(shown)  # also of a text that was stopped: it is what the next line continues
 
 
 def _prompt(args: argparse.Namespace) -> str | bytes:
@@ -190,7 +194,7 @@ def _generate(args: argparse.Namespace) -> None:
         print(f"empty prompt: a new document is started with {begin!r}", file=sys.stderr)
     elif not args.quiet:
         _write(prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt)
-    _run_once(generator, prompt, args, sampling)
+    _run_once(generator, prompt, args, sampling, [])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

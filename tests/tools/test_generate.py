@@ -295,5 +295,23 @@ def test_interactive_continues_until_reset(workdir, capsys, monkeypatch):
     assert seen[0] == seen[2] == "ab" and seen[1].startswith("ab") and seen[1].endswith("cd") and len(seen[1]) > 4
 
 
+def test_a_text_that_was_stopped_is_continued(workdir, capsys, monkeypatch):
+    """Ctrl-C left it on the screen, and the model went on from before it."""
+    lines, seen, write = iter(["ab", "cd", "/quit"]), [], generate._write
+
+    def write_and_stop(text):
+        write(text)
+        if len(seen) == 1 and text != "\n":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    monkeypatch.setattr(generate, "_write", write_and_stop)
+    original = Generator.prompt_ids
+    monkeypatch.setattr(Generator, "prompt_ids", lambda self, p: seen.append(p) or original(self, p))
+    assert generate.main([str(workdir[0]), "--interactive", "--max-tokens=4", "--greedy", "--quiet"]) == 0
+    first = capsys.readouterr().out.split("\n")[0]
+    assert first and seen[1] == f"ab{first}cd"
+
+
 def test_a_path_is_a_prompt_and_no_command():
     assert [generate._is_command(line) for line in ("/help", "/usr/bin", "/", " /help", "a/b")] == [True] + [False] * 4
