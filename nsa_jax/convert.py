@@ -43,13 +43,12 @@ from nsa_jax.hub.export import export
 from nsa_jax.hub.export_files import LoadError, file_in, read_json, shortened
 from nsa_jax.hub.families import sliding_window
 from nsa_jax.hub.generation import keep_generation
-from nsa_jax.hub.output import check_output
+from nsa_jax.hub.output import TOKENIZER_FILES, check_output
 from nsa_jax.nn import Transformer
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
 _NEW_FIELDS = ("model.nsa.", "model.compressor=", "data.tokenizer_eos=")  # what a dense checkpoint leaves open
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 # Which layers need to read far is found in so many rows of at most so many tokens; the others see so many of the last.
 _FAR_ROWS, _FAR_TOKENS, _NEAR_TOKENS = 32, 2048, 128
@@ -85,7 +84,7 @@ def _tokenizer(given: str | None, source: Path, config: ConfigDict) -> Tokenizer
     """The tokenizer that was asked for, or the checkpoint's own."""
     path = Path(given) if given else source / "tokenizer.json"
     if not given:
-        for name in _TOKENIZER_FILES:
+        for name in TOKENIZER_FILES:
             if os.path.lexists(source / name):
                 file_in(source, name)
     if given == "byte":

@@ -21,8 +21,10 @@ CARD = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n-
 _UNFINISHED = ".unfinished-export"  # files are written here first
 _RUN = ("checkpoints", "env.json")  # what tells a run's workdir
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+# What is read of a tokenizer. Exports write the first two; transformers, which may save over one, writes others too.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 # Files of an export that a reader would take for part of the next one.
-_STALE = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *SOURCES)
+_STALE = ("generation_config.json", *TOKENIZER_FILES, *SOURCES)
 
 
 def _is_card(path: Path) -> bool:

@@ -15,12 +15,12 @@ from safetensors.numpy import save_file
 
 import nsa_jax
 from nsa_jax import convert, evaluate, export, nn
-from nsa_jax.data.tokenizers import ByteTokenizer
+from nsa_jax.data.tokenizers import ByteTokenizer, load_tokenizer
 from nsa_jax.hub import load, native
 from nsa_jax.hub.export_files import LoadError
 from nsa_jax.inspect import __main__ as inspect_command
 
-from .checkpoints import describe, write
+from .checkpoints import describe, letters, write
 from .runs import small_config, write_run
 
 
@@ -145,6 +145,17 @@ def test_the_card_of_another_export_does_not_stay(run, tmp_path):
     (tmp_path / "README.md").write_text(mine)
     export.export(model, tokenizer, config, tmp_path)
     assert (tmp_path / "README.md").read_text() == mine
+
+
+def test_the_chat_template_of_another_model_does_not_stay(tmp_path):
+    """transformers writes it to a file of its own when it saves a tokenizer, and reads that before the settings."""
+    for name in ("first", "second"):
+        write(tmp_path / name, describe("llama2"))
+        letters(tmp_path / name, name)
+        assert convert.main([str(tmp_path / name), str(tmp_path / "out"), "--attention=dense"]) == 0
+        template = load_tokenizer(nsa_jax.load(tmp_path / "out")[2]).settings["chat_template"]
+        assert template == name
+        (tmp_path / "out" / "chat_template.jinja").write_text(template)
 
 
 _KILLED = """
