@@ -34,7 +34,7 @@ def split_step(path: str) -> tuple[str, str]:
 
 
 def _find(path: str | os.PathLike) -> tuple[Path, str]:
-    """The directory and the step that a path for `load` names. A run in an object store is fetched."""
+    """The directory and the step that a path for `load` names; an export has none. A run in a store is fetched."""
     name, step = split_step(os.fspath(path))
     if scheme_of(name):
         try:
@@ -42,7 +42,11 @@ def _find(path: str | os.PathLike) -> tuple[Path, str]:
         except Damage as error:
             raise LoadError(str(error)) from error
         return workdir, str(found)
-    return Path(name), step
+    directory = Path(name)
+    if step and os.path.lexists(directory / "config.json") and not (directory / "checkpoints").is_dir():
+        fix = f"leave out @{step}, or name the run that it was exported from"
+        raise LoadError(f"{name}@{step}: an exported model has no steps. Fix: {fix}")
+    return directory, step
 
 
 def local_directory(path: str | os.PathLike) -> Path | None:

@@ -16,6 +16,7 @@ import nsa_jax
 from nsa_jax import export, nn
 from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.data.tokenizers import ByteTokenizer
+from nsa_jax.hub.load import checkpoints_of
 from nsa_jax.loading import LoadError
 
 from .checkpoints import describe, write
@@ -69,6 +70,17 @@ def test_command_line_exports_a_run(tmp_path, capsys):
     same_parameters(nsa_jax.load(f"{tmp_path / 'run'}@1")[0], nsa_jax.load(tmp_path / "out")[0])
     assert export.main([str(tmp_path / "run")]) == EXIT_USAGE
     assert "name the directory to write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", ["1", "best"])
+def test_an_export_has_no_steps(tmp_path, step):
+    """The step that was asked for was passed over."""
+    config = small_config()
+    model = nn.Transformer(nn.ModelConfig.from_config(config, 257), rngs=nnx.Rngs(3))
+    export.export(model, ByteTokenizer(), config, tmp_path)
+    for read in (nsa_jax.load, checkpoints_of):
+        with pytest.raises(LoadError, match=f"@{step}: an exported model has no steps. Fix: leave out @{step}"):
+            read(f"{tmp_path}@{step}")
 
 
 def test_damaged_exports_are_refused(tmp_path):
