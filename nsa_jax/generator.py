@@ -48,7 +48,7 @@ class Stats:
     """Counts and times of one call.
 
     Attributes:
-      prompt_tokens: of all prompts.
+      prompt_tokens: of all prompts, however many samples each has.
       new_tokens: of all rows.
       first_token_s: from the call to the first token, compilation of new shapes included.
       tokens_per_s: of all rows together, after the first dispatch, which compiles; 0 where that was the only one.
@@ -298,6 +298,7 @@ class Generator:
             return []
         ids = [self.prompt_ids(prompt) for prompt in prompts]
         self._check(ids)
+        prompt_tokens = sum(map(len, ids))
         ids = [row for row in ids for _ in range(num_samples)]
         lengths = np.asarray([len(row) for row in ids], np.int32)
         batch, longest = len(ids), int(np.max(lengths))
@@ -341,7 +342,7 @@ class Generator:
         total = sum(len(c.tokens) for c in completions)
         rest = sum(max(len(c.tokens) - 1 - self.tokens_per_dispatch, 0) for c in completions)
         rate = rest / (arrivals[-1] - arrivals[1]) if rest else 0.0
-        self.stats = Stats(int(np.sum(lengths)), total, arrivals[0] - begin, rate, report)
+        self.stats = Stats(prompt_tokens, total, arrivals[0] - begin, rate, report)
         return completions
 
     def _add_lists(self, completions: list[Completion], cache: Cache, prompts: np.ndarray) -> None:

@@ -195,6 +195,12 @@ def test_a_stop_string_ends_its_row_only(generator):
         assert stopped[1].tokens == plain[1].tokens
 
 
+def test_a_prompt_of_several_samples_is_counted_once(generator):
+    completions = generator(["abc", "x"], max_tokens=2, num_samples=3)
+    assert generator.stats.prompt_tokens == 4
+    assert generator.stats.new_tokens == sum(len(completion.tokens) for completion in completions)
+
+
 def test_a_long_and_a_short_prompt_share_a_cache_of_the_context(model):
     """The long one has room for a few tokens, the short one for all; dynamic scaling refuses a longer cache."""
     config = dataclasses.replace(model.config, rope_scaling=RopeScaling("dynamic", 2.0, 256))
