@@ -43,10 +43,12 @@ def learning_rate(config: ConfigDict) -> Callable[[jax.Array], jax.Array]:
     """
     o, steps = config.optim, config.train.steps
 
+    begin = min(o.warmup_steps, steps - 2)  # of the fall; the last step is its end even right after the warm-up
+
     def schedule(step):
         step = jnp.asarray(step, jnp.float32)
         warm = jnp.minimum((step + 1) / max(o.warmup_steps, 1), 1.0)
-        progress = jnp.clip((step - o.warmup_steps) / max(steps - 1 - o.warmup_steps, 1), 0.0, 1.0)
+        progress = jnp.clip((step - begin) / (steps - 1 - begin), 0.0, 1.0)
         decay_steps = max(o.decay_fraction * steps, 1)
         shape = {
             "wsd": jnp.clip((steps - 1 - step) / decay_steps, 0.0, 1.0),

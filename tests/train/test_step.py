@@ -324,6 +324,16 @@ def test_learning_rate_schedules():
     assert float(learning_rate(config)(180)) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (2, 0), (2, 1), (3, 1), (6, 5)])
+def test_the_last_step_of_the_shortest_runs_uses_the_final_fraction(schedule, steps, warmup):
+    config = tiny_config(train__steps=steps, optim__warmup_steps=warmup, optim__learning_rate=1.0)
+    config.optim.schedule, config.optim.final_fraction, config.optim.decay_fraction = schedule, 0.25, 0.1
+    rates = [float(learning_rate(config)(step)) for step in range(steps)]
+    assert rates[-1] == pytest.approx(0.25)
+    assert rates[:warmup] == pytest.approx([(step + 1) / warmup for step in range(warmup)])
+
+
 def test_weight_decay_is_for_matrices_only():
     made = setup(tiny_config(model__tie_embeddings=False), VOCAB, one_device())
     paths = jax.tree_util.tree_leaves_with_path(made.abstract_state["params"])
