@@ -339,7 +339,8 @@ def _check_mesh(config: ConfigDict, found: _Findings) -> None:
                 f"config.mesh.context={context}: rows of {config.data.seq_len} tokens cannot be split over {context} "
                 f"devices in multiples of {least[0]} tokens ({name}), at least {least[1]}"
             )
-            fix = f"use a data.seq_len that is a multiple of {context * least[0]}, or fewer devices"
+            step, shortest = context * least[0], context * max(least)
+            fix = f"use a data.seq_len that is a multiple of {step}, at least {shortest}, or fewer devices"
             found.error("R020", message, fix)
 
 

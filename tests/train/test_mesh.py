@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from nsa_jax.config import ConfigError, validate
+from nsa_jax.config import ConfigError, default_config, validate
 from nsa_jax.train.preflight import hlo
 from nsa_jax.train.state import make_mesh, mesh_problems, partition_spec, setup
 from nsa_jax.train.step import make_train_step
@@ -132,6 +132,15 @@ def test_logits_and_tokens_stay_split_in_the_compiled_step(monkeypatch):
 def test_axes_that_do_not_fit_the_model_are_refused(changes, message):
     found = [problem for problem in validate(tiny_config(**changes)) if problem.severity == "error"]
     assert any(message in problem.message for problem in found)
+
+
+def test_shares_of_a_row_that_are_shorter_than_a_block_reaches_are_refused_with_a_length_that_serves():
+    config = default_config()
+    config.mesh.context, config.model.nsa.compress_block = 64, 64  # 32 tokens each; a block reaches over 48 more
+    (problem,) = validate(config)
+    assert problem.rule == "R020" and "multiple of 1024, at least 3072" in problem.fix
+    config.data.seq_len = 3072
+    assert validate(config) == []
 
 
 def test_axes_that_do_not_fit_devices_batch_or_vocabulary_are_refused():
