@@ -265,6 +265,10 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return EXIT_CONFIG
     target = (_TARGET.value or config.preflight.target) if _PREFLIGHT.value else ""
+    if _DEVICES.value and not target:
+        message = f"--devices={_DEVICES.value} counts the GPUs of --target: add --target, or leave it out"
+        print(f"{message} to look at this machine", file=sys.stderr)
+        return EXIT_CONFIG
 
     from nsa_jax.devices import choose_platform
 

@@ -314,6 +314,7 @@ def test_a_link_to_a_disk_that_is_not_there_is_named(tmp_path):
         (["--workdir=train.py"], "train.py is a file"),
         (["--workdir=~/run"], "/proc/run: cannot be written"),
         (["--target=h100"], "add --preflight"),
+        (["--preflight", "--devices=8"], "add --target"),
         (["--workdir=/proc/run", "--config.train.stepz=1"], "/proc/run"),
     ],
 )
