@@ -35,6 +35,18 @@ def test_sound_text_has_no_finding(tmp_path):
     assert all(word.strip(".").isalpha() for word in facts["first text"].split("\\n")[0].split())
 
 
+@pytest.mark.parametrize("tasks", [False, True])
+def test_the_loss_guards_floor_is_named_where_there_is_one(tasks, tmp_path):
+    config = text_config(tmp_path, documents(60), data__seq_len=128)
+    if tasks:
+        with config.data.unlocked():
+            config.data.sources = {"text": {"source": "text"}, "far": {"source": "task", "tasks": ("keypad",)}}
+    report = data_check.examine_local(config)
+    assert (data_check.loss_floor(config, report) is None) == tasks
+    named = "bigram entropy" if tasks else "bigram entropy, the loss guard's floor"
+    assert [name for name, _ in report.facts if name.startswith("bigram")] == [named]
+
+
 def test_a_corpus_full_of_duplicates_is_an_error(tmp_path):
     report = data_check.examine_local(text_config(tmp_path, documents(30) + documents(30)))
     assert rules(report.problems) >= {"R031"}

@@ -246,6 +246,7 @@ def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
     top = np.argsort(counts)[::-1][:5]
     strings = pipeline.tokenizer.decode_each(top)
     shares = counts[top] / counts.sum()
+    of_guard = "" if loss_floor(config, report) is None else ", the loss guard's floor"
     common = ", ".join(f"{printable(text)!r} {share:.1%}" for text, share in zip(strings, shares, strict=True))
     report.facts = [
         ("first text", text.replace("\n", "\\n")[:160]),
@@ -254,7 +255,7 @@ def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
         ("repeated rows", f"{statistics.repeated_window_share(rows):.2%} of {len(rows)}"),
         ("ids in use", f"{np.count_nonzero(counts):,} of {len(counts):,}; most common: {common}"),
         ("unigram entropy", f"{report.unigram_entropy:.3f} nats per token"),
-        ("bigram entropy, the loss guard's floor", f"{report.bigram_entropy:.3f} nats per token"),
+        (f"bigram entropy{of_guard}", f"{report.bigram_entropy:.3f} nats per token"),
     ]
     report.facts += source_facts
     sampled_rows = pipeline.sampled_segment_starts()
