@@ -231,6 +231,8 @@ _READ_BY = {
     "hf_path": ("hf",),
     "hf_streaming": ("hf",),
     "text_separator": ("text",),
+    "tree_characters": ("trees",),
+    **dict.fromkeys(("tasks", "task_length", "task_answers_only", "task_answer_weight"), ("task",)),
 }
 
 # Fields that have an effect only while another field has one of these values.
@@ -277,7 +279,9 @@ def _without_effect(config: ConfigDict) -> list[Problem]:
         name = f"data.{field}"
         if values[name] != defaults[name] and not _is_read(config, field, readers) and name not in kept:
             fix = f"set config.data.source={readers[0]!r}"
-            if first:
+            if reader := next((source for source, alone in sources.items() if alone.data.source in readers), ""):
+                fix = f"set config.data.sources.{reader}.{field}"
+            elif first:
                 fix = f"set config.data.sources.{first}.source={readers[0]!r} and config.data.sources.{first}.{field}"
             report(name, _because(config, field, readers), fix)
     named = all("source" in fields for fields in config.data.sources.values())

@@ -394,7 +394,7 @@ def _check_data(config: ConfigDict, found: _Findings) -> None:
             _check_mixed_source(path, alone, d.sources[name].get("weight", 1.0), found)
     if d.sources and d.source == "synthetic":
         message = "config.data.source='synthetic' with config.data.sources: a toy task has a tokenizer of its own"
-        found.error("R007", message, "set config.data.source='text', or what most of the sources are")
+        found.error("R007", message, "leave it at its default, 'stdlib', or set what most of the sources are")
     made = d.source in GENERATED and not d.sources
     if d.packing_method == "best_fit" and (made or (d.source == "hf" and d.hf_streaming)):
         message = "config.data.packing_method='best_fit': streams and generated rows have no documents to place"

@@ -148,6 +148,9 @@ WITHOUT_EFFECT = [
     (["data.bpe_vocab_size=300"], "warning", "data.bpe_vocab_size=300", "data.tokenizer='byte'", "tokenizer='bpe'"),
     (["data.shuffle_buffer=9"], "warning", "data.shuffle_buffer=9", "data.hf_streaming=False", "hf_streaming=True"),
     (["data.stream_lanes=2"], "warning", "data.stream_lanes=2", "data.hf_streaming=False", "hf_streaming=True"),
+    (["data.tree_characters=9"], "warning", "data.tree_characters=9", "data.source='stdlib'", "data.source='trees'"),
+    (["data.tasks=needle"], "warning", "data.tasks=('needle',)", "data.source='stdlib'", "data.source='task'"),
+    (["data.task_length=9"], "warning", "data.task_length=9", "data.source='stdlib'", "data.source='task'"),
     (["optim.decay_fraction=0.5"], "warning", "decay_fraction=0.5", "optim.schedule='cosine'", "schedule='wsd'"),
     (["optim.momentum=0.5"], "warning", "optim.momentum=0.5", "optim.name='adamw'", "optim.name='muon'"),
     (
@@ -171,6 +174,7 @@ READ = [
     ["data.sources.a.source=text", "data.sources.b.source=stdlib", "data.files=a.txt"],
     ["data.source=text", "data.files=a.txt", "data.sources.a.weight=1", "data.sources.b.source=stdlib"],
     ["data.source=trees", "data.sources.a.source=trees", "data.sources.b.source=task"],
+    ["data.task_length=9", "data.tree_characters=9", "data.sources.a.source=trees", "data.sources.b.source=task"],
     # A config for a data set, and other data or another tokenizer by flags.
     ["data.source=text", "data.files=a.txt", "data.hf_path=x"],
     ["data.source=hf", "data.hf_path=x", "data.bpe_vocab_size=300"],
@@ -210,6 +214,17 @@ def test_a_field_that_several_sources_override_is_reported():
     assert [p.message for p in own] == [
         "config.data.files=('a.txt',) has no effect, because config.data.sources.a.files=('b.txt',)"
     ]
+    (tasks,) = validate(
+        overridden("data.tasks=copy", far={"source": "task", "tasks": ("keypad",)}, text={"weight": 2.0})
+    )
+    assert "because config.data.sources.far.tasks=('keypad',), config.data.source='stdlib'" in tasks.message
+    assert tasks.fix.startswith("set config.data.sources.far.tasks, or leave config.data.tasks at its default, ()")
+
+
+def test_the_fix_for_a_synthetic_source_beside_others_leaves_nothing_to_say():
+    (problem,) = [p for p in validate(overridden("data.source=synthetic", **QUICKSTART)) if p.severity == "error"]
+    assert problem.rule == "R007" and "leave it at its default, 'stdlib'" in problem.fix
+    assert validate(overridden("data.source=stdlib", **QUICKSTART)) == []
 
 
 def test_files_beside_other_data_that_were_asked_for_are_no_error():
