@@ -261,9 +261,10 @@ def _cached_pipeline(
         address=cache.store_address(data.cache_dir),
         workers=data.tokenizer_workers,
     )
+    # Before anything is tokenised, which may take hours: it may name files that are not there, or are trained on.
+    held_out_source = sources.make_held_out_source(config) if sources.has_held_out(config) else None
     corpus = load(source, val_fraction=_val_fraction(config))
-    if sources.has_held_out(config):
-        held_out_source = sources.make_held_out_source(config)
+    if held_out_source is not None:
         if isinstance(source, _Unread):
             held_out_source = _Unread(held_out_source)
         corpus = corpus.with_held_out(load(held_out_source, val_fraction=1.0))

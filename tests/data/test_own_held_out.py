@@ -89,11 +89,13 @@ def files(text_config, tmp_path):
 def test_a_file_is_either_trained_on_or_held_out(files, tmp_path):
     config, held_out = files
     config.data.files = (*config.data.files, str(tmp_path / "*.txt"))
+    config.data.cache_dir = str(tmp_path / "cache")
     with pytest.raises(DataError, match=r"config.data.val_files entry '.*held_out.txt'.*also trained on"):
         make_pipeline(config)
     config.data.val_files = (str(tmp_path / "nowhere.txt"),)
     with pytest.raises(DataError, match=r"config.data.val_files entry '.*nowhere.txt'.*matches no file"):
         make_pipeline(config)
+    assert not list((tmp_path / "cache").rglob("meta.json"))  # told before anything was tokenised
 
 
 def test_documents_in_both_are_counted_and_told(files, documents):
