@@ -114,6 +114,9 @@ class Run:
         in_store = bool(scheme_of(config.data.cache_dir))
         self.pipeline = processes.together(functools.partial(processes.first_alone, data) if in_store else data)
         processes.check_same("data", {"fingerprint": self.pipeline.fingerprint})
+        if config.train.eval_batches:
+            for part in self.pipeline.parts.values():
+                part.pipeline.validation()  # raises, before anything is compiled, where no document is held out
         tokenizer = self.pipeline.tokenizer
         self.setup = setup(config, tokenizer.vocab_size, devices)
         token_bytes = np.zeros(self.setup.model_config.vocab_size, np.int32)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from nsa_jax import NSAConfig, evaluate
+from nsa_jax.data import DataError
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
 from nsa_jax.ops import reference
-from nsa_jax.train import flops, metrics
+from nsa_jax.train import flops, loop, metrics
 from nsa_jax.train.loop import Run
 from nsa_jax.train.terminal import data_line
 
@@ -47,6 +48,15 @@ def test_the_start_names_the_data(finished):
     tokens = run.pipeline.corpus.train.stats.tokens / 1000
     assert data_line(run.config, run.pipeline) == f"data: text, {documents} documents, {tokens:.1f}k tokens, byte"
     assert data_line(tiny_config(), make_run(finished[0].parent / "other").pipeline) == "data: synthetic copy"
+
+
+def test_a_corpus_that_holds_nothing_out_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
+    (tmp_path / "one.txt").write_text("a single document " * 1000)
+    config = tiny_config(data__source="text", data__files=(str(tmp_path / "one.txt"),), train__eval_batches=1)
+    config.data.cache_dir = str(tmp_path / "cache")
+    monkeypatch.setattr(loop, "setup", lambda *_: pytest.fail("the model is made"))
+    with pytest.raises(DataError, match="nothing to validate on"):
+        Run(config, tmp_path / "run")
 
 
 def test_the_mean_of_bits_per_byte_is_over_the_steps_since_the_last_row(tmp_path):
