@@ -246,7 +246,9 @@ def test_known_ranges_change_no_bit_of_attention(window, called, monkeypatch):
     assert called == FORWARD_AND_BACKWARD * 2
 
 
-@pytest.mark.parametrize(("group", "kv_heads", "in_kernel"), [(16, 2, True), (4, 2, True), (6, 2, True), (7, 2, False), (6, 1, True)])
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "in_kernel"), [(16, 2, True), (4, 2, True), (6, 2, True), (7, 2, False), (6, 1, True)]
+)
 def test_a_gradient_of_the_query_is_added_onto_another(group, kv_heads, in_kernel, called, monkeypatch):
     """Summed before rounding where the kernel adds: onto its negation remains what rounding cut off."""
     divide_work(monkeypatch, 2, 2)
