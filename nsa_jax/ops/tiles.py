@@ -19,7 +19,7 @@ ROWS = 64
 # or divide the 8 rows of a swizzled tile. Other groups of heads need a rearranged copy, see `kernels.sm90_rows`.
 DIRECT_GROUPS = (1, 2, 4, 8, 16, 32, 64)
 # Those that it copies so where rows are as wide as its swizzle, 128 bytes: they may then begin anywhere in a tile, and
-# copies cut the tokens at both ends of 64 rows, which begin with one of three heads.
+# the tokens at both ends of 64 rows are cut.
 CUT_GROUPS = (3, 6, 12, 24)
 # Compressed keys of a warpgroup in Hopper's scores kernel.
 SCORE_KEYS = 128
