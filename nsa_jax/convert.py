@@ -145,7 +145,9 @@ def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
         num_layers = check_import(source, **options)[2].num_layers
         _check_counts(args, num_layers)
         kind["layer_pattern"] = _pattern(args, num_layers, range(num_layers))
-    config = check_import(source, **kind, **options)[1]
+    _, config, model_config = check_import(source, **kind, **options)
+    if args.gate is not None and "nsa" not in model_config.kinds:
+        raise LoadError(f"--gate={args.gate}: no layer has NSA, whose gate it is; leave it out")
     tokenizer = _tokenizer(args.tokenizer, source, config)
     context = min(config.data.seq_len, 4096)
     text = _first_tokens(tokenizer, args.text, context) if args.text else None
@@ -155,7 +157,7 @@ def convert(args: argparse.Namespace, overrides: Sequence[str] = ()) -> None:
         found = _far_layers(dense, config, rows, args.dense_layers + (args.nsa_layers or 0))
         kind["layer_pattern"] = _pattern(args, num_layers, found.layers)
         del dense
-    model, config = import_dense(source, **kind, gate=args.gate, **options)
+    model, config = import_dense(source, **kind, gate=GATE if args.gate is None else args.gate, **options)
     if args.tokenizer != "byte":
         config.data.tokenizer, config.data.tokenizer_path = "hf", str((target / "tokenizer.json").absolute())
     config.train.eval_batches = 0  # no run has validated it, so that evaluate has none to repeat
@@ -349,9 +351,8 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--gate",
         type=number(float, 0.0, 0.99),
-        default=GATE,
         metavar="EPS",
-        help="NSA: the compressed branch's gate at first; 0: dense attention on short rows (default %(default)s)",
+        help=f"NSA: the compressed branch's gate at first; 0: dense attention on short rows (default {GATE})",
     )
     parser.add_argument(
         "--shared-kv",

@@ -25,7 +25,8 @@ class Sampling:
       repetition_penalty: divides positive and multiplies negative logits of tokens that the row already holds; 1: off.
       temperature: divides logits; 0: always the most likely token (greedy).
       top_k: keep this many most likely tokens, and those as likely as the last of them; 0: all.
-      top_p: keep the most likely tokens that together have at least this probability; 1: all.
+      top_p: keep the most likely tokens that together have at least this probability, and those as likely as the last
+        of them; 1: all.
       min_p: keep tokens with at least this share of the most likely token's probability; 0: all.
       seed: at least 0, of any size; the same seed, prompts and settings give the same texts. A prompt's place in
         the list counts: each row draws numbers of its own.

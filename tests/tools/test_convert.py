@@ -466,6 +466,7 @@ def test_a_converted_model_is_generated_from_and_evaluated(tmp_path, capsys):
         (["IN", "OUT", "--dense-layers=1", "--layer-pattern=nsa,dense"], "not allowed with argument"),
         (["IN", "OUT", "--tokenizer=byte", "--nsa-layers=1"], "--nsa-layers: goes with --dense-layers"),
         (["IN", "OUT", "--nsa-layers=-1"], "argument --nsa-layers"),
+        (["IN", "OUT", "--gate=0.1", "--attention=dense"], "no layer has NSA, whose gate it is; leave it out"),
         (["IN", "OUT", "--shared-kv", "--layer-pattern=window,dense"], "False for layers of the kinds window, dense"),
         (["IN", "OUT", "--selected=3"], "unrecognized arguments: --selected=3"),
         (["IN", "OUT", "--config.model.nsa.num_selectd=3"], "did you mean config.model.nsa.num_selected"),
