@@ -25,13 +25,12 @@ on_host() { $ssh "$1" "$2" </dev/null; }
 stop() { on_host "${hosts[0]}" "kill -TERM \$(cat $pid_file)" || true; }
 trap stop INT TERM
 
-# A signal interrupts bash's wait; the processes go on until they have saved.
+# A signal interrupts bash's wait, whose status is then the signal's; the processes go on until they have saved.
 wait_for() {
-  local code
-  while true; do
-    wait "$1" && return 0
-    code=$?
-    kill -0 "$1" 2>/dev/null || return "$code"
+  until wait "$1"; do
+    kill -0 "$1" 2>/dev/null && continue
+    wait "$1" # it may have ended while the signal was passed on: bash still has its own status
+    return
   done
 }
 

@@ -181,6 +181,26 @@ def test_the_slurm_script_asks_for_one_process_per_host_and_a_signal():
     assert asked["signal"] == "TERM@300" and "requeue" in asked and re.fullmatch(r"\d+:\d\d:\d\d", asked["time"])
 
 
+@pytest.mark.parametrize("status", [0, 75, 143])
+def test_the_script_for_ssh_ends_with_the_status_of_a_process_that_is_gone_before_the_signal_is_passed_on(
+    tmp_path, status
+):
+    fake(tmp_path, "ssh", 'shift; case $1 in kill*) bash -c "$1"; sleep 1;; *) exec bash -c "$1";; esac')
+    fake(tmp_path, "python", f"trap 'exit {status}' TERM; echo begun; for i in $(seq 600); do sleep 0.1; done")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "SSH": str(tmp_path / "ssh"), "PYTHON": str(tmp_path / "python"), "PORT": str(port)}
+    command = ["bash", str(LAUNCH / "hosts.sh"), "left", "configs/toy.py"]
+    try:
+        with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout.readline() == "left: begun\n"
+            run.send_signal(signal.SIGTERM)
+            assert run.wait(timeout=60) == status
+    finally:
+        Path(f"/tmp/nsa_jax-{port}.pid").unlink(missing_ok=True)
+
+
 @pytest.mark.slow
 def test_one_run_over_two_hosts_is_stopped_by_a_signal(tmp_path):
     """The script for ssh with the real train.py; ssh is replaced by a shell on this machine."""
