@@ -49,8 +49,9 @@ def _named(packages: Sequence[str]) -> str:
 
 
 def _plugins() -> list[str]:
-    names = {dist.metadata["Name"].lower().replace("_", "-") for dist in importlib.metadata.distributions()}
-    return sorted(name for name in names if _PLUGIN.match(name))
+    # What an interrupted installation leaves behind has no name.
+    found = [name for dist in importlib.metadata.distributions() if (name := dist.metadata["Name"])]
+    return sorted(name for name in {name.lower().replace("_", "-") for name in found} if _PLUGIN.match(name))
 
 
 def missing_of(extra: str) -> list[str] | None:
@@ -83,20 +84,25 @@ def _gpus() -> Lines:
         plain = subprocess.run(query[:1], capture_output=True, text=True, timeout=20).stdout
     except FileNotFoundError:
         return [("GPU", "no nvidia-smi" + ("" if has_accelerator() else ", and no device or driver of a GPU"))]
-    except subprocess.SubprocessError as error:
+    except (OSError, subprocess.SubprocessError) as error:
         return [("GPU", f"nvidia-smi does not answer ({type(error).__name__})")]
     if done.returncode:
-        return [("GPU", f"nvidia-smi: {(done.stdout + done.stderr).strip().splitlines()[0]}")]
+        said = (done.stdout + done.stderr).strip() or f"status {done.returncode}"
+        return [("GPU", f"nvidia-smi: {said.splitlines()[0]}")]
     cuda = re.search(r"CUDA Version: *([\d.]+)", plain)
     cards = [line.strip() for line in done.stdout.splitlines() if line.strip()]
     lines = [("GPU", f"{cards.count(card)} x {card}") for card in dict.fromkeys(cards)]
     return [*lines, ("driver's CUDA", cuda.group(1) if cuda else "unknown")]
 
 
-def _disk(path: Path) -> str:
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    usage = shutil.disk_usage(existing)
-    return f"{path}: {usage.free / 2**30:,.1f} GiB free of {usage.total / 2**30:,.1f}"
+def _disk(path: str) -> str:
+    try:
+        whole = Path(path).expanduser().absolute()
+        existing = next(parent for parent in (whole, *whole.parents) if parent.exists())
+        usage = shutil.disk_usage(existing)
+    except (OSError, RuntimeError) as error:  # no permission, no such user, or the directory has been removed
+        return f"{path}: {getattr(error, 'strerror', None) or error}"
+    return f"{whole}: {usage.free / 2**30:,.1f} GiB free of {usage.total / 2**30:,.1f}"
 
 
 def tiny_step() -> tuple[str, str | None]:
@@ -171,8 +177,8 @@ def examine() -> tuple[Lines, list[str]]:
         step, wrong = _checked(tiny_step, "one tiny step")
         lines.append(("one tiny step", step))
     findings += [wrong] if wrong else []
-    lines.append(("disk", _disk(Path.cwd())))
-    lines.append(("cache", _disk(Path(os.environ.get("NSA_JAX_CACHE") or "~/.cache/nsa_jax").expanduser())))
+    lines.append(("disk", _disk(".")))
+    lines.append(("cache", _disk(os.environ.get("NSA_JAX_CACHE") or "~/.cache/nsa_jax")))
     variables = ", ".join(f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name))
     lines.append(("variables", variables or "none set"))
     return lines, findings

@@ -61,6 +61,34 @@ def test_cards_are_counted(plain, cuda, monkeypatch):
     assert doctor._gpus() == [("GPU", f"2 x {card}"), ("driver's CUDA", cuda)]
 
 
+def test_a_tool_of_the_driver_that_says_nothing_or_cannot_be_run_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    tool.chmod(0o755)
+    assert doctor._gpus() == [("GPU", "nvidia-smi: status 9")]
+    tool.write_text("of another machine")
+    assert doctor._gpus() == [("GPU", "nvidia-smi does not answer (OSError)")]
+
+
+def test_what_an_interrupted_installation_left_is_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "~umpy-1.0.dist-info").mkdir()
+    plugin = tmp_path / "jax_cuda12_plugin-0.11.2.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Name: jax_cuda12_plugin\nVersion: 0.11.2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "jax-cuda12-plugin" in doctor._plugins()
+
+
+def test_a_disk_that_cannot_be_looked_at_is_one_line(tmp_path, monkeypatch):
+    assert doctor._disk("~no_such_user/x").startswith("~no_such_user/x: ")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert doctor._disk(".") == ".: No such file or directory"
+
+
 def test_packages_that_an_extra_lacks_are_named(monkeypatch):
     required = [
         "jax>=0.10",
