@@ -320,8 +320,12 @@ def outcome(
         if summary.get("finished"):
             return {**where, "state": "finished", "step": at, "title": "Finished", "message": f"all {at:,} steps"}
         reason = str(summary.get("stopped_by") or "a request")
-        message = "the state was saved; the same command resumes" if not reason.startswith("early") else reason
-        title = "Stopped early" if reason.startswith("early") else f"Stopped by {reason}"
+        early = reason.startswith("early")
+        message = "the state was saved; the same command resumes"
+        if summary.get("saved") is False:
+            message = "nothing was saved: config.train.save_every is 0"
+        message = reason if early else message
+        title = "Stopped early" if early else f"Stopped by {reason}"
         return {**where, "state": "requested", "step": at, "title": title, "message": message}
     if alive:
         message = (

@@ -180,13 +180,21 @@ def ending(summary: Mapping[str, Any], program: str = "nsa-jax ", workdir: str =
         lines.append("  checkpoint   none of this step: config.train.save_every is 0")
     lines.append("next")
     if not summary["finished"]:
-        again = f"goes on after step {summary['step']:,}" if summary["saved"] else "goes on from the last checkpoint"
-        lines.append(f"  the same command {again}")
+        lines.append(f"  the same command {_again(summary)}")
     if summary["saved"] or best:
         lines.append(f"  {program}generate {workdir} --interactive")
         lines.append(f"  {program}evaluate {workdir}")
     lines.append(f"  {program}report {workdir}")
     return lines
+
+
+def _again(summary: Mapping[str, Any]) -> str:
+    """What the same command does after a run that has not finished."""
+    if summary["stopped_by"].startswith("early stopping"):
+        return "ends at once: to go on, raise config.guards.early_stop"
+    # What saves nothing leaves the checkpoint that it began with, if there was one, as the last.
+    step = summary["step"] if summary["saved"] else summary["start_step"]
+    return f"goes on after step {step:,}" if step or summary["saved"] else "begins again"
 
 
 def program_and_place(workdir: Path) -> tuple[str, str]:

@@ -178,6 +178,18 @@ def test_the_outcome_is_that_of_the_youngest_evidence(summary, stop, beat, state
     assert (found["state"], found["title"]) == (state, title)
 
 
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (True, "the state was saved; the same command resumes"),
+        (False, "nothing was saved: config.train.save_every is 0"),
+    ],
+)
+def test_a_run_that_was_stopped_tells_whether_it_was_saved(saved, message):
+    summary = {"step": 30, "stopped_by": "HALT", "saved": saved}
+    assert outcome(40, [{"step": 30}], summary, {}, {}, now=1000.0)["message"] == message
+
+
 def test_a_run_that_a_guard_stopped_tells_which_and_why(stopped):
     run = read_run(stopped)
     assert run["outcome"]["title"] == "Stopped by the guard loss_floor" and run["outcome"]["step"] == 30

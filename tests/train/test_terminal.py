@@ -54,7 +54,7 @@ def summary(**changes):
         "step": 100, "steps": 100, "finished": True, "stopped_by": None, "saved": True, "alarms": {},
         "validation": {"step": 100, "val/loss": 2.31, "val/bits_per_byte": 3.34},
         "best_checkpoint": {"step": 100, "val/loss": 2.31},
-        "goodput": {"start": {"wall_seconds": 82.4}}, "workdir": "/runs/my toy",
+        "goodput": {"start": {"wall_seconds": 82.4}}, "workdir": "/runs/my toy", "start_step": 0,
     }  # fmt: skip
     return {**found, **changes}
 
@@ -84,6 +84,23 @@ def test_the_end_of_a_run_that_was_stopped_says_how_it_goes_on():
     ]
     unsaved = terminal.ending(summary(**early, saved=False, best_checkpoint=None))
     assert not any("generate" in line for line in unsaved) and any("save_every is 0" in line for line in unsaved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "does"),
+    [
+        ({"saved": True}, "goes on after step 90"),
+        ({"saved": False}, "begins again"),
+        ({"saved": False, "start_step": 50}, "goes on after step 50"),
+        (
+            {"saved": True, "stopped_by": "early stopping: 2 validations without improvement on 2.3"},
+            "ends at once: to go on, raise config.guards.early_stop",
+        ),
+    ],
+)
+def test_the_end_says_what_the_same_command_does(changes, does):
+    lines = terminal.ending(summary(**{"step": 90, "finished": False, "stopped_by": "HALT", **changes}))
+    assert f"  the same command {does}" in lines
 
 
 class Screen(io.StringIO):
