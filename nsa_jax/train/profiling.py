@@ -96,6 +96,7 @@ class Profile:
     def __init__(self, window: Window | None, workdir: Path, say: Callable[[str], None]):
         self._window, self._directory, self._say = window, workdir / "profile", say
         self._running = False
+        self._last = 0  # step that was dispatched
 
     def before(self, step: int, state: Any) -> None:
         """Before a step is dispatched; at the window's start, waits for the steps before it."""
@@ -110,6 +111,7 @@ class Profile:
 
     def after(self, step: int, state: Any) -> bool:
         """After a step was dispatched; at the window's end, waits for it and writes the trace. Whether it did."""
+        self._last = step
         if self._window is None or step != self._window.stop - 1:
             return False
         jax.block_until_ready(state)
@@ -121,4 +123,4 @@ class Profile:
         if self._running and self._window is not None:
             self._running = False
             jax.profiler.stop_trace()
-            self._say(f"profile of steps {self._window.start} to {self._window.stop - 1} in {self._directory}")
+            self._say(f"profile of steps {self._window.start} to {self._last} in {self._directory}")

@@ -39,7 +39,7 @@ def test_the_trace_holds_these_steps_and_changes_no_loss(tmp_path, capsys):
     assert run.train_step._cache_size() == 1
 
 
-def test_a_run_that_stops_within_the_window_still_writes_the_trace(tmp_path):
+def test_a_run_that_stops_within_the_window_still_writes_the_trace(tmp_path, capsys):
     run = profiled(tmp_path, "3:6")
     step = run.train_step
 
@@ -51,6 +51,7 @@ def test_a_run_that_stops_within_the_window_still_writes_the_trace(tmp_path):
     run.train_step = halting
     assert run.run()["step"] == 4
     assert traced_steps(tmp_path) == [3, 4]
+    assert "profile of steps 3 to 4 in " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
