@@ -331,6 +331,12 @@ def test_steps_and_validations_that_finish_are_no_stall(tmp_path, monkeypatch):
     assert "stalled" not in told and told[-1] == "stopped"
 
 
+def test_a_run_ends_well_whose_empty_files_were_cleared_away(tmp_path):
+    with Watchdog(tmp_path):
+        (tmp_path / "stacks_0.txt").unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["heartbeat_0.jsonl"]
+
+
 def test_a_stalled_loader_is_reported_with_all_stacks(tmp_path):
     def stall_here():  # on a busy machine the watchdog waits, too
         end, written = (

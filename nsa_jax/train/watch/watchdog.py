@@ -69,9 +69,10 @@ class Watchdog:
         with contextlib.suppress(AttributeError, ValueError):
             faulthandler.unregister(signal.SIGUSR1)
         self.write("stopped")
+        empty = not os.fstat(self._stacks.fileno()).st_size
         self._stacks.close()
-        if not self._stacks_path.stat().st_size:
-            self._stacks_path.unlink()
+        if empty:
+            self._stacks_path.unlink(missing_ok=True)  # somebody may have cleared empty files away
 
     def beat(self, step: int, doing: str = "training", *, finished: bool = True) -> None:
         """Something got done.
