@@ -121,7 +121,7 @@ def wait_row(seconds: list[float]) -> dict[str, float]:
     return {"perf/data_wait_p50_seconds": float(p50), "perf/data_wait_p95_seconds": float(p95)}
 
 
-def _drop_rows_after(path: Path, step: int) -> None:
+def _drop_rows_after(path: Path, step: float) -> None:
     """Removes rows of steps that will be run again, and a last line that was cut off."""
     kept = []
     for line in path.read_text(errors="replace").splitlines():
@@ -197,6 +197,8 @@ class MetricsWriter:
             if kept.exists():
                 # A run that begins again validates at step 0 again.
                 _drop_rows_after(kept, start_step or -1)
+        if (alarms := workdir / "alarms.jsonl").exists():
+            _drop_rows_after(alarms, math.inf)  # all stay, and the next does not continue a line that was cut off
         self._file = path.open("a")
         # Events of steps that are run again are purged, as the rows are.
         purge = start_step + 1 if start_step else None

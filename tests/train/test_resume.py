@@ -92,9 +92,12 @@ def test_a_killed_run_continues_from_its_last_checkpoint(uninterrupted, tmp_path
             make_run(tmp_path, **FULL).run()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "train/lo')  # a line cut off by the kill
+    alarm = '{"step": 9, "alarm": "spike", "message": "", "time": 1.0}\n'
+    (tmp_path / "alarms.jsonl").write_text(alarm + '{"step": 9, "ala')
     assert make_run(tmp_path, **FULL).run()["start_step"] == 4
     assert losses(tmp_path) == losses(uninterrupted)
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()].count(5) == 1
+    assert (tmp_path / "alarms.jsonl").read_text() == alarm  # an alarm of lost steps is kept, half a line is not
 
 
 def test_resume_from_another_run_at_a_step(uninterrupted, tmp_path):
