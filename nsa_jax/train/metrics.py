@@ -25,6 +25,7 @@ import json
 import math
 import resource
 import time
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -60,7 +61,12 @@ def finite_mean(losses: list[float]) -> float:
 
 def printable(text: str) -> str:
     """Text with control characters written as escapes, so that a sample cannot garble a terminal."""
-    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if _is_shown(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_shown(c: str) -> bool:
+    # To Python neither spaces of other widths are printable nor the joiners of Persian, Hindi and emoji.
+    return c.isprintable() or c in "\n\t\u200c\u200d" or unicodedata.category(c) == "Zs"
 
 
 def train_row(values: dict[str, float]) -> dict[str, float]:

@@ -196,6 +196,9 @@ def test_a_step_that_was_over_before_the_clock_ran_has_no_speed(tmp_path):
 
 def test_samples_cannot_garble_a_terminal():
     assert metrics.printable("a\x1b[2J\x00\n\tb\u00e9") == "a\\x1b[2J\\x00\n\tb\u00e9"
+    assert metrics.printable("a\u202eb\u2028\ufeff") == "a\\u202eb\\u2028\\ufeff"
+    for text in ("\u3000\u6771\u4eac", "10\u00a0%", "\u0645\u06cc\u200c\u062e"):  # spaces and a joiner of languages
+        assert metrics.printable(text) == text
 
 
 @pytest.mark.parametrize("seq_len", [5, 40, 100])
