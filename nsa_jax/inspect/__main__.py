@@ -11,6 +11,7 @@ the same tokenizer.
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -72,7 +73,8 @@ def _write(args: argparse.Namespace) -> None:
     if args.text == "-" and sys.stdin is None:
         raise ValueError("--text=-: the standard input is closed; pipe a text, or name a FILE")
     try:
-        text = sys.stdin.read() if args.text == "-" else Path(args.text).read_text(encoding="utf-8")
+        raw = sys.stdin.buffer.read() if args.text == "-" else Path(args.text).read_bytes()
+        text = io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8").read()  # whatever the locale
     except UnicodeDecodeError as error:
         raise ValueError(f"--text={args.text}: not UTF-8 ({error.reason} at byte {error.start:,})") from error
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import io
 import json
 import re
 import shutil
@@ -106,6 +107,16 @@ def test_what_cannot_be_explored_is_refused_with_what_to_do(runs, tmp_path, caps
     assert "no such step" in refused(f"{runs / 'one'}@7", "--text", text)
     with pytest.raises(ValueError, match="8,192; give less text"):
         inspect.Exploration(ByteTokenizer(), "a" * 9000)
+
+
+def test_standard_input_is_utf8_whatever_the_locale(runs, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "page.html"
+    for encoding, errors in (("latin-1", "strict"), ("utf-8", "surrogateescape")):  # the second is of the C locale
+        for raw, status in (("é\r\nb".encode(), 0), (b"caf\xe9 au lait", 2)):
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw), encoding, errors))
+            assert main([str(runs / "one"), "--text=-", "--html", str(out)]) == status
+        assert "(0.0 MB, 4 tokens" in (said := capsys.readouterr()).out
+        assert "--text=-: not UTF-8 (invalid continuation byte at byte 3)" in said.err
 
 
 def test_a_damaged_checkpoint_is_left_out_unless_it_is_all(runs, tmp_path, capsys, caplog):
