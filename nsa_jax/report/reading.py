@@ -34,7 +34,8 @@ _TABLES = ("metrics", "health", "layers", "validation", "alarms", "samples")
 _LARGEST_STEP = 2**53  # JavaScript counts exactly up to here
 _DEEPEST = 50  # levels of JSON; the trainer writes no deeper ones
 _MOST_LAYERS = 2048
-_ALIVE_SECONDS = 180.0  # a heartbeat comes every 30 s unless the config says otherwise
+_ALIVE_BEATS = 6  # without a new heartbeat for so many, a run is not alive
+_BEAT_SECONDS = 30.0  # unless the config says otherwise
 # How the values of several steps in one column are combined: by the worst value, for figures that have one.
 _WORST = {"gate_entropy": np.fmin, "gate_collapsed": np.fmax, "gate_share_max": np.fmax, "key_mismatches": np.fmax}
 _WORST |= {f"{name}_largest": np.fmax for name in ("weights", "gradients", "updates")}
@@ -291,7 +292,13 @@ def _samples(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def outcome(
-    steps: int | None, rows: list[dict[str, Any]], summary: dict, stopped: dict, heartbeat: dict, now: float
+    steps: int | None,
+    rows: list[dict[str, Any]],
+    summary: dict,
+    stopped: dict,
+    heartbeat: dict,
+    now: float,
+    beat_seconds: float = _BEAT_SECONDS,
 ) -> dict[str, Any]:
     """How the run ended, from the youngest evidence: a resumed run leaves older files behind.
 
@@ -301,7 +308,7 @@ def outcome(
     last = max((row["step"] for row in rows), default=0)
     latest = max((stamp for row in rows if (stamp := _finite(row.get("time"))) is not None), default=0.0)
     beat = _finite(heartbeat.get("time")) or 0.0
-    alive = heartbeat.get("event") == "alive" and now - beat < _ALIVE_SECONDS
+    alive = heartbeat.get("event") == "alive" and now - beat < _ALIVE_BEATS * max(beat_seconds, _BEAT_SECONDS)
     where = {"step": last, "steps": steps}
     stamp = _finite(stopped.get("time"))
     if stopped and not alive and (stamp is None or stamp >= latest - 1):
@@ -557,6 +564,7 @@ def read_run(workdir: Path, now: float | None = None, *, address: str = "") -> d
         stopped,
         _last_object(workdir / "heartbeat_0.jsonl", notes),
         time.time() if now is None else now,
+        _finite(flat.get("guards.heartbeat_seconds")) or _BEAT_SECONDS,
     )
     events = _alarms(tables["alarms"]) + not_finite + _checkpoints(workdir, notes)
     if env.get("resumed_from") is not None:

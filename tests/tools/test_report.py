@@ -178,6 +178,16 @@ def test_the_outcome_is_that_of_the_youngest_evidence(summary, stop, beat, state
     assert (found["state"], found["title"]) == (state, title)
 
 
+def test_a_run_whose_config_asks_for_few_heartbeats_is_running_between_them(stopped):
+    env = json.loads((stopped / "env.json").read_text())
+    env["config"]["guards"]["heartbeat_seconds"] = 600.0
+    (stopped / "env.json").write_text(json.dumps(env))
+    lines(stopped / "heartbeat_0.jsonl", [{"event": "alive", "time": 1e9}])
+    (stopped / "stopped.json").unlink()
+    assert read_run(stopped, now=1e9 + 599)["outcome"]["state"] == "running"
+    assert read_run(stopped, now=1e9 + 3601)["outcome"]["state"] == "interrupted"
+
+
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
