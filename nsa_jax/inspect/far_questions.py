@@ -116,7 +116,7 @@ class Verdict:
     Attributes:
       share: float [L, K], of the questions, those whose list holds the block of the answer's source.
       chance: the same share of lists that hold the forced blocks and others at random.
-      error: float [L, K], standard error of `share`, from the differences between questions.
+      error: float [L, K], standard error of `share`, from the differences between questions; at least that of `chance`.
     """
 
     share: np.ndarray
@@ -150,8 +150,10 @@ def judge_selection(scored: Sequence[Scored], config: NSAConfig) -> Verdict:
     free = config.num_selected - config.num_initial - config.num_local
     random = np.minimum(free / np.maximum(last + 1 - config.num_initial - config.num_local, 1), 1.0)
     forced = blocks.forced_blocks(sources // config.select_block, first, last, config)
-    error = listed.std(0, ddof=1) / np.sqrt(len(listed))
-    return Verdict(listed.mean(0), float(np.where(forced, 1.0, random).mean()), error)
+    chance = float(np.where(forced, 1.0, random).mean())
+    # Few questions may agree by chance: then nothing differs between them, and yet there is an error.
+    error = np.sqrt(np.maximum(listed.var(0), chance * (1 - chance)) / len(listed))
+    return Verdict(listed.mean(0), chance, error)
 
 
 def show_far_question(probe: Probe, task: FarTask) -> tuple[str, Figure] | None:

@@ -84,6 +84,15 @@ def test_lists_that_rules_force_are_no_achievement():
     assert verdict.chance == 1.0 == verdict.share.min() and not verdict.unlike_chance
 
 
+@pytest.mark.parametrize("questions", [1, 3])
+def test_a_few_questions_that_are_answered_by_accident_do_not_tell_lists_from_random_ones(questions):
+    positions, sources = np.full(questions, 50), np.full(questions, 20)
+    chosen = random_choices(positions, np.random.default_rng(0))
+    chosen[:, 1, 0, 0] = sources // 4
+    verdict = inspect.judge_selection(scored(positions, sources, chosen), GEOMETRY)
+    assert verdict.share.max() == 1.0 and np.isfinite(verdict.error).all() and not verdict.unlike_chance
+
+
 def test_at_initialisation_answers_and_lists_are_at_chance(probe):
     found, verdict = inspect.score_far_task(probe, make_task(), rows=32)
     assert found["questions"] >= 320 and found["chance"] == pytest.approx(0.2) and found["window"] == 4
