@@ -23,9 +23,10 @@ function short(value) {
 }
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  const h = Math.floor(seconds / 3600),
-    m = Math.floor(seconds / 60) % 60,
-    s = Math.round(seconds % 60);
+  const whole = Math.round(seconds), // first, or 59.6 s of a minute would be 60
+    h = Math.floor(whole / 3600),
+    m = Math.floor(whole / 60) % 60,
+    s = whole % 60;
   return h ? `${grouped(h)} h ${m} min` : m ? `${m} min ${s} s` : `${s} s`;
 }
 const shown = (value) =>

@@ -383,6 +383,8 @@ def test_a_run_of_one_line_has_a_page_without_errors(browser, tmp_path):
     assert [t["y"] for t in loss["traces"]] == [[5.5]] and tab.show("chart-lr")["hidden"]
     assert "not logged by this run" in tab.page.inner_text("#optimisation")
     assert tab.page.locator("#run").count() == 0 and tab.overflow() <= 0 and tab.said == []
+    times = tab("[0.4, 59.6, 119.7, 3599.8, 7322].map(duration)")
+    assert times == ["0 s", "1 min 0 s", "2 min 0 s", "1 h 0 min", "2 h 2 min"]
     tab.close()
 
 
