@@ -306,7 +306,8 @@ def outcome(
       {"state": finished | stopped | requested | running | interrupted | empty, "title", "message", "step", "steps"}.
     """
     last = max((row["step"] for row in rows), default=0)
-    latest = max((stamp for row in rows if (stamp := _finite(row.get("time"))) is not None), default=0.0)
+    # Of the last row, and not the highest: a clock that ran ahead may have been set back during the run.
+    latest = next((stamp for row in reversed(rows) if (stamp := _finite(row.get("time"))) is not None), 0.0)
     beat = _finite(heartbeat.get("time")) or 0.0
     alive = heartbeat.get("event") == "alive" and now - beat < _ALIVE_BEATS * max(beat_seconds, _BEAT_SECONDS)
     where = {"step": last, "steps": steps}

@@ -178,6 +178,11 @@ def test_the_outcome_is_that_of_the_youngest_evidence(summary, stop, beat, state
     assert (found["state"], found["title"]) == (state, title)
 
 
+def test_a_guard_stopped_a_run_whose_clock_was_set_back():
+    rows = [{"step": 10, "time": 9000.0}, {"step": 20, "time": 100.0}]
+    assert outcome(40, rows, {}, {"guard": "spike", "time": 104.0}, {}, now=1000.0)["state"] == "stopped"
+
+
 def test_a_run_whose_config_asks_for_few_heartbeats_is_running_between_them(stopped):
     env = json.loads((stopped / "env.json").read_text())
     env["config"]["guards"]["heartbeat_seconds"] = 600.0
