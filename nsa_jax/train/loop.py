@@ -337,7 +337,7 @@ class Run:
             if compiles:  # otherwise nothing would be heard for as long as that takes
                 sizes.add(rows)
                 what = f"compiling the train step{f' for {rows} rows' if self.ramp.stages else ''}"
-                self._doing(step, what)
+                self._doing(step, what, compiles=True)
                 if not self.terminal.live:
                     writer.say(what)
                 self._compiling.wait("train step")
@@ -523,9 +523,9 @@ class Run:
             self.terminal.doing("writing a sample")
             writer.text(step, "sample", self.sampler(weights, step))
 
-    def _doing(self, step: int, what: str) -> None:
+    def _doing(self, step: int, what: str, *, compiles: bool = False) -> None:
         """What begins now, after a step, for the watchdog and the terminal."""
-        self.watchdog.beat(step, what, finished=False)
+        self.watchdog.beat(step, what, finished=False, compiles=compiles)
         self.terminal.doing(what)
 
     def _finished(self, step: int, future: Any) -> None:

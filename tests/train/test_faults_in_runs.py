@@ -331,6 +331,24 @@ def test_steps_and_validations_that_finish_are_no_stall(tmp_path, monkeypatch):
     assert "stalled" not in told and told[-1] == "stopped"
 
 
+def test_compiling_for_the_next_batch_of_a_ramp_is_no_stall(tmp_path, monkeypatch):
+    told = []
+    real = Watchdog.write
+    monkeypatch.setattr(Watchdog, "write", lambda self, event: (told.append(event), real(self, event))[1])
+    ramp = dict(train__batch_ramp=("2:4",), train__grad_accum=2, train__steps=4, model__attention="dense")
+    made = make_run(tmp_path, guards__stall_seconds=1.0, **ramp)
+    wait = made._compiling.wait
+
+    def slowly(*names):
+        if "train step" in names:
+            time.sleep(2.5)
+        wait(*names)
+
+    monkeypatch.setattr(made._compiling, "wait", slowly)
+    assert made.run()["finished"]
+    assert "stalled" not in told and told[-1] == "stopped"
+
+
 def test_a_run_ends_well_whose_empty_files_were_cleared_away(tmp_path):
     with Watchdog(tmp_path):
         (tmp_path / "stacks_0.txt").unlink()

@@ -31,7 +31,7 @@ class Watchdog:
     Args:
       workdir: of the run.
       process: index of this process.
-      stall_seconds: without a beat, after the first finished step; 0: heartbeats only.
+      stall_seconds: without a beat, unless the train step is compiled, for which there is an hour; 0: heartbeats only.
       heartbeat_seconds: between lines of the heartbeat file.
       exit_on_stall: end the process with status 75 when it stalls.
     """
@@ -74,16 +74,17 @@ class Watchdog:
         if empty:
             self._stacks_path.unlink(missing_ok=True)  # somebody may have cleared empty files away
 
-    def beat(self, step: int, doing: str = "training", *, finished: bool = True) -> None:
+    def beat(self, step: int, doing: str = "training", *, finished: bool = True, compiles: bool = False) -> None:
         """Something got done.
 
         Args:
           step: last finished step.
           doing: what begins now.
-          finished: whether a step has been finished, so that the first compilation is over.
+          finished: whether a step has been finished, so that the compilation before it is over.
+          compiles: whether a step is compiled now, as the first is, and one of a ramp whose batch grows.
         """
         self._step, self._doing, self._mark = step, doing, time.monotonic()
-        self._finished_step = self._finished_step or finished
+        self._finished_step = finished or (self._finished_step and not compiles)
 
     def alive(self) -> None:
         """The device has finished a step that no beat has told of yet, or a batch of validation."""
