@@ -27,14 +27,13 @@ class Board:
     room in its queue for ever.
     """
 
-    def __init__(self, directory: Path, purge_step: int | None):
+    def __init__(self, directory: Path, purge_step: int):
         directory.mkdir(parents=True, exist_ok=True)
         self._events = EventsWriter(str(directory / "events"), f".{os.getpid()}")
         self._flushed = time.monotonic()
-        if purge_step is not None:
-            self._events.write_event(Event(step=purge_step, file_version="brain.Event:2"))
-            start = SessionLog(status=SessionLog.START)
-            self._events.write_event(Event(step=purge_step, session_log=start))
+        self._events.write_event(Event(step=purge_step, file_version="brain.Event:2"))
+        start = SessionLog(status=SessionLog.START)
+        self._events.write_event(Event(step=purge_step, session_log=start))
 
     def add(self, step: int, summaries: Iterable[Any]) -> None:
         """Appends summaries of a step."""

@@ -207,8 +207,7 @@ class MetricsWriter:
             _drop_rows_after(alarms, math.inf)  # all stay, and the next does not continue a line that was cut off
         self._file = path.open("a")
         # Events of steps that are run again are purged, as the rows are.
-        purge = start_step + 1 if start_step else None
-        self._board = Board(workdir / "tensorboard", purge)
+        self._board = Board(workdir / "tensorboard", start_step + 1 if start_step else 0)
 
     def write(self, step: int, row: dict[str, Any]) -> None:
         """Appends one row; numbers also go to TensorBoard and the trackers."""

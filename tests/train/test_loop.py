@@ -3,10 +3,12 @@
 import io
 import json
 import math
+import struct
 
 import jax
 import numpy as np
 import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from nsa_jax import NSAConfig, evaluate
 from nsa_jax.data import DataError
@@ -192,6 +194,22 @@ def test_a_step_that_was_over_before_the_clock_ran_has_no_speed(tmp_path):
     make_run(tmp_path, train__steps=3, model__attention="dense").run()
     names = ("perf/tokens_per_second", "perf/step_seconds")
     assert [[name in row for name in names] for row in rows(tmp_path).values()] == [[False] * 2, [True] * 2, [True] * 2]
+
+
+@pytest.mark.parametrize(("start_step", "purged"), [(0, 0), (7, 8)])
+def test_tensorboard_forgets_the_steps_that_are_run_again(tmp_path, start_step, purged):
+    for _ in range(2):  # the first was killed before it saved, or after step 7
+        writer = metrics.MetricsWriter(tmp_path, start_step=start_step, total_steps=9, stream=io.StringIO())
+        writer.write(8, {"train/loss": 1.0})
+        writer.close()
+    newest = max((tmp_path / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime)
+    raw, events = newest.read_bytes(), []
+    while raw:  # records: length, checksum, event, checksum
+        (size,) = struct.unpack("<Q", raw[:8])
+        events.append(Event.FromString(raw[12 : 12 + size]))
+        raw = raw[16 + size :]
+    (start,) = (event for event in events if event.HasField("session_log"))
+    assert start.session_log.status == SessionLog.START and start.step == purged
 
 
 def test_samples_cannot_garble_a_terminal():
