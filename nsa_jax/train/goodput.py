@@ -88,7 +88,7 @@ class Goodput:
         self._seconds["startup"] = now - self._began - sum(self._seconds.values())
         self._rest = "other"
 
-    def lap(self, step: int, seconds: float, idle: float, end: float) -> dict[str, float]:
+    def lap(self, step: int, seconds: float, idle: float, end: float, held: float = 0.0) -> dict[str, float]:
         """Adds a lap.
 
         Args:
@@ -96,13 +96,14 @@ class Goodput:
           seconds: that it took on the device, waits for batches included.
           idle: seconds of it for which the device waited for batches.
           end: when it ended, on the clock of `time.perf_counter`.
+          held: seconds of it for which the device waited for other work of the loop, such as callbacks.
 
         Returns:
           Metrics for the row of that step: seconds of this start by cause, and the goodput of this start and of all.
         """
         idle = min(idle, seconds)
         self._seconds["data"] += idle
-        self._seconds["training"] += seconds - idle
+        self._seconds["training"] += max(seconds - idle - held, 0.0)
         self._step = step
         if self._active and time.perf_counter() - self._written > _WRITE_SECONDS:
             self._write(end)

@@ -23,7 +23,7 @@ from nsa_jax.data import make_pipeline
 from nsa_jax.object_store import scheme_of
 from nsa_jax.ops.implementations import forget_implementations_served, implementations_served
 from nsa_jax.train import disk, env, far_task, flops, metrics, preflight, processes
-from nsa_jax.train.batches import Batches
+from nsa_jax.train.batches import Batches, idle_seconds
 from nsa_jax.train.callbacks import Callback, Callbacks
 from nsa_jax.train.checkpoint import Checkpoints
 from nsa_jax.train.compile_ahead import CompileAhead, first_programs
@@ -376,8 +376,10 @@ class Run:
                 interval = Interval(step + 1)
                 # The newest interval is still running on the device: report the one before it. Before a pause report
                 # both, since nothing that is not finite may be validated or saved.
+                began = time.perf_counter()
                 while len(pending) > (0 if pauses else 1):
                     self._report(pending.popleft(), writer, clock)
+                interval.held = idle_seconds(began, time.perf_counter(), batches.last_step)
             if pauses:
                 if evaluates:
                     with self.goodput.spent_on("validation"):
@@ -386,6 +388,7 @@ class Run:
                     self._save(checkpoints, step, state, data)
                 self.terminal.doing(TRAINING)
                 clock.restart()
+                interval.held = 0.0
         interval.close(*batches.take_waits())
         for rest in (*pending, interval):
             if rest.values:
@@ -413,7 +416,7 @@ class Run:
             row["perf/tokens_per_second"] = tokens / seconds
             row["perf/step_seconds"] = seconds / timed
         row.update(metrics.wait_row(interval.waits))
-        row.update(self.goodput.lap(step, seconds, interval.idle, clock.mark))
+        row.update(self.goodput.lap(step, seconds, interval.idle, clock.mark, interval.held))
         peak = flops.peak_flops(jax.devices()[0].device_kind)
         if peak is not None and timed:
             row["perf/mfu"] = self._flops_per_token * tokens / seconds / (peak * self.setup.mesh.size)

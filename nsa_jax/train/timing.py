@@ -27,6 +27,7 @@ class Interval:
         self.values: list[dict[str, jax.Array]] = []
         self.waits: list[float] = []
         self.idle = 0.0  # seconds of the waits for which the device had nothing to do
+        self.held = 0.0  # seconds for which it had nothing to do while a log line was made, such as by callbacks
         self.health: dict[str, jax.Array] | None = None  # of NSA after the last step
         self.layers: dict[str, jax.Array] | None = None  # `layer_figures` of the last step
         self.untimed = 0  # steps before the clock's last restart

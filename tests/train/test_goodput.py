@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from nsa_jax.train import batches, goodput, loop
+from nsa_jax.train.callbacks import Callback
 from nsa_jax.train.goodput import Goodput
-from tests.train.tiny import make_run, rows
+from nsa_jax.train.loop import Run
+from tests.train.tiny import make_run, one_device, rows, tiny_config
 
 PARTS = ("training", "data", "startup", "validation", "saving", "other")
 
@@ -96,6 +98,19 @@ def test_only_waits_without_work_on_the_device_are_lost(finished, idle):
     if isinstance(finished, float):
         last.set_result(finished)
     assert batches.idle_seconds(10.0, 14.0, last) == idle
+
+
+def test_what_callbacks_take_is_no_training(tmp_path):
+    class Slow(Callback):
+        def on_step(self, step, metrics):
+            time.sleep(0.3)
+
+    made = Run(tiny_config(model__attention="dense", train__steps=10), tmp_path, None, one_device(), callbacks=[Slow()])
+    start = made.run()["goodput"]["start"]
+    assert start["other_seconds"] > 2.0 > start["training_seconds"]
+    for row in rows(tmp_path).values():
+        parts = [row[f"time/{part}_seconds"] for part in PARTS]
+        assert min(parts) >= 0.0 and sum(parts) == pytest.approx(row["time/wall_seconds"])
 
 
 def test_the_process_began_before_now_and_not_long_ago():
