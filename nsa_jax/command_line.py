@@ -255,6 +255,13 @@ def silence(stream: TextIO) -> None:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
+def forgive(stream: TextIO) -> None:
+    """Lets a stream write ? for characters that its encoding does not have: they must not end a program."""
+    reconfigure: Any = getattr(stream, "reconfigure", None)
+    if reconfigure and stream.errors in ("strict", "surrogateescape"):
+        reconfigure(errors="replace")
+
+
 def run_program(work: Callable[[], object]) -> int:
     """Runs a command line tool with its logging and platform set; a mistake of the user ends in one line.
 
@@ -268,6 +275,7 @@ def run_program(work: Callable[[], object]) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by >&-
             setattr(sys, name, open(os.devnull, "w"))
+    forgive(sys.stdout)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
     choose_platform()

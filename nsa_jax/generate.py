@@ -18,7 +18,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from nsa_jax.command_line import number, run_program, silence
 from nsa_jax.generator import Completion, Generator, PromptError, Stats
@@ -167,9 +166,6 @@ def _prompt(args: argparse.Namespace) -> str | bytes:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure:
-        reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run
     sampling = Sampling(
         repetition_penalty=args.repetition_penalty,
         temperature=0.0 if args.greedy else args.temperature,

@@ -13,7 +13,7 @@ from pathlib import Path
 from absl import app, flags
 from ml_collections import ConfigDict
 
-from nsa_jax.command_line import OVERRIDE, collect_overrides, load_config, override, workdir_problems
+from nsa_jax.command_line import OVERRIDE, collect_overrides, forgive, load_config, override, workdir_problems
 from nsa_jax.config import ConfigError, Problem, check, default_config
 from nsa_jax.exit_status import (
     EXIT_AGAIN,
@@ -105,6 +105,7 @@ def preflight(config, workdir: str, target: str, devices: int) -> int:
             report = preflight_lib.examine(config, directory, target=target, devices=devices, doing=doing)
     finally:
         terminal.close()
+    forgive(sys.stdout)
     preflight_lib.show(report, Console(width=None if sys.stdout.isatty() else 120))
     return report.exit_code
 

@@ -1,5 +1,6 @@
 """What train.py is told: every mistake in flags, config file and workdir is one line that says where it is."""
 
+import io
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
-from nsa_jax.command_line import OVERRIDE, collect_overrides, load_config, override, workdir_problems
+from nsa_jax.command_line import OVERRIDE, collect_overrides, load_config, override, run_program, workdir_problems
 from nsa_jax.config import ConfigError, check, default_config, validate
 from nsa_jax.fields import nearest, walk
 
@@ -323,6 +324,12 @@ def test_train_says_it_in_one_line_and_status_2_before_touching_a_device(argumen
     command = [sys.executable, "train.py", "--config=configs/quickstart.py", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_program_whose_output_lacks_a_character_ends_well(monkeypatch):
+    said = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(said, "latin-1", write_through=True))
+    assert run_program(lambda: print("caf\u00e9 \u6771")) == 0 and said.getvalue() == b"caf\xe9 ?\n"
 
 
 @pytest.mark.parametrize("program", [["train.py"], ["-m", "nsa_jax.cli", "train"]])

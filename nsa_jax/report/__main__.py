@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa_jax.command_line import EXIT_USAGE
+from nsa_jax.command_line import EXIT_USAGE, forgive
 from nsa_jax.hub import remote_run
 from nsa_jax.hub.output import check_writable
 from nsa_jax.object_store import Folder, normal, scheme_of
@@ -101,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ReportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    forgive(sys.stdout)
     print(f"{out} ({len(text.encode()) / 1e6:.1f} MB)")
     return 0
 

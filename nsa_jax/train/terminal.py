@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from nsa_jax.command_line import silence
+from nsa_jax.command_line import forgive, silence
 from nsa_jax.data import Pipeline
 from nsa_jax.fields import source_configs
 from nsa_jax.train.state import Setup
@@ -217,6 +217,7 @@ class Terminal:
 
     def __init__(self, stream: TextIO | None = None, *, active: bool = True):
         self._stream = stream or sys.stdout or open(os.devnull, "w")  # a closed one is None
+        forgive(self._stream)  # samples are of any language
         self._active = active
         self.live = active and self._stream.isatty()
         self._console = Console(file=self._stream, highlight=False)

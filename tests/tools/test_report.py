@@ -309,6 +309,14 @@ def read_run_samples(path):
     return read_run(path)["samples"]
 
 
+def test_the_command_says_where_in_any_encoding(tmp_path, monkeypatch):
+    run = write_stopped(tmp_path / "caf\u00e9 \u6771")
+    for errors in ("strict", "surrogateescape"):
+        said = io.BytesIO()
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(said, "ascii", errors, write_through=True))
+        assert main([str(run)]) == 0 and b"caf? ?/report.html (" in said.getvalue()
+
+
 def test_the_command_writes_one_file_and_says_where(stopped, tmp_path, capsys):
     assert main([str(stopped), str(stopped) + "/."]) == 0  # the same run, named twice
     assert str(stopped / "report.html") in capsys.readouterr().out

@@ -151,6 +151,14 @@ def test_a_run_goes_on_where_its_output_cannot_be_written(output, warnings):
     assert said.count("standard output cannot be written") == warnings and said.rstrip().endswith("went on")
 
 
+def test_a_run_goes_on_whose_output_lacks_characters_of_its_samples():
+    for errors, shown in (("strict", "1 \u00e9 ??\n"), ("backslashreplace", "1 \u00e9 \\u6771\\u4eac\n")):
+        raw = io.BytesIO()
+        stream = io.TextIOWrapper(raw, "latin-1", errors, write_through=True)
+        terminal.Terminal(stream).say("1 \u00e9 \u6771\u4eac")
+        assert raw.getvalue().decode("latin-1") == shown
+
+
 def test_the_pace_is_that_of_finished_steps(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
