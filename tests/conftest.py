@@ -34,6 +34,9 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from absl import flags  # noqa: E402
 
+# Tracing makes so many small objects that Python would look for garbage every few milliseconds.
+gc.set_threshold(50_000, 20, 20)
+
 # One folder per jax version: entries of another version are never read, only kept.
 jax.config.update(
     "jax_compilation_cache_dir",
@@ -48,7 +51,7 @@ if not flags.FLAGS.is_parsed():
 
 # Folders whose modules are compiled quickly as a whole, and those of them that read programs for GPUs or take times.
 QUICK_FOLDERS = ("chaos", "hf", "nn", "tools", "train")
-AS_USUAL = ("test_deterministic", "test_mesh_traffic", "test_preflight", "test_scaling", "test_selftest")
+AS_USUAL = ("test_deterministic", "test_mesh_traffic", "test_preflight", "test_scaling")
 
 
 @contextlib.contextmanager
@@ -68,7 +71,7 @@ def quick_compilation():
 
 @pytest.fixture
 def usual_compilation():
-    """In a folder that is compiled quickly: a test that reads a program for GPUs."""
+    """In a folder that is compiled quickly: a test that reads a program for GPUs, or needs what users would get."""
     with _few_optimizations(False):
         yield
 

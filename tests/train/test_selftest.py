@@ -23,7 +23,8 @@ def roll(op):
     return leaky
 
 
-def test_the_model_passes():
+def test_the_model_passes(usual_compilation):
+    """In programs that are compiled as those of a run; faults are found in any."""
     tested = selftest.selftest(tiny_config())
     assert tested.problems == []
     assert dict(tested.facts)["documents apart"] == "passed"
