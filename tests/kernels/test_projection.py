@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
 
 import jax
@@ -90,16 +91,17 @@ def test_pieces_and_gradient_are_those_of_slices_rope_and_transpositions(shared,
     if batched:
         positions = jnp.stack([positions * (row + 1) for row in range(batch)])
 
-    expected, pull = jax.vjp(lambda x: plain(x, positions, *sizes), projected.astype(jnp.float32))
-    cotangents = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), dtype), expected)
-    (expected_gradient,) = pull(jax.tree.map(lambda x: x.astype(jnp.float32), cotangents))
+    shapes = jax.eval_shape(lambda x: plain(x, positions, *sizes), projected)
+    cotangents = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), dtype), shapes)
 
-    @jax.jit
-    def run(projected, cotangents):
-        pieces, pull = jax.vjp(lambda x: cut(x, positions, *sizes), projected)
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(way, projected, cotangents):
+        pieces, pull = jax.vjp(lambda x: way(x, positions, *sizes), projected)
         return pieces, pull(cotangents)[0]
 
-    pieces, gradient = run(projected, cotangents)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (projected, cotangents))
+    expected, expected_gradient = run(plain, *wide)
+    pieces, gradient = run(cut, projected, cotangents)
     rounding = 2.0**-8 if dtype == jnp.bfloat16 else 0.0  # half a unit in the last place
     for name, got, want in zip(
         jax.tree.leaves(_names(expected)), *map(jax.tree.leaves, (pieces, expected)), strict=True
@@ -118,18 +120,25 @@ def test_pieces_and_gradient_are_those_of_slices_rope_and_transpositions(shared,
     np.testing.assert_array_equal(_wide(gradient[..., start:stop]), expected_gradient[..., start:stop])
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_gradients_of_a_window_that_has_none_are_not_read():
     sizes = 12, 2, 64, 64, True
     rng = np.random.default_rng(0)
     projected = jnp.asarray(rng.normal(size=(1, 33, 1088)), jnp.float32)
-    pieces, pull = jax.vjp(lambda x: cut(x, jnp.arange(33), *sizes, joint_window=True), projected)
+    joint, apart = (functools.partial(cut, joint_window=joint) for joint in (True, False))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(way, cotangents):
+        return jax.vjp(lambda x: way(x, jnp.arange(33), *sizes), projected)[1](cotangents)[0]
+
+    pieces = jax.eval_shape(lambda x: joint(x, jnp.arange(33), *sizes), projected)
     assert len(pieces.queries) == 2
     cotangents = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), pieces)
-    _, pull_all = jax.vjp(lambda x: cut(x, jnp.arange(33), *sizes), projected)
-    zeros = {name: jnp.zeros_like(getattr(pieces, name)) for name in ("key_win", "value_win")}
+    zeros = {name: jnp.zeros_like(getattr(cotangents, name)) for name in ("key_win", "value_win")}
     queries = *cotangents.queries, jnp.zeros_like(cotangents.queries[0])
-    np.testing.assert_array_equal(pull(cotangents)[0], pull_all(cotangents._replace(queries=queries, **zeros))[0])
-    assert np.abs(pull(cotangents)[0] - pull_all(cotangents._replace(queries=queries))[0]).max() > 0.1
+    got = gradient(joint, cotangents)
+    np.testing.assert_array_equal(got, gradient(apart, cotangents._replace(queries=queries, **zeros)))
+    assert np.abs(got - gradient(apart, cotangents._replace(queries=queries))).max() > 0.1
 
 
 def _wide(x):
