@@ -36,6 +36,19 @@ def make_model(**changes) -> nn.Transformer:
     return model
 
 
+def abstract_decoder(**fields) -> Decoder:
+    """A decoder whose parameters are shapes, to be compiled ahead of time: nothing is drawn."""
+    made = []
+
+    def parameters():
+        made.append(Decoder(nn.Transformer(nn.ModelConfig(**fields), rngs=nnx.Rngs(0))))
+        return made[0].params
+
+    shapes = jax.eval_shape(parameters)
+    made[0].params = shapes
+    return made[0]
+
+
 def random_tokens(batch, length, seed=0):
     return np.random.default_rng(seed).integers(0, 31, (batch, length)).astype(np.int32)
 
@@ -392,10 +405,8 @@ def test_decode_and_prefill_compile_ahead_of_time(kinds, shared_kv):
     Several steps in one dispatch copy no cache, and the host need not look between them.
     """
     fields = dict(dim=768, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=512, mlp_dim=256)
-    config = nn.ModelConfig(**fields, num_layers=len(kinds), layer_pattern=kinds, shared_kv=shared_kv)
-    decoder = Decoder(nn.Transformer(config, rngs=nnx.Rngs(0)))
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), decoder.params)
-    cache = jax.eval_shape(lambda: nn.cache.init_cache(config, 4, 8192))
+    decoder = abstract_decoder(**fields, num_layers=len(kinds), layer_pattern=kinds, shared_kv=shared_kv)
+    params, cache = decoder.params, jax.eval_shape(lambda: nn.cache.init_cache(decoder.config, 4, 8192))
     tokens, lengths = jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32)
     chunk, offset = jax.ShapeDtypeStruct((4, 1024), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -426,7 +437,7 @@ def test_decode_and_prefill_compile_ahead_of_time(kinds, shared_kv):
 def test_a_step_compiles_ahead_of_time_for_other_heads(compressor, head_dim, group):
     """Wide heads take the learned compressor's weights in pieces."""
     fields = dict(dim=256, num_heads=4 * group, num_kv_heads=4, head_dim=head_dim, vocab_size=512, mlp_dim=256)
-    decoder = Decoder(nn.Transformer(nn.ModelConfig(**fields, compressor=compressor), rngs=nnx.Rngs(0)))
+    decoder = abstract_decoder(**fields, compressor=compressor)
     cache = jax.eval_shape(lambda: nn.cache.init_cache(decoder.config, 1, 2048))
     tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
     try:
@@ -440,9 +451,8 @@ def test_a_step_compiles_ahead_of_time_for_other_heads(compressor, head_dim, gro
 def test_the_kernels_of_a_step_are_lowered_once_for_all_layers(batch, attention):
     def kernels(num_layers):
         fields = dict(dim=128, num_heads=4, num_kv_heads=2, head_dim=64, vocab_size=64, mlp_dim=128)
-        config = nn.ModelConfig(**fields, num_layers=num_layers, attention=attention, compute_dtype="bfloat16")
-        decoder = Decoder(nn.Transformer(config, rngs=nnx.Rngs(0)))
-        cache = jax.eval_shape(lambda: nn.cache.init_cache(config, batch, 2048))
+        decoder = abstract_decoder(**fields, num_layers=num_layers, attention=attention, compute_dtype="bfloat16")
+        cache = jax.eval_shape(lambda: nn.cache.init_cache(decoder.config, batch, 2048))
         tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
         with compile_for(Target("gpu", (9, 0))):
             lowered = jax.jit(decoder.step).trace(decoder.params, cache, tokens).lower(lowering_platforms=("cuda",))
@@ -457,9 +467,8 @@ def test_a_step_of_one_row_writes_nothing_of_a_weights_size():
     fields = dict(dim=768, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=512, mlp_dim=2432, shared_kv=True)
 
     def written(num_layers):
-        config = nn.ModelConfig(**fields, num_layers=num_layers, compressor="mean")
-        decoder = Decoder(nn.Transformer(config, rngs=nnx.Rngs(0)))
-        cache = jax.eval_shape(lambda: nn.cache.init_cache(config, 1, 2048))
+        decoder = abstract_decoder(**fields, num_layers=num_layers, compressor="mean")
+        cache = jax.eval_shape(lambda: nn.cache.init_cache(decoder.config, 1, 2048))
         tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
         try:
             step = aot.compile_for_gpu(decoder.step, decoder.params, cache, tokens, gpu="h100", donate_argnums=(1,))
