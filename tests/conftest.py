@@ -49,9 +49,12 @@ if not flags.FLAGS.is_parsed():
     flags.FLAGS(["pytest"], known_only=True)
 
 
-# Folders whose modules are compiled quickly as a whole, and those of them that read programs for GPUs or take times.
-QUICK_FOLDERS = ("chaos", "hf", "nn", "tools", "train")
-AS_USUAL = ("test_deterministic", "test_mesh_traffic", "test_preflight", "test_scaling")
+# Folders whose modules are compiled quickly as a whole, and those of them that read programs for GPUs, take times, or
+# look at the memory or the last bits of what an optimized program computes.
+QUICK_FOLDERS = ("chaos", "hf", "nn", "ops", "tools", "train")
+AS_USUAL = (
+    "test_deterministic", "test_memory", "test_mesh_traffic", "test_preflight", "test_scaling", "test_self_attention",
+)  # fmt: skip
 
 
 @contextlib.contextmanager

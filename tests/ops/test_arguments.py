@@ -204,11 +204,11 @@ def test_gradients_on_a_mesh_with_explicit_axes(wanted):
     arrays = {name: jnp.concatenate([ARRAYS[name]] * 4) for name in names}
     if wanted == "window":
         arrays = {"query": arrays["query"], "key": arrays["key_win"], "value": arrays["value_win"]}
-    loss = jax.grad(lambda arrays: (function(**arrays, implementation="xla") ** 2).sum())
+    loss = jax.jit(jax.grad(lambda arrays: (function(**arrays, implementation="xla") ** 2).sum()))
     want = loss(arrays)
     with jax.set_mesh(mesh):
         split = jax.device_put(arrays, NamedSharding(mesh, P("data")))
-        got = jax.jit(loss)(split)
+        got = loss(split)
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-5)
 
 
@@ -229,11 +229,11 @@ def test_some_arrays_may_be_split_on_a_mesh_with_explicit_axes(split, select_blo
         near = nsa_jax.window_attention(query, key, key, window=4, **common)
         return (listed**2).sum() + (near**3).sum() + chosen.sum()
 
-    gradients = jax.grad(loss, argnums=(0, 1))
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
     want = gradients(*arrays.values())
     with jax.set_mesh(mesh):
         given = [jax.device_put(x, NamedSharding(mesh, P("data") if n in split else P())) for n, x in arrays.items()]
-        got = jax.jit(gradients)(*given)
+        got = gradients(*given)
     assert [x.sharding.spec[0] for x in got] == ["data" if name in split else None for name in ("query", "key")]
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-5)
 
@@ -249,10 +249,10 @@ def test_heads_may_be_split_on_a_mesh_with_explicit_axes():
     def loss(*arrays):
         return (nsa_jax.nsa_self_attention(*arrays, config=config, implementation="xla") ** 2).sum()
 
-    gradients = jax.grad(loss, argnums=(0, 1, 2, 3))
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
     want = gradients(*arrays)
     with jax.set_mesh(mesh):
-        got = jax.jit(gradients)(*(jax.device_put(x, NamedSharding(mesh, P(None, None, "heads"))) for x in arrays))
+        got = gradients(*(jax.device_put(x, NamedSharding(mesh, P(None, None, "heads"))) for x in arrays))
     assert all(x.sharding.spec[2] == "heads" for x in got)
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-4, rtol=1e-4)
 
