@@ -12,6 +12,9 @@ import pytest
 import nsa_jax
 from benchmarks import attention, curves, timing, train
 
+# What is timed here is interpreted: it is compiled for much longer than it runs.
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.mark.slow
 def test_attention_benchmark_writes_rows_and_plot(tmp_path):

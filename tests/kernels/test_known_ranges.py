@@ -55,6 +55,7 @@ def by_program(length, num_keys, window, group, rows, offset):
     return (low, high), bounds, by_block, [tiles.warpgroup_ranges(ranges, 3) for ranges in by_block]
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_known_ranges_and_what_tiles_visit_are_those_of_a_program():
     """Ranges, bounds of query tiles and ranges of key blocks agree in every entry, for all shapes."""
     for group, known, (length, offset, num_keys, window) in cases():
