@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import shlex
 import time
 from collections.abc import Iterable
@@ -23,16 +22,23 @@ import numpy as np
 from nsa_jax.config import NSAConfig, default_config
 from nsa_jax.inspect.statistics import CANDIDATE, block_kinds
 from nsa_jax.ops import blocks
+from nsa_jax.report.files import (
+    LARGEST_STEP,
+    as_finite,
+    as_number,
+    as_whole,
+    clean,
+    last_object,
+    read_object,
+    read_rows,
+)
 from nsa_jax.train.goodput import CAUSES
-from nsa_jax.train.metrics import printable
 
 POINTS = 1500  # of a curve
 COLUMNS = 240  # of a heat map
 SAMPLES = 60  # texts of a run: first, last and evenly spread ones
 SAMPLE_CHARACTERS = 8000
 _TABLES = ("metrics", "health", "layers", "validation", "alarms", "samples")
-_LARGEST_STEP = 2**53  # JavaScript counts exactly up to here
-_DEEPEST = 50  # levels of JSON; the trainer writes no deeper ones
 _MOST_LAYERS = 2048
 _ALIVE_BEATS = 6  # without a new heartbeat for so many, a run is not alive
 _BEAT_SECONDS = 30.0  # unless the config says otherwise
@@ -46,124 +52,6 @@ _SELECTION_LISTS = 20_000
 
 class ReportError(Exception):
     """No report can be made of a directory; the message says why."""
-
-
-def clean(value: Any) -> Any:
-    """A JSON value without characters that cannot be shown (control characters, halves of surrogate pairs)."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, dict):
-        return {printable(str(key)): clean(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [clean(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def _parse(text: str) -> Any:
-    """A JSON value.
-
-    Raises:
-      ValueError: the text is not JSON, or is nested so deeply that recursive functions would fail.
-    """
-    try:
-        value = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
-    level = [value]
-    for _ in range(_DEEPEST):
-        level = [v for item in level if isinstance(item, (dict, list)) for v in _inner(item)]
-        if not level:
-            return value
-    raise ValueError("nested too deep")
-
-
-def _inner(value: dict | list) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
-
-
-def _text(path: Path, notes: list[str]) -> str:
-    """The text of a file; empty, with a note, if the file exists and cannot be read."""
-    try:
-        if path.is_file():
-            return path.read_text(encoding="utf-8", errors="replace")
-        if os.path.lexists(path):
-            notes.append(f"{path.name} could not be read (no regular file) and is left out")
-    except OSError as error:
-        notes.append(f"{path.name} could not be read ({error.strerror or error}) and is left out")
-    return ""
-
-
-def read_rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Objects of a JSON Lines file with an integer `step`; a note counts other lines, such as a truncated last one."""
-    rows: list[dict[str, Any]] = []
-    skipped = 0
-    for line in _text(path, notes).split("\n"):
-        if not line.strip():
-            continue
-        try:
-            row = _parse(line)
-            row["step"] = int(row["step"])
-        except (ValueError, KeyError, TypeError, OverflowError):
-            skipped += 1
-            continue
-        if abs(row["step"]) < _LARGEST_STEP:
-            rows.append(row)
-        else:
-            skipped += 1
-    if skipped:
-        what = "line" if skipped == 1 else "lines"
-        notes.append(f"{path.name}: {skipped:,} {what} cut off or not a JSON object with a step, left out")
-    return rows
-
-
-def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    """A JSON object; an empty one, with a note, if the file exists and cannot be read."""
-    before = len(notes)
-    text = _text(path, notes)
-    if not text and (len(notes) > before or not path.is_file()):
-        return {}
-    try:
-        value = _parse(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        notes.append(f"{path.name} could not be read and is left out")
-        return {}
-    return value
-
-
-def _last_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The last complete JSON object of a JSON Lines file, or an empty one."""
-    for line in reversed(_text(path, notes).split("\n")):
-        try:
-            value = _parse(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            return value
-    return {}
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _finite(value: Any) -> float | None:
-    number = _number(value)
-    return number if number is not None and math.isfinite(number) else None
-
-
-def _whole(value: Any) -> int | None:
-    """An integer that JavaScript represents exactly, such as a step; None for all other values."""
-    number = _finite(value)
-    return int(number) if number is not None and abs(number) < _LARGEST_STEP else None
 
 
 def thin(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -204,7 +92,7 @@ def curves(rows: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[
     by_name: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
-            number = math.nan if value is None else _number(value)
+            number = math.nan if value is None else as_number(value)
             if name not in ("step", "time") and not name.startswith("time/") and number is not None:
                 by_name.setdefault(name, {})[row["step"]] = number
     found, events = {}, []
@@ -224,7 +112,7 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Medians of speeds over all points; of a curve that was thinned only extremes are left."""
     found = {}
     for name in ("perf/tokens_per_second", "perf/mfu"):
-        by_step = {row["step"]: value for row in rows if (value := _finite(row.get(name))) is not None}
+        by_step = {row["step"]: value for row in rows if (value := as_finite(row.get(name))) is not None}
         if by_step:
             found[name] = float(np.median(list(by_step.values())))
     return found
@@ -232,7 +120,7 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def _clock(rows: list[dict[str, Any]]) -> dict[str, list]:
     """Seconds since the first row, by step."""
-    by_step = {row["step"]: stamp for row in rows if (stamp := _finite(row.get("time"))) is not None}
+    by_step = {row["step"]: stamp for row in rows if (stamp := as_finite(row.get("time"))) is not None}
     if not by_step:
         return {"x": [], "s": []}
     steps = np.array(sorted(by_step))
@@ -257,7 +145,7 @@ def health_maps(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
         unknown = np.inf if name.endswith("_largest") else np.nan  # layers.jsonl has no infinity, and it must be seen
         for column, step in enumerate(steps):
             value = by_step[step].get(name)
-            numbers = [_number(v) for v in value] if isinstance(value, list) and len(value) <= layers else []
+            numbers = [as_number(v) for v in value] if isinstance(value, list) and len(value) <= layers else []
             grid[: len(numbers), column] = [unknown if v is None else v for v in numbers]
         if name in _WORST:
             parts = [_WORST[name].reduce(grid[:, b], axis=1) for b in buckets]
@@ -307,23 +195,23 @@ def outcome(
     """
     last = max((row["step"] for row in rows), default=0)
     # Of the last row, and not the highest: a clock that ran ahead may have been set back during the run.
-    latest = next((stamp for row in reversed(rows) if (stamp := _finite(row.get("time"))) is not None), 0.0)
-    beat = _finite(heartbeat.get("time")) or 0.0
+    latest = next((stamp for row in reversed(rows) if (stamp := as_finite(row.get("time"))) is not None), 0.0)
+    beat = as_finite(heartbeat.get("time")) or 0.0
     alive = heartbeat.get("event") == "alive" and now - beat < _ALIVE_BEATS * max(beat_seconds, _BEAT_SECONDS)
     where = {"step": last, "steps": steps}
-    stamp = _finite(stopped.get("time"))
+    stamp = as_finite(stopped.get("time"))
     if stopped and not alive and (stamp is None or stamp >= latest - 1):
         guard = str(stopped.get("guard") or "unnamed")
-        kept = _whole(stopped.get("last_checkpoint"))
+        kept = as_whole(stopped.get("last_checkpoint"))
         saved = "no checkpoint was kept" if kept is None else f"the newest checkpoint is of step {kept:,}"
         return {
             **where,
             "state": "stopped",
-            "step": _whole(stopped.get("step")) or last,
+            "step": as_whole(stopped.get("step")) or last,
             "title": f"Stopped by the guard {guard}",
             "message": f"{stopped.get('message', '')} ({saved})",
         }
-    at = _whole(summary.get("step"))
+    at = as_whole(summary.get("step"))
     if at is not None and at >= last and not alive:
         if summary.get("finished"):
             return {**where, "state": "finished", "step": at, "title": "Finished", "message": f"all {at:,} steps"}
@@ -364,7 +252,7 @@ def _defaults() -> dict[str, Any]:
 
 def _evaluation(workdir: Path, notes: list[str]) -> dict[str, Any]:
     """What `python -m nsa_jax.evaluate` found: loss by position, needles, totals."""
-    found = _read_object(workdir / "evaluation" / "evaluation.json", notes)
+    found = read_object(workdir / "evaluation" / "evaluation.json", notes)
     tasks = found.get("tasks")
     if not isinstance(tasks, dict):
         return {}
@@ -372,17 +260,17 @@ def _evaluation(workdir: Path, notes: list[str]) -> dict[str, Any]:
     def table(task: str, key: str, needed: tuple[str, ...]) -> list[dict[str, float | None]]:
         rows = tasks[task].get(key) if isinstance(tasks.get(task), dict) else None
         rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-        numbers = [{name: _finite(value) for name, value in row.items()} for row in rows]
+        numbers = [{name: as_finite(value) for name, value in row.items()} for row in rows]
         return [row for row in numbers if all(row.get(name) is not None for name in needed)]
 
     needles = {task: table(task, "cells", ("length", "depth", "exact_match")) for task in ("needle", "needle-multi")}
     totals = tasks.get("perplexity")
     position = tasks.get("position")
     return {
-        "context": _finite((position if isinstance(position, dict) else {}).get("context", found.get("context"))),
+        "context": as_finite((position if isinstance(position, dict) else {}).get("context", found.get("context"))),
         "position": table("position", "bins", ("from", "to", "loss", "tokens")),
         "needles": {task: cells for task, cells in needles.items() if cells},
-        "totals": {k: _finite(v) for k, v in totals.items() if _finite(v) is not None}
+        "totals": {k: as_finite(v) for k, v in totals.items() if as_finite(v) is not None}
         if isinstance(totals, dict)
         else {},
     }
@@ -406,7 +294,7 @@ def _validation(rows: list[dict[str, Any]], flat: dict[str, Any], notes: list[st
     for row in by_step:
         bins = row.get("position")
         numbers = [
-            {name: _finite(bin.get(name)) for name in ("from", "to", "loss", "tokens")}
+            {name: as_finite(bin.get(name)) for name in ("from", "to", "loss", "tokens")}
             for bin in (bins if isinstance(bins, list) else [])
             if isinstance(bin, dict)
         ]
@@ -484,7 +372,7 @@ def _checkpoints(workdir: Path, notes: list[str]) -> list[dict[str, Any]]:
     except OSError as error:
         notes.append(f"checkpoints could not be listed ({error.strerror or error})")
         names = []
-    steps = sorted(int(name) for name in names if name.isdecimal() and int(name) < _LARGEST_STEP)
+    steps = sorted(int(name) for name in names if name.isdecimal() and int(name) < LARGEST_STEP)
     return [
         {"step": step, "kind": "note", "name": "checkpoint", "message": f"checkpoint of step {step:,} is kept"}
         for step in steps
@@ -504,25 +392,25 @@ def _preflight(found: dict[str, Any]) -> dict[str, Any]:
     """The texts and numbers of preflight that the page shows."""
     lists = {name: found.get(name) for name in ("warnings", "ignored")}
     texts = {name: [str(v) for v in value] if isinstance(value, list) else [] for name, value in lists.items()}
-    return {**texts, "bigram_entropy": _finite(found.get("bigram_entropy")), "seconds": found.get("seconds")}
+    return {**texts, "bigram_entropy": as_finite(found.get("bigram_entropy")), "seconds": found.get("seconds")}
 
 
 def _goodput(found: dict[str, Any]) -> dict[str, float] | None:
     """Seconds by cause over all starts, with their sum under "wall"; None if nothing was recorded."""
-    seconds = {cause: _finite(found.get(f"{cause}_seconds")) for cause in ("wall", *CAUSES)}
+    seconds = {cause: as_finite(found.get(f"{cause}_seconds")) for cause in ("wall", *CAUSES)}
     known = {cause: value for cause, value in seconds.items() if value is not None}
     return known if known.get("wall", 0.0) > 0 else None
 
 
 def _best(found: dict[str, Any]) -> dict[str, Any] | None:
-    step, loss = _whole(found.get("step")), _finite(found.get("val/loss"))
+    step, loss = as_whole(found.get("step")), as_finite(found.get("val/loss"))
     return None if step is None or loss is None else {"step": step, "val/loss": loss}
 
 
 def _far_task(found: dict[str, Any]) -> dict[str, float] | None:
     """The shares of right answers to questions about far tokens."""
     names = ("accuracy", "without_selected", "window_only", "chance")
-    shares = {name: share for name in names if (share := _finite(found.get(name))) is not None}
+    shares = {name: share for name in names if (share := as_finite(found.get(name))) is not None}
     return shares if {"accuracy", "chance"} <= shares.keys() else None
 
 
@@ -543,19 +431,19 @@ def read_run(workdir: Path, now: float | None = None, *, address: str = "") -> d
         raise ReportError(f"{workdir}: not a run: it has neither metrics.jsonl nor env.json, which train.py writes")
     notes: list[str] = []
     tables = {name: read_rows(workdir / f"{name}.jsonl", notes) for name in _TABLES}
-    summary, stopped, env = (_read_object(workdir / f"{n}.json", notes) for n in ("summary", "stopped", "env"))
-    if summary and _whole(summary.get("step")) is None:
+    summary, stopped, env = (read_object(workdir / f"{n}.json", notes) for n in ("summary", "stopped", "env"))
+    if summary and as_whole(summary.get("step")) is None:
         notes.append("summary.json has no step and is left out")
         summary = {}
     config, preflight = (_object(env, name, "env.json", notes) for name in ("config", "preflight"))
     _object(env, "devices", "env.json", notes)
     parameters = _object(env, "parameters", "env.json", notes)
-    if parameters and _finite(parameters.get("total")) is None:
+    if parameters and as_finite(parameters.get("total")) is None:
         notes.append("parameters.total of env.json is no number and is left out")
         parameters.pop("total", None)
     flat = flatten(config) if config else {}
     defaults = _defaults()
-    steps = _whole(flat.get("train.steps"))
+    steps = as_whole(flat.get("train.steps"))
     rows = tables["metrics"]
     series, not_finite = curves(rows)
     result = outcome(
@@ -563,19 +451,19 @@ def read_run(workdir: Path, now: float | None = None, *, address: str = "") -> d
         rows,
         summary,
         stopped,
-        _last_object(workdir / "heartbeat_0.jsonl", notes),
+        last_object(workdir / "heartbeat_0.jsonl", notes),
         time.time() if now is None else now,
-        _finite(flat.get("guards.heartbeat_seconds")) or _BEAT_SECONDS,
+        as_finite(flat.get("guards.heartbeat_seconds")) or _BEAT_SECONDS,
     )
     events = _alarms(tables["alarms"]) + not_finite + _checkpoints(workdir, notes)
     if env.get("resumed_from") is not None:
         message = f"resumed after step {env.get('start_step')} of {env['resumed_from']}"
         events.append(
-            {"step": _whole(env.get("start_step")) or 0, "kind": "note", "name": "resume", "message": message}
+            {"step": as_whole(env.get("start_step")) or 0, "kind": "note", "name": "resume", "message": message}
         )
     if result["state"] == "stopped":
         events.append({"step": result["step"], "kind": "stop", "name": "stopped", "message": result["message"]})
-    batch, length = _whole(flat.get("train.batch_size")), _whole(flat.get("data.seq_len"))
+    batch, length = as_whole(flat.get("train.batch_size")), as_whole(flat.get("data.seq_len"))
     found = {
         "name": address.rpartition("/")[2] or workdir.resolve().name,
         "path": address or str(workdir.resolve()),
@@ -597,7 +485,7 @@ def read_run(workdir: Path, now: float | None = None, *, address: str = "") -> d
         "commands": _commands(address or str(workdir), env),
         "best": _best(_object(summary, "best_checkpoint", "summary.json", notes)),
         "far_task": _far_task(_object(summary, "far_task", "summary.json", notes)),
-        "goodput": _goodput(_object(_read_object(workdir / "goodput.json", notes), "run", "goodput.json", notes)),
+        "goodput": _goodput(_object(read_object(workdir / "goodput.json", notes), "run", "goodput.json", notes)),
         "notes": notes,
     }
     return clean(found)
