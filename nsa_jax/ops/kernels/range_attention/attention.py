@@ -19,7 +19,7 @@ import numpy as np
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.choices import RangePlan
+from nsa_jax.ops.choices import RangePlan, Shape
 from nsa_jax.ops.kernels.range_attention import (
     sm90_forward,
     sm90_grad_key_value,
@@ -31,7 +31,6 @@ from nsa_jax.ops.kernels.range_attention import (
 from nsa_jax.ops.kernels.range_attention.tiles import GatedSum, KnownRanges, known_ranges, numpy_of
 from nsa_jax.ops.kernels.softmax import base_2
 from nsa_jax.ops.kernels.triton import first_derivative, row_delta
-from nsa_jax.ops.tiles import lies_as_read
 
 
 def compressed_attention(query, key_cmp, value_cmp, *, config: NSAConfig, segment_start, query_offset, plan: RangePlan):
@@ -169,9 +168,7 @@ def backward(
     else:
         # Gradients that are rearranged afterwards, and those of other kernels, are added by XLA; those of one key/value
         # head are not rearranged.
-        kv_heads = key.shape[2]
-        width = max(key.shape[-1], value.shape[-1])
-        inside = onto if kv_heads == 1 or lies_as_read(query.shape[2] // kv_heads, width) else None
+        inside = onto if key.shape[2] == 1 or Shape.of(query, key, value).lies_as_read else None
         grad_query = sm90_grad_query.grad_query(*args, plan.grad_query.tiles, known, inside)
         others = sm90_grad_key_value.grad_key_value(*args, plan.grad_key_value.tiles, known)
         onto = onto if inside is None else None
