@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import platform
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 logger = logging.getLogger("nsa_jax")
 
@@ -41,6 +45,21 @@ def choose_platform(*, cpu: bool = False) -> None:
         return
     if cpu or not has_accelerator():
         jax.config.update("jax_platforms", "cpu")
+
+
+def wake(devices: Sequence[jax.Device] | None = None) -> None:
+    """Begins to set up this process's devices in a thread: a GPU's context and memory take one to two seconds.
+
+    Args:
+      devices: those that will be used, of any process; None: all.
+    """
+    here = [device for device in devices or jax.devices() if device.process_index == jax.process_index()]
+
+    def touch() -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the first that uses the device is told the same
+            jax.device_put([np.zeros((), np.float32)] * len(here), here)
+
+    threading.Thread(target=touch, name="wake devices", daemon=True).start()
 
 
 # Seconds of compiling from which programs are kept. JAX's default leaves out the many small ones of a start.

@@ -240,8 +240,8 @@ class TreeSource:
         if self._trees is None:
             self._trees = {}
             for folder in dict.fromkeys(path.resolve() for path in self.folders):
-                files = [path for suffix in TREE_SUFFIXES for path in folder.rglob(f"*{suffix}") if path.is_file()]
-                self._trees[str(folder)] = sorted(files)
+                paths = [Path(inside, name) for inside, _, names in os.walk(folder) for name in names]
+                self._trees[str(folder)] = sorted(p for p in paths if p.name.endswith(TREE_SUFFIXES) and p.is_file())
         return self._trees
 
     def fingerprint(self) -> str:

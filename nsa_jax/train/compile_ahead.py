@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,8 +30,9 @@ os.register_at_fork(after_in_child=_make_tracer)  # a child has no threads of it
 class CompileAhead:
     """Compiles jitted functions in threads. JAX keeps the programs, so that a call after `wait` compiles nothing.
 
-    Programs are traced in the order given, and compiled side by side. A function that cannot be compiled raises its
-    error when it is called, as it would without this.
+    Programs are traced in the order given, and compiled side by side. Those after the first queue up when it has been
+    traced, behind what others asked for meanwhile. A function that cannot be compiled raises its error when it is
+    called, as it would without this.
 
     Args:
       programs: by name, a jitted function and arguments like those of its calls: arrays, or shapes with the sharding
@@ -46,16 +48,28 @@ class CompileAhead:
         self._context = context
         self._abandoned = threading.Event()
         self._threads = ThreadPoolExecutor(max(len(programs), 1), thread_name_prefix="compile")
+        lowerings: dict[str, Future] = {name: Future() for name in programs}
         self._left: dict[str, Future] = {
-            name: self._threads.submit(self._compile, _tracer.submit(self._lower, *program))
-            for name, program in programs.items()
+            name: self._threads.submit(self._compile, lowering) for name, lowering in lowerings.items()
         }
 
-    def _lower(self, function: Any, arguments: tuple) -> Any:
-        if self._abandoned.is_set():
-            return None
-        with self._context():
-            return function.lower(*arguments)
+        def trace(names: list[str]) -> None:
+            for name in names:
+                try:
+                    _tracer.submit(self._lower, lowerings[name], *programs[name])
+                except RuntimeError:  # the interpreter is ending, and waits for the threads
+                    lowerings[name].set_result(None)
+
+        for first in list(programs)[:1]:
+            lowerings[first].add_done_callback(lambda _: trace(list(programs)[1:]))
+            trace([first])
+
+    def _lower(self, lowering: Future, function: Any, arguments: tuple) -> None:
+        try:
+            with self._context():
+                lowering.set_result(None if self._abandoned.is_set() else function.lower(*arguments))
+        except BaseException as error:
+            lowering.set_exception(error)
 
     def _compile(self, lowering: Future) -> None:
         lowered = lowering.result()
@@ -79,13 +93,19 @@ class CompileAhead:
 
 
 @contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Python looks for unreachable objects only afterwards: while programs are traced, it would find millions alive."""
-    enabled = gc.isenabled()
+def while_tracing() -> Iterator[None]:
+    """Sets Python up for a thread that traces for seconds beside others.
+
+    Python looks for unreachable objects only afterwards; it would find millions alive. Threads change every 0.5 ms: one
+    that reads files or calls NumPy lets go of Python's lock each time, and would wait 5 ms to have it again.
+    """
+    enabled, interval = gc.isenabled(), sys.getswitchinterval()
     gc.disable()
+    sys.setswitchinterval(5e-4)
     try:
         yield
     finally:
+        sys.setswitchinterval(interval)
         if enabled:
             gc.enable()
 

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from nsa_jax.batch_ramp import BatchRamp, Taken
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.data import make_pipeline
+from nsa_jax.devices import wake
 from nsa_jax.object_store import scheme_of
 from nsa_jax.ops.implementations import forget_implementations_served, implementations_served
 from nsa_jax.train import disk, env, far_task, flops, metrics, preflight, processes
@@ -104,6 +105,7 @@ class Run:
         self._callbacks = Callbacks(callbacks)
         self.ramp = BatchRamp.of(config.train)
         self.terminal = Terminal(active=jax.process_index() == 0)
+        wake(devices)
         data = functools.partial(
             make_pipeline,
             self.ramp.data_config(config),
@@ -219,9 +221,8 @@ class Run:
                 stop = functools.cache(lambda: whole.enter_context(request))
                 while (summary := self._run(stop)) is None:
                     self._forget()
-        except BaseException:
+        finally:
             self._compiling.abandon()
-            raise
         return summary
 
     def _run(self, stop_request: Callable[[], StopRequest]) -> dict[str, Any] | None:
@@ -353,13 +354,11 @@ class Run:
                 guards.check_implementations(config.model.implementation, implementations_served())
                 self._write_env(begin)
             if compiles:
-                if self.health is not None:
-                    self.terminal.doing("compiling the health metrics")
-                    self._compiling.wait("health")
-                    self.health.warm_up(state["params"], batch)
+                jax.block_until_ready(values)
                 clock.restart()  # compilation is over
                 self.terminal.doing(TRAINING)
                 interval.untimed, self._sizes = 1, len(sizes)
+                health_compiles = self.health is not None  # while steps are made, until the first log line waits for it
             if step == start + 1:
                 self.goodput.first_lap(clock.mark)
             changes = self.ramp.rows(step + 1) != rows  # a log line's steps have batches of one size
@@ -367,9 +366,13 @@ class Run:
             evaluates = train.eval_batches and (last or (train.eval_every and step % train.eval_every == 0))
             kept = train.keep_every and step % train.keep_every == 0
             saves = train.save_every and (last or kept or step % train.save_every == 0)
-            pauses = evaluates or saves or profiled or changes
-            if step % train.log_every == 0 or last or pauses:
+            logs = step % train.log_every == 0 or last
+            pauses = evaluates or saves or profiled or changes or (logs and health_compiles)
+            if logs or pauses:
                 if self.health is not None:
+                    if health_compiles:
+                        self._warm_health_up(step, state, batch)
+                        health_compiles = False
                     interval.health = self.health.start(state["params"], batch)
                 interval.close(*batches.take_waits())
                 pending.append(interval)
@@ -394,6 +397,13 @@ class Run:
             if rest.values:
                 self._report(rest, writer, clock)
         return step, state, reason
+
+    def _warm_health_up(self, step: int, state: State, batch: dict[str, jax.Array]) -> None:
+        assert self.health is not None
+        with self.goodput.spent_on("startup"):
+            self._doing(step, "compiling the health metrics", compiles=True)
+            self._compiling.wait("health")
+            self.health.warm_up(state["params"], batch)
 
     def _report(self, interval: Interval, writer: metrics.MetricsWriter, clock: Clock) -> None:
         """Logs the last step of an interval, and the speed over all of it."""

@@ -65,7 +65,11 @@ class Clock:
         self.mark = time.perf_counter()  # where the next interval begins, the end of the one before
 
     def lap(self, interval: Interval) -> tuple[list[dict[str, float]], float]:
-        """Waits for the interval; returns its metrics and the seconds from the end of the one before to its own."""
+        """Waits for the interval; returns its metrics and the seconds from the end of the one before to its own.
+
+        These are more than 0 if any of its steps is timed.
+        """
         end = max(interval.end(), self.mark)
         seconds, self.mark = end - self.mark, end
-        return interval.read(), max(seconds, 1e-9)
+        rows = interval.read()
+        return rows, max(seconds, 1e-9) if len(rows) > interval.untimed else seconds

@@ -1,9 +1,12 @@
 """What a run calls first is compiled while its preflight is at work, and compiled once."""
 
 import collections
+import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -20,6 +23,7 @@ from nsa_jax.train import preflight
 from nsa_jax.train.compile_ahead import CompileAhead
 from nsa_jax.train.loop import Run
 from nsa_jax.train.preflight import selftest
+from nsa_jax.train.watch.health import Health
 
 from .tiny import one_device, tiny_config
 
@@ -96,6 +100,26 @@ def test_a_run_on_a_gpu_compiles_its_programs_once(tmp_path, compilations, deter
     assert {name: compilations.count[name] for name in PROGRAMS} == PROGRAMS | {"jit(forward)": 0}
 
 
+def test_steps_are_made_while_the_health_figures_are_compiled(tmp_path, monkeypatch):
+    """The first log line waits for them, and its speed is that of the steps alone."""
+    waits = []
+
+    def slowly(self, params, batch):
+        waits.append(int(run._live[0]))
+        time.sleep(5)
+
+    monkeypatch.setattr(Health, "warm_up", slowly)
+    config = tiny_config(guards__health=True, train__steps=5, train__log_every=3, train__eval_batches=0)
+    run = Run(config, tmp_path / "run", None, one_device())
+    run.examine()
+    run.run()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert waits == [3] and [row["step"] for row in rows] == [3, 5]
+    assert all("health/gate_entropy_min" in row and row["perf/step_seconds"] < 2 for row in rows)
+    spent = json.loads((tmp_path / "run" / "goodput.json").read_text())["run"]
+    assert spent["startup_seconds"] > 5 and spent["training_seconds"] < 5
+
+
 def test_what_the_self_test_asks_of_shared_blocks_is_compiled_beside_the_rest(compilations, monkeypatch):
     """On GPUs whose kernels serve blocks that neighbours share it compares lists, and logits with lists given."""
     assert not selftest._shares_blocks(*selftest.slice_config(tiny_config())[:2])  # on a CPU
@@ -131,8 +155,9 @@ def test_a_run_that_goes_on_compiles_no_initial_state(tmp_path, compilations):
 
 
 def test_programs_are_traced_one_after_the_other_and_compiled_side_by_side():
-    """The first one is at the compiler before the second one has been traced."""
+    """The first one is at the compiler before the second one has been traced, which others may precede."""
     begun, traced, together = [], [], threading.Barrier(3, timeout=60)
+    asked = threading.Event()
 
     class Function:
         def __init__(self, name):
@@ -141,6 +166,7 @@ def test_programs_are_traced_one_after_the_other_and_compiled_side_by_side():
         def lower(self):
             assert len(begun) == len(traced), "another one is being traced"
             begun.append(self.name)
+            assert asked.wait(60)
             time.sleep(0.05)
             traced.append(self.name)
             return self
@@ -149,9 +175,10 @@ def test_programs_are_traced_one_after_the_other_and_compiled_side_by_side():
             together.wait()
 
     several = [CompileAhead({name: (Function(name), ()) for name in names}) for names in ("ab", "c")]
+    asked.set()
     several[0].wait("a", "b")
     several[1].wait("c")
-    assert traced == ["a", "b", "c"]
+    assert traced == ["a", "c", "b"]
     assert not together.broken
 
 
@@ -181,6 +208,23 @@ def test_a_run_that_preflight_refuses_compiles_no_further(tmp_path, monkeypatch)
         if thread.name.startswith("compile"):
             thread.join(60)
     assert compiled == []
+
+
+def test_a_process_that_ends_while_programs_are_traced_does_not_hang():
+    script = """
+import time
+from nsa_jax.train.compile_ahead import CompileAhead
+
+class Function:
+    def lower(self):
+        time.sleep(1)
+        return self
+    def compile(self):
+        pass
+
+CompileAhead({name: (Function(), ()) for name in "abc"})
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 
 def test_an_error_of_the_compiler_is_that_of_the_call():

@@ -19,7 +19,7 @@ from nsa_jax.data import Pipeline
 from nsa_jax.fields import check_fields
 from nsa_jax.ops.pallas import has_cudnn
 from nsa_jax.ops.target import current_target
-from nsa_jax.train.compile_ahead import without_collections
+from nsa_jax.train.compile_ahead import while_tracing
 from nsa_jax.train.env import explain_step
 from nsa_jax.train.preflight import cost as cost_lib
 from nsa_jax.train.preflight import data_check
@@ -82,7 +82,7 @@ def examine(
     return report
 
 
-@without_collections()
+@while_tracing()
 def before_run(
     config: ConfigDict,
     workdir: Path,

@@ -293,6 +293,12 @@ def _check_causality(subject: _Subject, base: np.ndarray) -> list[Problem]:
     return []
 
 
+def _negated(weight: jax.Array, columns: slice) -> np.ndarray:
+    changed = np.array(weight)  # on the host, where nothing is compiled for it
+    changed[..., columns] *= -1
+    return changed
+
+
 def _check_keys(subject: _Subject, base: np.ndarray) -> list[Problem]:
     ignored = []
     kinds = subject.config.kinds
@@ -300,7 +306,7 @@ def _check_keys(subject: _Subject, base: np.ndarray) -> list[Problem]:
         for name, columns in subject.pieces(kind).items():
             if not name.startswith("key"):
                 continue
-            params = subject.with_attention(kind, "w_in", lambda w, c=columns: w.at[..., c].multiply(-1.0))
+            params = subject.with_attention(kind, "w_in", functools.partial(_negated, columns=columns))
             if _first_difference(base, subject.logits(params=params)) is None:
                 ignored.append(name if len(kinds) == 1 else f"{name} of {kind} attention")
     if not ignored:
