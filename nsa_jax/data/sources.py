@@ -240,8 +240,9 @@ class TreeSource:
         if self._trees is None:
             self._trees = {}
             for folder in dict.fromkeys(path.resolve() for path in self.folders):
-                paths = [Path(inside, name) for inside, _, names in os.walk(folder) for name in names]
-                self._trees[str(folder)] = sorted(p for p in paths if p.name.endswith(TREE_SUFFIXES) and p.is_file())
+                paths = [os.path.join(inside, name) for inside, _, names in os.walk(folder) for name in names]
+                files = [path for path in paths if path.endswith(TREE_SUFFIXES) and os.path.isfile(path)]
+                self._trees[str(folder)] = [Path(file) for file in sorted(files, key=lambda file: file.split(os.sep))]
         return self._trees
 
     def fingerprint(self) -> str:
