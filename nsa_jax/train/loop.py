@@ -355,10 +355,13 @@ class Run:
                 self._write_env(begin)
             if compiles:
                 jax.block_until_ready(values)
+                if self.health is not None:
+                    self.terminal.doing("compiling the health metrics")
+                    self._compiling.wait("health")
+                    self.health.warm_up(state["params"], batch)
                 clock.restart()  # compilation is over
                 self.terminal.doing(TRAINING)
                 interval.untimed, self._sizes = 1, len(sizes)
-                health_compiles = self.health is not None  # while steps are made, until the first log line waits for it
             if step == start + 1:
                 self.goodput.first_lap(clock.mark)
             changes = self.ramp.rows(step + 1) != rows  # a log line's steps have batches of one size
@@ -366,13 +369,9 @@ class Run:
             evaluates = train.eval_batches and (last or (train.eval_every and step % train.eval_every == 0))
             kept = train.keep_every and step % train.keep_every == 0
             saves = train.save_every and (last or kept or step % train.save_every == 0)
-            logs = step % train.log_every == 0 or last
-            pauses = evaluates or saves or profiled or changes or (logs and health_compiles)
-            if logs or pauses:
+            pauses = evaluates or saves or profiled or changes
+            if step % train.log_every == 0 or last or pauses:
                 if self.health is not None:
-                    if health_compiles:
-                        self._warm_health_up(step, state, batch)
-                        health_compiles = False
                     interval.health = self.health.start(state["params"], batch)
                 interval.close(*batches.take_waits())
                 pending.append(interval)
@@ -397,13 +396,6 @@ class Run:
             if rest.values:
                 self._report(rest, writer, clock)
         return step, state, reason
-
-    def _warm_health_up(self, step: int, state: State, batch: dict[str, jax.Array]) -> None:
-        assert self.health is not None
-        with self.goodput.spent_on("startup"):
-            self._doing(step, "compiling the health metrics", compiles=True)
-            self._compiling.wait("health")
-            self.health.warm_up(state["params"], batch)
 
     def _report(self, interval: Interval, writer: metrics.MetricsWriter, clock: Clock) -> None:
         """Logs the last step of an interval, and the speed over all of it."""

@@ -1,7 +1,6 @@
 """What a run calls first is compiled while its preflight is at work, and compiled once."""
 
 import collections
-import json
 import logging
 import os
 import signal
@@ -23,7 +22,6 @@ from nsa_jax.train import preflight
 from nsa_jax.train.compile_ahead import CompileAhead
 from nsa_jax.train.loop import Run
 from nsa_jax.train.preflight import selftest
-from nsa_jax.train.watch.health import Health
 
 from .tiny import one_device, tiny_config
 
@@ -98,26 +96,6 @@ def test_a_run_on_a_gpu_compiles_its_programs_once(tmp_path, compilations, deter
     _run(tmp_path / "run", devices=1, **settings)
     # The self-test takes its logits from the program of the gradient.
     assert {name: compilations.count[name] for name in PROGRAMS} == PROGRAMS | {"jit(forward)": 0}
-
-
-def test_steps_are_made_while_the_health_figures_are_compiled(tmp_path, monkeypatch):
-    """The first log line waits for them, and its speed is that of the steps alone."""
-    waits = []
-
-    def slowly(self, params, batch):
-        waits.append(int(run._live[0]))
-        time.sleep(5)
-
-    monkeypatch.setattr(Health, "warm_up", slowly)
-    config = tiny_config(guards__health=True, train__steps=5, train__log_every=3, train__eval_batches=0)
-    run = Run(config, tmp_path / "run", None, one_device())
-    run.examine()
-    run.run()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert waits == [3] and [row["step"] for row in rows] == [3, 5]
-    assert all("health/gate_entropy_min" in row and row["perf/step_seconds"] < 2 for row in rows)
-    spent = json.loads((tmp_path / "run" / "goodput.json").read_text())["run"]
-    assert spent["startup_seconds"] > 5 and spent["training_seconds"] < 5
 
 
 def test_what_the_self_test_asks_of_shared_blocks_is_compiled_beside_the_rest(compilations, monkeypatch):

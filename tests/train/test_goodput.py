@@ -4,6 +4,7 @@ import json
 import time
 from concurrent.futures import Future
 
+import jax
 import numpy as np
 import pytest
 
@@ -111,6 +112,27 @@ def test_what_callbacks_take_is_no_training(tmp_path):
     for row in rows(tmp_path).values():
         parts = [row[f"time/{part}_seconds"] for part in PARTS]
         assert min(parts) >= 0.0 and sum(parts) == pytest.approx(row["time/wall_seconds"])
+
+
+def test_the_first_step_is_no_part_of_the_second_ones_time(tmp_path):
+    """The device needs two seconds for it; it has been dispatched, and its program compiled, before that."""
+    config = tiny_config(model__attention="dense", train__steps=3, train__log_every=2, train__eval_batches=0)
+    made = Run(config, tmp_path, None, one_device())
+    made.examine()
+    train_step, slow = made.train_step, [2.0]
+
+    def wait(value):
+        time.sleep(slow.pop() if slow else 0.0)
+        return value
+
+    def step(state, batch):
+        state, values = train_step(state, batch)
+        return state, {**values, "loss": jax.jit(lambda x: jax.pure_callback(wait, x, x))(values["loss"])}
+
+    made.train_step = step
+    goodput = made.run()["goodput"]["start"]
+    assert not slow and goodput["startup_seconds"] > 2.0
+    assert rows(tmp_path)[2]["perf/step_seconds"] < 1.0
 
 
 def test_the_process_began_before_now_and_not_long_ago():
