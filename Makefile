@@ -24,9 +24,9 @@ quickstart: $(call stamp,run)
 	$(PY) train.py --config=configs/quickstart.py
 
 # What one waits for: lint, types and every test that is not marked slow or notebook. A file's tests run in one process:
-# they share what they compile and their fixtures.
+# they share what they compile and their fixtures. Files begin in the order of tests/conftest.py.
 test: lint
-	$(MAKE) --no-print-directory pytest PYTEST_ARGS='-m "not slow and not notebook" --dist loadfile $(PYTEST_ARGS)'
+	$(MAKE) --no-print-directory pytest PYTEST_ARGS='-m "not slow and not notebook" --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)'
 
 # The rest: notebooks, kills and damage, two processes, every shape and layout compiled for GPUs. CI runs both.
 test-slow: $(call stamp,test)

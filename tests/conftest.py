@@ -112,7 +112,15 @@ def quick_collections():
     gc.freeze()
 
 
+# Files that take longest begin first: one that began last would leave the other processes without work.
+LONG = (
+    "test_offload", "test_aot", "test_cache", "test_decode_attention", "test_projection", "test_faults_in_runs",
+    "test_mesh_traffic", "test_compile_ahead", "test_chaos", "test_distributed",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     if any(device.platform == "gpu" for device in jax.devices()):
         return
     for item in items:

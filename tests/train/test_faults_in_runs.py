@@ -36,6 +36,8 @@ from nsa_jax.train.watch.watchdog import Watchdog
 from .tiny import make_run, one_device, rows, tiny_config
 
 ROOT = Path(__file__).parents[2]
+# For faults that no attention has to do with: the step is compiled in half of the time.
+SMALL = dict(model__attention="dense", model__num_layers=1)
 
 
 def stopped(made, guard):
@@ -91,7 +93,7 @@ def test_healthy_500_steps_raise_no_alarm(tmp_path):
 
 
 def test_unshifted_labels_stop_at_the_loss_floor(tmp_path):
-    made = make_run(tmp_path, train__steps=300, data__synthetic="random", train__save_every=1000)
+    made = make_run(tmp_path, **SMALL, train__steps=300, data__synthetic="random", train__save_every=1000)
     made.guards = Guards(made.config, tmp_path, bigram_entropy=float(np.log(32)))
     with_batches(made, lambda step, batch: {**batch, "targets": batch["inputs"]})
     record = stopped(made, "loss_floor")
@@ -100,7 +102,7 @@ def test_unshifted_labels_stop_at_the_loss_floor(tmp_path):
 
 
 def test_nan_at_a_step_keeps_the_last_good_checkpoint_and_the_batch(tmp_path):
-    made = make_run(tmp_path, train__steps=12, train__save_every=5)
+    made = make_run(tmp_path, **SMALL, train__steps=12, train__save_every=5)
     step_function, count = made.train_step, iter(range(1, 100))
 
     def poisoned(state, batch):
@@ -115,13 +117,13 @@ def test_nan_at_a_step_keeps_the_last_good_checkpoint_and_the_batch(tmp_path):
         expected = next(made.pipeline.train(7))
         np.testing.assert_array_equal(kept["batch/inputs"], expected["inputs"])
         assert np.isnan(kept["metrics/loss"]).any()
-    resumed = make_run(tmp_path, train__steps=12, train__save_every=5).run()
+    resumed = make_run(tmp_path, **SMALL, train__steps=12, train__save_every=5).run()
     assert resumed["start_step"] == 5 and resumed["finished"]
 
 
 def test_a_step_that_is_not_finite_can_be_left_out(tmp_path):
     """The run goes on as one that was never trained on that batch, with the same later batches and learning rates."""
-    settings = dict(train__steps=6, train__save_every=100, guards__skip_steps=1)
+    settings = dict(**SMALL, train__steps=6, train__save_every=100, guards__skip_steps=1)
     made = make_run(tmp_path / "skipped", **settings)
     with_batches(made, lambda step, batch: {**batch, "loss_mask": batch["loss_mask"] * (np.nan if step == 3 else 1)})
     made.run()
@@ -148,14 +150,14 @@ def test_a_step_that_is_not_finite_can_be_left_out(tmp_path):
 
 
 def test_a_loader_that_stands_still_is_caught_at_the_second_batch(tmp_path):
-    made = make_run(tmp_path, train__steps=12)
+    made = make_run(tmp_path, **SMALL, train__steps=12)
     first = next(made.pipeline.train())
     record = stopped(with_batches(made, lambda step, batch: first), "frozen_loader")
     assert record["step"] == 2 and "stands still" in record["message"]
 
 
 def test_a_batch_of_another_dtype_is_a_recompilation(tmp_path):
-    made = make_run(tmp_path, train__steps=12)
+    made = make_run(tmp_path, **SMALL, train__steps=12)
 
     def widen(step, batch):
         return {**batch, "loss_mask": batch["loss_mask"].astype(np.float32 if step < 5 else np.float16)}
@@ -208,7 +210,9 @@ def test_collapsed_gates_raise_alarms(tmp_path, capsys):
 
 
 def test_memorisation_shows_as_a_gap_and_stops(tmp_path):
-    made = make_run(tmp_path, train__steps=300, train__eval_every=20, train__eval_batches=2, data__synthetic="random")
+    made = make_run(
+        tmp_path, **SMALL, train__steps=300, train__eval_every=20, train__eval_batches=2, data__synthetic="random"
+    )
     made.config.guards.max_gap = 0.5
     batches = [next(made.pipeline.train(step)) for step in range(300, 304)]
     made.guards.on_batch = lambda step, batch: None  # four batches over and over
@@ -217,7 +221,9 @@ def test_memorisation_shows_as_a_gap_and_stops(tmp_path):
 
 
 def test_a_learning_rate_of_ten_is_divergence(tmp_path):
-    made = make_run(tmp_path, train__steps=300, train__eval_every=20, train__eval_batches=2, optim__learning_rate=10.0)
+    made = make_run(
+        tmp_path, **SMALL, train__steps=300, train__eval_every=20, train__eval_batches=2, optim__learning_rate=10.0
+    )
     record = stopped(made, "divergence")
     assert record["step"] <= 60 and "learning_rate=10" in record["message"]
     assert record["message"].endswith("there is no checkpoint")
@@ -242,7 +248,7 @@ def test_a_full_disk_is_explained_wherever_it_is_met(place, tmp_path, monkeypatc
         "background": (Checkpoints, "wait", fail_otherwise),
         "tokens": (loop, "make_pipeline", fail),
     }
-    config = tiny_config(train__save_every=3, train__steps=6, preflight__selftest=False)
+    config = tiny_config(**SMALL, train__save_every=3, train__steps=6, preflight__selftest=False)
     with monkeypatch.context() as patch:
         patch.setattr(*patched[place])
         with pytest.raises(TrainingError, match=r"^the disk of .* is full: .* Fix: free some space .*") as caught:
@@ -255,7 +261,7 @@ def test_a_full_disk_is_explained_wherever_it_is_met(place, tmp_path, monkeypatc
 
 
 def test_a_full_disk_stops_before_the_checkpoint(tmp_path, monkeypatch):
-    made = make_run(tmp_path, train__save_every=3, train__steps=12)
+    made = make_run(tmp_path, **SMALL, train__save_every=3, train__steps=12)
     monkeypatch.setattr("shutil.disk_usage", lambda path: Disk(1000, 990, 10))
     record = stopped(made, "disk_full")
     assert record["last_checkpoint"] is None and "free some space" in record["message"]
@@ -271,12 +277,12 @@ def test_checkpoints_that_are_a_link_to_another_disk_need_room_there(tmp_path, m
         return Disk(1 << 40, 0, 10 if Path(path).resolve().name in full else 1 << 40)
 
     monkeypatch.setattr("shutil.disk_usage", usage)
-    made = make_run(tmp_path / "run", train__save_every=3, train__steps=3)
+    made = make_run(tmp_path / "run", **SMALL, train__save_every=3, train__steps=3)
     assert check_disk(made.config, made.workdir, 1000) == [] and made.run()["saved"]
     full[:] = ["large"]
     (problem,) = check_disk(made.config, made.workdir, 10**9)
     assert problem.rule == "R024"
-    made = make_run(tmp_path / "run", train__save_every=3, train__steps=6)
+    made = make_run(tmp_path / "run", **SMALL, train__save_every=3, train__steps=6)
     assert stopped(made, "disk_full")["last_checkpoint"] == 3
 
 
@@ -286,7 +292,7 @@ class Disk:
 
 
 def test_a_failing_write_is_explained_and_older_checkpoints_survive(tmp_path):
-    made = make_run(tmp_path, train__save_every=3, train__steps=12)
+    made = make_run(tmp_path, **SMALL, train__save_every=3, train__steps=12)
     save, limits = made._save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def failing(checkpoints, step, state, data):
@@ -302,7 +308,7 @@ def test_a_failing_write_is_explained_and_older_checkpoints_survive(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.guard == "checkpoint_write" and "look at the disk" in str(caught.value)
-    resumed = make_run(tmp_path, train__save_every=3, train__steps=12).run()
+    resumed = make_run(tmp_path, **SMALL, train__save_every=3, train__steps=12).run()
     assert resumed["start_step"] == 3 and resumed["finished"]
 
 
@@ -415,8 +421,8 @@ def test_a_process_killed_during_a_save_resumes(tmp_path):
     done = _python(
         """
         import os, signal, sys
-        from tests.train.tiny import make_run
-        made = make_run(sys.argv[1], train__steps=12, train__save_every=3)
+        from tests.train.test_faults_in_runs import SMALL, make_run
+        made = make_run(sys.argv[1], **SMALL, train__steps=12, train__save_every=3)
         save = made._save
         def killed(checkpoints, step, state, data):
             save(checkpoints, step, state, data)
@@ -428,7 +434,7 @@ def test_a_process_killed_during_a_save_resumes(tmp_path):
         tmp_path,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    resumed = make_run(tmp_path, train__steps=12, train__save_every=3).run()
+    resumed = make_run(tmp_path, **SMALL, train__steps=12, train__save_every=3).run()
     assert resumed["start_step"] in (6, 9) and resumed["finished"]
 
 

@@ -21,6 +21,7 @@ def sources(tmp_path):
     return {
         **{"data__source": "text", "data__text_separator": "|", "data__sources": found, "data__val_fraction": 0.3},
         **{"data__cache_dir": str(tmp_path / "cache"), "train__eval_batches": 1, "train__save_every": 3},
+        **{"model__attention": "dense", "model__num_layers": 1},  # which any model can tell
     }
 
 
