@@ -259,6 +259,13 @@ def test_mfu_peaks_are_known_for_the_gpus_in_the_table_only():
     assert flops.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert flops.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert flops.peak_flops("NVIDIA H100 PCIe") == 756e12
+    # Slower or faster relatives, whose names hold that of another one.
+    assert flops.peak_flops("NVIDIA H200 NVL") == 835e12
+    assert flops.peak_flops("NVIDIA GH200 480GB") == 989e12
+    assert flops.peak_flops("NVIDIA B200") == 2250e12
+    assert flops.peak_flops("NVIDIA GB200") == 2500e12
+    assert flops.peak_flops("NVIDIA RTX PRO 6000 Blackwell Workstation Edition") == 503e12
+    assert flops.peak_flops("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition") == 438e12
     assert flops.peak_flops("cpu") is None
 
 
