@@ -162,6 +162,10 @@ def test_more_than_an_hour_between_checkpoints_is_an_error():
     assert preflight.check_save_interval(config, estimate) == []
     (problem,) = preflight.check_save_interval(config, dataclasses.replace(estimate, step_seconds=7.2))
     assert problem.rule == "R029" and "2.0 hours" in problem.message and "every 500 steps" in problem.fix
+    config.train.keep_every = 250  # which are saved, too
+    assert preflight.check_save_interval(config, dataclasses.replace(estimate, step_seconds=7.2)) == []
+    (problem,) = preflight.check_save_interval(config, dataclasses.replace(estimate, step_seconds=21.6))
+    assert "1.5 hours" in problem.message
 
 
 def test_head_dims_that_the_kernels_lack_are_found():
