@@ -139,7 +139,10 @@ def test_a_disk_too_small_for_the_checkpoints_is_an_error(tmp_path):
     config = tiny_config(train__save_every=5, train__steps=20)
     assert preflight.check_disk(config, tmp_path, 1000) == []
     (problem,) = preflight.check_disk(config, tmp_path / "new" / "run", 1 << 60)
-    assert problem.rule == "R024" and "5 checkpoints" in problem.message
+    assert problem.rule == "R024" and "4 checkpoints" in problem.message  # there is no best one without validation
+    config.train.eval_batches = 1
+    (problem,) = preflight.check_disk(config, tmp_path, 1 << 60)
+    assert "5 checkpoints" in problem.message
     # No more than are saved: 4 by their number, 4 at validations, the end; and the best, and one being written.
     config.train.keep_last, config.train.eval_every = 1_000_000, 5
     (problem,) = preflight.check_disk(config, tmp_path, 1 << 60)

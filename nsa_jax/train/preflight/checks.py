@@ -87,8 +87,9 @@ def check_disk(config: ConfigDict, workdir: Path, one_checkpoint: int) -> list[P
     if not config.train.save_every:
         return []
     t = config.train
-    evaluations = t.steps // t.eval_every if t.keep_best and t.eval_every else 0
-    kept = min(t.keep_last, t.steps // t.save_every + evaluations + 1) + t.keep_best + 1
+    best = bool(t.keep_best and t.eval_batches)
+    evaluations = t.steps // t.eval_every if best and t.eval_every else 0
+    kept = min(t.keep_last, t.steps // t.save_every + evaluations + 1) + best + 1
     if t.keep_every:
         kept += t.steps // t.keep_every
     parent = disk.fullest(workdir / "checkpoints")  # which may be a link to another disk
