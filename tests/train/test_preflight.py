@@ -280,6 +280,27 @@ def test_examine_compiles_for_gpus_that_are_not_here(tmp_path):
         assert rules(preflight.check_memory(report, "a100-80gb", 2)) == found
 
 
+def test_the_largest_micro_batch_is_told_with_its_batch(monkeypatch):
+    """Memory of 1,000 bytes, 100 for each row, and of the batch 16 for each of 50 tokens in 4 micro-batches."""
+    config = tiny_config(data__seq_len=50, train__batch_size=16, train__grad_accum=4)
+
+    def planned(rows, accumulate):
+        parts = dict(parameters=1000, optimizer=0, gradients=0, activations=100 * rows, temporaries=0, host=0)
+        return memory.Memory(
+            **parts, batch=16 * 50 * rows * accumulate, limit=1000 + 10 * (100 + 16 * 50 * 4), compiled=True
+        )
+
+    def for_target(changed, *_):
+        return changed.train.batch_size // changed.train.grad_accum, changed.train.grad_accum
+
+    monkeypatch.setattr(memory, "for_target", for_target)
+    monkeypatch.setattr(memory, "_lower_train_step", lambda made, gpu: SimpleNamespace(compile=lambda: None))
+    monkeypatch.setattr(memory, "_train_memory", lambda made, gpu, program: planned(*made))
+    known = planned(4, 4)
+    found = memory.largest_micro_batch(config, "h100", 1, known, VOCAB, 60.0)
+    assert found == memory.MicroBatch(10, known.limit, True)
+
+
 def test_the_kernels_of_a_device_are_named():
     config = tiny_config(model__implementation="auto", model__compute_dtype="bfloat16", model__head_dim=64)
     config.model.num_heads, config.model.num_kv_heads = 12, 2

@@ -397,19 +397,20 @@ def largest_micro_batch(
     start = time.perf_counter()
     shards = count // (config.mesh.tensor * config.mesh.context)
     rows = config.train.batch_size // config.train.grad_accum // shards
-    sizes = {rows: known.total - known.batch}
+    # Of one row of every micro-batch: the sizes that are compiled have fewer of them.
+    row_batch = 16 * config.data.seq_len // config.mesh.context * config.train.grad_accum
+    sizes = {rows: known.total}
 
     def measure(candidate: int) -> int:
         made = for_target(_with_rows(config, candidate, shards), gpu, count, vocab)
         memory = _train_memory(made, gpu, _lower_train_step(made, gpu).compile())
-        sizes[candidate] = memory.total - memory.batch
+        sizes[candidate] = memory.total - memory.batch + row_batch * candidate
         return sizes[candidate]
 
     def line() -> int:
         (a, low), (b, high) = sorted(sizes.items())[0], sorted(sizes.items())[-1]
         slope = max((high - low) / (b - a), 1.0)
-        row_batch = 16 * config.data.seq_len // config.mesh.context * config.train.grad_accum
-        return max(int(a + (known.limit - low - row_batch * a) / (slope + row_batch)), 0)
+        return max(int(a + (known.limit - low) / slope), 0)
 
     def last(spent: float) -> bool:
         return time.perf_counter() - start + spent > seconds
