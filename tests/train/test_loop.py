@@ -1,8 +1,10 @@
 """What a run writes, and the figures that are not part of the compiled step."""
 
+import fnmatch
 import io
 import json
 import math
+import re
 import struct
 
 import jax
@@ -16,9 +18,11 @@ from nsa_jax.nn import ModelConfig, Transformer, count_parameters
 from nsa_jax.ops import reference
 from nsa_jax.train import flops, loop, metrics
 from nsa_jax.train.loop import Run
+from nsa_jax.train.state import setup
 from nsa_jax.train.terminal import data_line
+from nsa_jax.train.watch import health
 
-from .tiny import make_run, one_device, rows, tiny_config
+from .tiny import VOCAB, make_run, one_device, random_batch, rows, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,28 @@ def test_the_start_names_the_data(finished):
     tokens = run.pipeline.corpus.train.stats.tokens / 1000
     assert data_line(run.config, run.pipeline) == f"data: text, {documents} documents, {tokens:.1f}k tokens, byte"
     assert data_line(tiny_config(), make_run(finished[0].parent / "other").pipeline) == "data: synthetic copy"
+
+
+def test_every_logged_name_is_listed(finished):
+    """docs/tracking.md sends readers to the head of metrics.py for the names."""
+    listed = []
+    for name in re.findall(r"[a-z]+/(?:\w|\*|/|\{.*?\})+", metrics.__doc__):
+        before, _, rest = name.partition("{")
+        choices, _, after = rest.partition("}")
+        listed += [re.sub("[A-Z]+", "*", before + choice + after) for choice in choices.split(",")]
+    values = dict.fromkeys((*metrics.TRAIN_NAMES, "z_loss", "selection_loss"), 1.0)
+    config = tiny_config()
+    made = setup(config, VOCAB, one_device())
+    figures = jax.device_get(health.make_health(made)(made.init()["params"], random_batch(config))[0])
+    spread = {"selection_random": np.zeros(2), "selection_best": np.ones(2)}
+    names = {*metrics.train_row(values), *health.summarise(figures | spread), "perf/health_seconds", "perf/mfu"}
+    names |= {name for row in all_rows(finished[0]) for name in row} | {
+        "alarm/spike",
+        "val/loss/web",
+        "data/epochs/web",
+    }
+    missing = {name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in listed)}
+    assert missing == {"step", "time", "learning_rate"}  # which are words of their own
 
 
 def test_a_corpus_that_holds_nothing_out_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
