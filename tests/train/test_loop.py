@@ -10,11 +10,13 @@ import struct
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from nsa_jax import NSAConfig, evaluate
 from nsa_jax.data import DataError
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
+from nsa_jax.nn.transformer import layer_stacks
 from nsa_jax.ops import reference
 from nsa_jax.train import flops, loop, metrics
 from nsa_jax.train.loop import Run
@@ -264,8 +266,6 @@ def test_keys_per_query_are_those_that_the_operator_reads(seq_len):
 
 
 def test_flops_of_the_matrices_are_two_per_parameter():
-    from flax import nnx
-
     config = ModelConfig(
         dim=64, num_heads=4, num_kv_heads=2, head_dim=16, num_layers=3, vocab_size=100, attention="dense",
         tie_embeddings=False,
@@ -278,6 +278,24 @@ def test_flops_of_the_matrices_are_two_per_parameter():
     assert flops.train_flops_per_token(config, 128) == pytest.approx(3 * sum(parts.values()))
     # 6 operations per parameter and token is the usual estimate for a short row.
     assert flops.train_flops_per_token(config, 1) == pytest.approx(6 * matrices, rel=0.02)
+
+
+def test_flops_of_nsa_are_those_of_its_arrays_and_keys():
+    nsa = NSAConfig(compress_block=8, compress_stride=4, select_block=8, num_selected=4, window=12)
+    config = ModelConfig(
+        dim=32, num_heads=6, num_kv_heads=2, head_dim=8, value_head_dim=4, num_layers=3, vocab_size=10, nsa=nsa
+    )
+    layer = layer_stacks(Transformer(config, rngs=nnx.Rngs(0)).blocks, config)[0].attention  # three layers, stacked
+    parts, keys = flops.forward_flops_per_token(config, 96), flops.keys_per_query(config, 96)
+    assert parts["projections"] == 2 * (layer.w_in.size + layer.w_out.size)  # gates are columns of w_in
+    phi = [x.size for phi in (layer.compress_key, layer.compress_value) for x in (phi.w_1, phi.w_2)]
+    assert parts["compressor"] == 2 * sum(phi) * 2 / 4  # of both key/value heads, once for every fourth token
+    for branch in ("compressed", "selected", "window"):
+        assert parts[f"attention_{branch}"] == pytest.approx(3 * 6 * 2 * (8 + 4) * keys[branch])
+    assert parts["selection"] == pytest.approx(3 * 6 * 2 * 8 * keys["compressed"])
+    assert parts["head"] == 2 * 32 * 10
+    # The lists have no gradient.
+    assert flops.train_flops_per_token(config, 96) == pytest.approx(3 * sum(parts.values()) - 2 * parts["selection"])
 
 
 def test_mfu_peaks_are_known_for_the_gpus_in_the_table_only():
