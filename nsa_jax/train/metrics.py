@@ -29,6 +29,7 @@ import contextlib
 import json
 import math
 import resource
+import sys
 import time
 import unicodedata
 from collections.abc import Mapping
@@ -114,7 +115,8 @@ def epochs_row(epochs: Mapping[str, float]) -> dict[str, float]:
 
 def memory_row() -> dict[str, float]:
     """Memory of the fullest local device, where the backend reports it, and of this process."""
-    figures: dict[str, float] = {"host_peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    unit = 1 if sys.platform == "darwin" else 1024
+    figures: dict[str, float] = {"host_peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     for name, key in (("device_in_use", "bytes_in_use"), ("device_peak", "peak_bytes_in_use")):
         if all(key in s for s in stats):

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import struct
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -56,6 +57,15 @@ def test_the_start_names_the_data(finished):
     tokens = run.pipeline.corpus.train.stats.tokens / 1000
     assert data_line(run.config, run.pipeline) == f"data: text, {documents} documents, {tokens:.1f}k tokens, byte"
     assert data_line(tiny_config(), make_run(finished[0].parent / "other").pipeline) == "data: synthetic copy"
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_the_peak_of_host_memory_is_in_bytes(platform, unit, monkeypatch):
+    """Linux counts it in KiB, macOS in bytes."""
+    monkeypatch.setattr(metrics.sys, "platform", platform)
+    monkeypatch.setattr(metrics.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3 * 2**30 // unit))
+    row = metrics.memory_row()
+    assert (row["memory/host_peak_rss_mib"], row["memory/host_peak_rss_gib"]) == (3072, 3)
 
 
 def test_every_logged_name_is_listed(finished):
