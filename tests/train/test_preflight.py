@@ -25,7 +25,7 @@ from nsa_jax.nn import dense
 from nsa_jax.ops.target import Target, compile_for
 from nsa_jax.train import env, preflight
 from nsa_jax.train.preflight import cost, data_check, hlo, memory, selftest
-from nsa_jax.train.preflight.report import kernel_facts, program_facts
+from nsa_jax.train.preflight.report import kernel_facts, memory_facts, program_facts
 from nsa_jax.train.state import setup
 
 from .tiny import VOCAB, one_device, rules, tiny_config
@@ -321,6 +321,23 @@ def test_the_estimate_without_compiling_counts_parameters_exactly():
     found = memory.estimate(made, "h100")
     assert not found.compiled and found.parameters == made.num_parameters() * 4
     assert found.limit == int(0.75 * aot.GPUS["h100"].memory_bytes) and found.fits
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "share", "shown"),
+    [
+        ("XLA_CLIENT_MEM_FRACTION", "0.9", 0.9, "what JAX takes by XLA_CLIENT_MEM_FRACTION"),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5", 0.5, "what JAX takes by XLA_PYTHON_CLIENT_MEM_FRACTION"),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "", 0.75, "what JAX takes by default"),
+    ],
+)
+def test_the_limit_is_the_pool_that_jax_takes(variable, value, share, shown, monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    found = memory.estimate(setup(tiny_config(), VOCAB, one_device()), "h100")
+    assert found.limit == int(share * aot.GPUS["h100"].memory_bytes)
+    assert shown in dict(memory_facts(preflight.Report(memory=found), "h100"))["can be used per device"]
 
 
 def test_the_estimate_counts_the_logits_that_the_loss_keeps_at_once():
