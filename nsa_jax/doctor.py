@@ -31,7 +31,10 @@ from nsa_jax.ops.target import current_target
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "grain")
 _PLUGIN = re.compile(r"(jax-(cuda|rocm)\d*-(plugin|pjrt)|nvidia-(cuda-runtime|cudnn|nccl|cuda-nvcc)(-cu\d+)?)$")
 _EXTRAS = ("nn", "train", "report", "eval", "remote", "wandb", "mlflow", "aot")
-_VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION", "CUDA_VISIBLE_DEVICES", "NSA_JAX_CACHE")
+_VARIABLES = (
+    *("JAX_PLATFORMS", "XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
+    *("CUDA_VISIBLE_DEVICES", "NSA_JAX_CACHE"),
+)
 _TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}  # of the output; matmuls of float32 on a GPU may use TF32
 
 Lines = list[tuple[str, str]]

@@ -435,6 +435,11 @@ def piece_rows(train: Mapping[str, Any]) -> int:
         return int(train["batch_size"])
 
 
+def save_interval(train: Mapping[str, Any]) -> int:
+    """The most steps between two checkpoints, which multiples of keep_every are, too; 0: none are saved."""
+    return min(train["save_every"], train["keep_every"] or train["save_every"])
+
+
 def _check_mixed_source(path: str, alone: ConfigDict, weight: float, found: _Findings) -> None:
     """What one of several sources must be besides what any source must be."""
     if not weight > 0:
@@ -504,7 +509,7 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
     if not t.save_every:
         message = f"config.train.save_every=0: runs of {_LONG_RUN:,} steps or more need checkpoints"
         found.error("R013", message, "set save_every, such as 1000")
-    elif t.save_every > t.steps // 2:
+    elif save_interval(t) > t.steps // 2:
         message = f"config.train.save_every={t.save_every}: at most one checkpoint before the end of {t.steps} steps"
         found.error("R013", message, "save several times, such as every 1000 steps")
     if not t.eval_batches or not t.eval_every:

@@ -303,6 +303,9 @@ def test_long_runs_need_checkpoints_and_validation(field, value, rule):
     assert validate(config) == []
     config.train[field] = value
     assert [problem.rule for problem in validate(config)] == [rule]
+    if value == 4000:
+        config.train.keep_every = 1000  # which are saved, too
+        assert validate(config) == []
     config.train.steps = 4_999
     assert rule not in [p.rule for p in validate(config) if field != "save_every" or value == 0]
 

@@ -5,15 +5,20 @@ optimizer steps):
   train/loss, train/perplexity, train/bits_per_byte: of the batch of that step, nats per token.
   train/loss_mean, train/bits_per_byte_mean: averages of the finite values of the steps since the last row.
   train/tokens: of all batches up to that step.
+  train/z_loss, train/selection_loss: of that step, where config.train has them; the first as it was added, in nats.
   val/loss, val/perplexity, val/bits_per_byte: over the fixed validation batches.
   val/loss/NAME, val/bits_per_byte/NAME: of each of config.data.sources; those above weigh them as training does.
   data/epochs, or data/epochs/NAME of each of config.data.sources: passes over the training documents so far.
   norm/grad (before clipping), norm/param, norm/update, learning_rate.
   perf/tokens_per_second, perf/step_seconds: absent where no step was timed, as in a row of the first step alone.
-  perf/data_wait_p50_seconds, perf/data_wait_p95_seconds.
+  perf/data_wait_p50_seconds, perf/data_wait_p95_seconds: that the loop waited for a batch.
+  perf/data_wait_share: of the time since the last row; a wait may overlap with work of the device.
   perf/mfu: share of the peak that useful operations reach, counted in the documents of rows that preflight sampled.
   perf/goodput, perf/goodput_run: share of the wall time that trained, of this start and of all starts of the run.
   time/wall_seconds, and time/{training,data,startup,validation,saving,other}_seconds, which add up to it: this start.
+  health/*, perf/health_seconds: of NSA's layers, in watch/health.py the worst layer or the mean; what a report takes.
+  alarm/total: alarms so far. alarm/NAME: 1 where one was raised since the last row; watch/guards.py has the names. What
+    health figures raise is in the row after theirs.
   memory/*_mib, memory/*_gib: both units of each figure, since they have been mistaken for each other.
 Bits per byte counts the text bytes of the targets, so that tokenizers can be compared; an end-of-document token has 0.
 """
@@ -24,6 +29,7 @@ import contextlib
 import json
 import math
 import resource
+import sys
 import time
 import unicodedata
 from collections.abc import Mapping
@@ -109,7 +115,8 @@ def epochs_row(epochs: Mapping[str, float]) -> dict[str, float]:
 
 def memory_row() -> dict[str, float]:
     """Memory of the fullest local device, where the backend reports it, and of this process."""
-    figures: dict[str, float] = {"host_peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    unit = 1 if sys.platform == "darwin" else 1024
+    figures: dict[str, float] = {"host_peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     for name, key in (("device_in_use", "bytes_in_use"), ("device_peak", "peak_bytes_in_use")):
         if all(key in s for s in stats):

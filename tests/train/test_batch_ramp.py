@@ -8,6 +8,8 @@ import pytest
 
 from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.config import validate
+from nsa_jax.train import flops
+from nsa_jax.train.loop import Run
 from nsa_jax.train.state import batch_sharding, setup, to_device
 from nsa_jax.train.step import make_train_step
 
@@ -100,3 +102,19 @@ def test_tokens_are_counted_as_they_were_trained_on_when_the_ramp_has_changed(tm
     make_run(tmp_path, **{**saving, "train__steps": 4}).run()
     make_run(tmp_path, **{**saving, "train__batch_ramp": ("2:2",)}).run()  # step 3 had 6 rows
     assert [row["train/tokens"] / 48 for row in rows(tmp_path).values()] == [2, 4, 10, 18, 26, 34]
+
+
+def test_speed_and_mfu_are_of_the_steps_own_rows_on_all_devices(tmp_path, monkeypatch):
+    """Each row's tokens per second and utilisation, of two devices, against the seconds of a step."""
+    monkeypatch.setattr(flops, "peak_flops", lambda kind: 1e9)
+    config = tiny_config(**RAMP | {"train__log_every": 1})
+    run = Run(config, tmp_path, None, jax.devices()[:2])
+    run.run()
+    per_token = flops.train_flops_per_token(run.setup.model_config, 48)
+    found = rows(tmp_path)
+    timed = {step: row for step, row in found.items() if "perf/step_seconds" in row}
+    assert found.keys() - timed.keys() == {1, 3, 4}  # each compiles for its rows
+    for step, row in timed.items():
+        tokens = {2: 2, 5: 8, 6: 8}[step] * 48
+        assert row["perf/tokens_per_second"] == pytest.approx(tokens / row["perf/step_seconds"])
+        assert row["perf/mfu"] == pytest.approx(per_token * tokens / row["perf/step_seconds"] / (2 * 1e9))

@@ -1,12 +1,14 @@
 """Guards decide on numbers alone: what raises an alarm, what stops, what must not."""
 
 import json
+import os
 import zlib
 
 import numpy as np
 import pytest
 
 from nsa_jax.train.errors import TrainingError
+from nsa_jax.train.watch import memory_use
 from nsa_jax.train.watch.guards import Guards, check_implementations
 
 from .tiny import tiny_config
@@ -155,6 +157,32 @@ def test_memory_that_will_run_out_is_noticed_long_before(guards):
             break
     assert guards.summary() == {"memory_slope": 1} and guards.alarms[0].step < 500
     assert "host memory grows by 8,000 MiB per 1,000 steps" in guards.alarms[0].message
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/\n", {"memory.max": "3000000\n"}, 3_000_000),  # a container
+        ("0::/slurm/job_7/step_0\n", {"slurm/job_7/memory.max": "4000000\n", "slurm/job_7/step_0/memory.max": "max\n"},
+         4_000_000),
+        ("5:cpu:/\n4:memory:/docker/ab\n", {"memory/memory.limit_in_bytes": "5000000\n"}, 5_000_000),
+        ("0::/\n", {"memory.max": "max\n"}, None),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+        (None, {}, None),
+    ],
+    ids=["container", "job", "version 1", "no limit", "no limit, version 1", "no groups"],
+)  # fmt: skip
+def test_the_hosts_memory_is_what_the_process_may_use(groups, files, limit, tmp_path, monkeypatch):
+    """In a container or a job that is less than the machine has, and a leak ends the run there."""
+    if groups is not None:
+        (tmp_path / "own").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+    monkeypatch.setattr(memory_use, "_GROUPS_OF_PROCESS", tmp_path / "own", raising=False)
+    monkeypatch.setattr(memory_use, "_GROUPS", tmp_path / "groups", raising=False)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert memory_use.host_memory()[1] == (limit or machine)
 
 
 def test_memory_that_levels_off_or_will_suffice_is_fine(guards):

@@ -1,24 +1,31 @@
 """What a run writes, and the figures that are not part of the compiled step."""
 
+import fnmatch
 import io
 import json
 import math
+import re
 import struct
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from nsa_jax import NSAConfig, evaluate
 from nsa_jax.data import DataError
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
+from nsa_jax.nn.transformer import layer_stacks
 from nsa_jax.ops import reference
 from nsa_jax.train import flops, loop, metrics
 from nsa_jax.train.loop import Run
+from nsa_jax.train.state import setup
 from nsa_jax.train.terminal import data_line
+from nsa_jax.train.watch import health
 
-from .tiny import make_run, one_device, rows, tiny_config
+from .tiny import VOCAB, make_run, one_device, random_batch, rows, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +57,37 @@ def test_the_start_names_the_data(finished):
     tokens = run.pipeline.corpus.train.stats.tokens / 1000
     assert data_line(run.config, run.pipeline) == f"data: text, {documents} documents, {tokens:.1f}k tokens, byte"
     assert data_line(tiny_config(), make_run(finished[0].parent / "other").pipeline) == "data: synthetic copy"
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_the_peak_of_host_memory_is_in_bytes(platform, unit, monkeypatch):
+    """Linux counts it in KiB, macOS in bytes."""
+    monkeypatch.setattr(metrics.sys, "platform", platform)
+    monkeypatch.setattr(metrics.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3 * 2**30 // unit))
+    row = metrics.memory_row()
+    assert (row["memory/host_peak_rss_mib"], row["memory/host_peak_rss_gib"]) == (3072, 3)
+
+
+def test_every_logged_name_is_listed(finished):
+    """docs/tracking.md sends readers to the head of metrics.py for the names."""
+    listed = []
+    for name in re.findall(r"[a-z]+/(?:\w|\*|/|\{.*?\})+", metrics.__doc__):
+        before, _, rest = name.partition("{")
+        choices, _, after = rest.partition("}")
+        listed += [re.sub("[A-Z]+", "*", before + choice + after) for choice in choices.split(",")]
+    values = dict.fromkeys((*metrics.TRAIN_NAMES, "z_loss", "selection_loss"), 1.0)
+    config = tiny_config()
+    made = setup(config, VOCAB, one_device())
+    figures = jax.device_get(health.make_health(made)(made.init()["params"], random_batch(config))[0])
+    spread = {"selection_random": np.zeros(2), "selection_best": np.ones(2)}
+    names = {*metrics.train_row(values), *health.summarise(figures | spread), "perf/health_seconds", "perf/mfu"}
+    names |= {name for row in all_rows(finished[0]) for name in row} | {
+        "alarm/spike",
+        "val/loss/web",
+        "data/epochs/web",
+    }
+    missing = {name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in listed)}
+    assert missing == {"step", "time", "learning_rate"}  # which are words of their own
 
 
 def test_a_corpus_that_holds_nothing_out_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
@@ -238,8 +276,6 @@ def test_keys_per_query_are_those_that_the_operator_reads(seq_len):
 
 
 def test_flops_of_the_matrices_are_two_per_parameter():
-    from flax import nnx
-
     config = ModelConfig(
         dim=64, num_heads=4, num_kv_heads=2, head_dim=16, num_layers=3, vocab_size=100, attention="dense",
         tie_embeddings=False,
@@ -254,11 +290,36 @@ def test_flops_of_the_matrices_are_two_per_parameter():
     assert flops.train_flops_per_token(config, 1) == pytest.approx(6 * matrices, rel=0.02)
 
 
+def test_flops_of_nsa_are_those_of_its_arrays_and_keys():
+    nsa = NSAConfig(compress_block=8, compress_stride=4, select_block=8, num_selected=4, window=12)
+    config = ModelConfig(
+        dim=32, num_heads=6, num_kv_heads=2, head_dim=8, value_head_dim=4, num_layers=3, vocab_size=10, nsa=nsa
+    )
+    layer = layer_stacks(Transformer(config, rngs=nnx.Rngs(0)).blocks, config)[0].attention  # three layers, stacked
+    parts, keys = flops.forward_flops_per_token(config, 96), flops.keys_per_query(config, 96)
+    assert parts["projections"] == 2 * (layer.w_in.size + layer.w_out.size)  # gates are columns of w_in
+    phi = [x.size for phi in (layer.compress_key, layer.compress_value) for x in (phi.w_1, phi.w_2)]
+    assert parts["compressor"] == 2 * sum(phi) * 2 / 4  # of both key/value heads, once for every fourth token
+    for branch in ("compressed", "selected", "window"):
+        assert parts[f"attention_{branch}"] == pytest.approx(3 * 6 * 2 * (8 + 4) * keys[branch])
+    assert parts["selection"] == pytest.approx(3 * 6 * 2 * 8 * keys["compressed"])
+    assert parts["head"] == 2 * 32 * 10
+    # The lists have no gradient.
+    assert flops.train_flops_per_token(config, 96) == pytest.approx(3 * sum(parts.values()) - 2 * parts["selection"])
+
+
 def test_mfu_peaks_are_known_for_the_gpus_in_the_table_only():
     assert flops.peak_flops("NVIDIA H200") == 989e12
     assert flops.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert flops.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert flops.peak_flops("NVIDIA H100 PCIe") == 756e12
+    # Slower or faster relatives, whose names hold that of another one.
+    assert flops.peak_flops("NVIDIA H200 NVL") == 835e12
+    assert flops.peak_flops("NVIDIA GH200 480GB") == 989e12
+    assert flops.peak_flops("NVIDIA B200") == 2250e12
+    assert flops.peak_flops("NVIDIA GB200") == 2500e12
+    assert flops.peak_flops("NVIDIA RTX PRO 6000 Blackwell Workstation Edition") == 503e12
+    assert flops.peak_flops("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition") == 438e12
     assert flops.peak_flops("cpu") is None
 
 

@@ -25,7 +25,7 @@ from nsa_jax.nn import dense
 from nsa_jax.ops.target import Target, compile_for
 from nsa_jax.train import env, preflight
 from nsa_jax.train.preflight import cost, data_check, hlo, memory, selftest
-from nsa_jax.train.preflight.report import kernel_facts, program_facts
+from nsa_jax.train.preflight.report import kernel_facts, memory_facts, program_facts
 from nsa_jax.train.state import setup
 
 from .tiny import VOCAB, one_device, rules, tiny_config
@@ -139,7 +139,10 @@ def test_a_disk_too_small_for_the_checkpoints_is_an_error(tmp_path):
     config = tiny_config(train__save_every=5, train__steps=20)
     assert preflight.check_disk(config, tmp_path, 1000) == []
     (problem,) = preflight.check_disk(config, tmp_path / "new" / "run", 1 << 60)
-    assert problem.rule == "R024" and "5 checkpoints" in problem.message
+    assert problem.rule == "R024" and "4 checkpoints" in problem.message  # there is no best one without validation
+    config.train.eval_batches = 1
+    (problem,) = preflight.check_disk(config, tmp_path, 1 << 60)
+    assert "5 checkpoints" in problem.message
     # No more than are saved: 4 by their number, 4 at validations, the end; and the best, and one being written.
     config.train.keep_last, config.train.eval_every = 1_000_000, 5
     (problem,) = preflight.check_disk(config, tmp_path, 1 << 60)
@@ -162,6 +165,10 @@ def test_more_than_an_hour_between_checkpoints_is_an_error():
     assert preflight.check_save_interval(config, estimate) == []
     (problem,) = preflight.check_save_interval(config, dataclasses.replace(estimate, step_seconds=7.2))
     assert problem.rule == "R029" and "2.0 hours" in problem.message and "every 500 steps" in problem.fix
+    config.train.keep_every = 250  # which are saved, too
+    assert preflight.check_save_interval(config, dataclasses.replace(estimate, step_seconds=7.2)) == []
+    (problem,) = preflight.check_save_interval(config, dataclasses.replace(estimate, step_seconds=21.6))
+    assert "1.5 hours" in problem.message
 
 
 def test_head_dims_that_the_kernels_lack_are_found():
@@ -273,6 +280,27 @@ def test_examine_compiles_for_gpus_that_are_not_here(tmp_path):
         assert rules(preflight.check_memory(report, "a100-80gb", 2)) == found
 
 
+def test_the_largest_micro_batch_is_told_with_its_batch(monkeypatch):
+    """Memory of 1,000 bytes, 100 for each row, and of the batch 16 for each of 50 tokens in 4 micro-batches."""
+    config = tiny_config(data__seq_len=50, train__batch_size=16, train__grad_accum=4)
+
+    def planned(rows, accumulate):
+        parts = dict(parameters=1000, optimizer=0, gradients=0, activations=100 * rows, temporaries=0, host=0)
+        return memory.Memory(
+            **parts, batch=16 * 50 * rows * accumulate, limit=1000 + 10 * (100 + 16 * 50 * 4), compiled=True
+        )
+
+    def for_target(changed, *_):
+        return changed.train.batch_size // changed.train.grad_accum, changed.train.grad_accum
+
+    monkeypatch.setattr(memory, "for_target", for_target)
+    monkeypatch.setattr(memory, "_lower_train_step", lambda made, gpu: SimpleNamespace(compile=lambda: None))
+    monkeypatch.setattr(memory, "_train_memory", lambda made, gpu, program: planned(*made))
+    known = planned(4, 4)
+    found = memory.largest_micro_batch(config, "h100", 1, known, VOCAB, 60.0)
+    assert found == memory.MicroBatch(10, known.limit, True)
+
+
 def test_the_kernels_of_a_device_are_named():
     config = tiny_config(model__implementation="auto", model__compute_dtype="bfloat16", model__head_dim=64)
     config.model.num_heads, config.model.num_kv_heads = 12, 2
@@ -293,6 +321,23 @@ def test_the_estimate_without_compiling_counts_parameters_exactly():
     found = memory.estimate(made, "h100")
     assert not found.compiled and found.parameters == made.num_parameters() * 4
     assert found.limit == int(0.75 * aot.GPUS["h100"].memory_bytes) and found.fits
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "share", "shown"),
+    [
+        ("XLA_CLIENT_MEM_FRACTION", "0.9", 0.9, "what JAX takes by XLA_CLIENT_MEM_FRACTION"),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5", 0.5, "what JAX takes by XLA_PYTHON_CLIENT_MEM_FRACTION"),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "", 0.75, "what JAX takes by default"),
+    ],
+)
+def test_the_limit_is_the_pool_that_jax_takes(variable, value, share, shown, monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    found = memory.estimate(setup(tiny_config(), VOCAB, one_device()), "h100")
+    assert found.limit == int(share * aot.GPUS["h100"].memory_bytes)
+    assert shown in dict(memory_facts(preflight.Report(memory=found), "h100"))["can be used per device"]
 
 
 def test_the_estimate_counts_the_logits_that_the_loss_keeps_at_once():

@@ -116,6 +116,19 @@ def test_alarm_for_lists_no_better_than_random(tmp_path, held, step, changes, to
     assert all("2%" in alarm.message and ("shared_kv=True" in alarm.message) != shared for alarm in guards.alarms)
 
 
+@pytest.mark.parametrize(("selector", "most"), [("compressed", "1.10"), ("mean_key", "0.69")])
+def test_alarms_speak_of_the_branches_that_there_are(tmp_path, selector, most):
+    """With mean keys there are two branches, and blocks are ranked by the keys that are read."""
+    config = tiny_config(guards__min_selection_gain=0.1, model__nsa__selector=selector)
+    guards = Guards(config, workdir=tmp_path)
+    for _ in range(SELECTION_REPORTS):
+        health.check(figures(0.21) | {"gate_entropy": np.array([0.6, 0.1])}, 6, config, guards)
+    told = {alarm.name: alarm.message for alarm in guards.alarms}
+    assert told.keys() == {"gate_entropy", "selection"}
+    assert f"gate entropy 0.10 nats (limit 0.5, most {most})" in told["gate_entropy"]
+    assert ("shared_kv=True" in told["selection"]) == (selector == "compressed")
+
+
 def test_a_resumed_run_remembers_the_reports(tmp_path):
     """Reports before an interruption count as those after it; one good report among five keeps the alarm away."""
     config = tiny_config(guards__min_selection_gain=0.1)

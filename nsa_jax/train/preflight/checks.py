@@ -18,7 +18,7 @@ from nsa_jax.hub.remote_run import ADDRESS
 from nsa_jax.nn.dense import cudnn_serves
 from nsa_jax.ops import plan
 from nsa_jax.ops.target import Target, current_target
-from nsa_jax.rules import float8_problems, piece_rows
+from nsa_jax.rules import float8_problems, piece_rows, save_interval
 from nsa_jax.train import disk
 from nsa_jax.train.env import LOADER_FIELDS, changed_fields
 from nsa_jax.train.errors import newest_checkpoint
@@ -87,8 +87,9 @@ def check_disk(config: ConfigDict, workdir: Path, one_checkpoint: int) -> list[P
     if not config.train.save_every:
         return []
     t = config.train
-    evaluations = t.steps // t.eval_every if t.keep_best and t.eval_every else 0
-    kept = min(t.keep_last, t.steps // t.save_every + evaluations + 1) + t.keep_best + 1
+    best = bool(t.keep_best and t.eval_batches)
+    evaluations = t.steps // t.eval_every if best and t.eval_every else 0
+    kept = min(t.keep_last, t.steps // t.save_every + evaluations + 1) + best + 1
     if t.keep_every:
         kept += t.steps // t.keep_every
     parent = disk.fullest(workdir / "checkpoints")  # which may be a link to another disk
@@ -164,7 +165,7 @@ def check_save_interval(config: ConfigDict, cost: cost_lib.Cost) -> list[Problem
     """R029: a crash costs at most an hour of work."""
     if not config.train.save_every or cost.step_seconds is None:
         return []
-    hours = min(config.train.save_every, config.train.steps) * cost.step_seconds / 3600
+    hours = min(save_interval(config.train), config.train.steps) * cost.step_seconds / 3600
     if hours <= 1.0:
         return []
     message = f"config.train.save_every={config.train.save_every}: about {hours:.1f} hours of work between checkpoints"

@@ -1,8 +1,8 @@
 """Memory of a run on devices that need not be here: the real sharded steps compiled for them, or an estimate.
 
 The compiler plans every buffer of a program, so the figures of a compiled step are what a device will really hold. JAX
-takes a pool of 75 % of a GPU's memory at start (XLA_PYTHON_CLIENT_MEM_FRACTION changes that), and the pool is what a
-run must fit into.
+takes a pool of 75 % of a GPU's memory at start (XLA_CLIENT_MEM_FRACTION changes that), and the pool is what a run must
+fit into.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from nsa_jax.train.preflight import hlo
 from nsa_jax.train.state import Setup, mesh_problems, setup, state_sharding
 from nsa_jax.train.step import host_transfers, make_eval_step, make_sampler, make_train_step
 from nsa_jax.train.watch import health
+from nsa_jax.train.watch.memory_use import host_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,17 +95,24 @@ class Compiled:
     nondeterministic: list[str]
 
 
+def pool_variable() -> str:
+    """The environment variable that says which share of a GPU's memory JAX takes; empty: none does."""
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is JAX's older name
+    return next((name for name in names if os.environ.get(name)), "")
+
+
 def pool_bytes(memory_bytes: int) -> int:
     """What JAX takes of a GPU's memory."""
-    return int(memory_bytes * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75)))
+    name = pool_variable()
+    return int(memory_bytes * (float(os.environ[name]) if name else 0.75))
 
 
 def device_bytes(gpu: str) -> int:
-    """The limit on one device: the pool on a GPU, installed memory on a CPU."""
+    """The limit on one device: the pool on a GPU; on a CPU what this process may use."""
     if gpu:
         return pool_bytes(aot.GPUS[gpu].memory_bytes)
     stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return stats.get("bytes_limit") or host_memory()[1]
 
 
 def vocabulary(config: ConfigDict) -> int:
@@ -397,19 +405,20 @@ def largest_micro_batch(
     start = time.perf_counter()
     shards = count // (config.mesh.tensor * config.mesh.context)
     rows = config.train.batch_size // config.train.grad_accum // shards
-    sizes = {rows: known.total - known.batch}
+    # Of one row of every micro-batch: the sizes that are compiled have fewer of them.
+    row_batch = 16 * config.data.seq_len // config.mesh.context * config.train.grad_accum
+    sizes = {rows: known.total}
 
     def measure(candidate: int) -> int:
         made = for_target(_with_rows(config, candidate, shards), gpu, count, vocab)
         memory = _train_memory(made, gpu, _lower_train_step(made, gpu).compile())
-        sizes[candidate] = memory.total - memory.batch
+        sizes[candidate] = memory.total - memory.batch + row_batch * candidate
         return sizes[candidate]
 
     def line() -> int:
         (a, low), (b, high) = sorted(sizes.items())[0], sorted(sizes.items())[-1]
         slope = max((high - low) / (b - a), 1.0)
-        row_batch = 16 * config.data.seq_len // config.mesh.context * config.train.grad_accum
-        return max(int(a + (known.limit - low - row_batch * a) / (slope + row_batch)), 0)
+        return max(int(a + (known.limit - low) / slope), 0)
 
     def last(spent: float) -> bool:
         return time.perf_counter() - start + spent > seconds

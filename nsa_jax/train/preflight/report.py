@@ -109,6 +109,7 @@ def kernel_facts(explained: Explanation) -> list[tuple[str, str]]:
 def memory_facts(report: Report, gpu: str) -> list[tuple[str, str]]:
     memory = report.memory
     assert memory is not None
+    pool = f", what JAX takes by {memory_lib.pool_variable() or 'default'}" if gpu else ""
     lines = [
         (
             "how it was found",
@@ -121,7 +122,7 @@ def memory_facts(report: Report, gpu: str) -> list[tuple[str, str]]:
         ("temporaries and batch", gib(memory.temporaries + memory.batch)),
         ("total per device", gib(memory.total)),
         *([("in the host's memory, for each device", gib(memory.host))] if memory.host else []),
-        ("can be used per device", f"{gib(memory.limit)}{', what JAX takes by default' if gpu else ''}"),
+        ("can be used per device", f"{gib(memory.limit)}{pool}"),
         ("headroom", f"{gib(memory.headroom)}: {'fits' if memory.fits else 'DOES NOT FIT'}"),
     ]
     if report.compiled:

@@ -6,6 +6,7 @@ A separate compiled function runs the current parameters over one row of the cur
 step uses, and looks at what lies between: gates, the three branches' outputs, and the block lists. Per layer:
 
   gate_entropy        of a token's three gates as shares, nats; three equal gates have ln 3 = 1.10
+                      (with the selector "mean_key" there are two, which have ln 2 = 0.69)
   gate_share_*        mean share of each branch's gate; gate_share_max is the largest
   gate_collapsed      share of (token, head) where one branch has more than 95 % of the gates
   output_share_*      share of each branch in the size of what is added up
@@ -308,7 +309,7 @@ def check(
     entropy, share, collapsed = figures["gate_entropy"], figures["gate_share_max"], figures["gate_collapsed"]
     if entropy.min() < g.min_gate_entropy:
         layer = int(np.argmin(entropy))
-        most = math.log(len(BRANCHES))
+        most = math.log(2 if config.model.nsa.selector == "mean_key" else len(BRANCHES))  # of equal gates
         message = f"{at(layer)}: gate entropy {entropy[layer]:.2f} nats (limit {g.min_gate_entropy}, most {most:.2f})"
         guards.alarm("gate_entropy", step, f"{message}: {fix}")
     if share.max() > g.max_gate_share:
@@ -342,7 +343,8 @@ def check_selection(shares: list[float], step: int, config: Any, guards: Guards)
     if gain is None or gain >= g.min_selection_gain:
         return
     fix = "lower the learning rate, or warm up for longer"
-    if not config.model.nsa.shared_kv:
+    # With mean keys, blocks are ranked by the keys that are read already.
+    if not config.model.nsa.shared_kv and config.model.nsa.selector == "compressed":
         fix = 'share keys between the branches in a new run (model.nsa.shared_kv=True, model.compressor="mean")'
     guards.alarm(
         "selection",
