@@ -84,6 +84,15 @@ def test_the_loss_is_the_divergence_by_hand(options):
     assert 0.05 < min(want[:2]) and want[2] == 0
 
 
+def test_a_segment_start_before_the_row_means_0():
+    attention, queries = layer(), jnp.asarray([30, 47])
+    x = jax.random.normal(jax.random.key(1), (1, LENGTH, 24))
+    before, at_0 = (jnp.full((1, LENGTH), start, jnp.int32) for start in (-20, 0))
+    want = selection_loss(attention, x, at_0, queries)
+    np.testing.assert_array_equal(selection_loss(attention, x, before, queries), want)
+    assert want > 0.01
+
+
 @pytest.mark.parametrize("options", [OPTIONS, {"shared_kv": True, **OPTIONS}], ids=["own_keys", "shared_kv"])
 def test_it_trains_the_compressed_keys_and_their_compressor_alone(options):
     graphdef, params = nnx.split(layer(**options))
