@@ -44,7 +44,8 @@ def selection_queries(length: int, count: int, config: NSAConfig, key: jax.Array
     if length <= first:
         raise ValueError(f"length={length}: must be above num_selected * select_block = {first} for a choice of blocks")
     places = (jnp.arange(count) + jax.random.uniform(key)) / count
-    return first + (places * (length - first)).astype(jnp.int32)
+    # Near its end, the last place may round to 1, which is behind the row.
+    return jnp.minimum(first + (places * (length - first)).astype(jnp.int32), length - 1)
 
 
 def selection_loss(

@@ -124,6 +124,12 @@ def test_queries_are_spread_over_the_tokens_that_choose():
         selection_queries(24, 5, NSA, jax.random.key(0))
 
 
+def test_the_last_query_lies_in_the_row_where_rounding_would_put_it_behind(monkeypatch):
+    largest = np.float32(1 - 2**-23)  # that jax.random.uniform draws: 63 and this are 64 in float32
+    monkeypatch.setattr(jax.random, "uniform", lambda key: jnp.float32(largest))
+    assert np.asarray(selection_queries(LENGTH, 64, NSA, jax.random.key(0))).max() == LENGTH - 1
+
+
 @pytest.mark.parametrize(
     "changes",
     [
