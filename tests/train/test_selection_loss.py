@@ -230,3 +230,21 @@ def test_what_it_cannot_serve_is_refused():
                                     attention="dense", mlp_dim=8), rngs=nnx.Rngs(0))  # fmt: skip
     with pytest.raises(ValueError, match="must be 'nsa'"):
         dense.hidden(jnp.zeros((1, 16), jnp.int32), selection_queries=jnp.asarray([3]))
+
+
+def test_mistakes_in_its_arguments_are_named():
+    fields = dict(dim=8, num_heads=1, num_kv_heads=1, head_dim=8, num_layers=1, vocab_size=8, mlp_dim=8, nsa=NSA)
+    model, mean_key = (
+        nnx.eval_shape(lambda s=selector: Transformer(ModelConfig(selector=s, **fields), rngs=nnx.Rngs(0)))
+        for selector in ("compressed", "mean_key")
+    )
+    tokens = jnp.zeros((1, LENGTH), jnp.int32)
+    for wrong, words in (
+        (jnp.asarray([3.0]), "selection_queries has dtype float32: must be an integer type"),
+        (jnp.asarray([[3]]), r"selection_queries has shape \(1, 1\): must have 1 dimensions"),
+        (3, "selection_queries=3: must be an array"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model.hidden(tokens, selection_queries=wrong)
+    with pytest.raises(ValueError, match="selector='mean_key': must be 'compressed' to have a selection loss"):
+        mean_key.hidden(tokens, selection_queries=jnp.asarray([3]))
