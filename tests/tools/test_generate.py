@@ -235,14 +235,19 @@ def test_prompts_that_do_not_fit_or_are_not_text(generator, caplog):
         ([3, 10**6], "token id 1000000"),
         ([1.7], "whole numbers"),
         ([[1]], "list"),
+        ([[]], "list"),
+        ([[1], [2, 3]], "list"),
     ):
         with pytest.raises(PromptError, match=words):
             generator([bad])
     with pytest.raises(PromptError, match="must be a list of prompts"):
         generator("text")
+    for bad in (None, 5):
+        with pytest.raises(PromptError, match=f"prompts={bad}: must be a list of prompts"):
+            generator(bad)
     with pytest.raises(PromptError, match=r"the prompt 'a\\ud800' is no text: surrogates not allowed"):
         generator(["a\ud800"])
-    for bad in ([b"x"], [None]):
+    for bad in ([b"x"], [None], None, 3):
         with pytest.raises(ValueError, match="stop=.*: must be strings"):
             generator(["x"], stop=bad)
     assert len(generator((text for text in "xy"), max_tokens=1)) == 2
