@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -231,9 +231,14 @@ class Generator:
             if not len(ids):
                 ids = self.tokenizer.encode("\n")
             return np.asarray(ids if len(ids) else [self.tokenizer.eos_id], np.int32)
-        ids, vocab = np.asarray(prompt), self.decoder.config.vocab_size
-        if ids.size and not (ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer)):
-            raise PromptError(f"a prompt of token ids must be a list of whole numbers, not {prompt!r:.80}")
+        wrong = f"a prompt of token ids must be a list of whole numbers, not {prompt!r:.80}"
+        vocab = self.decoder.config.vocab_size
+        try:
+            ids = np.asarray(prompt)
+        except ValueError as error:  # lists of different lengths
+            raise PromptError(wrong) from error
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            raise PromptError(wrong)
         if ids.size and not (0 <= ids.min() and ids.max() < vocab):
             outside = ids[(ids < 0) | (ids >= vocab)][0]
             raise PromptError(f"token id {outside} of a prompt: must be in [0, {vocab})")
@@ -278,19 +283,19 @@ class Generator:
         Raises:
           PromptError: a prompt is empty, no prompt or does not fit the context.
           FloatingPointError: a row's logits are NaN, so that no token is the most likely one.
-          ValueError: `max_tokens` or `num_samples` is no whole number of at least 1, `sampling` is something else, or
-            the model has no block lists to return.
+          ValueError: `max_tokens` or `num_samples` is no whole number of at least 1, `sampling` or `stop` is something
+            else, or the model has no block lists to return.
         """
         begin = time.perf_counter()
         settings = Sampling() if sampling is None else sampling
         if not isinstance(settings, Sampling):
             raise ValueError(f"sampling={sampling!r:.80}: must be a Sampling, such as Sampling(temperature=0.8)")
-        stop = [stop] if isinstance(stop, str) else list(stop)
-        if not all(isinstance(text, str) for text in stop):
+        stops = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Iterable) else [stop]
+        if not all(isinstance(text, str) for text in stops):
             raise ValueError(f"stop={stop!r:.80}: must be strings")
         _check_count("max_tokens", max_tokens)
         _check_count("num_samples", num_samples)
-        if isinstance(prompts, (str, bytes)):
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
             raise PromptError(f"prompts={prompts!r:.80}: must be a list of prompts; for one, put it into a list")
         prompts = list(prompts)
         if not prompts:
@@ -318,7 +323,7 @@ class Generator:
             return (lambda text: on_text(row, text)) if on_text else (lambda text: None)
 
         streams = [
-            _TextStream(self.tokenizer, stop, emitter(row), given[-_BEFORE:].tolist()) for row, given in enumerate(ids)
+            _TextStream(self.tokenizer, stops, emitter(row), given[-_BEFORE:].tolist()) for row, given in enumerate(ids)
         ]
         key, rows, scalars = settings.key(), jnp.arange(batch, dtype=jnp.uint32), settings.arrays()
         logits, cache = self.decoder.prefill(cache, tokens, lengths)

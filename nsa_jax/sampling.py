@@ -107,8 +107,10 @@ def filtered_logits(logits: jax.Array, seen: jax.Array, settings: Settings, voca
     """
     logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
     penalty = jnp.where(logits > 0, 1 / settings.repetition_penalty, settings.repetition_penalty)
-    logits = jnp.where(seen, logits * penalty, logits)
-    logits = jnp.minimum(logits, jnp.finfo(jnp.float32).max)
+    most = jnp.finfo(jnp.float32).max
+    # A product may be infinite: the likeliest of tokens that are all so unlikely is still drawn.
+    logits = jnp.where(seen & (logits > -jnp.inf), jnp.maximum(logits * penalty, -most), logits)
+    logits = jnp.minimum(logits, most)
     logits -= jnp.max(logits, axis=-1, keepdims=True)  # so that the most likely token stays finite
     tiny = jnp.finfo(jnp.float32).tiny  # numbers below count as 0
     logits = logits / jnp.where(settings.temperature > 0, jnp.maximum(settings.temperature, tiny), 1.0)

@@ -167,12 +167,6 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, *, record_block_i
     if record_block_indices and "nsa" not in config.kinds:
         kinds = "/".join(config.kinds)
         raise ValueError(f"record_block_indices=True: must be False for attention={kinds!r}, which has no block lists")
-    scaling = config.rope_scaling
-    if scaling.kind == "dynamic" and capacity > scaling.original_length:
-        raise ValueError(
-            f"capacity={capacity}: RoPE scaling of the kind 'dynamic' would turn the cached keys of rows beyond "
-            f"original_length={scaling.original_length} tokens again; use shorter rows, or 'yarn' or 'linear'"
-        )
 
     def shapes(layer: ModelConfig) -> Any:
         found: Any = _layer_shapes(layer, batch, capacity)
@@ -192,6 +186,12 @@ def _checked_sizes(config: ModelConfig, batch: int, capacity: int) -> tuple[int,
     batch, capacity = checks.positive("batch", batch), checks.positive("capacity", capacity)
     if capacity % config.nsa.select_block:
         raise ValueError(f"capacity={capacity}: must be a positive multiple of select_block={config.nsa.select_block}")
+    scaling = config.rope_scaling
+    if scaling.kind == "dynamic" and capacity > scaling.original_length:
+        raise ValueError(
+            f"capacity={capacity}: RoPE scaling of the kind 'dynamic' would turn the cached keys of rows beyond "
+            f"original_length={scaling.original_length} tokens again; use shorter rows, or 'yarn' or 'linear'"
+        )
     return batch, capacity
 
 

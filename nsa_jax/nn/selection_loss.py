@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from nsa_jax.nn.attention import NSAttention
 from nsa_jax.nn.sharding import TENSOR, constrain_tensor, constrain_tokens, constrain_whole, tensor_size
-from nsa_jax.ops import block_mass, blocks
+from nsa_jax.ops import block_mass, blocks, checks
 from nsa_jax.ops.blocks import NSAConfig
 
 # Queries whose dense attention is in memory at once.
@@ -44,7 +44,8 @@ def selection_queries(length: int, count: int, config: NSAConfig, key: jax.Array
     if length <= first:
         raise ValueError(f"length={length}: must be above num_selected * select_block = {first} for a choice of blocks")
     places = (jnp.arange(count) + jax.random.uniform(key)) / count
-    return first + (places * (length - first)).astype(jnp.int32)
+    # Near its end, the last place may round to 1, which is behind the row.
+    return jnp.minimum(first + (places * (length - first)).astype(jnp.int32), length - 1)
 
 
 def selection_loss(
@@ -93,7 +94,7 @@ def selection_loss(
     key_cmp = config.rope(key_cmp, last, length)
 
     t = jnp.broadcast_to(queries, (batch, count))
-    start = jnp.zeros_like(t) if segment_start is None else segment_start[:, queries]
+    start = jnp.zeros_like(t) if segment_start is None else checks.clip_segments(segment_start[:, queries])
 
     mass = block_mass.block_mass(query, key_slc, config.nsa, start, t, at_once=_CHUNK)
     scores = block_mass.importance(query, key_cmp, mass.shape[-1], config.nsa, start, t)

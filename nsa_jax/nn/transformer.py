@@ -279,7 +279,8 @@ class Transformer(nnx.Module):
           selection losses, float32 [NSA layers, B].
 
         Raises:
-          ValueError: block lists or selection losses of a model without NSA layers, or both at once.
+          ValueError: an argument has the wrong shape or dtype; block lists or selection losses of a model without NSA
+            layers, or both at once; selection losses with another selector than "compressed".
         """
         config = self.config
         sizes: dict[str, int] = {}
@@ -291,6 +292,11 @@ class Transformer(nnx.Module):
             raise ValueError(f"model.config.attention={'/'.join(config.kinds)!r}: must be 'nsa' to have block lists")
         if return_block_indices and selection_queries is not None:
             raise ValueError("selection_queries: ask for them or for return_block_indices, not for both")
+        if selection_queries is not None:
+            selector = config.selector
+            message = f"model.config.selector={selector!r}: must be 'compressed' to have a selection loss"
+            checks.require(selector == "compressed", message)
+            checks.integers("selection_queries", selection_queries, "P", {})
         if block_indices is not None:
             sizes |= {"L": sparse, "K": config.num_kv_heads}
             checks.integers("block_indices", block_indices, "LBTKn", sizes, "tokens and config")

@@ -157,6 +157,8 @@ def test_rows_that_dynamic_scaling_would_turn_again_have_no_cache():
     decoder.init_cache(1, 256)
     with pytest.raises(ValueError, match="original_length=256"):
         decoder.init_cache(1, 257)
+    with pytest.raises(ValueError, match="capacity=272: RoPE scaling .* original_length=256"):
+        memory_report(decoder.config, 1, 272)
     short = Decoder(make_model(rope_scaling=RopeScaling("dynamic", 2.0, 200)))
     block = short.config.nsa.select_block
     assert short.init_cache(1, 64).capacity == 200 // block * block

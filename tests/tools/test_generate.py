@@ -127,6 +127,11 @@ def test_filters_keep_what_they_promise():
     assert kept(top_p=1e-50) == kept(temperature=1e-38) == [0]  # 0 and infinite in float32
     infinite = filtered_logits(jnp.asarray([[jnp.inf, 1.0, 2.0]]), none[:, :3], Sampling(top_k=1).arrays(), 3)
     assert np.flatnonzero(np.isfinite(np.asarray(infinite)[0])).tolist() == [0]
+    for penalty in (3e38, 2e-38):  # products of 3 and these are infinite, or nearly 0
+        extreme = Sampling(repetition_penalty=penalty).arrays()
+        for values in ([-3.0, -2.0, -5.0], [3.0, 2.0, 5.0]):
+            out = filtered_logits(jnp.asarray([values]), ~none[:, :3], extreme, 2)
+            assert np.asarray(out).max() == 0 and np.isneginf(out[0, 2])
     assert kept(vocab=9) == [0, 1, 2, 3, 4]  # a tokenizer's, larger than the model's
 
 
@@ -235,14 +240,19 @@ def test_prompts_that_do_not_fit_or_are_not_text(generator, caplog):
         ([3, 10**6], "token id 1000000"),
         ([1.7], "whole numbers"),
         ([[1]], "list"),
+        ([[]], "list"),
+        ([[1], [2, 3]], "list"),
     ):
         with pytest.raises(PromptError, match=words):
             generator([bad])
     with pytest.raises(PromptError, match="must be a list of prompts"):
         generator("text")
+    for bad in (None, 5):
+        with pytest.raises(PromptError, match=f"prompts={bad}: must be a list of prompts"):
+            generator(bad)
     with pytest.raises(PromptError, match=r"the prompt 'a\\ud800' is no text: surrogates not allowed"):
         generator(["a\ud800"])
-    for bad in ([b"x"], [None]):
+    for bad in ([b"x"], [None], None, 3):
         with pytest.raises(ValueError, match="stop=.*: must be strings"):
             generator(["x"], stop=bad)
     assert len(generator((text for text in "xy"), max_tokens=1)) == 2

@@ -84,6 +84,15 @@ def test_the_loss_is_the_divergence_by_hand(options):
     assert 0.05 < min(want[:2]) and want[2] == 0
 
 
+def test_a_segment_start_before_the_row_means_0():
+    attention, queries = layer(), jnp.asarray([30, 47])
+    x = jax.random.normal(jax.random.key(1), (1, LENGTH, 24))
+    before, at_0 = (jnp.full((1, LENGTH), start, jnp.int32) for start in (-20, 0))
+    want = selection_loss(attention, x, at_0, queries)
+    np.testing.assert_array_equal(selection_loss(attention, x, before, queries), want)
+    assert want > 0.01
+
+
 @pytest.mark.parametrize("options", [OPTIONS, {"shared_kv": True, **OPTIONS}], ids=["own_keys", "shared_kv"])
 def test_it_trains_the_compressed_keys_and_their_compressor_alone(options):
     graphdef, params = nnx.split(layer(**options))
@@ -113,6 +122,12 @@ def test_queries_are_spread_over_the_tokens_that_choose():
     assert (np.diff(chosen, axis=1) >= 7).all() and (np.diff(chosen, axis=1) <= 8).all()
     with pytest.raises(ValueError, match="above num_selected"):
         selection_queries(24, 5, NSA, jax.random.key(0))
+
+
+def test_the_last_query_lies_in_the_row_where_rounding_would_put_it_behind(monkeypatch):
+    largest = np.float32(1 - 2**-23)  # that jax.random.uniform draws: 63 and this are 64 in float32
+    monkeypatch.setattr(jax.random, "uniform", lambda key: jnp.float32(largest))
+    assert np.asarray(selection_queries(LENGTH, 64, NSA, jax.random.key(0))).max() == LENGTH - 1
 
 
 @pytest.mark.parametrize(
@@ -215,3 +230,21 @@ def test_what_it_cannot_serve_is_refused():
                                     attention="dense", mlp_dim=8), rngs=nnx.Rngs(0))  # fmt: skip
     with pytest.raises(ValueError, match="must be 'nsa'"):
         dense.hidden(jnp.zeros((1, 16), jnp.int32), selection_queries=jnp.asarray([3]))
+
+
+def test_mistakes_in_its_arguments_are_named():
+    fields = dict(dim=8, num_heads=1, num_kv_heads=1, head_dim=8, num_layers=1, vocab_size=8, mlp_dim=8, nsa=NSA)
+    model, mean_key = (
+        nnx.eval_shape(lambda s=selector: Transformer(ModelConfig(selector=s, **fields), rngs=nnx.Rngs(0)))
+        for selector in ("compressed", "mean_key")
+    )
+    tokens = jnp.zeros((1, LENGTH), jnp.int32)
+    for wrong, words in (
+        (jnp.asarray([3.0]), "selection_queries has dtype float32: must be an integer type"),
+        (jnp.asarray([[3]]), r"selection_queries has shape \(1, 1\): must have 1 dimensions"),
+        (3, "selection_queries=3: must be an array"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model.hidden(tokens, selection_queries=wrong)
+    with pytest.raises(ValueError, match="selector='mean_key': must be 'compressed' to have a selection loss"):
+        mean_key.hidden(tokens, selection_queries=jnp.asarray([3]))
