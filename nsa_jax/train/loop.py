@@ -424,17 +424,18 @@ class Run:
             row["perf/mfu"] = self._flops_per_token * tokens / seconds / (peak * self.setup.mesh.size)
         row.update(metrics.epochs_row(self.pipeline.epochs(sum(self._taken.pieces(step)))))
         row.update(metrics.memory_row())
+        if self.health is not None and interval.health is not None:
+            row.update(self.health.read(step, interval.health, self.guards))
         row.update(
             self.guards.on_report(
                 step,
                 tokens_per_second=row.get("perf/tokens_per_second"),
                 seconds=seconds,
                 waits=interval.waits[interval.untimed :],
+                idle=interval.idle if timed else 0.0,
                 programs=guards.programs(self.train_step, self._sizes),
             )
         )
-        if self.health is not None and interval.health is not None:
-            row.update(self.health.read(step, interval.health, self.guards))
         write_layers(self.workdir, step, interval.layers)
         self._last_row = row
         writer.write(step, row)

@@ -12,13 +12,12 @@ optimizer steps):
   norm/grad (before clipping), norm/param, norm/update, learning_rate.
   perf/tokens_per_second, perf/step_seconds: absent where no step was timed, as in a row of the first step alone.
   perf/data_wait_p50_seconds, perf/data_wait_p95_seconds: that the loop waited for a batch.
-  perf/data_wait_share: of the time since the last row; a wait may overlap with work of the device.
+  perf/data_wait_share: of the time since the last row; waits may overlap with work of the device.
   perf/mfu: share of the peak that useful operations reach, counted in the documents of rows that preflight sampled.
   perf/goodput, perf/goodput_run: share of the wall time that trained, of this start and of all starts of the run.
   time/wall_seconds, and time/{training,data,startup,validation,saving,other}_seconds, which add up to it: this start.
   health/*, perf/health_seconds: of NSA's layers, in watch/health.py the worst layer or the mean; what a report takes.
-  alarm/total: alarms so far. alarm/NAME: 1 where one was raised since the last row; watch/guards.py has the names. What
-    health figures raise is in the row after theirs.
+  alarm/total: alarms so far. alarm/NAME: 1 where one was raised since the last row; watch/guards.py has the names.
   memory/*_mib, memory/*_gib: both units of each figure, since they have been mistaken for each other.
 Bits per byte counts the text bytes of the targets, so that tokenizers can be compared; an end-of-document token has 0.
 """

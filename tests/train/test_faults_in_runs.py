@@ -207,6 +207,8 @@ def test_collapsed_gates_raise_alarms(tmp_path, capsys):
     assert re.search(r"ALARM gate_share at step 1: layer \d: the selected branch has", capsys.readouterr().out)
     lines = [json.loads(line) for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
     assert {line["alarm"] for line in lines} == set(summary["alarms"])
+    first = rows(tmp_path)[1]
+    assert first["alarm/gate_share"] == first["alarm/gate_collapse"] == 1 and first["alarm/total"] == 3
 
 
 def test_memorisation_shows_as_a_gap_and_stops(tmp_path):

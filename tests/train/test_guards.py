@@ -25,10 +25,10 @@ def feed(guards, losses, first_step=1):
     guards.on_steps(first_step, [{"loss": float(x), "grad_norm": 1.0, "learning_rate": 1e-3} for x in losses])
 
 
-def report(guards, step, *, speed=1000.0, seconds=1.0, waits=(0.01,), programs=1, memory=None):
-    return guards.on_report(
-        step, tokens_per_second=speed, seconds=seconds, waits=list(waits), programs=programs, memory=memory or {}
-    )
+def report(guards, step, *, speed=1000.0, seconds=1.0, waits=(0.01,), idle=None, programs=1, memory=None):
+    idle = sum(waits) if idle is None else idle
+    figures = dict(tokens_per_second=speed, seconds=seconds, waits=list(waits), idle=idle)
+    return guards.on_report(step, **figures, programs=programs, memory=memory or {})
 
 
 def falling(count, low=2.0, high=6.0, noise=0.1):
@@ -148,6 +148,11 @@ def test_waiting_for_data_is_noticed(guards):
     rows = [report(guards, step, waits=[0.1, 0.15]) for step in (10, 20, 30)]
     assert rows[0]["perf/data_wait_share"] == pytest.approx(0.25)
     assert guards.summary() == {"data_wait": 1} and "25% of the time" in guards.alarms[0].message
+
+
+def test_waits_that_overlap_with_work_of_the_device_are_not_slow_data(guards):
+    rows = [report(guards, step, waits=[0.4, 0.4], idle=0.1) for step in (10, 20, 30)]
+    assert rows[0]["perf/data_wait_share"] == pytest.approx(0.8) and guards.alarms == []
 
 
 def test_memory_that_will_run_out_is_noticed_long_before(guards):

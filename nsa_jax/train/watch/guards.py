@@ -133,6 +133,7 @@ class Guards:
         tokens_per_second: float | None,
         seconds: float,
         waits: list[float],
+        idle: float,
         programs: int | None = None,
         memory: dict[str, tuple[int, int]] | None = None,
     ) -> dict[str, float]:
@@ -143,6 +144,7 @@ class Guards:
           tokens_per_second: over the interval; None: no step of it was timed.
           seconds: of the interval.
           waits: seconds that the loop waited for each batch.
+          idle: seconds of these waits for which the device had nothing to do.
           programs: compiled versions of the train step so far.
           memory: (in use, limit) by name; None: measured now.
 
@@ -156,10 +158,11 @@ class Guards:
         self._machine.check_programs(step, programs)
         if tokens_per_second is not None:
             self._machine.check_speed(step, tokens_per_second, seconds)
-        share = self._machine.check_waits(step, seconds, waits)
+        self._machine.check_waits(step, seconds, len(waits), idle)
         self._loss.check_plateau(step)
         for name, (used, limit) in (memory_points() if memory is None else memory).items():
             self._machine.check_memory(step, name, used, limit)
+        share = sum(waits) / max(seconds, 1e-9)
         row = {"perf/data_wait_share": share, "alarm/total": float(sum(self.summary().values()))}
         row.update({f"alarm/{name}": 1.0 for name in self._fresh})
         self._fresh = []

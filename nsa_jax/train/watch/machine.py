@@ -64,17 +64,22 @@ class MachineGuards:
             self._alarm("throughput", step, f"{message}; look for another process, throttling, or slow data")
         self._speeds.append(tokens_per_second)
 
-    def check_waits(self, step: int, seconds: float, waits: list[float]) -> float:
-        """Raises the alarm `data_wait`; returns the share of an interval's time that was spent waiting for data."""
-        share = sum(waits) / max(seconds, 1e-9)
-        waits_long = sum(waits) > _SHORT_WAIT * max(len(waits), 1)
-        waiting = share > 0.2 and waits_long
+    def check_waits(self, step: int, seconds: float, waits: int, idle: float) -> None:
+        """Raises the alarm `data_wait` if the device had nothing to do for much of several intervals.
+
+        Args:
+          step: last step of the interval.
+          seconds: of the interval.
+          waits: batches that the loop waited for.
+          idle: seconds of these waits for which the device had nothing to do.
+        """
+        share = idle / max(seconds, 1e-9)
+        waiting = share > 0.2 and idle > _SHORT_WAIT * max(waits, 1)
         self._waiting = self._waiting + 1 if waiting else 0
         self._waiting_seconds = self._waiting_seconds + seconds if waiting else 0.0
         if self._waiting >= _IN_A_ROW and self._waiting_seconds >= _SLOW_FOR:
             message = f"{share:.0%} of the time is spent waiting for data; more config.data.num_workers, a faster disk"
             self._alarm("data_wait", step, message)
-        return share
 
     def check_memory(self, step: int, name: str, used: int, limit: int) -> None:
         """Raises the alarm `memory_slope` if memory grows so that it will not last for the run."""
