@@ -231,7 +231,8 @@ class Launcher:
             raise SystemExit(f"--gpus {gpus}: CUDA_VISIBLE_DEVICES names {len(self.visible)}")
         self.running: dict[int, subprocess.Popen | None] = dict.fromkeys(range(gpus))
         self.environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        if parallel > 1 and not gpus:
+        # JAX refuses the two names of this variable together.
+        if parallel > 1 and not gpus and "XLA_CLIENT_MEM_FRACTION" not in self.environment:
             self.environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / parallel:.3f}")
 
     def __call__(self, stage: Stage) -> subprocess.Popen:

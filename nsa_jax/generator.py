@@ -161,6 +161,8 @@ def _check_count(name: str, value: Any) -> None:
 class Generator:
     """Generates with one model; programs are compiled once per batch size and capacity bucket.
 
+    A prompt is one document: an end-of-document token in it, such as that between the turns of a chat, hides nothing.
+
     Args:
       model: the Transformer.
       tokenizer: its tokenizer. Text ends at its end-of-document token, and at those that an imported checkpoint names.
@@ -315,7 +317,8 @@ class Generator:
         room = max_tokens if self.context is None else min(max_tokens, self.context - int(np.min(lengths)))
         most = longest + room if self.context is None else min(longest + room, self.context)
         cache = self.decoder.init_cache(batch, most, record_block_indices=return_block_indices)
-        report = memory_report(self.decoder.config, batch, cache.capacity)
+        sizes = self.decoder.config, batch, cache.capacity
+        report = memory_report(*sizes, record_block_indices=return_block_indices)
 
         completions = [Completion() for _ in ids]
 

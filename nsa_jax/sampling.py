@@ -44,7 +44,7 @@ class Sampling:
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
-            if not hasattr(value, "__float__"):
+            if np.ndim(value) or not hasattr(value, "__float__"):
                 raise ValueError(f"{name}={value!r}: must be a number")
         for name, good, rule in (
             (

@@ -130,7 +130,9 @@ def capacity_bucket(tokens: int, config: ModelConfig) -> int:
     return -(-max(min(power, most // block * block), tokens) // block) * block
 
 
-def _layer_shapes(config: ModelConfig, batch: int, capacity: int) -> NSALayerCache | DenseLayerCache | WindowLayerCache:
+def _layer_shapes(
+    config: ModelConfig, batch: int, capacity: int, lists: bool = False
+) -> NSALayerCache | DenseLayerCache | WindowLayerCache:
     def pair(length):
         return [
             jax.ShapeDtypeStruct((batch, length, config.num_kv_heads, dim), config.dtype)
@@ -143,7 +145,10 @@ def _layer_shapes(config: ModelConfig, batch: int, capacity: int) -> NSALayerCac
     if config.attention == "dense":
         return DenseLayerCache(*pair(capacity))
     lengths = (capacity, blocks.num_compressed(capacity, geometry), min(geometry.window, capacity))
-    layer = NSALayerCache(*(x for length in (*lengths, geometry.compress_block) for x in pair(length)))
+    layer: Any = NSALayerCache(*(x for length in (*lengths, geometry.compress_block) for x in pair(length)))
+    if lists:
+        size = (batch, capacity, config.num_kv_heads, geometry.num_selected)
+        layer = layer._replace(lists=jax.ShapeDtypeStruct(size, jnp.int32))
     if config.shared_kv:
         layer = layer._replace(key_win=None, value_win=None, value_tail=None)
     return layer._replace(value_cmp=None, key_tail=None, value_tail=None) if config.selector == "mean_key" else layer
@@ -163,26 +168,18 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, *, record_block_i
       ValueError: `batch` is no whole number of at least 1, `capacity` is not a multiple of `select_block`, rows would
         outgrow what RoPE scaling of the kind "dynamic" leaves as it is, or lists are to be recorded without NSA layers.
     """
-    batch, capacity = _checked_sizes(config, batch, capacity)
-    if record_block_indices and "nsa" not in config.kinds:
-        kinds = "/".join(config.kinds)
-        raise ValueError(f"record_block_indices=True: must be False for attention={kinds!r}, which has no block lists")
-
-    def shapes(layer: ModelConfig) -> Any:
-        found: Any = _layer_shapes(layer, batch, capacity)
-        if not record_block_indices or layer.attention != "nsa":
-            return found
-        size = (batch, capacity, config.num_kv_heads, config.nsa.num_selected)
-        return found._replace(lists=jax.ShapeDtypeStruct(size, jnp.int32))
-
+    batch, capacity = _checked_sizes(config, batch, capacity, record_block_indices)
     layers = tuple(
-        jax.tree.map(lambda s: constrain_batch(jnp.zeros(s.shape, s.dtype)), shapes(layer))
+        jax.tree.map(
+            lambda s: constrain_batch(jnp.zeros(s.shape, s.dtype)),
+            _layer_shapes(layer, batch, capacity, record_block_indices),
+        )
         for layer in map(config.of_layer, range(config.num_layers))
     )
     return Cache(layers, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32), capacity)
 
 
-def _checked_sizes(config: ModelConfig, batch: int, capacity: int) -> tuple[int, int]:
+def _checked_sizes(config: ModelConfig, batch: int, capacity: int, lists: bool) -> tuple[int, int]:
     batch, capacity = checks.positive("batch", batch), checks.positive("capacity", capacity)
     if capacity % config.nsa.select_block:
         raise ValueError(f"capacity={capacity}: must be a positive multiple of select_block={config.nsa.select_block}")
@@ -190,13 +187,22 @@ def _checked_sizes(config: ModelConfig, batch: int, capacity: int) -> tuple[int,
     if scaling.kind == "dynamic" and capacity > scaling.original_length:
         raise ValueError(
             f"capacity={capacity}: RoPE scaling of the kind 'dynamic' would turn the cached keys of rows beyond "
-            f"original_length={scaling.original_length} tokens again; use shorter rows, or 'yarn' or 'linear'"
+            f"original_length={scaling.original_length} tokens again; use a capacity of at most "
+            f"{scaling.original_length // config.nsa.select_block * config.nsa.select_block}, or 'yarn' or 'linear'"
         )
+    if lists and "nsa" not in config.kinds:
+        kinds = "/".join(config.kinds)
+        raise ValueError(f"record_block_indices=True: must be False for attention={kinds!r}, which has no block lists")
     return batch, capacity
 
 
-def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, float]:
+def memory_report(
+    config: ModelConfig, batch: int, capacity: int, *, record_block_indices: bool = False
+) -> dict[str, float]:
     """What the cache takes, beside a dense cache of the same model.
+
+    Args:
+      config, batch, capacity, record_block_indices: as `init_cache` takes them.
 
     Returns:
       total_mib and dense_total_mib: the whole cache; bytes_per_token and dense_bytes_per_token: what one more token of
@@ -205,8 +211,9 @@ def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, f
     Raises:
       ValueError: `init_cache` would not make such a cache.
     """
-    batch, capacity = _checked_sizes(config, batch, capacity)
-    layers = [_layer_shapes(config.of_layer(index), 1, capacity) for index in range(config.num_layers)]
+    batch, capacity = _checked_sizes(config, batch, capacity, record_block_indices)
+    kinds = [config.of_layer(index) for index in range(config.num_layers)]
+    layers = [_layer_shapes(layer, 1, capacity, record_block_indices) for layer in kinds]
 
     def size(arrays) -> int:
         return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(arrays))
@@ -220,6 +227,7 @@ def memory_report(config: ModelConfig, batch: int, capacity: int) -> dict[str, f
     compressed = [layer[2:4] for layer in sparse]
     entry = size(jax.tree.map(lambda s: jax.ShapeDtypeStruct((1, 1, *s.shape[2:]), s.dtype), compressed))
     per_token = (len(layers) - len(windows)) * token_bytes + entry / config.nsa.compress_stride
+    per_token += size([layer.lists for layer in sparse]) / capacity
     report |= {"bytes_per_token": per_token, "dense_bytes_per_token": float(dense_bytes)}
     report["fixed_bytes_per_row"] = float(size([windows, [layer[4:8] for layer in sparse]]))
     return report

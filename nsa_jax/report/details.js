@@ -5,13 +5,13 @@ const MAPS = [
   {
     title: "Gates",
     about:
-      "How each layer weighs the three branches. A third each is balanced. A share near 1 means that the layer uses one branch only.",
+      "How each layer weighs its branches. Equal shares are balanced. A share near 1 means that the layer uses one branch only.",
     maps: [
       ...BRANCHES.map((name) => [`gate_share_${name}`, `Share of gates: ${name}`, "", "third"]),
       [
         "gate_entropy",
         "Gate entropy",
-        () => `nats; 1.10 is balance, alarm below ${chosen().config["guards.min_gate_entropy"] ?? 0.5}`,
+        () => `nats; ${chosen().config["model.nsa.selector"] === "mean_key" ? "0.69" : "1.10"} is balance, alarm below ${chosen().config["guards.min_gate_entropy"] ?? 0.5}`,
         "entropy",
       ],
       ["gate_collapsed", "Gates on a single branch", "share of tokens and heads", "zero"],

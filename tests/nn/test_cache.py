@@ -335,6 +335,12 @@ def test_memory_report_counts_what_is_allocated():
         assert cache.capacity == 1024 == capacity_bucket(1000, decoder.config)
         allocated = sum(x.nbytes for x in jax.tree.leaves(cache.layers))
         assert report["total_mib"] * 2**20 == allocated
+        if "attention" not in changes:
+            recording = decoder.init_cache(3, 1000, record_block_indices=True)
+            lists = memory_report(decoder.config, 3, cache.capacity, record_block_indices=True)
+            assert lists["total_mib"] * 2**20 == sum(x.nbytes for x in jax.tree.leaves(recording.layers)) > allocated
+            more = lists["bytes_per_token"] - report["bytes_per_token"]
+            assert 3 * 1024 * more == (lists["total_mib"] - report["total_mib"]) * 2**20
         growth = (
             memory_report(decoder.config, 1, 2048)["total_mib"] - memory_report(decoder.config, 1, 1024)["total_mib"]
         )
