@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -59,6 +60,25 @@ def test_tools_choose_the_platform_before_anything_else(tool, monkeypatch):
     monkeypatch.setattr(command_line, "choose_platform", choose)
     with pytest.raises(Chosen):
         tool.main(["nowhere"])
+
+
+def test_devices_are_woken_in_a_thread_and_leave_their_errors_to_who_uses_them(monkeypatch):
+    woken, told = [], []
+
+    def put(arrays, on):
+        woken.append((threading.current_thread().name, list(on)))
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(jax, "device_put", put)
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    devices.wake()
+    devices.wake(jax.devices()[:1])
+    for thread in threading.enumerate():
+        if thread.name == "wake devices":
+            thread.join()
+    names, used = zip(*woken, strict=True)
+    assert set(names) == {"wake devices"} and sorted(used, key=len) == [jax.devices()[:1], jax.devices()]
+    assert told == []
 
 
 def test_a_second_run_compiles_nothing_and_has_the_same_losses(tmp_path):

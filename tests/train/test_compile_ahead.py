@@ -1,6 +1,7 @@
 """What a run calls first is compiled while its preflight is at work, and compiled once."""
 
 import collections
+import gc
 import logging
 import os
 import signal
@@ -19,7 +20,7 @@ from nsa_jax.config import ConfigError
 from nsa_jax.nn import ModelConfig
 from nsa_jax.ops.target import Target, compile_for
 from nsa_jax.train import preflight
-from nsa_jax.train.compile_ahead import CompileAhead
+from nsa_jax.train.compile_ahead import CompileAhead, while_tracing
 from nsa_jax.train.loop import Run
 from nsa_jax.train.preflight import selftest
 
@@ -191,7 +192,7 @@ def test_a_run_that_preflight_refuses_compiles_no_further(tmp_path, monkeypatch)
 def test_a_process_that_ends_while_programs_are_traced_does_not_hang():
     script = """
 import time
-from nsa_jax.train.compile_ahead import CompileAhead
+from nsa_jax.train.compile_ahead import CompileAhead, while_tracing
 
 class Function:
     def lower(self):
@@ -203,6 +204,14 @@ class Function:
 CompileAhead({name: (Function(), ()) for name in "abc"})
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def test_what_python_is_told_for_tracing_is_taken_back():
+    before = sys.getswitchinterval(), gc.isenabled()
+    with pytest.raises(ConfigError), while_tracing():
+        inside = sys.getswitchinterval(), gc.isenabled()
+        raise ConfigError([])
+    assert inside == (pytest.approx(5e-4), False) and (sys.getswitchinterval(), gc.isenabled()) == before
 
 
 def test_an_error_of_the_compiler_is_that_of_the_call():
