@@ -40,7 +40,6 @@ from nsa_jax.train.start import (
     checkpoint_info,
     finished_before,
     first_state,
-    is_export,
     optimizer_to_reset,
     other_run,
     recorded_stages,
@@ -186,9 +185,10 @@ class Run:
         if own is None:
             self.rollbacks.forget()
             self._compiling.wait("initial state")
-            if self._other is not None and (self._stage or is_export(self._other[0])):
+            begin = first_state(self.setup, self._other, info, data, self._stage)
+            if begin.trained:
                 self.guards.begin_trained()
-            return first_state(self.setup, self._other, info, data, self._stage)
+            return begin
         step, state = own[0], self.setup.completed(own[1])
         position = data.get_state()["step"]
         for _ in range(self.rollbacks.batches_to_skip(step, position)):
