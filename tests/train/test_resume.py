@@ -226,6 +226,20 @@ def test_a_config_that_does_not_fit_is_refused_with_the_difference(tmp_path):
         other.run()
 
 
+def test_what_does_not_fit_is_refused_with_what_to_do_where_it_came_from(tmp_path):
+    """Another workdir does not help who named another run in the first place."""
+    make_run(tmp_path / "a", **{**DENSE, "train__steps": 3}).run()
+    wide, rows = {**DENSE, "model__mlp_dim": 64}, {**DENSE, "train__batch_size": 4}
+    with pytest.raises(CheckpointError, match=r"Fix: restore the config that wrote it .*, or use another workdir$"):
+        make_run(tmp_path / "a", **wide).run()
+    with pytest.raises(CheckpointError, match=r"Fix: set these fields as in its env\.json, or name another run$"):
+        make_run(tmp_path / "b", str(tmp_path / "a"), **wide).run()
+    stage = r"Fix: restore .*, or begin another stage with it: --resume=.*/a@3 --stage, in a workdir of its own"
+    for workdir, resume in (("a", None), ("c", str(tmp_path / "a"))):
+        with pytest.raises(DataError, match=stage):
+            make_run(tmp_path / workdir, resume, **rows).run()
+
+
 def test_files_that_were_added_are_told_from_a_changed_config(tmp_path, monkeypatch):
     monkeypatch.setenv("NSA_JAX_CACHE", str(tmp_path / "cache"))
     text = dict(DENSE, data__source="text", data__files=(f"{tmp_path}/*.txt",))
