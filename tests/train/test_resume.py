@@ -323,6 +323,17 @@ def test_other_steps_on_resume_tell_the_learning_rate_before_and_now(tmp_path, c
     assert "since config.train.steps is 9, not 4 and config.optim has changed" in said
 
 
+def test_a_branch_with_fewer_steps_cools_down_from_its_checkpoint_on_the_next_data(tmp_path):
+    """As docs/resume.md says of wsd, with a decay over the last half."""
+    wsd = {**DENSE, "optim__schedule": "wsd", "optim__decay_fraction": 0.5, "optim__learning_rate": 1e-3}
+    make_run(tmp_path / "a", **wsd | {"train__steps": 16, "train__save_every": 4, "train__keep_last": 4}).run()
+    make_run(tmp_path / "b", f"{tmp_path / 'a'}@4", **wsd | {"train__steps": 8}).run()
+    rates = [row["learning_rate"] for row in rows(tmp_path / "b").values()]
+    assert rates == pytest.approx([1e-4 + 9e-4 * share for share in (0.75, 0.5, 0.25, 0.0)])
+    assert losses(tmp_path / "b")[5] == losses(tmp_path / "a")[5]
+    assert rows(tmp_path / "a")[5]["learning_rate"] == pytest.approx(1e-3)
+
+
 def test_an_end_is_forgotten_when_training_goes_on(tmp_path, monkeypatch):
     make_run(tmp_path, **DENSE).run()
     (tmp_path / "stopped.json").write_text('{"guard": "spike", "step": 3}')
