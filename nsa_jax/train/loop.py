@@ -522,9 +522,9 @@ class Run:
         record_validation(self.workdir, step, sums, self.health, weights, self.pipeline, sharding)
         self._last_validation = (step, row)
         self.watchdog.beat(step, TRAINING, finished=False)
-        self._early = self.guards.on_validation(step, row["val/loss"], self._last_row.get("train/loss"))
         writer.write(step, row)
         writer.say(validation_line(step, row, self.pipeline))
+        self._early = self.guards.on_validation(step, row["val/loss"], self._last_row.get("train/loss"))
         if self.sampler is not None:
             self.terminal.doing("writing a sample")
             writer.text(step, "sample", self.sampler(weights, step))
