@@ -124,7 +124,8 @@ def test_damaged_steps_are_no_room_for_those_to_come(tmp_path, monkeypatch):
     for name in ("5", "5.damaged"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "state").write_bytes(bytes(1000))
-    config = tiny_config(train__save_every=1)  # five at a time: the last three, the best, and one being written
+    # Five at a time: the last three, the best, and one being written.
+    config = tiny_config(train__save_every=1, train__eval_batches=1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3500))
     (problem,) = preflight.check_disk(config, tmp_path, 1000)
     assert problem.rule == "R024"
