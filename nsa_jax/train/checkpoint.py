@@ -430,15 +430,19 @@ class Checkpoints:
         except DataError as error:
             if changed := self._data_changes(step):
                 what = f"belongs to other data than the config gives: {_listed(changed)}"
-                raise DataError(error.where, what, error.fix) from error
+                run = self._directory.parent if self._directory.name == "checkpoints" else self._directory
+                stage = f"or begin another stage with it: --resume={run}@{step} --stage, in a workdir of its own"
+                raise DataError(error.where, what, f"restore these settings and documents, {stage}") from error
             raise
 
     def _check_fits(self, step: int, may_change: tuple[str, ...]) -> None:
         saved = read_info(self._path(step))
         if lines := differences(saved, self._info, may_change):
+            fix = "restore the config that wrote it (it is in env.json), or use another workdir"
+            if self._read_only:
+                fix = "set these fields as in its env.json, or name another run"
             raise CheckpointError(
-                f"the config does not fit checkpoint {self._path(step)}:\n  {_listed(lines)}\n"
-                "Fix: restore the config that wrote it (it is in env.json), or use another workdir"
+                f"the config does not fit checkpoint {self._path(step)}:\n  {_listed(lines)}\nFix: {fix}"
             )
 
     def _optimizer_changes(self, step: int) -> list[str]:

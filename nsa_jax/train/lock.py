@@ -63,6 +63,7 @@ class _Lock:
 
     def __init__(self, path: Path):
         self._path = path
+        self._mine: dict[str, Any] = {}  # what this process wrote into the file
         self._descriptor = -1
         self._held = threading.Event()
         self._released = threading.Event()
@@ -81,7 +82,8 @@ class _Lock:
                 return refusal
             logger.warning("taking over %s from %s, which is gone", self._path.parent, named(old))
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(me()).encode() + b"\n", 0)
+        self._mine = me()
+        os.pwrite(self._descriptor, json.dumps(self._mine).encode() + b"\n", 0)
         self._held.set()
         self._thread.start()
         return ""
@@ -91,7 +93,10 @@ class _Lock:
         self._released.set()
         if self._held.is_set():
             self._thread.join()
-            self._path.unlink(missing_ok=True)
+            # Another host may have taken over a process that it did not hear of for long.
+            with contextlib.suppress(OSError, ValueError):
+                if json.loads(self._path.read_bytes()) == self._mine:
+                    self._path.unlink()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -40,7 +40,6 @@ from nsa_jax.train.start import (
     checkpoint_info,
     finished_before,
     first_state,
-    is_export,
     optimizer_to_reset,
     other_run,
     recorded_stages,
@@ -186,9 +185,10 @@ class Run:
         if own is None:
             self.rollbacks.forget()
             self._compiling.wait("initial state")
-            if self._other is not None and (self._stage or is_export(self._other[0])):
+            begin = first_state(self.setup, self._other, info, data, self._stage)
+            if begin.trained:
                 self.guards.begin_trained()
-            return first_state(self.setup, self._other, info, data, self._stage)
+            return begin
         step, state = own[0], self.setup.completed(own[1])
         position = data.get_state()["step"]
         for _ in range(self.rollbacks.batches_to_skip(step, position)):
@@ -522,9 +522,9 @@ class Run:
         record_validation(self.workdir, step, sums, self.health, weights, self.pipeline, sharding)
         self._last_validation = (step, row)
         self.watchdog.beat(step, TRAINING, finished=False)
-        self._early = self.guards.on_validation(step, row["val/loss"], self._last_row.get("train/loss"))
         writer.write(step, row)
         writer.say(validation_line(step, row, self.pipeline))
+        self._early = self.guards.on_validation(step, row["val/loss"], self._last_row.get("train/loss"))
         if self.sampler is not None:
             self.terminal.doing("writing a sample")
             writer.text(step, "sample", self.sampler(weights, step))

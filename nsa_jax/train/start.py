@@ -46,6 +46,7 @@ class Start(NamedTuple):
       stages: the stages before this run's, as env.json holds them: run, step at which the next stage took over, tokens
         trained on in it, seq_len and batch_size; of an exported model its directory alone, as run.
       tokens: trained on so far; None: as many as the config gives for the steps.
+      trained: the weights of step 0 were those of a stage before or of an exported model.
     """
 
     step: int
@@ -54,6 +55,7 @@ class Start(NamedTuple):
     said: str | None = None
     stages: Sequence[dict[str, Any]] = ()
     tokens: int | None = None
+    trained: bool = False
 
     @classmethod
     def after(
@@ -63,7 +65,8 @@ class Start(NamedTuple):
         directory = source / "checkpoints" if (source / "checkpoints").is_dir() else source
         info = read_info(directory / str(step))
         said = f"resuming after step {step} of {source}{_other_learning_rate(info.get('config', {}), step, config)}"
-        return cls(step, state, str(source), said, stages, info.get("tokens"))
+        trained = bool(info.get("guards", {}).get("values", {}).get("trained"))
+        return cls(step, state, str(source), said, stages, info.get("tokens"), trained)
 
 
 def _other_learning_rate(saved: dict[str, Any], step: int, config: ConfigDict) -> str:
@@ -198,7 +201,8 @@ def first_state(
     directory, wanted = other
     if is_export(directory):
         state, stages = _from_export(setup, directory, info, may_change), [{"run": str(directory)}] if stage else []
-        return Start(0, state, str(directory), f"beginning with the weights of {directory}", stages)
+        said = f"beginning with the weights of {directory}"
+        return Start(0, state, str(directory), said, stages, trained=True)
     checkpoints = Checkpoints(directory, info, read_only=True)
     try:
         found = checkpoints.restore(
@@ -217,7 +221,8 @@ def first_state(
         _check_steps_left(directory, step, setup.config.train.steps)
         return Start.after(step, state, directory, setup.config, recorded_stages(directory.parent))
     source = f"{directory}@{step}"
-    return Start(0, setup.another_stage(state), source, f"another stage of {source}", _stages_up_to(directory, step))
+    stages = _stages_up_to(directory, step)
+    return Start(0, setup.another_stage(state), source, f"another stage of {source}", stages, trained=True)
 
 
 def recorded_stages(workdir: Path) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from nsa_jax.train import loop, run
 from nsa_jax.train.checkpoint import Checkpoints
 from nsa_jax.train.errors import TrainingError
 from nsa_jax.train.loop import Run
-from nsa_jax.train.metrics import MetricsWriter
+from nsa_jax.train.metrics import MetricsWriter, last_rows
 from nsa_jax.train.optimizer import schedule_at
 from nsa_jax.train.preflight.checks import check_disk
 from nsa_jax.train.state import batch_sharding, to_device
@@ -220,6 +220,9 @@ def test_memorisation_shows_as_a_gap_and_stops(tmp_path):
     made.guards.on_batch = lambda step, batch: None  # four batches over and over
     record = stopped(with_batches(made, lambda step, batch: batches[step % 4]), "generalisation_gap")
     assert record["step"] <= 300 and "memorises" in record["message"]
+    # The curves show what the guard saw, and a start that goes on knows of it.
+    step, row = last_rows(tmp_path, 300)[1]
+    assert step == record["step"] and f"validation loss {row['val/loss']:.3f}" in record["message"]
 
 
 def test_a_learning_rate_of_ten_is_divergence(tmp_path):

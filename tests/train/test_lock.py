@@ -115,6 +115,16 @@ def test_a_holder_on_another_host_may_end_while_its_silence_is_waited_for(tmp_pa
         assert json.loads((tmp_path / "lock.json").read_text())["pid"] == os.getpid()
 
 
+@pytest.mark.parametrize("replaced", [False, True], ids=["written over", "deleted and made anew"])
+def test_a_holder_leaves_the_lock_of_who_has_taken_over(tmp_path, replaced):
+    """It was cut off for longer than another host waits: a third start must find the second one's lock."""
+    with holding(tmp_path):
+        if replaced:
+            (tmp_path / "lock.json").unlink()
+        leave(tmp_path, host="elsewhere", machine="elsewhere", pid=1)
+    assert json.loads((tmp_path / "lock.json").read_text())["host"] == "elsewhere"
+
+
 def test_the_holder_gives_signs_of_life(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "_BEAT_SECONDS", 0.05)
     with holding(tmp_path):

@@ -226,6 +226,20 @@ def test_a_config_that_does_not_fit_is_refused_with_the_difference(tmp_path):
         other.run()
 
 
+def test_what_does_not_fit_is_refused_with_what_to_do_where_it_came_from(tmp_path):
+    """Another workdir does not help who named another run in the first place."""
+    make_run(tmp_path / "a", **{**DENSE, "train__steps": 3}).run()
+    wide, rows = {**DENSE, "model__mlp_dim": 64}, {**DENSE, "train__batch_size": 4}
+    with pytest.raises(CheckpointError, match=r"Fix: restore the config that wrote it .*, or use another workdir$"):
+        make_run(tmp_path / "a", **wide).run()
+    with pytest.raises(CheckpointError, match=r"Fix: set these fields as in its env\.json, or name another run$"):
+        make_run(tmp_path / "b", str(tmp_path / "a"), **wide).run()
+    stage = r"Fix: restore .*, or begin another stage with it: --resume=.*/a@3 --stage, in a workdir of its own"
+    for workdir, resume in (("a", None), ("c", str(tmp_path / "a"))):
+        with pytest.raises(DataError, match=stage):
+            make_run(tmp_path / workdir, resume, **rows).run()
+
+
 def test_files_that_were_added_are_told_from_a_changed_config(tmp_path, monkeypatch):
     monkeypatch.setenv("NSA_JAX_CACHE", str(tmp_path / "cache"))
     text = dict(DENSE, data__source="text", data__files=(f"{tmp_path}/*.txt",))
@@ -307,6 +321,17 @@ def test_other_steps_on_resume_tell_the_learning_rate_before_and_now(tmp_path, c
     said = capsys.readouterr().out
     assert "from 3.00e-04 to 7." in said
     assert "since config.train.steps is 9, not 4 and config.optim has changed" in said
+
+
+def test_a_branch_with_fewer_steps_cools_down_from_its_checkpoint_on_the_next_data(tmp_path):
+    """As docs/resume.md says of wsd, with a decay over the last half."""
+    wsd = {**DENSE, "optim__schedule": "wsd", "optim__decay_fraction": 0.5, "optim__learning_rate": 1e-3}
+    make_run(tmp_path / "a", **wsd | {"train__steps": 16, "train__save_every": 4, "train__keep_last": 4}).run()
+    make_run(tmp_path / "b", f"{tmp_path / 'a'}@4", **wsd | {"train__steps": 8}).run()
+    rates = [row["learning_rate"] for row in rows(tmp_path / "b").values()]
+    assert rates == pytest.approx([1e-4 + 9e-4 * share for share in (0.75, 0.5, 0.25, 0.0)])
+    assert losses(tmp_path / "b")[5] == losses(tmp_path / "a")[5]
+    assert rows(tmp_path / "a")[5]["learning_rate"] == pytest.approx(1e-3)
 
 
 def test_an_end_is_forgotten_when_training_goes_on(tmp_path, monkeypatch):

@@ -180,6 +180,18 @@ def test_a_branch_of_a_stage_keeps_its_chain(first, tmp_path):
     assert [(row["run"], row["step"]) for row in stages] == [(str(first), 6)]
 
 
+def test_a_branch_of_a_stage_knows_that_its_weights_were_trained(first, tmp_path):
+    """A low loss at its first steps is no sign of a leak, as it is none in the stage itself."""
+    stage(tmp_path / "second", str(first)).run()
+    changes = SECOND | {"train__steps": 5}
+    branch = make_run(tmp_path / "branch", str(tmp_path / "second"), **changes)
+    branch.run()
+    plain = make_run(tmp_path / "plain", str(first), **FIRST | {"train__steps": 7})
+    plain.run()
+    assert branch.guards.state()["values"]["trained"] == 1
+    assert plain.guards.state()["values"]["trained"] == 0
+
+
 def test_init_names_an_exported_model(first, tmp_path):
     export(*load(first), tmp_path / "export")
     assert beginning(None, str(tmp_path / "export"), str(tmp_path)) == str(tmp_path / "export")
