@@ -235,7 +235,7 @@ _READ_BY = {
     **dict.fromkeys(("tasks", "task_length", "task_answers_only", "task_answer_weight"), ("task",)),
 }
 
-# Fields that have an effect only while another field has one of these values.
+# Fields that have an effect only while another field has one of these values, or () another than its default.
 _NEEDS = {
     "data.tokenizer_path": ("data.tokenizer", ("hf",)),
     "data.bpe_vocab_size": ("data.tokenizer", ("bpe",)),
@@ -244,6 +244,8 @@ _NEEDS = {
     "optim.momentum": ("optim.name", ("muon",)),
     "optim.decay_fraction": ("optim.schedule", ("wsd",)),
     "optim.final_fraction": ("optim.schedule", tuple(x for x in CHOICES["optim.schedule"] if x != "constant")),
+    "train.selection_queries": ("train.selection_loss", ()),
+    "guards.spike_norm": ("guards.skip_spikes", ()),
     "optim.learning_rate_factor.head": ("model.tie_embeddings", (False,)),
     "optim.weight_decay_factor.head": ("model.tie_embeddings", (False,)),
     **{
@@ -273,8 +275,10 @@ def _without_effect(config: ConfigDict) -> list[Problem]:
         problems.append(Problem("R063", severity, message, fix))
 
     for name, (other, needed) in _NEEDS.items():
-        if values[name] != defaults[name] and values[other] not in needed and name not in kept:
-            report(name, f"config.{other}={values[other]!r}", f"set config.{other}={needed[0]!r}")
+        read = values[other] in needed if needed else values[other] != defaults[other]
+        if values[name] != defaults[name] and not read and name not in kept:
+            to = f"={needed[0]!r}" if needed else ""
+            report(name, f"config.{other}={values[other]!r}", f"set config.{other}{to}")
     for field, readers in _READ_BY.items():
         name = f"data.{field}"
         if values[name] != defaults[name] and not _is_read(config, field, readers) and name not in kept:

@@ -162,6 +162,14 @@ WITHOUT_EFFECT = [
         *("warning", "learning_rate_factor.head=0.5", "model.tie_embeddings=True", "model.tie_embeddings=False"),
     ),
     (
+        ["train.selection_queries=8"],
+        "warning",
+        "selection_queries=8",
+        "train.selection_loss=0.0",
+        "train.selection_loss",
+    ),
+    (["guards.spike_norm=9"], "warning", "guards.spike_norm=9.0", "guards.skip_spikes=0", "guards.skip_spikes"),
+    (
         ["model.rope_scaling.factor=2"],
         "warning",
         "model.rope_scaling.factor=2.0",
@@ -180,6 +188,7 @@ READ = [
     ["data.source=hf", "data.hf_path=x", "data.bpe_vocab_size=300"],
     ["data.source=hf", "data.hf_path=x", "data.hf_streaming=True", "data.shuffle_buffer=9", "data.stream_lanes=2"],
     ["optim.schedule=wsd", "optim.decay_fraction=0.5"],
+    ["train.selection_loss=0.1", "train.selection_queries=8", "guards.skip_spikes=3", "guards.spike_norm=9"],
 ]
 
 
