@@ -131,7 +131,7 @@ def capacity_bucket(tokens: int, config: ModelConfig) -> int:
 
 
 def _layer_shapes(
-    config: ModelConfig, batch: int, capacity: int, lists: bool = False
+    config: ModelConfig, batch: int, capacity: int, lists: bool
 ) -> NSALayerCache | DenseLayerCache | WindowLayerCache:
     def pair(length):
         return [
@@ -212,8 +212,8 @@ def memory_report(
       ValueError: `init_cache` would not make such a cache.
     """
     batch, capacity = _checked_sizes(config, batch, capacity, record_block_indices)
-    kinds = [config.of_layer(index) for index in range(config.num_layers)]
-    layers = [_layer_shapes(layer, 1, capacity, record_block_indices) for layer in kinds]
+    configs = map(config.of_layer, range(config.num_layers))
+    layers = [_layer_shapes(layer, 1, capacity, record_block_indices) for layer in configs]
 
     def size(arrays) -> int:
         return sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(arrays))
