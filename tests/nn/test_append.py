@@ -54,7 +54,7 @@ def test_kernels_write_what_the_plain_operations_write(name):
     """Query, gates and every array of the cache, where blocks end, where they do not, and where the row is full."""
     attention = build(MODELS[name], "pallas")
     keys = iter(jax.random.split(jax.random.key(3), 20))
-    shapes = caches._layer_shapes(attention.config, LENGTHS.size, 64)
+    shapes = caches._layer_shapes(attention.config, LENGTHS.size, 64, lists=False)
     layer = jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape, s.dtype), shapes)
     h = jax.random.normal(next(keys), (LENGTHS.size, 1, 24), jnp.float32)
     assert caches._append_by_kernels(attention, layer, LENGTHS.size)
@@ -96,7 +96,7 @@ def test_a_step_in_one_kernel_is_a_step_of_plain_operations(name, parts, monkeyp
     monkeypatch.setattr(tiles, "decode_config", lambda *args: dataclasses.replace(chosen(*args), **fields))
     layers = [build(MODELS[name], implementation) for implementation in ("pallas", "xla")]
     keys = iter(jax.random.split(jax.random.key(3), 20))
-    shapes = caches._layer_shapes(layers[0].config, LENGTHS.size, 64)
+    shapes = caches._layer_shapes(layers[0].config, LENGTHS.size, 64, lists=False)
     layer = jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape, s.dtype), shapes)
     layer = layer._replace(
         lists=jnp.zeros((LENGTHS.size, 64, layer.key_slc.shape[2], GEOMETRY.num_selected), jnp.int32)
@@ -131,7 +131,7 @@ def test_gpu_a_step_in_one_kernel(shared, parts, monkeypatch):
     attention = nn.NSAttention(config, rngs=nnx.Rngs(0))
     lengths = jnp.asarray([0, 31, 511, 1000, 1007, 2047, 2048], jnp.int32)
     keys = iter(jax.random.split(jax.random.key(3), 20))
-    shapes = caches._layer_shapes(config, lengths.size, 2048)
+    shapes = caches._layer_shapes(config, lengths.size, 2048, lists=False)
     layer = jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape, s.dtype), shapes)
     h = jax.random.normal(next(keys), (lengths.size, 1, 64), jnp.bfloat16)
     start = jnp.asarray([0, 0, 3, 700, 0, 0, 0], jnp.int32)
@@ -152,13 +152,13 @@ def test_gpu_a_step_in_one_kernel(shared, parts, monkeypatch):
 
 
 def test_plain_operations_serve_where_kernels_cannot():
-    layer = caches._layer_shapes(build(MODELS["mlp_group_1"], None).config, 8, 64)
+    layer = caches._layer_shapes(build(MODELS["mlp_group_1"], None).config, 8, 64, lists=False)
     assert not caches._append_by_kernels(build(MODELS["mlp_group_1"], None), layer, 8)  # no GPU
     assert not caches._append_by_kernels(build(MODELS["mlp_group_1"], "xla"), layer, 8)
     assert not caches._append_by_kernels(build(dict(MODELS["mlp_group_1"], qk_norm=True), "pallas"), layer, 8)
     assert not caches._append_by_kernels(build(dict(MODELS["mlp_group_1"], selector="mean_key"), "pallas"), layer, 8)
     odd = build(dict(num_heads=2, num_kv_heads=2, head_dim=24), "pallas")
-    assert not caches._append_by_kernels(odd, caches._layer_shapes(odd.config, 8, 64), 8)  # head dim 24
+    assert not caches._append_by_kernels(odd, caches._layer_shapes(odd.config, 8, 64, lists=False), 8)  # head dim 24
     grid = np.asarray(jax.devices()[:2]).reshape(2, 1)
     mesh = jax.sharding.Mesh(grid, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
