@@ -203,8 +203,8 @@ def train(config, workdir: str) -> tuple[int, str]:
     from nsa_jax.hub.export_files import LoadError
     from nsa_jax.train import CheckpointError, TrainingError, WorkdirInUse, processes, run
     from nsa_jax.train.errors import find_cause
-    from nsa_jax.train.goodput import process_start
     from nsa_jax.train.profiling import parse_window
+    from nsa_jax.train.timing import process_start
 
     try:
         window = parse_window(_PROFILE.value) if _PROFILE.value else None
@@ -214,7 +214,9 @@ def train(config, workdir: str) -> tuple[int, str]:
             _tell_others_apart(cluster.process_id, cluster.num_processes)
             processes.check_same_run(config, workdir)
         resume = beginning(_RESUME.value, _INIT.value, workdir)
-        summary = run(config, workdir, resume, profile=window, stage=_STAGE.value, began=process_start())
+        summary = run(
+            config, workdir, resume, profile=window, stage=_STAGE.value, began=process_start(), store_programs=True
+        )
     except (ConfigError, CheckpointError, DataError, LoadError, WorkdirInUse, processes.DistributedError) as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG, str(error)

@@ -7,6 +7,7 @@ import logging
 import threading
 import types
 import warnings
+from typing import Any
 
 from nsa_jax.ops import checks, plan
 from nsa_jax.ops.target import current_target
@@ -28,6 +29,20 @@ def implementations_served() -> dict[str, str]:
 def forget_implementations_served() -> None:
     """Empties what `implementations_served` returns: a run that starts is not to be told what another one used."""
     _SERVED.clear()
+
+
+def remembered() -> dict[str, Any]:
+    """What tracing has left here, as JSON values: what served each op, and the warnings that were given."""
+    with _SERVING:
+        return {"served": dict(_SERVED), "warned": sorted(_WARNED)}
+
+
+def recall(record: dict[str, Any]) -> None:
+    """Records, and warns of, what `remembered` returned when a program that has just been loaded was compiled."""
+    for op, chosen in record["served"].items():
+        _record(op, chosen, "when the program was compiled")
+    for message in record["warned"]:
+        _warn_once(message)
 
 
 def module(implementation: str) -> types.ModuleType:
@@ -77,6 +92,11 @@ def choose(
     elif implementation is None:
         implementation, why = "xla", f"no GPU (platform {target.platform})"
     chosen = implementation or "xla"
+    _record(op, chosen, why)
+    return module(chosen)
+
+
+def _record(op: str, chosen: str, why: str) -> None:
     with _SERVING:
         usual = next(iter(_SERVED.values()), None)
         if usual is None:
@@ -84,7 +104,6 @@ def choose(
         elif _SERVED.get(op, usual) != chosen:
             logger.info("%s is served by %r (%s)", op, chosen, why)
         _SERVED[op] = chosen
-    return module(chosen)
 
 
 def _warn_once(message: str) -> None:

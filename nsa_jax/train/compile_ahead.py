@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from nsa_jax.train.program_store import Program, ProgramStore, Stored, compile_and_tell
 from nsa_jax.train.state import Setup
 
 # Traces and lowers for the whole process, one program after the other: both are Python, so that threads that did this
@@ -38,44 +39,84 @@ class CompileAhead:
       programs: by name, a jitted function and arguments like those of its calls: arrays, or shapes with the sharding
         that the arrays will have.
       context: entered by each thread: what the calls will run under, such as a mesh.
+      store: has programs of earlier starts, for which nothing is traced, and gets those that are compiled. The
+        functions are each a `Program` then.
     """
 
     def __init__(
         self,
         programs: Mapping[str, tuple[Any, tuple]],
         context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        store: ProgramStore | None = None,
     ):
+        self._programs = programs
         self._context = context
+        self._store = store
         self._abandoned = threading.Event()
         self._threads = ThreadPoolExecutor(max(len(programs), 1), thread_name_prefix="compile")
         lowerings: dict[str, Future] = {name: Future() for name in programs}
-        self._left: dict[str, Future] = {
-            name: self._threads.submit(self._compile, lowering) for name, lowering in lowerings.items()
-        }
+        self._left: dict[str, Future] = {name: Future() for name in programs}
+        for name, lowering in lowerings.items():
+            self._threads.submit(self._compile, name, lowering, self._left[name])
 
         def trace(names: list[str]) -> None:
             for name in names:
-                try:
-                    _tracer.submit(self._lower, lowerings[name], *programs[name])
-                except RuntimeError:  # the interpreter is ending, and waits for the threads
-                    lowerings[name].set_result(None)
+                self._trace(name, lowerings[name])
 
         for first in list(programs)[:1]:
             lowerings[first].add_done_callback(lambda _: trace(list(programs)[1:]))
             trace([first])
 
-    def _lower(self, lowering: Future, function: Any, arguments: tuple) -> None:
+    def _trace(self, name: str, lowering: Future, stored: bool = True) -> None:
+        """Has a function traced; the future receives what is to be compiled, or a stored program."""
+        try:
+            _tracer.submit(self._lower, name, lowering, stored)
+        except RuntimeError:  # the interpreter is ending, and waits for the threads
+            lowering.set_result(None)
+
+    def _lower(self, name: str, lowering: Future, stored: bool) -> None:
+        function, arguments = self._programs[name]
         try:
             with self._context():
-                lowering.set_result(None if self._abandoned.is_set() else function.lower(*arguments))
+                if self._abandoned.is_set():
+                    lowering.set_result(None)
+                else:
+                    found = self._store.find(name, arguments) if self._store is not None and stored else None
+                    lowering.set_result(found or function.lower(*arguments))
         except BaseException as error:
             lowering.set_exception(error)
 
-    def _compile(self, lowering: Future) -> None:
-        lowered = lowering.result()
-        if lowered is not None and not self._abandoned.is_set():
+    def _compile(self, name: str, lowering: Future, done: Future) -> None:
+        program = None
+        try:
+            lowered = lowering.result()
+            if isinstance(lowered, Stored):
+                lowered = self._load(name, lowered)
+            if lowered is not None and not self._abandoned.is_set():
+                with self._context():
+                    compiled, now = compile_and_tell(lowered)
+                    if self._store is not None and now:
+                        program = self._store.taken_down(name, compiled)
+        except BaseException as error:
+            done.set_exception(error)
+            return
+        done.set_result(None)
+        if self._store is not None and program is not None:
             with self._context():
-                lowered.compile()
+                self._store.add(name, self._programs[name][1], program)
+
+    def _load(self, name: str, stored: Stored) -> Any:
+        """None if a stored program could be loaded, else what is to be compiled in its place."""
+        function: Program = self._programs[name][0]
+        try:
+            with self._context():
+                function.loaded = stored.compile()
+            return None
+        except Exception as error:
+            stored.forget(error)
+        lowering: Future = Future()
+        self._trace(name, lowering, stored=False)
+        return lowering.result()
 
     def wait(self, *names: str) -> None:
         """Waits until programs are compiled, or have failed; those of other names are called as ever."""

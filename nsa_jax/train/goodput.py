@@ -15,7 +15,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,17 +28,6 @@ logger = logging.getLogger("nsa_jax")
 CAUSES = ("training", "data", "startup", "validation", "saving", "other", "repeated")
 _SECONDS = ("wall_seconds", *(f"{cause}_seconds" for cause in CAUSES))  # as they are written
 _WRITE_SECONDS = 10.0  # between writes of goodput.json; a killed start loses at most so much of its record
-
-
-def process_start() -> float:
-    """When this process began, on the clock of `time.perf_counter`; now, where the system does not tell."""
-    now = time.perf_counter()
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
-        return now
-    return now - max(age, 0.0)
 
 
 class Goodput:

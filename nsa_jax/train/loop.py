@@ -33,6 +33,7 @@ from nsa_jax.train.goodput import Goodput
 from nsa_jax.train.mirror import Mirror
 from nsa_jax.train.preflight.data_check import loss_floor
 from nsa_jax.train.profiling import Profile, Window, check_window
+from nsa_jax.train.program_store import Program, ProgramStore
 from nsa_jax.train.rollback import Rollbacks
 from nsa_jax.train.start import (
     Start,
@@ -76,6 +77,7 @@ class Run:
       stage: begin another stage of the run that `resume` names; see `nsa_jax.train.start.first_state`.
       began: when the start began, on the clock of `time.perf_counter`, for goodput; None: now.
       mirror: what copies the workdir to an object store, if something does.
+      store_programs: load compiled programs of earlier starts; see `nsa_jax.train.program_store`.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Run:
         stage: bool = False,
         began: float | None = None,
         mirror: Mirror | None = None,
+        store_programs: bool = False,
     ):
         began = time.perf_counter() if began is None else began
         forget_implementations_served()
@@ -122,8 +125,10 @@ class Run:
         self.setup = setup(config, tokenizer.vocab_size, devices)
         token_bytes = np.zeros(self.setup.model_config.vocab_size, np.int32)
         token_bytes[: tokenizer.vocab_size] = tokenizer.token_bytes
-        self.train_step = make_train_step(self.setup, token_bytes)
-        self.eval_step = make_eval_step(self.setup, token_bytes)
+        store = ProgramStore.of_run(config, self.setup.mesh, token_bytes.tobytes())
+        self._store = store if store_programs else None
+        self.train_step = Program(make_train_step(self.setup, token_bytes))
+        self.eval_step = Program(make_eval_step(self.setup, token_bytes))
         self.sampler = Sampler(self.setup, self.pipeline) if config.train.sample_tokens else None
         self.health = health.Health(self.setup, self.workdir) if health.wanted(self.setup) else None
         self.preflight: preflight.Report | None = None
@@ -157,7 +162,7 @@ class Run:
             health_program = self.health.program if self.health is not None else None
             anew = begins_anew(self.workdir, self._other)
             programs = first_programs(self.setup, self.train_step, self.eval_step, health_program, anew)
-            self._compiling = CompileAhead(programs, lambda: jax.set_mesh(self.setup.mesh))
+            self._compiling = CompileAhead(programs, lambda: jax.set_mesh(self.setup.mesh), self._store)
         try:
             found = preflight.before_run(
                 self.config,
@@ -165,6 +170,7 @@ class Run:
                 self.setup,
                 self.pipeline,
                 lambda part: self.terminal.doing(f"preflight: {part}"),
+                self._store,
             )
         except BaseException:
             self._compiling.abandon()

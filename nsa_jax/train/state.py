@@ -29,6 +29,7 @@ from nsa_jax.nn.sharding import BATCH_AXES, CONTEXT, DATA, FSDP, MESH_AXES, para
 from nsa_jax.train import spikes
 from nsa_jax.train.compiler import check_xla_options, compiler_options
 from nsa_jax.train.optimizer import make_optimizer, names_of, schedule_at
+from nsa_jax.train.program_store import Program
 
 logger = logging.getLogger("nsa_jax")
 
@@ -238,12 +239,12 @@ class Setup:
 
     @functools.cached_property
     def initialise(self) -> Any:
-        """The jitted function that creates a fresh state with its sharding: no device ever holds all of an array."""
+        """The program that creates a fresh state with its sharding: no device ever holds all of an array."""
 
         def initial_state() -> State:
             return _init(self.config, self.model_config, self.optimizer)
 
-        return jax.jit(initial_state, out_shardings=self.sharding)
+        return Program(jax.jit(initial_state, out_shardings=self.sharding))
 
     def init(self) -> State:
         """A fresh state."""

@@ -1,12 +1,26 @@
-"""How long steps take on the device: intervals of steps between log lines, and the clock that they are read by."""
+"""When this process began, and how long steps take: intervals between log lines, and the clock they are read by."""
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
+
+
+def process_start() -> float:
+    """When this process began, on the clock of `time.perf_counter`; now, where the system does not tell."""
+    now = time.perf_counter()
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return now
+    return now - max(age, 0.0)
+
 
 # This thread records when each step ends. Fetching metrics comes too late for that: it happens a log line later, takes
 # milliseconds, and the host may have been held back meanwhile.

@@ -31,6 +31,7 @@ def run(
     callbacks: Sequence[Callback] = (),
     stage: bool = False,
     began: float | None = None,
+    store_programs: bool = False,
 ) -> dict[str, Any]:
     """Trains as `config` says and returns the summary.
 
@@ -44,6 +45,8 @@ def run(
       profile: steps to trace into the workdir.
       callbacks: called at the start, after each step and at the end; see `Callback`.
       began: when the start began, on the clock of `time.perf_counter`; what came before this call is startup then.
+      store_programs: keep compiled programs, and load those of earlier starts without tracing anything. A program is
+        found by the config and the files of all modules: leave it False where a session has changed what they hold.
 
     Raises:
       ConfigError: with everything that is wrong, before any device is touched.
@@ -61,7 +64,7 @@ def run(
     made = None
     try:
         with lock.holding(workdir), mirroring(address, workdir, config) as mirror:
-            made = Run(config, workdir, resume, devices, profile, callbacks, stage, began, mirror)
+            made = Run(config, workdir, resume, devices, profile, callbacks, stage, began, mirror, store_programs)
             made.examine()
             return made.run()
     except Exception as error:

@@ -36,6 +36,7 @@ from nsa_jax.train.preflight.checks import (
 )
 from nsa_jax.train.preflight.data_check import NOT_CHECKED
 from nsa_jax.train.preflight.report import Report, cost_facts, gib, kernel_facts, memory_facts, program_facts
+from nsa_jax.train.program_store import ProgramStore
 from nsa_jax.train.state import Setup
 from nsa_jax.train.trackers import problems as tracker_problems
 
@@ -89,6 +90,7 @@ def before_run(
     made: Setup,
     pipeline: Pipeline,
     doing: Callable[[str], None] = lambda part: None,
+    store: ProgramStore | None = None,
 ) -> Report:
     """What every run checks before its first step, on the devices it has.
 
@@ -98,6 +100,7 @@ def before_run(
       made: its setup.
       pipeline: its data.
       doing: told the name of each part as it begins.
+      store: has compiled programs of earlier starts.
 
     Returns:
       The report, without errors.
@@ -107,7 +110,7 @@ def before_run(
     """
     began = time.perf_counter()
     report = Report(problems=check_workdir(config, workdir))
-    _data_and_selftest(config, report, pipeline, doing)
+    _data_and_selftest(config, report, pipeline, doing, store)
     start = time.perf_counter()
     kind = made.mesh.devices.flat[0].device_kind
     report.cost = _cost(config, made, made.mesh.size, kind, report)
@@ -130,7 +133,11 @@ def _runnable(config: ConfigDict) -> bool:
 
 
 def _data_and_selftest(
-    config: ConfigDict, report: Report, pipeline: Pipeline | None, doing: Callable[[str], None]
+    config: ConfigDict,
+    report: Report,
+    pipeline: Pipeline | None,
+    doing: Callable[[str], None],
+    store: ProgramStore | None = None,
 ) -> None:
     """Looks at the data while the self-test, which mostly waits for the compiler, runs."""
     looked: Future[tuple[data_check.DataReport, float]] = Future()
@@ -149,7 +156,7 @@ def _data_and_selftest(
         doing("data and self-test")
         try:
             with jax.default_device(jax.local_devices()[0]):
-                tested = selftest_lib.selftest(config)
+                tested = selftest_lib.selftest(config, store)
         except Exception as error:
             if looked.done() and (of_data := looked.exception()):
                 raise of_data from error

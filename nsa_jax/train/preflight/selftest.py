@@ -39,6 +39,7 @@ from nsa_jax.ops.target import current_target
 from nsa_jax.train.compile_ahead import CompileAhead
 from nsa_jax.train.compiler import compiler_options
 from nsa_jax.train.loss import weighted_loss
+from nsa_jax.train.program_store import Program, ProgramStore
 
 _VOCAB = 256
 _SHORT = {"compressed": "cmp", "selected": "slc", "window": "win"}
@@ -167,14 +168,22 @@ class _Subject:
     Its programs take the compiler options of the evaluation: XLA measures nothing for them.
     """
 
-    def __init__(self, model: ModelConfig, length: int, packed: bool, seed: int, options: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        model: ModelConfig,
+        length: int,
+        packed: bool,
+        seed: int,
+        options: dict[str, Any] | None = None,
+        store: ProgramStore | None = None,
+    ):
         self.config, self.length, self.packed = model, length, packed
 
         def init():
             return nnx.to_pure_dict(nnx.state(Transformer(model, rngs=nnx.Rngs(params=seed)), nnx.Param))
 
         self.graphdef = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))))
-        self.params = jax.jit(init)()
+        self._init = Program(jax.jit(init))
         random = np.random.default_rng(seed)
         self.tokens = random.integers(0, model.vocab_size, (1, length), dtype=np.int32)
         self.other = (self.tokens + random.integers(1, model.vocab_size, self.tokens.shape)) % model.vocab_size
@@ -182,21 +191,25 @@ class _Subject:
         positions = np.arange(length)
         self.segments = np.where(positions >= self.start, self.start, 0).astype(np.int32)[None]
         jit = functools.partial(jax.jit, compiler_options=options)
-        self._run, self._select, self._gradient = (
-            make(self.graphdef, packed, jit) for make in (_forward, _lists, _gradient)
-        )
+        forward, lists, gradient = (make(self.graphdef, packed, jit) for make in (_forward, _lists, _gradient))
+        self._run, self._run_with_lists = Program(forward), Program(forward)
+        self._select, self._gradient = Program(lists), Program(gradient)
         # GPUs run a step in less time than another program needs to be traced and compiled, CPUs do not.
         self._logits_apart = not current_target().is_gpu
-        row = (self.params, self.tokens, self.segments)
+        row = (jax.eval_shape(init), self.tokens, self.segments)
         programs: dict[str, tuple[Any, tuple]] = {"gradient": (self._gradient, row)}
         if self._logits_apart:
             programs["logits"] = self._run, (*row, None)
         if _shares_blocks(model, length):
             shape = (len(model.layers_of("nsa")), 1, length, model.num_kv_heads, model.nsa.num_selected)
             programs["lists"] = (self._select, row)
-            programs["logits with lists"] = (self._run, (*row, jax.ShapeDtypeStruct(shape, jnp.int32)))
+            programs["logits with lists"] = (self._run_with_lists, (*row, jax.ShapeDtypeStruct(shape, jnp.int32)))
         device: Any = jax.config
-        self._compiling = CompileAhead(programs, functools.partial(jax.default_device, device.jax_default_device))
+        context = functools.partial(jax.default_device, device.jax_default_device)
+        initial = CompileAhead({"parameters of the self-test": (self._init, ())}, context, store)
+        self._compiling = CompileAhead(programs, context, store)
+        initial.wait("parameters of the self-test")
+        self.params = self._init()
 
     def logits(self, tokens: np.ndarray | None = None, params: Any = None, lists: Any = None) -> np.ndarray:
         """float32 [T, vocab]; with block lists those are read."""
@@ -204,7 +217,9 @@ class _Subject:
         self._compiling.wait(program)
         tokens = self.tokens if tokens is None else tokens.astype(np.int32)
         row = (self.params if params is None else params, tokens, self.segments)
-        return np.asarray(self._gradient(*row)[1] if program == "gradient" else self._run(*row, lists))
+        if program == "gradient":
+            return np.asarray(self._gradient(*row)[1])
+        return np.asarray((self._run if lists is None else self._run_with_lists)(*row, lists))
 
     def lists(self, tokens: np.ndarray, params: Any = None) -> np.ndarray:
         """The block lists of the layer with NSA: int32 [NSA layers, 1, T, K, n]."""
@@ -343,16 +358,18 @@ def _check_gradients(subject: _Subject) -> tuple[list[Problem], int]:
     return problems, count
 
 
-def selftest(config: ConfigDict) -> SelfTest:
+def selftest(config: ConfigDict, store: ProgramStore | None = None) -> SelfTest:
     """Runs the self-test on this machine's first device; takes seconds.
 
     Args:
       config: the training config.
+      store: has compiled programs of earlier starts.
     """
     start = time.perf_counter()
     model, length, note = slice_config(config)
     (device,) = jnp.zeros(()).devices()
-    subject = _Subject(model, length, bool(config.data.packing), 0, compiler_options(config, device))
+    store = None if store is None else dataclasses.replace(store, devices=(device,))
+    subject = _Subject(model, length, bool(config.data.packing), 0, compiler_options(config, device), store)
     base = subject.logits()
     problems: list[Problem] = []
     again = _first_difference(base, subject.logits())

@@ -39,6 +39,7 @@ from nsa_jax.nn.observe import BRANCHES, NSAArrays, walk_layers
 from nsa_jax.ops import block_mass, blocks
 from nsa_jax.train.env import json_line
 from nsa_jax.train.errors import TrainingError
+from nsa_jax.train.program_store import Program
 from nsa_jax.train.state import Setup, batch_sharding, replicated
 from nsa_jax.train.watch.guards import Guards
 
@@ -199,7 +200,7 @@ class Health:
     def __init__(self, setup: Setup, workdir: Path):
         self._config = setup.config
         self._layers, self._num_layers = setup.model_config.layers_of("nsa"), setup.model_config.num_layers
-        self.program = make_health(setup)
+        self.program = Program(make_health(setup))
         self._path = workdir / "health.jsonl"
         self.seconds = 0.0
 

@@ -1,0 +1,363 @@
+"""Programs that later starts load without tracing: the same ones, only where nothing that decides them has changed."""
+
+import dataclasses
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nsa_jax.ops import implementations
+from nsa_jax.train import program_store
+from nsa_jax.train.compile_ahead import CompileAhead
+from nsa_jax.train.loop import Run
+from nsa_jax.train.program_store import Program, ProgramStore
+
+from .test_compile_ahead import PROGRAMS, compilations  # noqa: F401
+from .tiny import tiny_config
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    """What JAX's compilation cache has is not stored."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ProgramStore(tmp_path / "programs", ["values"], tuple(jax.devices()[:1]))
+
+
+class _Traced:
+    """A jitted function that counts how often it is traced."""
+
+    def __init__(self, factor=2.0):
+        self.count = 0
+
+        def scaled(tree, x):
+            self.count += 1
+            return {"sum": tree["a"] + factor * x}, x.sum()
+
+        self.program = Program(jax.jit(scaled, donate_argnums=0))
+
+    def ahead(self, store, *arguments, name="scaled"):
+        ahead = CompileAhead({name: (self.program, arguments)}, store=store)
+        ahead.wait(name)
+        for thread in ahead._threads._threads:
+            thread.join(60)  # until it is written
+        return self
+
+
+def _arguments(size=4, dtype=jnp.float32):
+    return {"a": jnp.ones(size, dtype)}, jnp.arange(size, dtype=dtype)
+
+
+def test_a_later_start_traces_nothing_and_computes_the_same(store):
+    first = _Traced().ahead(store, *_arguments())
+    assert first.count == 1 and first.program.loaded is None and len(list(store.directory.iterdir())) == 1
+    later = _Traced().ahead(store, *_arguments())
+    assert later.count == 0 and later.program.loaded is not None and later.program._cache_size() == 1
+    arguments = _arguments()
+    outputs = jax.tree.map(np.asarray, (first.program(*_arguments()), later.program(*arguments)))
+    jax.tree.map(np.testing.assert_array_equal, *outputs)
+    assert later.count == 0
+    assert arguments[0]["a"].is_deleted() and not arguments[1].is_deleted()  # donated as the function says
+
+
+def test_arguments_that_the_program_is_not_for_are_served_by_the_function(store):
+    _Traced().ahead(store, *_arguments())
+    later = _Traced().ahead(store, *_arguments())
+    np.testing.assert_array_equal(later.program(*_arguments(6))[0]["sum"], 1 + 2 * np.arange(6.0))
+    assert later.count == 1
+    np.testing.assert_array_equal(later.program(*_arguments(4))[0]["sum"], 1 + 2 * np.arange(4.0))
+
+
+@pytest.mark.parametrize("what", ["nothing", "name", "values", "size", "dtype", "tree", "device", "variable", "option"])
+def test_a_program_is_found_by_all_that_decides_it(store, monkeypatch, what):
+    _Traced().ahead(store, *_arguments())
+    other, arguments, name = store, _arguments(), "scaled"
+    if what == "name":
+        name = "other"
+    elif what == "values":
+        other = dataclasses.replace(store, values=["other"])
+    elif what == "size":
+        arguments = _arguments(5)
+    elif what == "dtype":
+        arguments = _arguments(dtype=jnp.bfloat16)
+    elif what == "tree":
+        arguments = {"a": arguments[0]["a"], "b": arguments[1]}, arguments[1]
+    elif what == "device":
+        if len(jax.devices()) < 2:
+            pytest.skip("needs two devices")
+        other = dataclasses.replace(store, devices=tuple(jax.devices()[1:2]))
+    elif what == "variable":
+        monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " ")
+    elif what == "option":
+        jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        found = other.find(name, arguments)
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+    assert (found is not None) == (what == "nothing")
+
+
+def test_layouts_of_arguments_decide_too(store):
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("data",))
+    both = dataclasses.replace(store, devices=tuple(mesh.devices.flat))
+
+    def arguments(spec):
+        shape = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(mesh, spec))
+        return {"a": shape}, shape
+
+    _Traced().ahead(both, *arguments(P("data")))
+    assert both.find("scaled", arguments(P("data"))) is not None
+    assert both.find("scaled", arguments(P())) is None
+    later = _Traced().ahead(both, *arguments(P("data")))
+    value = jax.device_put(np.arange(4.0, dtype=np.float32), NamedSharding(mesh, P("data")))
+    result = later.program({"a": value + 0}, value)[0]["sum"]
+    assert later.count == 0 and result.sharding == value.sharding
+    np.testing.assert_array_equal(result, 3 * np.arange(4.0))
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module of a user's, as it was before this process began."""
+    path = tmp_path / "some_module_of_a_user.py"
+    path.write_text("FACTOR = 2.0\n")
+    monkeypatch.setattr(program_store, "_STARTED", time.time() + 3600)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module(path.stem)
+    yield path
+    del sys.modules[path.stem]
+    program_store._digest.cache_clear()
+
+
+def test_a_changed_file_of_any_module_has_the_function_traced(store, module):
+    program_store._digest.cache_clear()
+    _Traced().ahead(store, *_arguments())
+    assert store.find("scaled", _arguments()) is not None
+    before = module.stat()
+    module.write_text("FACTOR = 3.0\n")
+    os.utime(module, ns=(before.st_atime_ns, before.st_mtime_ns))  # as long, and of the same time
+    program_store._digest.cache_clear()  # another process
+    assert store.find("scaled", _arguments()) is None
+    _Traced().ahead(store, *_arguments())  # writes the program anew
+    assert store.find("scaled", _arguments()) is not None
+
+
+def test_what_changed_since_the_process_began_is_neither_kept_nor_loaded(store, module, monkeypatch):
+    """What the process has loaded may be older than the file."""
+    program_store._digest.cache_clear()
+    monkeypatch.setattr(program_store, "_STARTED", module.stat().st_ctime - 0.001)
+    _Traced().ahead(store, *_arguments())
+    assert not store.directory.exists()
+    program_store._digest.cache_clear()
+    monkeypatch.setattr(program_store, "_STARTED", time.time() + 3600)
+    _Traced().ahead(store, *_arguments())
+    assert store.find("scaled", _arguments()) is not None
+    program_store._digest.cache_clear()
+    monkeypatch.setattr(program_store, "_STARTED", module.stat().st_ctime - 0.001)
+    assert store.find("scaled", _arguments()) is None
+
+
+def test_a_program_is_taken_down_before_it_can_be_called(store, monkeypatch):
+    """A CPU's program with a sort cannot be serialised once it has run."""
+    waited, early, taken_down = threading.Event(), [], ProgramStore.taken_down
+
+    def slowly(self, name, compiled):
+        early.append(not waited.wait(0.5))
+        return taken_down(self, name, compiled)
+
+    monkeypatch.setattr(ProgramStore, "taken_down", slowly)
+    ahead = CompileAhead({"scaled": (_Traced().program, _arguments())}, store=store)
+    ahead.wait("scaled")
+    waited.set()
+    assert early == [True]
+
+
+def test_what_jax_has_kept_is_not_written_again(store, tmp_path):
+    """A program that XLA loaded, written out by it again, fails on CPUs when it is called."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    try:
+        _Traced().ahead(store, *_arguments())
+        (path,) = store.directory.iterdir()
+        path.unlink()
+        again = _Traced().ahead(store, *_arguments())
+        assert again.count == 1 and not path.exists()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "header", "another program"])
+def test_a_damaged_file_is_compiled_again(store, damage, caplog):
+    _Traced().ahead(store, *_arguments())
+    (path,) = store.directory.iterdir()
+    data = bytearray(path.read_bytes())
+    start = 24 + int.from_bytes(data[16:24])
+    if damage == "empty":
+        data = b""
+    elif damage == "cut":
+        del data[-100:]
+    elif damage == "flipped":
+        data[start + 50] ^= 1
+    elif damage == "header":
+        data[40] ^= 1
+    else:  # whole, and loads as something else
+        rest = data[16:start] + program_store.zstandard.compress(b"not a pickled program")
+        data = program_store.hashlib.blake2b(rest, digest_size=16).digest() + rest
+    path.write_bytes(data)
+    caplog.set_level(logging.INFO, "nsa_jax")
+    again = _Traced().ahead(store, *_arguments())
+    assert again.count == 1 and "scaled" in caplog.text
+    np.testing.assert_array_equal(again.program(*_arguments())[0]["sum"], 1 + 2 * np.arange(4.0))
+    assert _Traced().ahead(store, *_arguments()).count == 0  # it was written again
+
+
+def test_a_directory_that_cannot_be_written_costs_a_line(store, caplog):
+    store.directory.write_text("a file in its place")
+    caplog.set_level(logging.INFO, "nsa_jax")
+    first = _Traced().ahead(store, *_arguments())
+    assert first.count == 1 and "cannot keep the compiled program of scaled" in caplog.text
+    np.testing.assert_array_equal(first.program(*_arguments())[0]["sum"], 1 + 2 * np.arange(4.0))
+
+
+def test_the_files_used_last_stay(store, monkeypatch):
+    monkeypatch.setattr(program_store, "_MOST_FILES", 2)
+    sizes = {}
+    for age, size in enumerate((3, 4, 5)):
+        _Traced().ahead(store, *_arguments(size))
+        sizes[size] = store._path("scaled", _arguments(size))
+        if size < 5:
+            os.utime(sizes[size], (age, age))
+        if size == 4:
+            assert store.find("scaled", _arguments(3)) is not None  # used after the other
+    assert [size for size, path in sizes.items() if path.exists()] == [3, 5]
+
+
+def test_what_tracing_records_is_recorded_when_a_program_is_loaded(store, monkeypatch):
+    monkeypatch.setattr(implementations, "_SERVED", {"window_attention": "pallas"})
+    monkeypatch.setattr(implementations, "_WARNED", {"selected_attention runs as 'xla' on this GPU"})
+    _Traced().ahead(store, *_arguments())
+    monkeypatch.setattr(implementations, "_SERVED", {})
+    monkeypatch.setattr(implementations, "_WARNED", set())
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        store.find("scaled", _arguments()).compile()
+    assert implementations.implementations_served() == {"window_attention": "pallas"}
+    assert [str(warning.message) for warning in given] == ["selected_attention runs as 'xla' on this GPU"]
+
+
+def test_there_is_a_store_only_where_compiled_programs_are_kept(monkeypatch, tmp_path):
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
+    values = jax.config.values | {"jax_enable_compilation_cache": True}
+
+    def made(**changes):
+        monkeypatch.setattr(type(jax.config), "values", values | changes)
+        return ProgramStore.of_run(tiny_config(), mesh, b"")
+
+    assert made(jax_compilation_cache_dir=str(tmp_path)).directory == tmp_path / "programs"
+    assert made(jax_compilation_cache_dir=None) is None
+    assert made(jax_compilation_cache_dir="gs://bucket/programs") is None
+    assert made(jax_compilation_cache_dir=str(tmp_path), jax_enable_compilation_cache=False) is None
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert made(jax_compilation_cache_dir=str(tmp_path)) is None
+
+
+def _train(workdir, programs, devices, **changes):
+    settings = dict(train__steps=3, train__eval_every=2, train__eval_batches=1, train__save_every=2, train__log_every=1)
+    config = tiny_config(guards__health=True, **settings | changes)
+    run = Run(config, workdir, None, jax.devices()[:devices])
+    run._store = ProgramStore(programs, [config.to_json()], tuple(jax.devices()[:devices]))
+    run.examine()
+    run.run()
+    ignored = ("time", "perf/", "memory/", "goodput/")
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(ignored)}
+        for name in ("metrics.jsonl", "health.jsonl")
+        for line in (workdir / name).read_text().splitlines()
+    ]
+
+
+def _wait_for(programs, count):
+    for _ in range(600):
+        if sum(not path.name.endswith(".part") for path in programs.glob("*")) >= count:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{len(list(programs.glob('*')))} programs, not {count}")
+
+
+ONE = dict(optim__name="muon", train__ema_decay=0.9, guards__skip_spikes=3, train__offload_optimizer=True)
+OPTIONS = {
+    "one_device": dict(devices=1, **ONE),
+    "fsdp": dict(devices=2, mesh__fsdp=2, train__grad_accum=2, train__selection_loss=1.0),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_second_start_compiles_none_of_its_programs_and_trains_alike(tmp_path, compilations, name):  # noqa: F811
+    first = _train(tmp_path / "first", tmp_path / "programs", **OPTIONS[name])
+    _wait_for(tmp_path / "programs", 1 + sum(PROGRAMS.values()))
+    compilations.count.clear()
+    second = _train(tmp_path / "second", tmp_path / "programs", **OPTIONS[name])
+    assert not {name: count for name, count in compilations.count.items() if name in PROGRAMS}
+    assert second == first
+
+
+@pytest.mark.gpu
+def test_gpu_a_second_start_compiles_none_of_its_programs_and_trains_alike(tmp_path, compilations):  # noqa: F811
+    options = dict(devices=1, model__implementation="auto", model__head_dim=64, model__compute_dtype="bfloat16")
+    first = _train(tmp_path / "first", tmp_path / "programs", **options)
+    _wait_for(tmp_path / "programs", 5)
+    compilations.count.clear()
+    second = _train(tmp_path / "second", tmp_path / "programs", **options)
+    assert not {name: count for name, count in compilations.count.items() if name in PROGRAMS}
+    assert second == first
+    assert implementations.implementations_served()["selected_attention"] == "pallas"
+
+
+def test_the_trainer_loads_them_until_its_config_file_changes(tmp_path):
+    """Of `train.py` itself: a comment in the config's file is code that has changed."""
+    config = tmp_path / "config.py"
+    lines = ["from tests.train.tiny import tiny_config", "", "def get_config():"]
+    config.write_text("\n".join([*lines, "    return tiny_config(preflight__selftest=False)\n"]))
+    environment = {
+        **os.environ, "JAX_LOG_COMPILES": "1", "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"), "JAX_PLATFORMS": "cpu",
+    }  # fmt: skip
+
+    def traced(number):
+        time.sleep(0.05)  # when a process began is known to 0.01 s
+        command = [sys.executable, "train.py", f"--config={config}", f"--workdir={tmp_path / str(number)}"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        return {name for name in ("step", "initial_state") if f"Finished tracing {name} for jit" in done.stderr}
+
+    assert traced(1) == {"step", "initial_state"}
+    assert traced(2) == set()
+    config.write_text(config.read_text() + "# a comment\n")
+    assert traced(3) == {"step", "initial_state"}
