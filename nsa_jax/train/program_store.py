@@ -33,6 +33,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from nsa_jax.ops import implementations
+from nsa_jax.ops.kernels.range_attention import window_cudnn
 from nsa_jax.ops.target import current_target
 from nsa_jax.train.timing import process_start
 
@@ -219,7 +220,7 @@ def _surroundings(devices: tuple) -> Any:
     return [
         [sys.version, platform.node() if client.platform == "cpu" else platform.machine(), sys.path],
         _installed(tuple(sys.path)),
-        [client.platform_version, str(current_target())],
+        [client.platform_version, window_cudnn.version(), str(current_target())],
         [[device.id, device.device_kind, device.process_index] for device in (*devices, *jax.devices())],
         {name: str(value) for name, value in jax.config.values.items()},
         {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
