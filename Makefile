@@ -12,6 +12,9 @@ CHAOS_ARGS ?=
 GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 EXTRAS ?= $(if $(GPU),cuda12,)
 
+# Python compiles the modules that it imports. pip would compile all that it installs, which doubles its time.
+export PIP_NO_COMPILE ?= 1
+
 PY := $(VENV)/bin/python
 stamp = $(VENV)/.installed-$(1)
 comma := ,

@@ -410,7 +410,7 @@ class Run:
         self.watchdog.beat(step)
         if self.peers is not None:
             self.peers.beat(step)
-        self._check_steps(interval.first_step, rows)
+        self._check_steps(interval.first_step, rows, writer)
         for number, values in enumerate(rows, interval.first_step):
             self._callbacks.on_step(number, metrics.train_row(values))
         config = self.config
@@ -456,11 +456,12 @@ class Run:
     def _flops_per_token(self) -> float:
         return flops.train_flops_per_token(self.setup.model_config, self.config.data.seq_len, self._segment_start)
 
-    def _check_steps(self, first_step: int, rows: list[dict[str, float]]) -> None:
-        """Loss guards; what was trained on when the loss stopped being finite is kept."""
+    def _check_steps(self, first_step: int, rows: list[dict[str, float]], writer: metrics.MetricsWriter) -> None:
+        """Loss guards; what was trained on when the loss stopped being finite is kept, and the metrics of that step."""
         try:
             self.guards.on_steps(first_step, rows)
         except TrainingError as error:
+            writer.write(error.step, metrics.train_row(rows[error.step - first_step]))
             if error.guard == "non_finite" and jax.process_index() == 0:
                 path = guards.dump(self.workdir, error.step, self.pipeline, rows, *self._taken.pieces(error.step))
                 logger.error("the batch and the statistics of step %s are in %s", error.step, path)

@@ -98,6 +98,7 @@ def test_unshifted_labels_stop_at_the_loss_floor(tmp_path):
     with_batches(made, lambda step, batch: {**batch, "targets": batch["inputs"]})
     record = stopped(made, "loss_floor")
     assert record["step"] <= 150 and "not shifted" in record["message"]
+    assert max(rows(tmp_path)) == record["step"]
     assert record["last_checkpoint"] is not None  # the state is kept for looking at
 
 
@@ -113,6 +114,8 @@ def test_nan_at_a_step_keeps_the_last_good_checkpoint_and_the_batch(tmp_path):
     made.train_step = poisoned
     record = stopped(made, "non_finite")
     assert (record["step"], record["last_checkpoint"]) == (8, 5)
+    last = rows(tmp_path)
+    assert max(last) == 8 and last[8]["train/loss"] is None and last[8]["learning_rate"] > 0
     with np.load(tmp_path / "bad_step_8.npz") as kept:
         expected = next(made.pipeline.train(7))
         np.testing.assert_array_equal(kept["batch/inputs"], expected["inputs"])
