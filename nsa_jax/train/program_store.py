@@ -3,8 +3,8 @@
 JAX's compilation cache finds a program by its text. Tracing a function and lowering its kernels to that text is Python,
 and takes most of a start whose programs are all compiled already. A program is found here by what its text follows
 from: the config and the other values that the function closes over, its arguments, devices, versions, options and
-environment, and the contents of every Python file that was loaded when it was traced. If one of these differs, the
-function is traced, and JAX's cache still serves what it can.
+environment, and the contents of every Python file that was loaded when it was traced. If one of these differs, or a
+file is loaded that was not, the function is traced, and JAX's cache still serves what it can.
 """
 
 from __future__ import annotations
@@ -129,8 +129,9 @@ class ProgramStore:
     def of_run(cls, config: ConfigDict, mesh: Mesh, closed_over: bytes) -> ProgramStore | None:
         """The store of a run beside JAX's compilation cache.
 
-        None without that cache, or if it is no local directory, and for a run of several processes: XLA may have all of
-        them measure the parts of a program together, so that each must compile it.
+        None without that cache, or if it is no local directory; where the main module has no file that could change, as
+        in a notebook; and for a run of several processes: XLA may have all of them measure the parts of a program
+        together, so that each must compile it.
 
         Args:
           config: of the run.
@@ -139,7 +140,7 @@ class ProgramStore:
         """
         directory = jax.config.values["jax_compilation_cache_dir"]
         enabled = jax.config.values["jax_enable_compilation_cache"] and directory and "://" not in directory
-        if not enabled or jax.process_count() > 1:
+        if not enabled or not hasattr(sys.modules["__main__"], "__file__") or jax.process_count() > 1:
             return None
         values = [config.to_json_best_effort(sort_keys=True), hashlib.blake2b(closed_over).hexdigest()]
         return cls(Path(directory) / "programs", values, tuple(mesh.devices.flat))
@@ -160,7 +161,8 @@ class ProgramStore:
             os.utime(path)  # the files that are used last are kept
             length = int.from_bytes(rest[:8])
             header, data = json.loads(rest[8 : 8 + length]), rest[8 + length :]
-            if any(_digest(source) != digest for source, digest in header["sources"].items()):
+            known = header["sources"]
+            if not _sources().items() <= known.items() or any(_digest(path) != known[path] for path in known):
                 return None
         except FileNotFoundError:
             return None

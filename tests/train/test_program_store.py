@@ -20,6 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from nsa_jax.exit_status import EXIT_AGAIN
 from nsa_jax.ops import implementations
 from nsa_jax.train import program_store
 from nsa_jax.train.compile_ahead import CompileAhead
@@ -27,7 +28,7 @@ from nsa_jax.train.loop import Run
 from nsa_jax.train.program_store import Program, ProgramStore
 
 from .test_compile_ahead import PROGRAMS, compilations  # noqa: F401
-from .tiny import tiny_config
+from .tiny import rows, tiny_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -164,6 +165,18 @@ def test_a_changed_file_of_any_module_has_the_function_traced(store, module):
     assert store.find("scaled", _arguments()) is not None
 
 
+def test_a_module_that_was_not_loaded_before_has_the_function_traced(store, module, tmp_path):
+    """It may have changed what the others hold."""
+    program_store._digest.cache_clear()
+    _Traced().ahead(store, *_arguments())
+    assert store.find("scaled", _arguments()) is not None
+    (tmp_path / "another_module_of_a_user.py").write_text("import some_module_of_a_user as m\nm.FACTOR = 5.0\n")
+    importlib.import_module("another_module_of_a_user")
+    assert store.find("scaled", _arguments()) is None
+    del sys.modules["another_module_of_a_user"]
+    assert store.find("scaled", _arguments()) is not None
+
+
 def test_what_changed_since_the_process_began_is_neither_kept_nor_loaded(store, module, monkeypatch):
     """What the process has loaded may be older than the file."""
     program_store._digest.cache_clear()
@@ -276,6 +289,8 @@ def test_there_is_a_store_only_where_compiled_programs_are_kept(monkeypatch, tmp
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
     values = jax.config.values | {"jax_enable_compilation_cache": True}
 
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)
+
     def made(**changes):
         monkeypatch.setattr(type(jax.config), "values", values | changes)
         return ProgramStore.of_run(tiny_config(), mesh, b"")
@@ -284,7 +299,10 @@ def test_there_is_a_store_only_where_compiled_programs_are_kept(monkeypatch, tmp
     assert made(jax_compilation_cache_dir=None) is None
     assert made(jax_compilation_cache_dir="gs://bucket/programs") is None
     assert made(jax_compilation_cache_dir=str(tmp_path), jax_enable_compilation_cache=False) is None
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with monkeypatch.context() as several:
+        several.setattr(jax, "process_count", lambda: 2)
+        assert made(jax_compilation_cache_dir=str(tmp_path)) is None
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")  # as in a notebook
     assert made(jax_compilation_cache_dir=str(tmp_path)) is None
 
 
@@ -340,24 +358,44 @@ def test_gpu_a_second_start_compiles_none_of_its_programs_and_trains_alike(tmp_p
     assert implementations.implementations_served()["selected_attention"] == "pallas"
 
 
+@pytest.mark.slow
 def test_the_trainer_loads_them_until_its_config_file_changes(tmp_path):
-    """Of `train.py` itself: a comment in the config's file is code that has changed."""
+    """Of `train.py` itself, stopped and continued: a comment in the config's file is code that has changed."""
     config = tmp_path / "config.py"
-    lines = ["from tests.train.tiny import tiny_config", "", "def get_config():"]
-    config.write_text("\n".join([*lines, "    return tiny_config(preflight__selftest=False)\n"]))
+    fields = "preflight__selftest=False, train__steps=300, train__save_every=50"
+    lines = [
+        "from tests.train.tiny import tiny_config",
+        "",
+        "def get_config():",
+        f"    return tiny_config({fields})",
+        "",
+    ]
+    config.write_text("\n".join(lines))
     environment = {
-        **os.environ, "JAX_LOG_COMPILES": "1", "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"), "JAX_PLATFORMS": "cpu",
+        **os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"), "XLA_FLAGS": "",
+        "JAX_PLATFORMS": "cpu", "JAX_LOG_COMPILES": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }  # fmt: skip
 
-    def traced(number):
+    def traced(workdir, until=None):
+        """Which functions a start traces; with `until` it is asked to stop after that step."""
         time.sleep(0.05)  # when a process began is known to 0.01 s
-        command = [sys.executable, "train.py", f"--config={config}", f"--workdir={tmp_path / str(number)}"]
-        done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
-        assert done.returncode == 0, done.stderr
-        return {name for name in ("step", "initial_state") if f"Finished tracing {name} for jit" in done.stderr}
+        log = tmp_path / "log"
+        command = [sys.executable, "train.py", f"--config={config}", f"--workdir={tmp_path / workdir}"]
+        with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file) as process:
+            metrics = tmp_path / workdir / "metrics.jsonl"
+            while until and process.poll() is None:
+                if metrics.exists() and max(rows(metrics.parent), default=0) >= until:
+                    process.terminate()
+                    break
+                time.sleep(0.1)
+        text = log.read_text()
+        assert process.returncode == (EXIT_AGAIN if until else 0), text[-2000:]
+        return {name for name in ("step", "initial_state") if f"Finished tracing {name} for jit" in text}
 
-    assert traced(1) == {"step", "initial_state"}
-    assert traced(2) == set()
+    assert traced("run", until=20) == {"step", "initial_state"}
+    assert traced("run") == set()
+    assert max(rows(tmp_path / "run")) == 300
+    assert len(json.loads((tmp_path / "run" / "goodput.json").read_text())["starts"]) == 2
+    assert traced("another") == set()
     config.write_text(config.read_text() + "# a comment\n")
-    assert traced(3) == {"step", "initial_state"}
+    assert traced("third") == {"step", "initial_state"}
