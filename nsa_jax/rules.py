@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -178,6 +178,15 @@ def _field(config: ConfigDict, name: str) -> Any:
     return config
 
 
+def _with_sources(config: ConfigDict, name: str) -> Iterator[tuple[str, Any]]:
+    """A field with its value, and what sources set in its place."""
+    yield name, _field(config, name)
+    field = name.removeprefix("data.")
+    yield from (
+        (f"data.sources.{source}.{field}", own[field]) for source, own in config.data.sources.items() if field in own
+    )
+
+
 def geometry(section: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `NSAConfig` in `config.model.nsa`, which also says how the layer is built.
 
@@ -196,8 +205,7 @@ def _check_values(config: ConfigDict, found: _Findings) -> None:
             choices = ", ".join(choice or '""' for choice in allowed)
             found.error("R001", f"config.{name}={value!r}: no such choice", f"use one of {choices}")
     for lowest, names in _AT_LEAST.items():
-        for name in names.split():
-            value = _field(config, name)
+        for name, value in (each for field in names.split() for each in _with_sources(config, field)):
             if not value >= lowest:
                 found.error("R002", f"config.{name}={value}: too small", f"use at least {lowest}")
     for highest, names in _AT_MOST.items():
@@ -205,12 +213,12 @@ def _check_values(config: ConfigDict, found: _Findings) -> None:
             value = _field(config, name)
             if value > highest:
                 found.error("R002", f"config.{name}={value}: too large", f"use at most {highest:,}")
-    for name, (low, low_included, high, high_included) in _RANGES.items():
-        value = _field(config, name)
-        inside = (value >= low if low_included else value > low) and (value <= high if high_included else value < high)
-        if not inside:
-            interval = f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high_included else ')'}"
-            found.error("R003", f"config.{name}={value}: out of range", f"use a value in {interval}")
+    for field, (low, low_included, high, high_included) in _RANGES.items():
+        interval = f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high_included else ')'}"
+        for name, value in _with_sources(config, field):
+            above = value >= low if low_included else value > low
+            if not above or not (value <= high if high_included else value < high):
+                found.error("R003", f"config.{name}={value}: out of range", f"use a value in {interval}")
     if 0 < config.guards.stall_seconds < 1:
         message = f"config.guards.stall_seconds={config.guards.stall_seconds}: too small"
         found.error("R002", message, "use 0 for no such guard, or at least 1")
@@ -453,9 +461,6 @@ def _check_mixed_source(path: str, alone: ConfigDict, weight: float, found: _Fin
     if alone.data.source == "hf" and alone.data.hf_streaming:
         message = f"config.{path}: a stream cannot be mixed with others, since batches are found by their numbers"
         found.error("R007", message, "set config.data.hf_streaming=False, which tokenises the data once")
-    if alone.data.max_documents < 0:
-        message = f"config.{path}.max_documents={alone.data.max_documents}: too small"
-        found.error("R002", message, "use at least 0")
 
 
 def _check_training(config: ConfigDict, found: _Findings) -> None:

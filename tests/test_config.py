@@ -242,6 +242,21 @@ def test_files_beside_other_data_that_were_asked_for_are_no_error():
     assert (problem.rule, problem.severity) == ("R063", "warning")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("task_answer_weight", -1.0, "R003 error: config.data.sources.far.task_answer_weight=-1.0: out of range"),
+        ("task_length", -5, "R002 error: config.data.sources.far.task_length=-5: too small. Fix: use at least 0"),
+        ("max_documents", -1, "R002 error: config.data.sources.far.max_documents=-1: too small. Fix: use at least 0"),
+    ],
+)
+def test_the_bounds_of_a_field_hold_for_a_source_too(field, value, said):
+    (problem,) = validate(overridden(far={"source": "task", field: value}))
+    assert said in str(problem)
+    (problem,) = validate(overridden(f"data.{field}={value}", "data.source=task", a={}, b={}))
+    assert f"config.data.{field}={value}" in str(problem)
+
+
 @pytest.mark.parametrize("overrides", READ, ids=lambda value: value[0])
 def test_a_field_that_a_source_reads_is_not_reported(overrides):
     assert [problem for problem in validate(overridden(*overrides)) if problem.rule == "R063"] == []
