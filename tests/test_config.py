@@ -1,5 +1,6 @@
 """Validation: every rule fires with its fix, several at once; the configs that are shipped are clean."""
 
+import ast
 import importlib.util
 import subprocess
 import sys
@@ -149,6 +150,9 @@ WITHOUT_EFFECT = [
     (["data.shuffle_buffer=9"], "warning", "data.shuffle_buffer=9", "data.hf_streaming=False", "hf_streaming=True"),
     (["data.stream_lanes=2"], "warning", "data.stream_lanes=2", "data.hf_streaming=False", "hf_streaming=True"),
     (["data.tree_characters=9"], "warning", "data.tree_characters=9", "data.source='stdlib'", "data.source='trees'"),
+    (["data.hf_name=x"], "warning", "data.hf_name='x'", "data.source='stdlib'", "data.source='hf'"),
+    (["data.synthetic=copy"], "warning", "data.synthetic='copy'", "data.source='stdlib'", "data.source='synthetic'"),
+    (["data.tokenizer_eos=x"], "warning", "data.tokenizer_eos='x'", "data.tokenizer='byte'", "data.tokenizer='hf'"),
     (["data.tasks=needle"], "warning", "data.tasks=('needle',)", "data.source='stdlib'", "data.source='task'"),
     (["data.task_length=9"], "warning", "data.task_length=9", "data.source='stdlib'", "data.source='task'"),
     (["optim.decay_fraction=0.5"], "warning", "decay_fraction=0.5", "optim.schedule='cosine'", "schedule='wsd'"),
@@ -184,7 +188,9 @@ READ = [
     ["data.source=trees", "data.sources.a.source=trees", "data.sources.b.source=task"],
     ["data.task_length=9", "data.tree_characters=9", "data.sources.a.source=trees", "data.sources.b.source=task"],
     # A config for a data set, and other data or another tokenizer by flags.
-    ["data.source=text", "data.files=a.txt", "data.hf_path=x"],
+    ["data.source=text", "data.files=a.txt", "data.hf_path=x", "data.hf_name=y", "data.hf_text_field=z"],
+    ["data.sources.a.source=hf", "data.sources.a.hf_path=x", "data.hf_text_field=z", "data.sources.a.hf_name=y"],
+    ["data.source=text", "data.sources.a.files=a.txt", "data.sources.b.source=text", "data.sources.b.files=b.txt"],
     ["data.source=hf", "data.hf_path=x", "data.bpe_vocab_size=300"],
     ["data.source=hf", "data.hf_path=x", "data.hf_streaming=True", "data.shuffle_buffer=9", "data.stream_lanes=2"],
     ["optim.schedule=wsd", "optim.decay_fraction=0.5"],
@@ -228,6 +234,29 @@ def test_a_field_that_several_sources_override_is_reported():
     )
     assert "because config.data.sources.far.tasks=('keypad',), config.data.source='stdlib'" in tasks.message
     assert tasks.fix.startswith("set config.data.sources.far.tasks, or leave config.data.tasks at its default, ()")
+
+
+def test_a_source_s_own_field_that_it_does_not_read_is_reported():
+    """Files of a source that is none of text would leave the run with other data than those that were meant."""
+    (files,) = validate(overridden(a={"files": ("a.txt",), "weight": 0.7}, b={"source": "task", "task_length": 9}))
+    assert str(files) == (
+        "R063 error: config.data.sources.a.files=('a.txt',) has no effect, because config.data.source='stdlib'. "
+        "Fix: set config.data.sources.a.source='text', or leave config.data.sources.a.files out"
+    )
+    assert validate(overridden("data.sources.a.source=text", a={"files": ("a.txt",)})) == []
+    (files,) = validate(overridden(a={"source": "hf", "hf_path": "x", "files": ("a.txt",)}))
+    assert files.severity == "warning" and "because config.data.sources.a.source='hf'" in files.message
+    (kind,) = validate(overridden("data.synthetic=copy", **QUICKSTART))
+    assert kind.fix.startswith("set config.data.source='synthetic' and no config.data.sources, or leave")
+
+
+def test_a_source_is_written_as_the_error_says():
+    config = default_config()
+    with config.unlocked(), config.ignore_type():
+        config.data.sources = {"web": ("web/*.txt",)}
+    (problem,) = validate(config)
+    entry = ast.literal_eval(problem.fix.removeprefix("write such as "))
+    assert validate(overridden(**entry)) == []
 
 
 def test_the_fix_for_a_synthetic_source_beside_others_leaves_nothing_to_say():
