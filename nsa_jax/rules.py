@@ -479,7 +479,7 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
             )
             found.error("R010", message, f"use a batch_size that is a multiple of {devices * t.grad_accum}")
     if wrong := [text for text in t.xla_options if not re.fullmatch(r"xla_\w+=.+", text)]:
-        message = f"config.train.xla_options={t.xla_options}: {wrong[0]!r} is not NAME=VALUE"
+        message = f"config.train.xla_options={t.xla_options}: {wrong[0]!r} is not xla_NAME=VALUE"
         found.error("R059", message, 'write, for example, ("xla_gpu_enable_latency_hiding_scheduler=True",)')
     if unknown := [name for name in t.trackers if name not in TRACKERS]:
         message = f"config.train.trackers={t.trackers}: {unknown[0]!r} is no tracker"
@@ -517,9 +517,10 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
     elif save_interval(t) > t.steps // 2:
         message = f"config.train.save_every={t.save_every}: at most one checkpoint before the end of {t.steps} steps"
         found.error("R013", message, "save several times, such as every 1000 steps")
-    if not t.eval_batches or not t.eval_every:
+    if not t.eval_batches or not 0 < t.eval_every < t.steps:
         message = (
-            f"config.train.eval_every={t.eval_every}, eval_batches={t.eval_batches}: runs this long need validation"
+            f"config.train.eval_every={t.eval_every}, eval_batches={t.eval_batches}: runs this long need validation "
+            "before their end"
         )
         found.error("R014", message, "validate several times, on 16 batches or more")
     _check_long_run(config, found)
@@ -555,8 +556,10 @@ def _check_long_run(config: ConfigDict, found: _Findings) -> None:
     if parameters < _TOY_PARAMETERS:
         message = f"config.model.dim={m.dim}, num_layers={m.num_layers}: about {parameters:,} parameters, a toy"
         found.error("R016", message, "use a larger model, or fewer steps")
-    if config.data.source in GENERATED and not config.data.sources:
-        found.error("R016", f"config.data.source={config.data.source!r}: a toy task", "use text, or fewer steps")
+    sources = {f"data.sources.{name}" if name else "data": one.data for name, one in source_configs(config).items()}
+    if all(data.source in GENERATED for data in sources.values()):
+        kinds = ", ".join(f"config.{path}.source={data.source!r}" for path, data in sources.items())
+        found.error("R016", f"config.data.source: a toy task, {kinds}", "use text, or fewer steps")
     if m.param_dtype != "float32":
         message = f"config.model.param_dtype={m.param_dtype!r}: small updates are rounded away"
         found.error("R017", message, 'set "float32"; compute_dtype alone decides the speed')

@@ -348,7 +348,7 @@ def test_every_rule_that_the_code_reports_can_be_named(monkeypatch):
 
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
-    [("save_every", 0, "R013"), ("save_every", 4000, "R013"), ("eval_every", 0, "R014")],
+    [("save_every", 0, "R013"), ("save_every", 4000, "R013"), ("eval_every", 0, "R014"), ("eval_every", 5000, "R014")],
 )
 def test_long_runs_need_checkpoints_and_validation(field, value, rule):
     config = default_config()
@@ -361,6 +361,13 @@ def test_long_runs_need_checkpoints_and_validation(field, value, rule):
         assert validate(config) == []
     config.train.steps = 4_999
     assert rule not in [p.rule for p in validate(config) if field != "save_every" or value == 0]
+
+
+def test_long_runs_of_generated_rows_alone_are_refused():
+    long = ("train.steps=5000", "data.sources.a.source=task", "data.sources.b.source=task")
+    (problem,) = validate(overridden(*long))
+    assert problem.rule == "R016" and "config.data.sources.a.source='task', config.data.sources.b" in problem.message
+    assert validate(overridden(*long, "data.sources.b.source=stdlib")) == []
 
 
 def test_dense_regime_can_be_allowed_and_short_rows_warn():
