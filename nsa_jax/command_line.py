@@ -25,7 +25,17 @@ from ml_collections import ConfigDict
 from nsa_jax.config import default_config
 from nsa_jax.devices import choose_platform
 from nsa_jax.extras import MissingExtra
-from nsa_jax.fields import ConfigError, Problem, default_of, expected, no_such_field, remote, walk, wrong_value
+from nsa_jax.fields import (
+    ConfigError,
+    Problem,
+    default_of,
+    expected,
+    is_source_name,
+    no_such_field,
+    remote,
+    walk,
+    wrong_value,
+)
 from nsa_jax.object_store import SCHEMES, Folder, StoreError, scheme_of
 
 EXIT_USAGE = 2
@@ -123,7 +133,9 @@ def override(config: ConfigDict, overrides: Sequence[str]) -> list[Problem]:
 
 
 def _not_a_field(name: str, known: dict[str, Any]) -> Problem:
-    inside = [other for other in [*known, "data.sources.NAME.weight"] if other.startswith(f"{name}.")]
+    source = name.removeprefix("data.sources.")
+    a_source = f"data.sources.{source if source != name and is_source_name(source) else 'NAME'}.weight"
+    inside = [other for other in [*known, a_source] if other.startswith(f"{name}.")]
     if inside:
         return Problem("R056", "error", f"config.{name}: a section, not a field", f"set its fields: config.{inside[0]}")
     return no_such_field(name, known)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 
-from nsa_jax.fields import ConfigError, Problem, check_fields, shown, source_configs, walk
+from nsa_jax.fields import SOURCE_FIELDS, ConfigError, Problem, check_fields, shown, source_configs, walk
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.rope import RopeScaling
 from nsa_jax.rules import CHOICES, FATAL, GENERATED, broken_rules, geometry
@@ -228,8 +228,9 @@ def nsa_config(config: ConfigDict) -> NSAConfig:
 # Fields of config.data that only these sources read.
 _READ_BY = {
     "files": ("text", "tokens", "trees"),
-    "hf_path": ("hf",),
+    **dict.fromkeys(("hf_path", "hf_name", "hf_data_files", "hf_split", "hf_text_field", "hf_tokens_field"), ("hf",)),
     "hf_streaming": ("hf",),
+    "synthetic": ("synthetic",),
     "text_separator": ("text",),
     "tree_characters": ("trees",),
     **dict.fromkeys(("tasks", "task_length", "task_answers_only", "task_answer_weight"), ("task",)),
@@ -238,6 +239,7 @@ _READ_BY = {
 # Fields that have an effect only while another field has one of these values, or () another than its default.
 _NEEDS = {
     "data.tokenizer_path": ("data.tokenizer", ("hf",)),
+    "data.tokenizer_eos": ("data.tokenizer", ("hf",)),
     "data.bpe_vocab_size": ("data.tokenizer", ("bpe",)),
     "data.shuffle_buffer": ("data.hf_streaming", (True,)),
     "data.stream_lanes": ("data.hf_streaming", (True,)),
@@ -264,15 +266,16 @@ def _without_effect(config: ConfigDict) -> list[Problem]:
     first = min(sources, key=lambda name: sources[name].data.source in GENERATED)  # the first that reads something
     # A config that is made for a dataset keeps its name and vocabulary when flags choose other data or bytes.
     made_for_dataset = values["data.hf_path"] and not ("stdlib" in kinds and kinds <= {"stdlib", *GENERATED})
-    kept = ("data.hf_path", "data.bpe_vocab_size") if made_for_dataset else ()
+    kept = {f"data.{name}" for name, readers in _READ_BY.items() if readers == ("hf",)} - {"data.hf_streaming"}
+    kept = {*kept, "data.bpe_vocab_size"} if made_for_dataset else set()
     problems = []
 
-    def report(name: str, because: str, fix: str) -> None:
+    def report(name: str, because: str, fix: str, of_kinds: Iterable[str] = kinds) -> None:
         # Files beside a source that needs none: training on other data than those that were meant.
-        severity = "error" if name == "data.files" and kinds <= {"stdlib", *GENERATED} else "warning"
+        severity = "error" if name.endswith(".files") and {"stdlib", *GENERATED}.issuperset(of_kinds) else "warning"
         message = f"config.{name}={shown(values[name])} has no effect, because {because}"
-        fix = f"{fix}, or leave config.{name} at its default, {defaults[name]!r}"
-        problems.append(Problem("R063", severity, message, fix))
+        default = f"at its default, {defaults[name]!r}" if name in defaults else "out"
+        problems.append(Problem("R063", severity, message, f"{fix}, or leave config.{name} {default}"))
 
     for name, (other, needed) in _NEEDS.items():
         read = values[other] in needed if needed else values[other] != defaults[other]
@@ -285,9 +288,17 @@ def _without_effect(config: ConfigDict) -> list[Problem]:
             fix = f"set config.data.source={readers[0]!r}"
             if reader := next((source for source, alone in sources.items() if alone.data.source in readers), ""):
                 fix = f"set config.data.sources.{reader}.{field}"
+            elif first and field not in SOURCE_FIELDS:
+                fix += " and no config.data.sources"
             elif first:
                 fix = f"set config.data.sources.{first}.source={readers[0]!r} and config.data.sources.{first}.{field}"
             report(name, _because(config, field, readers), fix)
+        for source, own in config.data.sources.items():
+            kind = sources[source].data.source
+            if own.get(field, defaults[name]) != defaults[name] and kind not in readers:
+                path = f"data.sources.{source}"
+                of = f"{path if 'source' in own else 'data'}.source={shown(kind)}"
+                report(f"{path}.{field}", f"config.{of}", f"set config.{path}.source={readers[0]!r}", (kind,))
     named = all("source" in fields for fields in config.data.sources.values())
     if first and named and values["data.source"] not in {defaults["data.source"], "synthetic", *kinds}:
         report("data.source", _because(config, "source"), f"set config.data.sources.{first}.source")

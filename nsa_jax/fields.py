@@ -184,7 +184,7 @@ def check_fields(config: ConfigDict, schema: ConfigDict) -> tuple[ConfigDict, li
             path, fields = f"data.sources.{name}", _value(sources, name)
             if not is_source_name(name) or not isinstance(fields, ConfigDict):
                 message = f"config.{path}={shown(fields)}: must be a name of letters, digits, _ and - with fields"
-                fix = 'write such as {"web": {"files": ("web/*.txt",), "weight": 0.7}}'
+                fix = 'write such as {"web": {"source": "text", "files": ("web/*.txt",), "weight": 0.7}}'
                 problems.append(Problem("R057", "error", message, fix))
                 continue
             clean[name] = ConfigDict()

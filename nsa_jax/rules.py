@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -178,6 +178,15 @@ def _field(config: ConfigDict, name: str) -> Any:
     return config
 
 
+def _with_sources(config: ConfigDict, name: str) -> Iterator[tuple[str, Any]]:
+    """A field with its value, and what sources set in its place."""
+    yield name, _field(config, name)
+    field = name.removeprefix("data.")
+    yield from (
+        (f"data.sources.{source}.{field}", own[field]) for source, own in config.data.sources.items() if field in own
+    )
+
+
 def geometry(section: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `NSAConfig` in `config.model.nsa`, which also says how the layer is built.
 
@@ -196,8 +205,7 @@ def _check_values(config: ConfigDict, found: _Findings) -> None:
             choices = ", ".join(choice or '""' for choice in allowed)
             found.error("R001", f"config.{name}={value!r}: no such choice", f"use one of {choices}")
     for lowest, names in _AT_LEAST.items():
-        for name in names.split():
-            value = _field(config, name)
+        for name, value in (each for field in names.split() for each in _with_sources(config, field)):
             if not value >= lowest:
                 found.error("R002", f"config.{name}={value}: too small", f"use at least {lowest}")
     for highest, names in _AT_MOST.items():
@@ -205,12 +213,12 @@ def _check_values(config: ConfigDict, found: _Findings) -> None:
             value = _field(config, name)
             if value > highest:
                 found.error("R002", f"config.{name}={value}: too large", f"use at most {highest:,}")
-    for name, (low, low_included, high, high_included) in _RANGES.items():
-        value = _field(config, name)
-        inside = (value >= low if low_included else value > low) and (value <= high if high_included else value < high)
-        if not inside:
-            interval = f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high_included else ')'}"
-            found.error("R003", f"config.{name}={value}: out of range", f"use a value in {interval}")
+    for field, (low, low_included, high, high_included) in _RANGES.items():
+        interval = f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high_included else ')'}"
+        for name, value in _with_sources(config, field):
+            above = value >= low if low_included else value > low
+            if not above or not (value <= high if high_included else value < high):
+                found.error("R003", f"config.{name}={value}: out of range", f"use a value in {interval}")
     if 0 < config.guards.stall_seconds < 1:
         message = f"config.guards.stall_seconds={config.guards.stall_seconds}: too small"
         found.error("R002", message, "use 0 for no such guard, or at least 1")
@@ -453,9 +461,6 @@ def _check_mixed_source(path: str, alone: ConfigDict, weight: float, found: _Fin
     if alone.data.source == "hf" and alone.data.hf_streaming:
         message = f"config.{path}: a stream cannot be mixed with others, since batches are found by their numbers"
         found.error("R007", message, "set config.data.hf_streaming=False, which tokenises the data once")
-    if alone.data.max_documents < 0:
-        message = f"config.{path}.max_documents={alone.data.max_documents}: too small"
-        found.error("R002", message, "use at least 0")
 
 
 def _check_training(config: ConfigDict, found: _Findings) -> None:
@@ -474,7 +479,7 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
             )
             found.error("R010", message, f"use a batch_size that is a multiple of {devices * t.grad_accum}")
     if wrong := [text for text in t.xla_options if not re.fullmatch(r"xla_\w+=.+", text)]:
-        message = f"config.train.xla_options={t.xla_options}: {wrong[0]!r} is not NAME=VALUE"
+        message = f"config.train.xla_options={t.xla_options}: {wrong[0]!r} is not xla_NAME=VALUE"
         found.error("R059", message, 'write, for example, ("xla_gpu_enable_latency_hiding_scheduler=True",)')
     if unknown := [name for name in t.trackers if name not in TRACKERS]:
         message = f"config.train.trackers={t.trackers}: {unknown[0]!r} is no tracker"
@@ -512,9 +517,10 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
     elif save_interval(t) > t.steps // 2:
         message = f"config.train.save_every={t.save_every}: at most one checkpoint before the end of {t.steps} steps"
         found.error("R013", message, "save several times, such as every 1000 steps")
-    if not t.eval_batches or not t.eval_every:
+    if not t.eval_batches or not 0 < t.eval_every < t.steps:
         message = (
-            f"config.train.eval_every={t.eval_every}, eval_batches={t.eval_batches}: runs this long need validation"
+            f"config.train.eval_every={t.eval_every}, eval_batches={t.eval_batches}: runs this long need validation "
+            "before their end"
         )
         found.error("R014", message, "validate several times, on 16 batches or more")
     _check_long_run(config, found)
@@ -550,8 +556,10 @@ def _check_long_run(config: ConfigDict, found: _Findings) -> None:
     if parameters < _TOY_PARAMETERS:
         message = f"config.model.dim={m.dim}, num_layers={m.num_layers}: about {parameters:,} parameters, a toy"
         found.error("R016", message, "use a larger model, or fewer steps")
-    if config.data.source in GENERATED and not config.data.sources:
-        found.error("R016", f"config.data.source={config.data.source!r}: a toy task", "use text, or fewer steps")
+    sources = {f"data.sources.{name}" if name else "data": one.data for name, one in source_configs(config).items()}
+    if all(data.source in GENERATED for data in sources.values()):
+        kinds = ", ".join(f"config.{path}.source={data.source!r}" for path, data in sources.items())
+        found.error("R016", f"config.data.source: a toy task, {kinds}", "use text, or fewer steps")
     if m.param_dtype != "float32":
         message = f"config.model.param_dtype={m.param_dtype!r}: small updates are rounded away"
         found.error("R017", message, 'set "float32"; compute_dtype alone decides the speed')

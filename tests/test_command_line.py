@@ -70,6 +70,8 @@ def test_overrides_are_values_of_the_field_s_type(arguments, field, value):
         ("--config.model.num_head=3", "did you mean config.model.num_heads?"),
         ("--config.zzzzzz=3", "config.zzzzzz: no such field. Fix: docs/config.md lists all fields"),
         ("--config.train=3", "config.train: a section, not a field. Fix: set its fields: config.train.batch_ramp"),
+        ("--config.data.sources.web=3", "a section, not a field. Fix: set its fields: config.data.sources.web.weight"),
+        ("--config.data.sources=3", "a section, not a field. Fix: set its fields: config.data.sources.NAME.weight"),
         ("--config.train.steps", "--config.train.steps: no value. Fix: write --config.train.steps=VALUE"),
         ("--config.train.steps=ten", "config.train.steps='ten': must be a whole number"),
         ("--config.train.steps=2.5", "config.train.steps='2.5': must be a whole number"),

@@ -1,5 +1,6 @@
 """Validation: every rule fires with its fix, several at once; the configs that are shipped are clean."""
 
+import ast
 import importlib.util
 import subprocess
 import sys
@@ -149,6 +150,9 @@ WITHOUT_EFFECT = [
     (["data.shuffle_buffer=9"], "warning", "data.shuffle_buffer=9", "data.hf_streaming=False", "hf_streaming=True"),
     (["data.stream_lanes=2"], "warning", "data.stream_lanes=2", "data.hf_streaming=False", "hf_streaming=True"),
     (["data.tree_characters=9"], "warning", "data.tree_characters=9", "data.source='stdlib'", "data.source='trees'"),
+    (["data.hf_name=x"], "warning", "data.hf_name='x'", "data.source='stdlib'", "data.source='hf'"),
+    (["data.synthetic=copy"], "warning", "data.synthetic='copy'", "data.source='stdlib'", "data.source='synthetic'"),
+    (["data.tokenizer_eos=x"], "warning", "data.tokenizer_eos='x'", "data.tokenizer='byte'", "data.tokenizer='hf'"),
     (["data.tasks=needle"], "warning", "data.tasks=('needle',)", "data.source='stdlib'", "data.source='task'"),
     (["data.task_length=9"], "warning", "data.task_length=9", "data.source='stdlib'", "data.source='task'"),
     (["optim.decay_fraction=0.5"], "warning", "decay_fraction=0.5", "optim.schedule='cosine'", "schedule='wsd'"),
@@ -184,7 +188,9 @@ READ = [
     ["data.source=trees", "data.sources.a.source=trees", "data.sources.b.source=task"],
     ["data.task_length=9", "data.tree_characters=9", "data.sources.a.source=trees", "data.sources.b.source=task"],
     # A config for a data set, and other data or another tokenizer by flags.
-    ["data.source=text", "data.files=a.txt", "data.hf_path=x"],
+    ["data.source=text", "data.files=a.txt", "data.hf_path=x", "data.hf_name=y", "data.hf_text_field=z"],
+    ["data.sources.a.source=hf", "data.sources.a.hf_path=x", "data.hf_text_field=z", "data.sources.a.hf_name=y"],
+    ["data.source=text", "data.sources.a.files=a.txt", "data.sources.b.source=text", "data.sources.b.files=b.txt"],
     ["data.source=hf", "data.hf_path=x", "data.bpe_vocab_size=300"],
     ["data.source=hf", "data.hf_path=x", "data.hf_streaming=True", "data.shuffle_buffer=9", "data.stream_lanes=2"],
     ["optim.schedule=wsd", "optim.decay_fraction=0.5"],
@@ -230,6 +236,29 @@ def test_a_field_that_several_sources_override_is_reported():
     assert tasks.fix.startswith("set config.data.sources.far.tasks, or leave config.data.tasks at its default, ()")
 
 
+def test_a_source_s_own_field_that_it_does_not_read_is_reported():
+    """Files of a source that is none of text would leave the run with other data than those that were meant."""
+    (files,) = validate(overridden(a={"files": ("a.txt",), "weight": 0.7}, b={"source": "task", "task_length": 9}))
+    assert str(files) == (
+        "R063 error: config.data.sources.a.files=('a.txt',) has no effect, because config.data.source='stdlib'. "
+        "Fix: set config.data.sources.a.source='text', or leave config.data.sources.a.files out"
+    )
+    assert validate(overridden("data.sources.a.source=text", a={"files": ("a.txt",)})) == []
+    (files,) = validate(overridden(a={"source": "hf", "hf_path": "x", "files": ("a.txt",)}))
+    assert files.severity == "warning" and "because config.data.sources.a.source='hf'" in files.message
+    (kind,) = validate(overridden("data.synthetic=copy", **QUICKSTART))
+    assert kind.fix.startswith("set config.data.source='synthetic' and no config.data.sources, or leave")
+
+
+def test_a_source_is_written_as_the_error_says():
+    config = default_config()
+    with config.unlocked(), config.ignore_type():
+        config.data.sources = {"web": ("web/*.txt",)}
+    (problem,) = validate(config)
+    entry = ast.literal_eval(problem.fix.removeprefix("write such as "))
+    assert validate(overridden(**entry)) == []
+
+
 def test_the_fix_for_a_synthetic_source_beside_others_leaves_nothing_to_say():
     (problem,) = [p for p in validate(overridden("data.source=synthetic", **QUICKSTART)) if p.severity == "error"]
     assert problem.rule == "R007" and "leave it at its default, 'stdlib'" in problem.fix
@@ -240,6 +269,21 @@ def test_files_beside_other_data_that_were_asked_for_are_no_error():
     """configs/extend.py has files; a flag may take a data set instead of them."""
     (problem,) = validate(overridden("data.files=a.txt", "data.source=hf", "data.hf_path=json"))
     assert (problem.rule, problem.severity) == ("R063", "warning")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("task_answer_weight", -1.0, "R003 error: config.data.sources.far.task_answer_weight=-1.0: out of range"),
+        ("task_length", -5, "R002 error: config.data.sources.far.task_length=-5: too small. Fix: use at least 0"),
+        ("max_documents", -1, "R002 error: config.data.sources.far.max_documents=-1: too small. Fix: use at least 0"),
+    ],
+)
+def test_the_bounds_of_a_field_hold_for_a_source_too(field, value, said):
+    (problem,) = validate(overridden(far={"source": "task", field: value}))
+    assert said in str(problem)
+    (problem,) = validate(overridden(f"data.{field}={value}", "data.source=task", a={}, b={}))
+    assert f"config.data.{field}={value}" in str(problem)
 
 
 @pytest.mark.parametrize("overrides", READ, ids=lambda value: value[0])
@@ -304,7 +348,7 @@ def test_every_rule_that_the_code_reports_can_be_named(monkeypatch):
 
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
-    [("save_every", 0, "R013"), ("save_every", 4000, "R013"), ("eval_every", 0, "R014")],
+    [("save_every", 0, "R013"), ("save_every", 4000, "R013"), ("eval_every", 0, "R014"), ("eval_every", 5000, "R014")],
 )
 def test_long_runs_need_checkpoints_and_validation(field, value, rule):
     config = default_config()
@@ -317,6 +361,13 @@ def test_long_runs_need_checkpoints_and_validation(field, value, rule):
         assert validate(config) == []
     config.train.steps = 4_999
     assert rule not in [p.rule for p in validate(config) if field != "save_every" or value == 0]
+
+
+def test_long_runs_of_generated_rows_alone_are_refused():
+    long = ("train.steps=5000", "data.sources.a.source=task", "data.sources.b.source=task")
+    (problem,) = validate(overridden(*long))
+    assert problem.rule == "R016" and "config.data.sources.a.source='task', config.data.sources.b" in problem.message
+    assert validate(overridden(*long, "data.sources.b.source=stdlib")) == []
 
 
 def test_dense_regime_can_be_allowed_and_short_rows_warn():

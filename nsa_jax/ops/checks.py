@@ -75,7 +75,10 @@ def length(name: str, have: int, query_offset, num_queries: int, need: int) -> N
             )
         require(have == need, message)
     else:
-        require(have >= need, f"{name} has length {have}: must be at least {need} to reach the last query")
+        message = f"{name} has length {have}: must be at least {need} to reach the last query"
+        if not isinstance(query_offset, jax.core.Tracer):
+            message += f", {num_queries - 1} after query_offset={int(query_offset)}"
+        require(have >= need, message)
 
 
 def integers(name: str, x, symbols: str, sizes: dict[str, int], origin: str = "query") -> None:

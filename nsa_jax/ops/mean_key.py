@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nsa_jax.ops import checks, nsa, xla
+from nsa_jax.ops import blocks, checks, nsa, xla
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.decode import check_cache, gated_sum, positions, selected_and_window
 
@@ -39,6 +39,15 @@ def _check_blocks(config: NSAConfig) -> None:
         f"config has compress_block={config.compress_block} and compress_stride={config.compress_stride}: must be "
         f"select_block={config.select_block}, since mean keys are those of selection blocks",
     )
+
+
+def _check_mean_keys(query, key_mean) -> dict[str, int]:
+    """Checks the two and returns their sizes by symbol."""
+    sizes = checks.query(query)
+    checks.array("key_mean", key_mean, "BCKH", sizes)
+    checks.floating("key_mean", key_mean, query)
+    checks.heads("key_mean", sizes)
+    return sizes
 
 
 def _mean_query(query: jax.Array, num_kv_heads: int) -> jax.Array:
@@ -79,9 +88,10 @@ def select_by_mean_key(
       NotImplementedError: the named implementation cannot serve these inputs.
     """
     _check_blocks(config)
-    sizes = checks.query(query)
-    checks.array("key_mean", key_mean, "BCKH", sizes)
-    checks.heads("key_mean", sizes)
+    sizes = _check_mean_keys(query, key_mean)
+    query_offset = checks.position("query_offset", query_offset)
+    whole = blocks.num_compressed(checks.last_position(query_offset, sizes["T"]), config)
+    checks.length("key_mean", sizes["C"], query_offset, sizes["T"], whole)
     query, key_mean = jax.lax.stop_gradient((_mean_query(query, key_mean.shape[2]), key_mean))
     common: dict[str, Any] = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
     _, lse = nsa.compressed_attention(query, key_mean, key_mean, config=config, **common)
@@ -122,12 +132,17 @@ def mean_key_attention(
       NotImplementedError: the named implementation cannot serve these inputs.
     """
     _check_blocks(config)
-    checks.array("gates", gates, "BTN2", {**checks.query(query), "2": 2})
+    sizes = checks.query(query)
+    checks.key_value(("key_slc", "value_slc"), key_slc, value_slc, query, sizes, "S")
+    checks.key_value(("key_win", "value_win"), key_win, value_win, query, sizes, "S" if window_start is None else "W")
+    checks.array("gates", gates, "BTN2", {**sizes, "2": 2})
     checks.floating("gates", gates)
+    checks.segments(segment_start, sizes)
     query_offset = checks.position("query_offset", query_offset)
     window_start = checks.position("window_start", window_start, least=-(2**31) + 1)
-    sizes = query.shape[1], key_win.shape[1]
-    checks.window_start(window_start, query_offset, config.window, segment_start, *sizes)
+    length = sizes["T"]
+    checks.length("key_slc", sizes["S"], query_offset, length, checks.last_position(query_offset, length))
+    checks.window_start(window_start, query_offset, config.window, segment_start, length, key_win.shape[1])
     common: dict[str, Any] = dict(segment_start=segment_start, query_offset=query_offset, implementation=implementation)
     if block_indices is None:
         block_indices = select_by_mean_key(query, key_mean, config=config, num_keys=key_slc.shape[1], **common)
@@ -163,9 +178,7 @@ def decode_mean_key_attention(
       ValueError: an argument has the wrong shape, dtype or value.
     """
     _check_blocks(config)
-    sizes = checks.query(query)
-    checks.array("key_mean", key_mean, "BCKH", sizes)
-    checks.heads("key_mean", sizes)
+    sizes = _check_mean_keys(query, key_mean)
     arrays = (key_slc, value_slc, key_win, value_win, gates, lengths, segment_start)
     check_cache(sizes, query, *arrays, config, compressed="key_mean", num_gates=2)
     lengths = checks.at_most(lengths, key_slc.shape[1])

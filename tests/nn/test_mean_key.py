@@ -182,6 +182,16 @@ def test_wrong_arguments_are_refused():
     ):
         with pytest.raises(ValueError, match=words):
             mean_key_attention(query, keys, *[key] * 4, **{"gates": gates, "config": NSA} | changes)
+    for place, array, words in (
+        (0, keys[:, :1], "key_mean has length 1: must be 2 for 16 query tokens"),
+        (0, keys.astype(jnp.bfloat16), "key_mean has dtype bfloat16: must be float32"),
+        (1, key[:, :8], r"value_slc has shape \(1, 16, 2, 8\): dimension 1 \(S\) must be 8"),
+        (3, key.astype(jnp.bfloat16), "key_win has dtype bfloat16: must be float32"),
+    ):
+        arrays = [keys, *[key] * 4]
+        arrays[place] = array
+        with pytest.raises(ValueError, match=words):
+            mean_key_attention(query, *arrays, gates=gates, config=NSA)
     step = dict(gates=gates[:, :1], lengths=jnp.asarray([4]), config=NSA)
     for ring, changes, words in (
         (8, {}, "key_win has length 8: must be at least 10"),
