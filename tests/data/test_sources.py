@@ -85,6 +85,14 @@ def test_text_reads_plain_gz_and_zst_alike(tmp_path):
     assert list(TextSource((str(tmp_path / "*"),)).documents()) == [text] * 3
 
 
+def test_zst_of_the_largest_window_is_read(tmp_path):
+    text = "a line of a dump\n" * 500
+    settings = zstandard.ZstdCompressionParameters.from_level(3, window_log=31, enable_ldm=True)  # zstd --long=31
+    frame = zstandard.ZstdCompressor(compression_params=settings).compressobj()  # which does not know the text's size
+    (tmp_path / "a.txt.zst").write_bytes(frame.compress(text.encode()) + frame.flush())
+    assert list(TextSource((str(tmp_path / "a.txt.zst"),)).documents()) == [text]
+
+
 def test_text_lists_each_file_once_and_takes_a_comma_separated_string(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(name)
