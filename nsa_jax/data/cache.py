@@ -207,7 +207,7 @@ def load_corpus(
                 how = _build(final, shards, source, tokenizer, val_fraction, workers, address)
                 shutil.rmtree(shards, ignore_errors=True)
     except OSError as error:
-        raise _storage_error(root, error) from error
+        raise storage_error(root, error) from error
     corpus = open_corpus(final)
     if corpus is None:
         raise DataError(str(final), "what was just written cannot be read back", "check the disk")
@@ -299,7 +299,8 @@ def _cores_name() -> str:
     return hashlib.blake2b(f"{socket.gethostname()} {cores}".encode(), digest_size=4).hexdigest()
 
 
-def _storage_error(root: Path, error: OSError) -> DataError:
+def storage_error(root: Path, error: OSError) -> DataError:
+    """What to tell of an error of the file system while something is made in `root`, the directory of all caches."""
     where = "" if error.filename is None else os.fsdecode(error.filename)
     if "://" in where:
         return DataError(where, "lies in an object store, and token files are read in place", "copy it to a local disk")

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -428,6 +429,7 @@ def _load_or_train_bpe(config: ConfigDict, documents: Iterable[str] | None, dire
             trained = HuggingFaceTokenizer(train_bpe(documents, vocab_size), eos=BPE_EOS, name="bpe")
             unfinished = directory.with_name(f"{directory.name}.tmp{os.getpid()}")
             trained.save(unfinished)
+            shutil.rmtree(directory, ignore_errors=True)  # what is left of one whose files were deleted
             os.rename(unfinished, directory)
     return _load_trained(directory)
 

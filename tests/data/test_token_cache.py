@@ -523,6 +523,23 @@ def test_chunks_do_not_depend_on_how_a_file_was_written(tmp_path, size, piece):
     assert (tmp_path / "file.crc32").stat().st_size == 4 * -(-size // 16384)
 
 
+def test_a_trained_tokenizer_names_a_cache_directory_that_cannot_hold_it(text_config, tmp_path):
+    text_config.data.tokenizer, text_config.data.bpe_vocab_size = "bpe", 300
+    text_config.data.cache_dir = str(tmp_path / "file")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cache directory .*file: cannot be written .*config.data.cache_dir"):
+        make_pipeline(text_config)
+
+
+def test_what_is_left_of_a_trained_tokenizer_is_replaced(text_config, tmp_path):
+    text_config.data.tokenizer, text_config.data.bpe_vocab_size = "bpe", 300
+    text_config.data.cache_dir = str(tmp_path / "cache")
+    fingerprint = make_pipeline(text_config).tokenizer.fingerprint
+    (path,) = (tmp_path / "cache").glob("bpe-*/tokenizer_config.json")
+    path.unlink()
+    assert make_pipeline(text_config).tokenizer.fingerprint == fingerprint and path.exists()
+
+
 def test_a_damaged_trained_tokenizer_is_named(text_config, tmp_path):
     text_config.data.tokenizer, text_config.data.bpe_vocab_size = "bpe", 300
     text_config.data.cache_dir = str(tmp_path / "cache")
