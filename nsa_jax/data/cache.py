@@ -261,6 +261,9 @@ def _build(
                 unfinished = final.with_name(f"{final.name}.tmp{uuid.uuid4().hex[:8]}")
                 try:
                     _write(unfinished, final.name, source, tokenizer, val_fraction, groups, parts, empty[-1])
+                    if corpus_fingerprint(source, tokenizer, val_fraction) != final.name:
+                        what = "its files changed while they were read, so that part of their text may be missing"
+                        raise DataError(f"source {source.name}", what, "start again when they are complete")
                     if corpus := open_corpus(unfinished, final.name):
                         corpus_report(corpus)  # stores what it measures, so that no start has to
                     os.rename(unfinished, final)

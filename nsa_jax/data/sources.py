@@ -425,7 +425,10 @@ _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error, zstandard.ZstdError)
 
 
 def _file_version(path: str) -> tuple[str, int, int]:
-    found = os.stat(path)
+    try:
+        found = os.stat(path)
+    except OSError as error:  # it was there when the source was made
+        raise DataError(path, f"cannot be read ({error})", "restore it, or leave it out") from error
     return os.path.abspath(path), found.st_size, found.st_mtime_ns
 
 

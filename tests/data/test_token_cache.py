@@ -15,6 +15,7 @@ import pytest
 
 from nsa_jax.data import DataError, cache, encoding, make_pipeline, shards
 from nsa_jax.data import corpus as corpus_files
+from nsa_jax.data.sources import TextSource
 from nsa_jax.data.token_file import ChunkWriter, TokenFile
 from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 
@@ -124,6 +125,30 @@ def test_failing_source_leaves_nothing_behind(documents, tmp_path):
     with pytest.raises(DataError, match="file.txt"):
         load(Failing(documents), tmp_path)
     assert not [p for p in tmp_path.iterdir() if p.is_dir()]
+
+
+def test_files_that_grow_while_they_are_read_are_no_corpus(text_config, documents, tmp_path):
+    path = tmp_path / "growing.txt"
+    path.write_text("".join(documents[:100]))
+
+    class Growing(TextSource):
+        def documents(self):
+            yield from super().documents()
+            path.write_text("".join(documents))
+
+    with pytest.raises(DataError, match="source text: its files changed while they were read.*when they are complete"):
+        load(Growing((str(path),)), tmp_path / "root", val_fraction=0.0)
+    assert not [p for p in (tmp_path / "root").iterdir() if p.is_dir()]
+    corpus = load(TextSource((str(path),)), tmp_path / "root", val_fraction=0.0)
+    assert corpus.train.stats.bytes == sum(len(text.encode()) for text in documents)
+
+
+def test_a_file_that_vanishes_before_it_is_read_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    source = TextSource((str(tmp_path / "*.txt"),))
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"a.txt: cannot be read \(.*No such file.*restore it"):
+        load(source, tmp_path / "root")
 
 
 def test_full_disk_names_the_cache_directory(documents, tmp_path, monkeypatch):
