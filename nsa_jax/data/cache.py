@@ -305,8 +305,6 @@ def _cores_name() -> str:
 def storage_error(root: Path, error: OSError) -> DataError:
     """What to tell of an error of the file system while something is made in `root`, the directory of all caches."""
     where = "" if error.filename is None else os.fsdecode(error.filename)
-    if "://" in where:
-        return DataError(where, "lies in an object store, and token files are read in place", "copy it to a local disk")
     if where and not (Path(where).is_relative_to(root) or root.is_relative_to(where)):
         return DataError(where, f"cannot be read ({error.strerror or error})", "correct it, or name another file")
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -167,16 +167,12 @@ def test_unusable_cache_directory_is_named(documents, tmp_path):
         load(ListSource(documents), tmp_path / "file" / "cache")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("gone.bin", r"^gone.bin: cannot be read \(No such file"), ("s3://b/a.bin", "object store.*copy")],
-)
-def test_the_cache_is_not_blamed_for_a_file_of_the_source(name, message, documents, tmp_path, monkeypatch):
+def test_the_cache_is_not_blamed_for_a_file_of_the_source(documents, tmp_path, monkeypatch):
     def gone(self, *_):
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", name)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "gone.bin")
 
     monkeypatch.setattr(cache._SplitWriter, "append", gone)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=r"^gone.bin: cannot be read \(No such file"):
         load(ListSource(documents), tmp_path)
 
 
