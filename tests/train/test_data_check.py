@@ -69,6 +69,13 @@ def test_validation_on_training_data_is_an_error(tmp_path):
     assert rules(found.problems) == {"R030"} and "are training data" in str(found.problems[0])
 
 
+def test_passes_over_the_documents_are_those_of_a_batch_that_grows(tmp_path):
+    config = text_config(tmp_path, documents(60), train__batch_ramp=("1:4",))
+    config.train.steps, config.train.batch_size, config.train.grad_accum = 3, 8, 2
+    tokens = (4 + 8 + 8) * config.data.seq_len
+    assert f": {tokens:,} tokens," in dict(data_check.examine_local(config).facts)["passes over them"]
+
+
 def test_unshifted_labels_ids_out_of_range_and_empty_masks_are_errors():
     config = tiny_config()
     batch = random_batch(config)

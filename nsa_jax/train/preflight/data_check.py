@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from ml_collections import ConfigDict
 
+from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.config import Problem, nsa_config
 from nsa_jax.data import DataError, Pipeline, make_pipeline, sources, statistics
 from nsa_jax.data.packing import check_batch
@@ -308,7 +309,8 @@ def _examine_source(
     corpus = part.pipeline.corpus
     if corpus is not None:
         stats, found = corpus.train.stats, statistics.corpus_report(corpus)
-        wanted = int(config.train.steps * config.train.batch_size * config.data.seq_len * part.share)
+        rows_read = BatchRamp.of(config.train).rows_before(config.train.steps)
+        wanted = int(rows_read * config.data.seq_len * part.share)
         problems += _duplicate_problems(found) + _epoch_problems(wanted, stats.tokens, bool(name))
         if source_configs(config)[name].data.source == "hf":
             problems += _empty_problems(found, stats.documents + corpus.validation.stats.documents)
