@@ -69,6 +69,14 @@ def test_validation_on_training_data_is_an_error(tmp_path):
     assert rules(found.problems) == {"R030"} and "are training data" in str(found.problems[0])
 
 
+def test_windows_of_short_rows_do_not_take_common_words_for_training_data(tmp_path):
+    random = np.random.default_rng(0)
+    texts = [" ".join(random.choice(["one", "two", "three", "four", "five", "six", "seven"], 60)) for _ in range(90)]
+    report = data_check.examine_local(text_config(tmp_path, texts, data__seq_len=16))
+    assert rules(report.problems) == set()
+    assert dict(report.facts)["validation windows seen in training"] == "rows are too short to tell"
+
+
 def test_passes_over_the_documents_are_those_of_a_batch_that_grows(tmp_path):
     config = text_config(tmp_path, documents(60), train__batch_ramp=("1:4",))
     config.train.steps, config.train.batch_size, config.train.grad_accum = 3, 8, 2

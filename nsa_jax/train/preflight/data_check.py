@@ -34,6 +34,7 @@ _LITTLE_CHOICE = 0.2  # share of queries below which sparse attention has little
 _SAMPLE_TOKENS = 2_000_000
 _BUILD_BELOW = 256 << 20  # bytes of local text that a preflight tokenises; more is left to the run
 _WINDOW = 128  # tokens; the same so many in a row in both splits is no chance, save for boilerplate
+_SHORTEST_WINDOW = 32  # tokens; fewer in a row occur in any text of the same kind
 _WINDOWS = 1024
 _SCAN_TOKENS = 256 << 20  # of training that are searched when a sample of it looks suspicious; half a minute
 _STRETCH = 4 << 20
@@ -160,7 +161,7 @@ def check_batches(batches: list[dict[str, np.ndarray]], vocab_size: int) -> list
     return problems
 
 
-def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tuple[list[Problem], float]:
+def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tuple[list[Problem], float | None]:
     """R030: no validation text is trained on.
 
     The documents' hashes tell whether the splits are apart; windows of the batches tell whether the batches come from
@@ -172,7 +173,8 @@ def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tu
       seq_len: T.
 
     Returns:
-      The problems, and the estimated share of validation windows that occur in training.
+      The problems, and the estimated share of validation windows that occur in training; None if rows are too short
+      to tell.
     """
     problems = []
     corpus = pipeline.corpus
@@ -187,6 +189,8 @@ def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tu
                 problems.append(Problem("R030", "warning", message, fix))
             else:
                 problems.append(Problem("R030", "error", message, "build the cache again"))
+    if length < _SHORTEST_WINDOW:
+        return problems, None
     if not len(rows):
         return problems, 0.0
     share = float((shared_windows(train_rows, rows, length) > 0).mean())
@@ -325,7 +329,8 @@ def _examine_source(
     if config.train.eval_batches:
         split_problems, shared = check_splits(part.pipeline, rows, config.data.seq_len)
         problems += split_problems
-        facts.append(("validation windows seen in training", f"{shared:.2%}"))
+        seen = "rows are too short to tell" if shared is None else f"{shared:.2%}"
+        facts.append(("validation windows seen in training", seen))
     if name:
         where = f"config.data.sources.{name}"
         problems = [dataclasses.replace(p, message=f"{where}: {p.message}") for p in problems]
