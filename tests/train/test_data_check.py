@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from nsa_jax import object_store
 from nsa_jax.data import make_pipeline
 from nsa_jax.train.preflight import data_check
 
@@ -110,3 +111,22 @@ def test_data_that_is_not_here_is_a_warning_and_nothing_is_downloaded(tmp_path, 
     report = data_check.examine_local(config)
     assert rules(report.problems, "warning") == {"R028"} and rules(report.problems) == set()
     assert [name for name, _ in report.facts] == ["not checked"]
+
+
+def test_objects_of_a_store_are_not_fetched_for_a_preflight(tmp_path, monkeypatch):
+    entry = object_store.Object("s3://bucket/a.txt", 1000, "1")
+    monkeypatch.setattr(object_store, "matching", lambda pattern: [entry])
+    monkeypatch.setattr(object_store, "open_object", lambda address: pytest.fail("it was fetched"))
+    config = text_config(tmp_path, documents(60))
+    config.data.files = (entry.address,)
+    assert rules(data_check.examine_local(config).problems, "warning") == {"R028"}
+
+
+def test_held_out_files_count_in_the_size_that_a_preflight_tokenises(tmp_path, monkeypatch):
+    config = text_config(tmp_path, documents(60))
+    (tmp_path / "held_out.txt").write_text("\n%%\n".join(documents(600, seed=1)))
+    config.data.val_files = (str(tmp_path / "held_out.txt"),)
+    monkeypatch.setattr(data_check, "_BUILD_BELOW", 100_000)
+    assert rules(data_check.examine_local(config).problems, "warning") == {"R028"}
+    monkeypatch.setattr(data_check, "_BUILD_BELOW", 1_000_000)
+    assert data_check.examine_local(config).problems == []

@@ -24,6 +24,7 @@ from nsa_jax.data.packing import check_batch
 from nsa_jax.data.pipeline import SAMPLE_TOKENS, Part
 from nsa_jax.data.token_file import TokenStream
 from nsa_jax.fields import source_configs
+from nsa_jax.object_store import scheme_of
 from nsa_jax.ops import blocks
 from nsa_jax.rules import GENERATED, attention_kinds
 from nsa_jax.train.metrics import printable
@@ -68,7 +69,11 @@ def _is_small_and_local(config: ConfigDict) -> bool:
     alone = [part for part in source_configs(config).values() if part.data.source not in GENERATED]
     if any(part.data.source not in ("stdlib", "text", "trees") for part in alone):
         return False
-    sizes = [sources.make_source(part).size_bytes() for part in alone]
+    if any(scheme_of(file) for part in alone for file in (*part.data.files, *part.data.val_files)):
+        return False
+    read = [sources.make_source(part) for part in alone]
+    read += [sources.make_held_out_source(part) for part in alone if sources.has_held_out(part)]
+    sizes = [source.size_bytes() for source in read]
     return sum(math.inf if size is None else size for size in sizes) <= _BUILD_BELOW
 
 
