@@ -75,7 +75,16 @@ def test_windows_of_short_rows_do_not_take_common_words_for_training_data(tmp_pa
     texts = [" ".join(random.choice(["one", "two", "three", "four", "five", "six", "seven"], 60)) for _ in range(90)]
     report = data_check.examine_local(text_config(tmp_path, texts, data__seq_len=16))
     assert rules(report.problems) == set()
-    assert dict(report.facts)["validation windows seen in training"] == "rows are too short to tell"
+    assert dict(report.facts)["validation windows seen in training"] == "no windows to compare"
+
+
+def test_held_out_text_of_a_few_bytes_has_no_share_of_windows(tmp_path):
+    config = text_config(tmp_path, documents(60), data__seq_len=128)
+    (tmp_path / "held_out.txt").write_text("yes")
+    config.data.val_files = (str(tmp_path / "held_out.txt"),)
+    report = data_check.examine_local(config)
+    assert report.problems == []
+    assert dict(report.facts)["validation windows seen in training"] == "no windows to compare"
 
 
 def test_passes_over_the_documents_are_those_of_a_batch_that_grows(tmp_path):

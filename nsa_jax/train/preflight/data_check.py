@@ -99,7 +99,7 @@ def shared_windows(haystack: Iterable[np.ndarray], validation_rows: np.ndarray, 
       length: tokens in a window, a power of two of at most T.
 
     Returns:
-      int64, one number for each different window that was looked for.
+      int64, one number for each different window that was looked for; none if all rows are filler.
     """
     per_row = max(_WINDOWS // len(validation_rows), 1)
     wanted = []
@@ -178,8 +178,8 @@ def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tu
       seq_len: T.
 
     Returns:
-      The problems, and the estimated share of validation windows that occur in training; None if rows are too short
-      to tell.
+      The problems, and the estimated share of validation windows that occur in training; None if there are no
+      windows to compare.
     """
     problems = []
     corpus = pipeline.corpus
@@ -194,11 +194,12 @@ def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tu
                 problems.append(Problem("R030", "warning", message, fix))
             else:
                 problems.append(Problem("R030", "error", message, "build the cache again"))
-    if length < _SHORTEST_WINDOW:
+    if length < _SHORTEST_WINDOW or not len(rows):
         return problems, None
-    if not len(rows):
-        return problems, 0.0
-    share = float((shared_windows(train_rows, rows, length) > 0).mean())
+    times = shared_windows(train_rows, rows, length)
+    if not len(times):
+        return problems, None
+    share = float((times > 0).mean())
     if corpus is not None:
         stream = corpus.train.tokens
         for count in (2 * _SAMPLE_TOKENS, _SCAN_TOKENS):
@@ -334,7 +335,7 @@ def _examine_source(
     if config.train.eval_batches:
         split_problems, shared = check_splits(part.pipeline, rows, config.data.seq_len)
         problems += split_problems
-        seen = "rows are too short to tell" if shared is None else f"{shared:.2%}"
+        seen = "no windows to compare" if shared is None else f"{shared:.2%}"
         facts.append(("validation windows seen in training", seen))
     if name:
         where = f"config.data.sources.{name}"
