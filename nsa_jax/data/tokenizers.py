@@ -372,7 +372,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, *, max_bytes: int = BPE
     Args:
       documents: text to train on, read until `max_bytes`.
       vocab_size: size to reach, the 256 bytes and the end-of-document token included.
-      max_bytes: how much text to read.
+      max_bytes: characters of text to read: bytes if all are ASCII.
 
     Returns:
       The text of a tokenizer.json.

@@ -383,7 +383,10 @@ def loss_floor(config: ConfigDict, report: DataReport) -> float | None:
 
 
 def examine_local(config: ConfigDict) -> DataReport:
-    """As `examine`, but downloads nothing: data that is not here is a warning, R028, and data that is unusable R037."""
+    """As `examine`, but downloads nothing but a tokenizer of the hub.
+
+    Data that is not here is a warning, R028, and data that is unusable an error, R037.
+    """
     local = None
     try:
         local = _is_small_and_local(config)
