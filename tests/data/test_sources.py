@@ -270,6 +270,18 @@ def test_hf_column_that_is_not_text_is_refused(tmp_path, write_rows, hf_home, do
         next(HuggingFaceSource(path="parquet", data_files=pattern, text_field="id").documents())
 
 
+def test_hf_reads_files_and_folders_of_the_home_directory(tmp_path, write_rows, hf_home, documents, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_rows(tmp_path / "rows", "json", documents)
+    for fields in ({"path": "json", "data_files": ("~/rows/*.jsonl",)}, {"path": "~/rows"}):
+        source = HuggingFaceSource(**fields)
+        assert list(source.documents()) == documents
+        before = source.fingerprint()
+        os.utime(tmp_path / "rows" / "0.jsonl", (1, 1))
+        assert source.fingerprint() != before
+        os.utime(tmp_path / "rows" / "0.jsonl")
+
+
 def test_hf_unknown_split_and_missing_files_are_explained(tmp_path, write_rows, hf_home, documents):
     pattern = write_rows(tmp_path / "rows", "json", documents[:10])
     with pytest.raises(DataError, match="split='test'.*correct hf_path"):
