@@ -207,7 +207,7 @@ def load_corpus(
                 how = _build(final, shards, source, tokenizer, val_fraction, workers, address)
                 shutil.rmtree(shards, ignore_errors=True)
     except OSError as error:
-        raise _storage_error(root, error) from error
+        raise storage_error(root, error) from error
     corpus = open_corpus(final)
     if corpus is None:
         raise DataError(str(final), "what was just written cannot be read back", "check the disk")
@@ -261,6 +261,9 @@ def _build(
                 unfinished = final.with_name(f"{final.name}.tmp{uuid.uuid4().hex[:8]}")
                 try:
                     _write(unfinished, final.name, source, tokenizer, val_fraction, groups, parts, empty[-1])
+                    if corpus_fingerprint(source, tokenizer, val_fraction) != final.name:
+                        what = "its files changed while they were read, so that part of their text may be missing"
+                        raise DataError(f"source {source.name}", what, "start again when they are complete")
                     if corpus := open_corpus(unfinished, final.name):
                         corpus_report(corpus)  # stores what it measures, so that no start has to
                     os.rename(unfinished, final)
@@ -299,10 +302,9 @@ def _cores_name() -> str:
     return hashlib.blake2b(f"{socket.gethostname()} {cores}".encode(), digest_size=4).hexdigest()
 
 
-def _storage_error(root: Path, error: OSError) -> DataError:
+def storage_error(root: Path, error: OSError) -> DataError:
+    """What to tell of an error of the file system while something is made in `root`, the directory of all caches."""
     where = "" if error.filename is None else os.fsdecode(error.filename)
-    if "://" in where:
-        return DataError(where, "lies in an object store, and token files are read in place", "copy it to a local disk")
     if where and not (Path(where).is_relative_to(root) or root.is_relative_to(where)):
         return DataError(where, f"cannot be read ({error.strerror or error})", "correct it, or name another file")
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -42,9 +42,9 @@ class HuggingFaceSource:
                 "the hf source has no dataset",
                 "set a hub id such as HuggingFaceFW/fineweb-edu, or 'parquet' or 'json' with hf_data_files",
             )
-        self.path = path
+        self.path = os.path.expanduser(path)  # as `files`; shells leave the ~ of --config.data.hf_path=~/data
         self.config_name = name
-        self.data_files = as_tuple(data_files)
+        self.data_files = tuple(map(os.path.expanduser, as_tuple(data_files)))
         self.split = split
         self.text_field = text_field
         self.streaming = streaming
@@ -56,7 +56,7 @@ class HuggingFaceSource:
         # Local files count with size and time. A hub dataset is assumed not to change after it was cached.
         local = []
         for pattern in (*self.data_files, *([self.path] if os.path.exists(self.path) else [])):
-            for entry in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)):
+            for entry in sorted(glob.glob(pattern, recursive=True)):
                 members = sorted(str(p) for p in Path(entry).rglob("*")) if os.path.isdir(entry) else [entry]
                 local += [(m, os.stat(m).st_size, os.stat(m).st_mtime_ns) for m in members if os.path.isfile(m)]
         return digest(

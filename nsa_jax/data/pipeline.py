@@ -395,10 +395,14 @@ def _tokenizer(config: ConfigDict, source: sources.Source) -> tokenizers.Tokeniz
 
     parts = f"{source.fingerprint()} {data.bpe_vocab_size} {val_fraction}"
     name = f"bpe-{hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()}"
-    directory = cache.cache_root(data.cache_dir) / name
+    root = cache.cache_root(data.cache_dir)
+    directory = root / name
     address = cache.store_address(data.cache_dir) if data.tokenizer == "bpe" else ""
-    cache_store.fetch(address, directory, tokenizers.CONFIG_FILE, tokenizers.Tokenizer.load)
-    tokenizer = tokenizers.load_tokenizer(config, training_documents(), directory=directory)
+    try:
+        cache_store.fetch(address, directory, tokenizers.CONFIG_FILE, tokenizers.Tokenizer.load)
+        tokenizer = tokenizers.load_tokenizer(config, training_documents(), directory=directory)
+    except OSError as error:
+        raise cache.storage_error(root, error) from error
     cache_store.keep(address, directory, tokenizers.CONFIG_FILE)
     _check_vocabulary(config, tokenizer)
     if data.tokenizer == "bpe" and tokenizer.vocab_size < data.bpe_vocab_size:

@@ -33,6 +33,7 @@ from nsa_jax.data.token_sources import HuggingFaceTokens, TokenFiles
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 20
+_ZSTD_WINDOW = 1 << 31  # the largest of the format; a frame takes what it needs
 
 
 def make_source(config: ConfigDict) -> Source:
@@ -283,7 +284,8 @@ class _ZstdReader(io.RawIOBase):
 
     def __init__(self, raw: BinaryIO):
         self._raw = raw
-        self._decompressor = zstandard.ZstdDecompressor()
+        # By default frames of `zstd --long=31` and `--ultra -22` on large files are refused, and dumps use these.
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
         self._frame: Any = None
         self._pending = b""
 
@@ -423,7 +425,10 @@ _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error, zstandard.ZstdError)
 
 
 def _file_version(path: str) -> tuple[str, int, int]:
-    found = os.stat(path)
+    try:
+        found = os.stat(path)
+    except OSError as error:  # it was there when the source was made
+        raise DataError(path, f"cannot be read ({error})", "restore it, or leave it out") from error
     return os.path.abspath(path), found.st_size, found.st_mtime_ns
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.token_view import Part, PartedTokens, arrow_lists
 from nsa_jax.data.tokenizers import Tokenizer
+from nsa_jax.object_store import scheme_of
 
 _CHUNK = 4 << 20  # tokens that are looked at in one go
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -73,6 +74,9 @@ class TokenFiles(TokenSource):
     """
 
     def __init__(self, files: Any):
+        if remote := [path for path in files.files if scheme_of(path)]:
+            what = "lies in an object store, and token files are read in place"
+            raise DataError(f"config.data.files: {remote[0]}", what, "copy it to a local disk")
         self._fingerprint = files.fingerprint
         self.files = [os.path.abspath(path) for path in files.files if not path.endswith(".idx")]
         if not self.files:

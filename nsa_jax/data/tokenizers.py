@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -371,7 +372,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int, *, max_bytes: int = BPE
     Args:
       documents: text to train on, read until `max_bytes`.
       vocab_size: size to reach, the 256 bytes and the end-of-document token included.
-      max_bytes: how much text to read.
+      max_bytes: characters of text to read: bytes if all are ASCII.
 
     Returns:
       The text of a tokenizer.json.
@@ -428,6 +429,7 @@ def _load_or_train_bpe(config: ConfigDict, documents: Iterable[str] | None, dire
             trained = HuggingFaceTokenizer(train_bpe(documents, vocab_size), eos=BPE_EOS, name="bpe")
             unfinished = directory.with_name(f"{directory.name}.tmp{os.getpid()}")
             trained.save(unfinished)
+            shutil.rmtree(directory, ignore_errors=True)  # what is left of one whose files were deleted
             os.rename(unfinished, directory)
     return _load_trained(directory)
 

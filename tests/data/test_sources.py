@@ -85,6 +85,14 @@ def test_text_reads_plain_gz_and_zst_alike(tmp_path):
     assert list(TextSource((str(tmp_path / "*"),)).documents()) == [text] * 3
 
 
+def test_zst_of_the_largest_window_is_read(tmp_path):
+    text = "a line of a dump\n" * 500
+    settings = zstandard.ZstdCompressionParameters.from_level(3, window_log=31, enable_ldm=True)  # zstd --long=31
+    frame = zstandard.ZstdCompressor(compression_params=settings).compressobj()  # which does not know the text's size
+    (tmp_path / "a.txt.zst").write_bytes(frame.compress(text.encode()) + frame.flush())
+    assert list(TextSource((str(tmp_path / "a.txt.zst"),)).documents()) == [text]
+
+
 def test_text_lists_each_file_once_and_takes_a_comma_separated_string(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(name)
@@ -260,6 +268,18 @@ def test_hf_column_that_is_not_text_is_refused(tmp_path, write_rows, hf_home, do
     pattern = write_rows(tmp_path / "rows", "parquet", documents[:10])
     with pytest.raises(DataError, match="hf_text_field='id'.*holds int, not text"):
         next(HuggingFaceSource(path="parquet", data_files=pattern, text_field="id").documents())
+
+
+def test_hf_reads_files_and_folders_of_the_home_directory(tmp_path, write_rows, hf_home, documents, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_rows(tmp_path / "rows", "json", documents)
+    for fields in ({"path": "json", "data_files": ("~/rows/*.jsonl",)}, {"path": "~/rows"}):
+        source = HuggingFaceSource(**fields)
+        assert list(source.documents()) == documents
+        before = source.fingerprint()
+        os.utime(tmp_path / "rows" / "0.jsonl", (1, 1))
+        assert source.fingerprint() != before
+        os.utime(tmp_path / "rows" / "0.jsonl")
 
 
 def test_hf_unknown_split_and_missing_files_are_explained(tmp_path, write_rows, hf_home, documents):

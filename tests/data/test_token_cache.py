@@ -15,6 +15,7 @@ import pytest
 
 from nsa_jax.data import DataError, cache, encoding, make_pipeline, shards
 from nsa_jax.data import corpus as corpus_files
+from nsa_jax.data.sources import TextSource
 from nsa_jax.data.token_file import ChunkWriter, TokenFile
 from nsa_jax.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 
@@ -126,6 +127,30 @@ def test_failing_source_leaves_nothing_behind(documents, tmp_path):
     assert not [p for p in tmp_path.iterdir() if p.is_dir()]
 
 
+def test_files_that_grow_while_they_are_read_are_no_corpus(text_config, documents, tmp_path):
+    path = tmp_path / "growing.txt"
+    path.write_text("".join(documents[:100]))
+
+    class Growing(TextSource):
+        def documents(self):
+            yield from super().documents()
+            path.write_text("".join(documents))
+
+    with pytest.raises(DataError, match="source text: its files changed while they were read.*when they are complete"):
+        load(Growing((str(path),)), tmp_path / "root", val_fraction=0.0)
+    assert not [p for p in (tmp_path / "root").iterdir() if p.is_dir()]
+    corpus = load(TextSource((str(path),)), tmp_path / "root", val_fraction=0.0)
+    assert corpus.train.stats.bytes == sum(len(text.encode()) for text in documents)
+
+
+def test_a_file_that_vanishes_before_it_is_read_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    source = TextSource((str(tmp_path / "*.txt"),))
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"a.txt: cannot be read \(.*No such file.*restore it"):
+        load(source, tmp_path / "root")
+
+
 def test_full_disk_names_the_cache_directory(documents, tmp_path, monkeypatch):
     def full(self, *_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -142,16 +167,12 @@ def test_unusable_cache_directory_is_named(documents, tmp_path):
         load(ListSource(documents), tmp_path / "file" / "cache")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("gone.bin", r"^gone.bin: cannot be read \(No such file"), ("s3://b/a.bin", "object store.*copy")],
-)
-def test_the_cache_is_not_blamed_for_a_file_of_the_source(name, message, documents, tmp_path, monkeypatch):
+def test_the_cache_is_not_blamed_for_a_file_of_the_source(documents, tmp_path, monkeypatch):
     def gone(self, *_):
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", name)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "gone.bin")
 
     monkeypatch.setattr(cache._SplitWriter, "append", gone)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=r"^gone.bin: cannot be read \(No such file"):
         load(ListSource(documents), tmp_path)
 
 
@@ -521,6 +542,23 @@ def test_chunks_do_not_depend_on_how_a_file_was_written(tmp_path, size, piece):
     assert file[:].tobytes() == file.array.tobytes() == data and len(file) == size
     assert file[size // 3 : size // 2].tobytes() == data[size // 3 : size // 2]
     assert (tmp_path / "file.crc32").stat().st_size == 4 * -(-size // 16384)
+
+
+def test_a_trained_tokenizer_names_a_cache_directory_that_cannot_hold_it(text_config, tmp_path):
+    text_config.data.tokenizer, text_config.data.bpe_vocab_size = "bpe", 300
+    text_config.data.cache_dir = str(tmp_path / "file")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cache directory .*file: cannot be written .*config.data.cache_dir"):
+        make_pipeline(text_config)
+
+
+def test_what_is_left_of_a_trained_tokenizer_is_replaced(text_config, tmp_path):
+    text_config.data.tokenizer, text_config.data.bpe_vocab_size = "bpe", 300
+    text_config.data.cache_dir = str(tmp_path / "cache")
+    fingerprint = make_pipeline(text_config).tokenizer.fingerprint
+    (path,) = (tmp_path / "cache").glob("bpe-*/tokenizer_config.json")
+    path.unlink()
+    assert make_pipeline(text_config).tokenizer.fingerprint == fingerprint and path.exists()
 
 
 def test_a_damaged_trained_tokenizer_is_named(text_config, tmp_path):

@@ -6,6 +6,7 @@ import chex
 import numpy as np
 import pytest
 
+from nsa_jax import object_store
 from nsa_jax.config import ConfigError, check, default_config
 from nsa_jax.data import DataError, make_pipeline, shards, token_sources
 
@@ -238,3 +239,13 @@ def test_rules_refuse_what_needs_text():
     config.data.tokenizer = "bpe"
     with pytest.raises(ConfigError, match="(?s)no text to train it on.*streams hold text"):
         check(config)
+
+
+@pytest.mark.parametrize("field", ["files", "val_files"])
+def test_token_files_in_an_object_store_are_refused(field, tokens, tmp_path, write_rows, monkeypatch):
+    monkeypatch.setattr(object_store, "matching", lambda pattern: [object_store.Object(pattern, 1000, "1")])
+    config = default_config()
+    config.data.update(write("nanogpt", tmp_path, tokens, write_rows))
+    config.data[field] = ("s3://bucket/a.bin",)
+    with pytest.raises(DataError, match=rf"config.data.{field}: s3://bucket/a.bin: lies in an object store.*copy it"):
+        make_pipeline(config)

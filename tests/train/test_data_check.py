@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from nsa_jax import object_store
 from nsa_jax.data import make_pipeline
 from nsa_jax.train.preflight import data_check
 
@@ -69,6 +70,30 @@ def test_validation_on_training_data_is_an_error(tmp_path):
     assert rules(found.problems) == {"R030"} and "are training data" in str(found.problems[0])
 
 
+def test_windows_of_short_rows_do_not_take_common_words_for_training_data(tmp_path):
+    random = np.random.default_rng(0)
+    texts = [" ".join(random.choice(["one", "two", "three", "four", "five", "six", "seven"], 60)) for _ in range(90)]
+    report = data_check.examine_local(text_config(tmp_path, texts, data__seq_len=16))
+    assert rules(report.problems) == set()
+    assert dict(report.facts)["validation windows seen in training"] == "no windows to compare"
+
+
+def test_held_out_text_of_a_few_bytes_has_no_share_of_windows(tmp_path):
+    config = text_config(tmp_path, documents(60), data__seq_len=128)
+    (tmp_path / "held_out.txt").write_text("yes")
+    config.data.val_files = (str(tmp_path / "held_out.txt"),)
+    report = data_check.examine_local(config)
+    assert report.problems == []
+    assert dict(report.facts)["validation windows seen in training"] == "no windows to compare"
+
+
+def test_passes_over_the_documents_are_those_of_a_batch_that_grows(tmp_path):
+    config = text_config(tmp_path, documents(60), train__batch_ramp=("1:4",))
+    config.train.steps, config.train.batch_size, config.train.grad_accum = 3, 8, 2
+    tokens = (4 + 8 + 8) * config.data.seq_len
+    assert f": {tokens:,} tokens," in dict(data_check.examine_local(config).facts)["passes over them"]
+
+
 def test_unshifted_labels_ids_out_of_range_and_empty_masks_are_errors():
     config = tiny_config()
     batch = random_batch(config)
@@ -95,3 +120,22 @@ def test_data_that_is_not_here_is_a_warning_and_nothing_is_downloaded(tmp_path, 
     report = data_check.examine_local(config)
     assert rules(report.problems, "warning") == {"R028"} and rules(report.problems) == set()
     assert [name for name, _ in report.facts] == ["not checked"]
+
+
+def test_objects_of_a_store_are_not_fetched_for_a_preflight(tmp_path, monkeypatch):
+    entry = object_store.Object("s3://bucket/a.txt", 1000, "1")
+    monkeypatch.setattr(object_store, "matching", lambda pattern: [entry])
+    monkeypatch.setattr(object_store, "open_object", lambda address: pytest.fail("it was fetched"))
+    config = text_config(tmp_path, documents(60))
+    config.data.files = (entry.address,)
+    assert rules(data_check.examine_local(config).problems, "warning") == {"R028"}
+
+
+def test_held_out_files_count_in_the_size_that_a_preflight_tokenises(tmp_path, monkeypatch):
+    config = text_config(tmp_path, documents(60))
+    (tmp_path / "held_out.txt").write_text("\n%%\n".join(documents(600, seed=1)))
+    config.data.val_files = (str(tmp_path / "held_out.txt"),)
+    monkeypatch.setattr(data_check, "_BUILD_BELOW", 100_000)
+    assert rules(data_check.examine_local(config).problems, "warning") == {"R028"}
+    monkeypatch.setattr(data_check, "_BUILD_BELOW", 1_000_000)
+    assert data_check.examine_local(config).problems == []

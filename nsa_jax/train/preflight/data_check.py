@@ -17,12 +17,14 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from ml_collections import ConfigDict
 
+from nsa_jax.batch_ramp import BatchRamp
 from nsa_jax.config import Problem, nsa_config
 from nsa_jax.data import DataError, Pipeline, make_pipeline, sources, statistics
 from nsa_jax.data.packing import check_batch
 from nsa_jax.data.pipeline import SAMPLE_TOKENS, Part
 from nsa_jax.data.token_file import TokenStream
 from nsa_jax.fields import source_configs
+from nsa_jax.object_store import scheme_of
 from nsa_jax.ops import blocks
 from nsa_jax.rules import GENERATED, attention_kinds
 from nsa_jax.train.metrics import printable
@@ -33,6 +35,7 @@ _LITTLE_CHOICE = 0.2  # share of queries below which sparse attention has little
 _SAMPLE_TOKENS = 2_000_000
 _BUILD_BELOW = 256 << 20  # bytes of local text that a preflight tokenises; more is left to the run
 _WINDOW = 128  # tokens; the same so many in a row in both splits is no chance, save for boilerplate
+_SHORTEST_WINDOW = 32  # tokens; fewer in a row occur in any text of the same kind
 _WINDOWS = 1024
 _SCAN_TOKENS = 256 << 20  # of training that are searched when a sample of it looks suspicious; half a minute
 _STRETCH = 4 << 20
@@ -66,7 +69,11 @@ def _is_small_and_local(config: ConfigDict) -> bool:
     alone = [part for part in source_configs(config).values() if part.data.source not in GENERATED]
     if any(part.data.source not in ("stdlib", "text", "trees") for part in alone):
         return False
-    sizes = [sources.make_source(part).size_bytes() for part in alone]
+    if any(scheme_of(file) for part in alone for file in (*part.data.files, *part.data.val_files)):
+        return False
+    read = [sources.make_source(part) for part in alone]
+    read += [sources.make_held_out_source(part) for part in alone if sources.has_held_out(part)]
+    sizes = [source.size_bytes() for source in read]
     return sum(math.inf if size is None else size for size in sizes) <= _BUILD_BELOW
 
 
@@ -92,7 +99,7 @@ def shared_windows(haystack: Iterable[np.ndarray], validation_rows: np.ndarray, 
       length: tokens in a window, a power of two of at most T.
 
     Returns:
-      int64, one number for each different window that was looked for.
+      int64, one number for each different window that was looked for; none if all rows are filler.
     """
     per_row = max(_WINDOWS // len(validation_rows), 1)
     wanted = []
@@ -159,7 +166,7 @@ def check_batches(batches: list[dict[str, np.ndarray]], vocab_size: int) -> list
     return problems
 
 
-def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tuple[list[Problem], float]:
+def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tuple[list[Problem], float | None]:
     """R030: no validation text is trained on.
 
     The documents' hashes tell whether the splits are apart; windows of the batches tell whether the batches come from
@@ -171,7 +178,8 @@ def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tu
       seq_len: T.
 
     Returns:
-      The problems, and the estimated share of validation windows that occur in training.
+      The problems, and the estimated share of validation windows that occur in training; None if there are no
+      windows to compare.
     """
     problems = []
     corpus = pipeline.corpus
@@ -186,9 +194,12 @@ def check_splits(pipeline: Pipeline, train_rows: np.ndarray, seq_len: int) -> tu
                 problems.append(Problem("R030", "warning", message, fix))
             else:
                 problems.append(Problem("R030", "error", message, "build the cache again"))
-    if not len(rows):
-        return problems, 0.0
-    share = float((shared_windows(train_rows, rows, length) > 0).mean())
+    if length < _SHORTEST_WINDOW or not len(rows):
+        return problems, None
+    times = shared_windows(train_rows, rows, length)
+    if not len(times):
+        return problems, None
+    share = float((times > 0).mean())
     if corpus is not None:
         stream = corpus.train.tokens
         for count in (2 * _SAMPLE_TOKENS, _SCAN_TOKENS):
@@ -308,7 +319,8 @@ def _examine_source(
     corpus = part.pipeline.corpus
     if corpus is not None:
         stats, found = corpus.train.stats, statistics.corpus_report(corpus)
-        wanted = int(config.train.steps * config.train.batch_size * config.data.seq_len * part.share)
+        rows_read = BatchRamp.of(config.train).rows_before(config.train.steps)
+        wanted = int(rows_read * config.data.seq_len * part.share)
         problems += _duplicate_problems(found) + _epoch_problems(wanted, stats.tokens, bool(name))
         if source_configs(config)[name].data.source == "hf":
             problems += _empty_problems(found, stats.documents + corpus.validation.stats.documents)
@@ -323,7 +335,8 @@ def _examine_source(
     if config.train.eval_batches:
         split_problems, shared = check_splits(part.pipeline, rows, config.data.seq_len)
         problems += split_problems
-        facts.append(("validation windows seen in training", f"{shared:.2%}"))
+        seen = "no windows to compare" if shared is None else f"{shared:.2%}"
+        facts.append(("validation windows seen in training", seen))
     if name:
         where = f"config.data.sources.{name}"
         problems = [dataclasses.replace(p, message=f"{where}: {p.message}") for p in problems]
@@ -370,7 +383,10 @@ def loss_floor(config: ConfigDict, report: DataReport) -> float | None:
 
 
 def examine_local(config: ConfigDict) -> DataReport:
-    """As `examine`, but downloads nothing: data that is not here is a warning, R028, and data that is unusable R037."""
+    """As `examine`, but downloads nothing but a tokenizer of the hub.
+
+    Data that is not here is a warning, R028, and data that is unusable an error, R037.
+    """
     local = None
     try:
         local = _is_small_and_local(config)
