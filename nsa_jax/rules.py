@@ -180,11 +180,10 @@ def _field(config: ConfigDict, name: str) -> Any:
 
 def _with_sources(config: ConfigDict, name: str) -> Iterator[tuple[str, Any]]:
     """A field with its value, and what sources set in its place."""
-    yield name, _field(config, name)
     field = name.removeprefix("data.")
-    yield from (
-        (f"data.sources.{source}.{field}", own[field]) for source, own in config.data.sources.items() if field in own
-    )
+    yield name, _field(config, name)
+    for source in (source for source, own in config.data.sources.items() if field in own):
+        yield f"data.sources.{source}.{field}", config.data.sources[source][field]
 
 
 def geometry(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -518,10 +517,7 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
         message = f"config.train.save_every={t.save_every}: at most one checkpoint before the end of {t.steps} steps"
         found.error("R013", message, "save several times, such as every 1000 steps")
     if not t.eval_batches or not 0 < t.eval_every < t.steps:
-        message = (
-            f"config.train.eval_every={t.eval_every}, eval_batches={t.eval_batches}: runs this long need validation "
-            "before their end"
-        )
+        message = f"config.train.eval_every={t.eval_every}, eval_batches={t.eval_batches}: no validation before the end"
         found.error("R014", message, "validate several times, on 16 batches or more")
     _check_long_run(config, found)
 

@@ -446,7 +446,7 @@ def test_data_are_looked_at_while_the_self_test_runs(monkeypatch, tmp_path):
         assert testing.wait(60), "the self-test waits for the data"
         return data_check.DataReport(facts=[("documents", "3")])
 
-    def test(config):
+    def test(config, store):
         testing.set()
         assert looking.wait(60), "the data wait for the self-test"
         return selftest.SelfTest([], [("took", "no time")], 0.0)

@@ -51,8 +51,9 @@ def examine(
     devices: int = 0,
     doing: Callable[[str], None] = lambda part: None,
 ) -> Report:
-    """Everything that can be known without training; nothing is downloaded but a tokenizer of the hub, or written
-    but the cache of small text.
+    """Everything that can be known without training.
+
+    Nothing is downloaded but a tokenizer of the hub, and nothing written but the cache of small text.
 
     Args:
       config: the training config; it need not be valid.
