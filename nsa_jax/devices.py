@@ -87,7 +87,7 @@ def keep_compiled_programs(directory: str = "") -> Path | None:
     if told and not directory:
         return Path(told)
     root = Path(directory or os.environ.get("NSA_JAX_CACHE") or "~/.cache/nsa_jax").expanduser()
-    path = (root if directory else root / "compiled") / _processor()
+    path = (root if directory else root / "compiled") / processor()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -100,7 +100,7 @@ def keep_compiled_programs(directory: str = "") -> Path | None:
     return path
 
 
-def _processor() -> str:
+def processor() -> str:
     """A name for the instructions that this machine's processor has."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

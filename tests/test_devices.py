@@ -43,10 +43,10 @@ def test_where_compiled_programs_are_kept(told, monkeypatch, tmp_path):
 
 
 def test_processors_have_folders_of_their_own(monkeypatch):
-    here = devices._processor()
-    assert here == devices._processor()
+    here = devices.processor()
+    assert here == devices.processor()
     monkeypatch.setattr(Path, "read_text", lambda self, *_: "flags : fpu sse\nflags : fpu sse\n")
-    assert devices._processor() != here
+    assert devices.processor() != here
 
 
 @pytest.mark.parametrize("tool", [generate, evaluate, export])

@@ -96,7 +96,7 @@ class CompileAhead:
                 with self._context():
                     compiled, now = compile_and_tell(lowered)
                     if self._store is not None and now:
-                        program = self._store.taken_down(name, compiled)
+                        program = self._store.serialise(name, compiled)
         except BaseException as error:
             done.set_exception(error)
             return
@@ -111,9 +111,11 @@ class CompileAhead:
         try:
             with self._context():
                 function.loaded = stored.compile()
-            return None
         except Exception as error:
             stored.forget(error)
+        else:
+            stored.recall()
+            return None
         lowering: Future = Future()
         self._trace(name, lowering, stored=False)
         return lowering.result()

@@ -461,10 +461,11 @@ class Run:
         try:
             self.guards.on_steps(first_step, rows)
         except TrainingError as error:
-            writer.write(error.step, metrics.train_row(rows[error.step - first_step]))
             if error.guard == "non_finite" and jax.process_index() == 0:
                 path = guards.dump(self.workdir, error.step, self.pipeline, rows, *self._taken.pieces(error.step))
                 logger.error("the batch and the statistics of step %s are in %s", error.step, path)
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                writer.write(error.step, metrics.train_row(rows[error.step - first_step]))
             raise
 
     def _roll_back(self, error: TrainingError, checkpoints: Checkpoints, writer: metrics.MetricsWriter) -> bool:

@@ -9,6 +9,7 @@ file is loaded that was not, the function is traced, and JAX's cache still serve
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -17,11 +18,10 @@ import json
 import logging
 import os
 import pickle
-import platform
 import sys
-import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from nsa_jax.devices import processor
 from nsa_jax.ops import implementations
 from nsa_jax.ops.kernels.range_attention import window_cudnn
 from nsa_jax.ops.target import current_target
@@ -74,12 +75,18 @@ class Program:
     def __init__(self, function: Any):
         self._function = function
         self.loaded: Callable | None = None
+        # What JAX raises for arguments of other shapes or layouts, before anything runs. ValueError is for layouts in
+        # the first call, and later also for failures of the device.
+        self._misfit: tuple[type[Exception], ...] = (TypeError, ValueError)
 
     def __call__(self, *arguments: Any) -> Any:
         if self.loaded is not None:
             try:
-                return self.loaded(*arguments)
-            except (TypeError, ValueError):  # arguments of other shapes or layouts; nothing has run
+                result = self.loaded(*arguments)
+                self._misfit = (TypeError,)
+                return result
+            except self._misfit as error:
+                logger.info("a program is traced again, since the stored one is for other arguments: %s", error)
                 self.loaded = None
         return self._function(*arguments)
 
@@ -101,14 +108,18 @@ class Stored:
 
     def compile(self) -> Callable:
         program, in_tree, out_tree = pickle.loads(zstandard.decompress(self.data))
-        loaded = serialize_executable.deserialize_and_load(program, in_tree, out_tree, execution_devices=self.devices)
+        client = self.devices[0].client
+        return serialize_executable.deserialize_and_load(program, in_tree, out_tree, client, self.devices)
+
+    def recall(self) -> None:
+        """Records what tracing the function recorded."""
         implementations.recall(self.header["implementations"])
-        return loaded
 
     def forget(self, error: Exception) -> None:
         """Deletes the file, which could not be loaded."""
         logger.info("the stored program of %s is compiled again: %s", self.header["name"], error)
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.unlink()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,17 +141,19 @@ class ProgramStore:
         """The store of a run beside JAX's compilation cache.
 
         None without that cache, or if it is no local directory; where the main module has no file that could change, as
-        in a notebook; and for a run of several processes: XLA may have all of them measure the parts of a program
-        together, so that each must compile it.
+        in a notebook; where JAX looks for NaN or writes out programs, for which it traces; and for a run of several
+        processes: XLA may have all of them measure the parts of a program together, so that each must compile it.
 
         Args:
           config: of the run.
           mesh: of its devices.
           closed_over: what its functions close over beside the config.
         """
-        directory = jax.config.values["jax_compilation_cache_dir"]
-        enabled = jax.config.values["jax_enable_compilation_cache"] and directory and "://" not in directory
-        if not enabled or not hasattr(sys.modules["__main__"], "__file__") or jax.process_count() > 1:
+        options = jax.config.values
+        directory = options["jax_compilation_cache_dir"]
+        enabled = options["jax_enable_compilation_cache"] and directory and "://" not in directory
+        traces = any(options[f"jax_{name}"] for name in ("debug_nans", "debug_infs", "dump_ir_to"))
+        if not enabled or traces or not hasattr(sys.modules["__main__"], "__file__") or jax.process_count() > 1:
             return None
         values = [config.to_json_best_effort(sort_keys=True), hashlib.blake2b(closed_over).hexdigest()]
         return cls(Path(directory) / "programs", values, tuple(mesh.devices.flat))
@@ -158,7 +171,8 @@ class ProgramStore:
             digest, rest = content[:_DIGEST], content[_DIGEST:]
             if hashlib.blake2b(rest, digest_size=_DIGEST).digest() != digest:
                 raise ValueError("its bytes are not those that were written")
-            os.utime(path)  # the files that are used last are kept
+            with contextlib.suppress(OSError):  # another account may have filled the directory
+                os.utime(path)  # the files that are used last are kept
             length = int.from_bytes(rest[:8])
             header, data = json.loads(rest[8 : 8 + length]), rest[8 + length :]
             known = header["sources"]
@@ -171,35 +185,44 @@ class ProgramStore:
             return None
         return Stored(path, header, data, self.devices)
 
-    def taken_down(self, name: str, compiled: Any) -> Any:
+    def serialise(self, name: str, compiled: Any) -> Any:
         """What `add` writes of a program that XLA compiled now and nothing has called yet; None: it cannot be written.
 
         A CPU's program with a sort cannot be serialised any more once it has run.
         """
         try:
-            return serialize_executable.serialize(compiled)
+            return serialize_executable.serialize(compiled), implementations.remembered()
         except Exception as error:
             self._cannot("keep", name, error)
             return None
 
     def add(self, name: str, arguments: tuple, program: Any) -> None:
-        """Writes what `taken_down` has returned; what cannot be written is not kept."""
+        """Writes what `serialise` has returned; what cannot be written is not kept."""
         try:
             sources = _sources()
             if not all(sources.values()):  # what this process has loaded may be older than the file
                 return
-            record = {"name": name, "sources": sources, "implementations": implementations.remembered()}
-            header = json.dumps(record).encode()
-            rest = len(header).to_bytes(8) + header + zstandard.compress(pickle.dumps(program), 1)
+            header = json.dumps({"name": name, "sources": sources, "implementations": program[1]}).encode()
+            rest = len(header).to_bytes(8) + header + zstandard.compress(pickle.dumps(program[0]), 1)
             self.directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.directory, suffix=".part", delete=False) as file:
-                file.write(hashlib.blake2b(rest, digest_size=_DIGEST).digest() + rest)
-            os.replace(file.name, self._path(name, arguments))
-            files = sorted(self.directory.iterdir(), key=lambda path: path.stat().st_mtime)
-            for path in files[:-_MOST_FILES]:
-                path.unlink(missing_ok=True)
+            self._leave_room()
+            part = self.directory / f"{uuid.uuid4().hex}.part"
+            try:
+                part.write_bytes(hashlib.blake2b(rest, digest_size=_DIGEST).digest() + rest)
+                os.replace(part, self._path(name, arguments))
+            finally:
+                part.unlink(missing_ok=True)
         except Exception as error:
             self._cannot("keep", name, error)
+
+    def _leave_room(self) -> None:
+        """Deletes files until another one is not too many, beginning with what was not used for longest."""
+        used: dict[Path, float] = {}
+        for path in self.directory.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another thread or run has moved it
+                used[path] = path.stat().st_mtime
+        for path in sorted(used, key=lambda path: used[path])[: max(len(used) + 1 - _MOST_FILES, 0)]:
+            path.unlink(missing_ok=True)
 
     def _cannot(self, what: str, name: str, error: Exception) -> None:
         logger.info("cannot %s the compiled program of %s in %s: %s", what, name, self.directory, error)
@@ -220,7 +243,7 @@ def _surroundings(devices: tuple) -> Any:
     """Whatever is not told by a function, its arguments and its code, but may change the program."""
     client = devices[0].client
     return [
-        [sys.version, platform.node() if client.platform == "cpu" else platform.machine(), sys.path],
+        [sys.version, processor(), sys.path],
         _installed(tuple(sys.path)),
         [client.platform_version, window_cudnn.version(), str(current_target())],
         [[device.id, device.device_kind, device.process_index] for device in (*devices, *jax.devices())],

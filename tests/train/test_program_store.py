@@ -19,6 +19,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_array_equal
 
 from nsa_jax.exit_status import EXIT_AGAIN
 from nsa_jax.ops import implementations
@@ -79,7 +80,7 @@ def test_a_later_start_traces_nothing_and_computes_the_same(store):
     assert later.count == 0 and later.program.loaded is not None and later.program._cache_size() == 1
     arguments = _arguments()
     outputs = jax.tree.map(np.asarray, (first.program(*_arguments()), later.program(*arguments)))
-    jax.tree.map(np.testing.assert_array_equal, *outputs)
+    jax.tree.map(assert_array_equal, *outputs)
     assert later.count == 0
     assert arguments[0]["a"].is_deleted() and not arguments[1].is_deleted()  # donated as the function says
 
@@ -87,9 +88,9 @@ def test_a_later_start_traces_nothing_and_computes_the_same(store):
 def test_arguments_that_the_program_is_not_for_are_served_by_the_function(store):
     _Traced().ahead(store, *_arguments())
     later = _Traced().ahead(store, *_arguments())
-    np.testing.assert_array_equal(later.program(*_arguments(6))[0]["sum"], 1 + 2 * np.arange(6.0))
+    assert_array_equal(later.program(*_arguments(6))[0]["sum"], 1 + 2 * np.arange(6.0))
     assert later.count == 1
-    np.testing.assert_array_equal(later.program(*_arguments(4))[0]["sum"], 1 + 2 * np.arange(4.0))
+    assert_array_equal(later.program(*_arguments(4))[0]["sum"], 1 + 2 * np.arange(4.0))
 
 
 @pytest.mark.parametrize("what", ["nothing", "name", "values", "size", "dtype", "tree", "device", "variable", "option"])
@@ -121,6 +122,32 @@ def test_a_program_is_found_by_all_that_decides_it(store, monkeypatch, what):
     assert (found is not None) == (what == "nothing")
 
 
+def test_what_a_device_raises_is_raised(store):
+    """Not taken for arguments of other shapes, for which the function would be traced in the middle of a run."""
+    later, failure = _Traced(), ValueError("RESOURCE_EXHAUSTED: no memory")
+
+    def loaded(tree, x):
+        if not tree:
+            raise failure
+        return "done"
+
+    later.program.loaded = loaded
+    assert later.program({"a": 1}, 2) == "done"
+    with pytest.raises(ValueError, match="RESOURCE_EXHAUSTED"):
+        later.program({}, 2)
+    assert later.count == 0 and later.program.loaded is loaded
+
+
+def test_a_program_that_cannot_be_written_leaves_nothing(store, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError("no room")
+
+    caplog.set_level(logging.INFO, "nsa_jax")
+    monkeypatch.setattr(program_store.os, "replace", fail)
+    _Traced().ahead(store, *_arguments())
+    assert "no room" in caplog.text and not list(store.directory.iterdir())
+
+
 def test_layouts_of_arguments_decide_too(store):
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("data",))
     both = dataclasses.replace(store, devices=tuple(mesh.devices.flat))
@@ -136,7 +163,7 @@ def test_layouts_of_arguments_decide_too(store):
     value = jax.device_put(np.arange(4.0, dtype=np.float32), NamedSharding(mesh, P("data")))
     result = later.program({"a": value + 0}, value)[0]["sum"]
     assert later.count == 0 and result.sharding == value.sharding
-    np.testing.assert_array_equal(result, 3 * np.arange(4.0))
+    assert_array_equal(result, 3 * np.arange(4.0))
 
 
 @pytest.fixture
@@ -192,15 +219,15 @@ def test_what_changed_since_the_process_began_is_neither_kept_nor_loaded(store, 
     assert store.find("scaled", _arguments()) is None
 
 
-def test_a_program_is_taken_down_before_it_can_be_called(store, monkeypatch):
+def test_a_program_is_serialised_before_it_can_be_called(store, monkeypatch):
     """A CPU's program with a sort cannot be serialised once it has run."""
-    waited, early, taken_down = threading.Event(), [], ProgramStore.taken_down
+    waited, early, serialise = threading.Event(), [], ProgramStore.serialise
 
     def slowly(self, name, compiled):
         early.append(not waited.wait(0.5))
-        return taken_down(self, name, compiled)
+        return serialise(self, name, compiled)
 
-    monkeypatch.setattr(ProgramStore, "taken_down", slowly)
+    monkeypatch.setattr(ProgramStore, "serialise", slowly)
     ahead = CompileAhead({"scaled": (_Traced().program, _arguments())}, store=store)
     ahead.wait("scaled")
     waited.set()
@@ -247,7 +274,7 @@ def test_a_damaged_file_is_compiled_again(store, damage, caplog):
     caplog.set_level(logging.INFO, "nsa_jax")
     again = _Traced().ahead(store, *_arguments())
     assert again.count == 1 and "scaled" in caplog.text
-    np.testing.assert_array_equal(again.program(*_arguments())[0]["sum"], 1 + 2 * np.arange(4.0))
+    assert_array_equal(again.program(*_arguments())[0]["sum"], 1 + 2 * np.arange(4.0))
     assert _Traced().ahead(store, *_arguments()).count == 0  # it was written again
 
 
@@ -256,7 +283,7 @@ def test_a_directory_that_cannot_be_written_costs_a_line(store, caplog):
     caplog.set_level(logging.INFO, "nsa_jax")
     first = _Traced().ahead(store, *_arguments())
     assert first.count == 1 and "cannot keep the compiled program of scaled" in caplog.text
-    np.testing.assert_array_equal(first.program(*_arguments())[0]["sum"], 1 + 2 * np.arange(4.0))
+    assert_array_equal(first.program(*_arguments())[0]["sum"], 1 + 2 * np.arange(4.0))
 
 
 def test_the_files_used_last_stay(store, monkeypatch):
@@ -280,7 +307,7 @@ def test_what_tracing_records_is_recorded_when_a_program_is_loaded(store, monkey
     monkeypatch.setattr(implementations, "_WARNED", set())
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        store.find("scaled", _arguments()).compile()
+        _Traced().ahead(store, *_arguments())
     assert implementations.implementations_served() == {"window_attention": "pallas"}
     assert [str(warning.message) for warning in given] == ["selected_attention runs as 'xla' on this GPU"]
 
@@ -299,6 +326,7 @@ def test_there_is_a_store_only_where_compiled_programs_are_kept(monkeypatch, tmp
     assert made(jax_compilation_cache_dir=None) is None
     assert made(jax_compilation_cache_dir="gs://bucket/programs") is None
     assert made(jax_compilation_cache_dir=str(tmp_path), jax_enable_compilation_cache=False) is None
+    assert made(jax_compilation_cache_dir=str(tmp_path), jax_debug_nans=True) is None  # its errors name operations
     with monkeypatch.context() as several:
         several.setattr(jax, "process_count", lambda: 2)
         assert made(jax_compilation_cache_dir=str(tmp_path)) is None
