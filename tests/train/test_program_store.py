@@ -44,6 +44,15 @@ def nothing_compiled_before():
     compilation_cache.reset_cache()
 
 
+@pytest.fixture(autouse=True)
+def modules_of_files_that_are_there(monkeypatch):
+    """Without what earlier tests loaded from files of their own: nothing is stored beside that."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if file and not program_store._digest(os.path.abspath(file)):
+            monkeypatch.delitem(sys.modules, name)
+
+
 @pytest.fixture
 def store(tmp_path):
     return ProgramStore(tmp_path / "programs", ["values"], tuple(jax.devices()[:1]))
