@@ -46,7 +46,7 @@ def test_a_wrong_ramp_is_refused(ramp, said):
 
 def test_lanes_of_a_stream_must_share_the_pieces_of_a_ramp():
     stream = dict(data__source="hf", data__hf_path="text", data__hf_streaming=True, data__val_fraction=0.5)
-    changes = {**RAMP, **stream, "model__vocab_size": 0}
+    changes = {**RAMP, **stream, "model__vocab_size": 0, "data__synthetic": "random"}
     assert not validate(tiny_config(**changes, data__stream_lanes=2))
     (problem,) = validate(tiny_config(**changes, data__stream_lanes=4))
     assert problem.rule == "R007" and "stream_lanes=4: cannot share batch_ramp's pieces of 2 rows" in problem.message
