@@ -49,6 +49,7 @@ _events = threading.local()  # heard: what JAX has told of while this thread com
 
 
 def _hear(event: str, *_: Any, **__: Any) -> None:
+    """Listens to JAX, which reports an event in the thread that causes it."""
     if (heard := getattr(_events, "heard", None)) is not None:
         heard.add(event)
 
@@ -58,15 +59,18 @@ jax.monitoring.register_event_duration_secs_listener(_hear)
 
 
 def compile_and_tell(lowered: Any) -> tuple[Any, bool]:
-    """The compiled program, and whether XLA compiled it now: one that JAX's cache had cannot be written out again."""
+    """The compiled program, and whether XLA has just compiled it.
+
+    On CPUs, a program that JAX's cache loaded fails when it has been serialised again.
+    """
     heard: set[str] = set()
     _events.heard = heard
     try:
         compiled = lowered.compile()
     finally:
         _events.heard = None
-    told = "/jax/core/compile/backend_compile_duration" in heard
-    return compiled, told and "/jax/compilation_cache/cache_hits" not in heard
+    passed_on = "/jax/core/compile/backend_compile_duration" in heard  # otherwise this process had the program
+    return compiled, passed_on and "/jax/compilation_cache/cache_hits" not in heard
 
 
 class Program:
@@ -186,9 +190,9 @@ class ProgramStore:
         return Stored(path, header, data, self.devices)
 
     def serialise(self, name: str, compiled: Any) -> Any:
-        """What `add` writes of a program that XLA compiled now and nothing has called yet; None: it cannot be written.
+        """What `add` writes of a program that XLA has just compiled; None if it cannot be serialised.
 
-        A CPU's program with a sort cannot be serialised any more once it has run.
+        It must be serialised before its first call: on CPUs, a program with a sort cannot be afterwards.
         """
         try:
             return serialize_executable.serialize(compiled), implementations.remembered()
@@ -240,7 +244,7 @@ def _layout(leaf: Any) -> list[Any]:
 
 
 def _surroundings(devices: tuple) -> Any:
-    """Whatever is not told by a function, its arguments and its code, but may change the program."""
+    """What may change a program beside its function, arguments and code, as JSON values."""
     client = devices[0].client
     return [
         [sys.version, processor(), sys.path],
