@@ -94,8 +94,8 @@ class CompileAhead:
                 lowered = self._load(name, lowered)
             if lowered is not None and not self._abandoned.is_set():
                 with self._context():
-                    compiled, now = compile_and_tell(lowered)
-                    if self._store is not None and now:
+                    compiled, serialisable = compile_and_tell(lowered)
+                    if self._store is not None and serialisable:
                         program = self._store.serialise(name, compiled)
         except BaseException as error:
             done.set_exception(error)

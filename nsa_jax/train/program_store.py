@@ -10,6 +10,7 @@ file is loaded that was not, the function is traced, and JAX's cache still serve
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import dataclasses
 import functools
 import hashlib
@@ -29,6 +30,7 @@ from typing import Any
 import jax
 import zstandard
 from jax.experimental import serialize_executable
+from jax.experimental.layout import Layout
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -43,6 +45,8 @@ logger = logging.getLogger("nsa_jax")
 _DIGEST = 16  # bytes
 _MOST_FILES = 64  # eight starts of a run that tests itself and measures health
 _VARIABLES = ("XLA_", "JAX_", "NSA_JAX_", "TF_", "MOSAIC_", "TRITON_", "LD_LIBRARY_PATH")
+# JAX sets these when it traces the first kernel for Hopper, to where its packages are. XLA needs them to load kernels.
+_SET_BY_JAX = ("MOSAIC_GPU_CUDA_ROOT", "MOSAIC_GPU_RUNTIME_LIB_PATH", "MOSAIC_GPU_NVSHMEM_")
 _EXTENSIONS = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 _STARTED = time.time() - (time.perf_counter() - process_start())  # seconds since 1970
 _events = threading.local()  # heard: what JAX has told of while this thread compiles, or None
@@ -54,12 +58,16 @@ def _hear(event: str, *_: Any, **__: Any) -> None:
         heard.add(event)
 
 
+# From JAX 0.11 on, types of arrays refer to this object, and are equal if it is the same one. Pickles had a copy of it:
+# functions called with what a loaded program returns were traced and compiled again.
+copyreg.pickle(type(Layout.AUTO), lambda _: (getattr, (Layout, "AUTO")))
+
 jax.monitoring.register_event_listener(_hear)
 jax.monitoring.register_event_duration_secs_listener(_hear)
 
 
 def compile_and_tell(lowered: Any) -> tuple[Any, bool]:
-    """The compiled program, and whether XLA has just compiled it.
+    """The compiled program, and whether it can be serialised.
 
     On CPUs, a program that JAX's cache loaded fails when it has been serialised again.
     """
@@ -70,7 +78,8 @@ def compile_and_tell(lowered: Any) -> tuple[Any, bool]:
     finally:
         _events.heard = None
     passed_on = "/jax/core/compile/backend_compile_duration" in heard  # otherwise this process had the program
-    return compiled, passed_on and "/jax/compilation_cache/cache_hits" not in heard
+    just_now = passed_on and "/jax/compilation_cache/cache_hits" not in heard
+    return compiled, just_now or current_target().is_gpu
 
 
 class Program:
@@ -111,6 +120,8 @@ class Stored:
     devices: tuple
 
     def compile(self) -> Callable:
+        for name, value in self.header["environment"].items():
+            os.environ.setdefault(name, value)
         program, in_tree, out_tree = pickle.loads(zstandard.decompress(self.data))
         client = self.devices[0].client
         return serialize_executable.deserialize_and_load(program, in_tree, out_tree, client, self.devices)
@@ -190,7 +201,7 @@ class ProgramStore:
         return Stored(path, header, data, self.devices)
 
     def serialise(self, name: str, compiled: Any) -> Any:
-        """What `add` writes of a program that XLA has just compiled; None if it cannot be serialised.
+        """What `add` writes of a compiled program; None if it cannot be serialised.
 
         It must be serialised before its first call: on CPUs, a program with a sort cannot be afterwards.
         """
@@ -206,7 +217,8 @@ class ProgramStore:
             sources = _sources()
             if not all(sources.values()):  # what this process has loaded may be older than the file
                 return
-            header = json.dumps({"name": name, "sources": sources, "implementations": program[1]}).encode()
+            told = {"name": name, "sources": sources, "implementations": program[1]}
+            header = json.dumps({**told, "environment": _variables(_SET_BY_JAX)}).encode()
             rest = len(header).to_bytes(8) + header + zstandard.compress(pickle.dumps(program[0]), 1)
             self.directory.mkdir(parents=True, exist_ok=True)
             self._leave_room()
@@ -252,8 +264,12 @@ def _surroundings(devices: tuple) -> Any:
         [client.platform_version, window_cudnn.version(), str(current_target())],
         [[device.id, device.device_kind, device.process_index] for device in (*devices, *jax.devices())],
         {name: str(value) for name, value in jax.config.values.items()},
-        {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
+        {name: value for name, value in _variables(_VARIABLES).items() if not name.startswith(_SET_BY_JAX)},
     ]
+
+
+def _variables(prefixes: tuple[str, ...]) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
 
 
 @functools.cache

@@ -1,10 +1,12 @@
 """Programs that later starts load without tracing: the same ones, only where nothing that decides them has changed."""
 
 import dataclasses
+import functools
 import importlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -92,6 +94,38 @@ def test_a_later_start_traces_nothing_and_computes_the_same(store):
     jax.tree.map(assert_array_equal, *outputs)
     assert later.count == 0
     assert arguments[0]["a"].is_deleted() and not arguments[1].is_deleted()  # donated as the function says
+
+
+def test_functions_take_its_results_as_those_of_the_traced_one(store):
+    """What has been compiled for them is not traced again: with JAX 0.11 and later their types could differ."""
+    first, later = (_Traced().ahead(store, *_arguments()) for _ in range(2))
+    assert later.program.loaded is not None
+    traced = []
+
+    @jax.jit
+    def after(tree, x):
+        traced.append(x)
+        return tree["sum"] + x
+
+    after.lower(*first.program(*_arguments())).compile()
+    assert_array_equal(after(*later.program(*_arguments())), 1 + 2 * np.arange(4.0) + 6)
+    assert len(traced) == 1
+
+
+def test_what_jax_sets_when_it_traces_a_kernel_is_set_before_a_program_is_loaded(store, monkeypatch):
+    """XLA looks there for what kernels of Mosaic GPU call. Unset, as at the start, it leads to the same program."""
+    for name in [name for name in os.environ if name.startswith("MOSAIC_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MOSAIC_GPU_RUNTIME_LIB_PATH", "where it is")
+    _Traced().ahead(store, *_arguments())
+    monkeypatch.delenv("MOSAIC_GPU_RUNTIME_LIB_PATH")
+    assert _Traced().ahead(store, *_arguments()).count == 0
+    assert os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] == "where it is"
+    monkeypatch.setenv("MOSAIC_GPU_RUNTIME_LIB_PATH", "elsewhere")
+    assert _Traced().ahead(store, *_arguments()).count == 0
+    assert os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] == "elsewhere"
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", "somewhere")
+    assert _Traced().ahead(store, *_arguments()).count == 1
 
 
 def test_arguments_that_the_program_is_not_for_are_served_by_the_function(store):
@@ -383,56 +417,75 @@ def test_a_second_start_compiles_none_of_its_programs_and_trains_alike(tmp_path,
     assert second == first
 
 
-@pytest.mark.gpu
-def test_gpu_a_second_start_compiles_none_of_its_programs_and_trains_alike(tmp_path, compilations):  # noqa: F811
-    options = dict(devices=1, model__implementation="auto", model__head_dim=64, model__compute_dtype="bfloat16")
-    first = _train(tmp_path / "first", tmp_path / "programs", **options)
-    _wait_for(tmp_path / "programs", 5)
-    compilations.count.clear()
-    second = _train(tmp_path / "second", tmp_path / "programs", **options)
-    assert not {name: count for name, count in compilations.count.items() if name in PROGRAMS}
-    assert second == first
-    assert implementations.implementations_served()["selected_attention"] == "pallas"
+@pytest.fixture
+def start(tmp_path):
+    """Starts `train.py` with a config file in a process of its own; returns which functions it has traced."""
 
-
-@pytest.mark.slow
-def test_the_trainer_loads_them_until_its_config_file_changes(tmp_path):
-    """Of `train.py` itself, stopped and continued: a comment in the config's file is code that has changed."""
-    config = tmp_path / "config.py"
-    fields = "preflight__selftest=False, train__steps=300, train__save_every=50"
-    lines = [
-        "from tests.train.tiny import tiny_config",
-        "",
-        "def get_config():",
-        f"    return tiny_config({fields})",
-        "",
-    ]
-    config.write_text("\n".join(lines))
-    environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"), "XLA_FLAGS": "",
-        "JAX_PLATFORMS": "cpu", "JAX_LOG_COMPILES": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }  # fmt: skip
-
-    def traced(workdir, until=None):
-        """Which functions a start traces; with `until` it is asked to stop after that step."""
+    def start(config, workdir, until=None, **variables):
+        """With `until` the run is asked to stop after that step."""
         time.sleep(0.05)  # when a process began is known to 0.01 s
+        environment = {
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"), "XLA_FLAGS": "", "JAX_LOG_COMPILES": "1",
+            **variables,
+        }  # fmt: skip
         log = tmp_path / "log"
-        command = [sys.executable, "train.py", f"--config={config}", f"--workdir={tmp_path / workdir}"]
+        command = [sys.executable, "train.py", f"--config={config}", f"--workdir={workdir}"]
         with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file) as process:
-            metrics = tmp_path / workdir / "metrics.jsonl"
             while until and process.poll() is None:
-                if metrics.exists() and max(rows(metrics.parent), default=0) >= until:
+                if (workdir / "metrics.jsonl").exists() and max(rows(workdir), default=0) >= until:
                     process.terminate()
                     break
                 time.sleep(0.1)
         text = log.read_text()
         assert process.returncode == (EXIT_AGAIN if until else 0), text[-2000:]
-        return {name for name in ("step", "initial_state") if f"Finished tracing {name} for jit" in text}
+        names = ("step", "initial_state", "gradient", "lists", "forward", "health")
+        return {name for name in names if f"Finished tracing {name} for jit" in text}
 
-    assert traced("run", until=20) == {"step", "initial_state"}
-    assert traced("run") == set()
+    return start
+
+
+def _write(path, fields):
+    path.write_text(
+        f"from tests.train.tiny import tiny_config\n\ndef get_config():\n    return tiny_config({fields})\n"
+    )
+    return path
+
+
+@pytest.mark.gpu
+def test_gpu_later_starts_trace_nothing_and_train_alike(tmp_path, start):
+    """Programs that XLA compiled, and then those that JAX's cache has kept."""
+    fields = (
+        "model__implementation='auto', model__head_dim=64, model__compute_dtype='bfloat16', guards__health=True, "
+        "train__steps=3, train__log_every=1, train__eval_every=2, train__eval_batches=1, train__save_every=2"
+    )
+    config = _write(tmp_path / "config.py", fields)
+    programs = tmp_path / "compiled" / "programs"
+
+    def losses(workdir):
+        return [rows(tmp_path / workdir)[step]["train/loss"] for step in (1, 2, 3)]
+
+    def trace(workdir):
+        return start(config, tmp_path / workdir, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+
+    everything = {"step", "initial_state", "gradient", "lists", "forward", "health"}
+    assert trace("first") == everything
+    assert trace("second") == set()
+    shutil.rmtree(programs)
+    assert trace("third") == everything
+    assert trace("fourth") == set()
+    assert losses("first") == losses("second") == losses("third") == losses("fourth")
+
+
+@pytest.mark.slow
+def test_the_trainer_loads_them_until_its_config_file_changes(tmp_path, start):
+    """Of `train.py` itself, stopped and continued: a comment in the config's file is code that has changed."""
+    config = _write(tmp_path / "config.py", "preflight__selftest=False, train__steps=300, train__save_every=50")
+    trace = functools.partial(start, config, JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    assert trace(tmp_path / "run", until=20) == {"step", "initial_state"}
+    assert trace(tmp_path / "run") == set()
     assert max(rows(tmp_path / "run")) == 300
     assert len(json.loads((tmp_path / "run" / "goodput.json").read_text())["starts"]) == 2
-    assert traced("another") == set()
+    assert trace(tmp_path / "another") == set()
     config.write_text(config.read_text() + "# a comment\n")
-    assert traced("third") == {"step", "initial_state"}
+    assert trace(tmp_path / "third") == {"step", "initial_state"}
