@@ -281,6 +281,7 @@ def main(argv: list[str]) -> int:
 
     # Imported after the check: from here on devices are used.
     from nsa_jax.train import processes, stopping
+    from nsa_jax.train.compile_ahead import compiling
     from nsa_jax.train.errors import find_cause
 
     try:
@@ -297,6 +298,10 @@ def main(argv: list[str]) -> int:
             processes.leave(EXIT_FAULT, f"{type(error).__name__}: {error}")
         raise
     processes.leave(status if why else 0, why)  # whoever was asked to stop leaves in good order
+    if status and compiling():
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)  # a normal exit would wait for the compiler, for up to a minute
     return status
 
 

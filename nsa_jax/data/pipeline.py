@@ -205,7 +205,12 @@ class Pipeline:
 
 
 def make_pipeline(
-    config: ConfigDict, *, process_index: int = 0, process_count: int = 1, cached_only: bool = False
+    config: ConfigDict,
+    *,
+    process_index: int = 0,
+    process_count: int = 1,
+    cached_only: bool = False,
+    on_tokenizer: Callable[[tokenizers.Tokenizer], None] = lambda tokenizer: None,
 ) -> Pipeline:
     """Opens the data that `config` names, and builds the tokenised cache if it does not exist.
 
@@ -214,6 +219,7 @@ def make_pipeline(
       process_index: of this process.
       process_count: processes of the run; each gets an equal share of every batch.
       cached_only: do not read the source; raise if its tokens are not in the cache.
+      on_tokenizer: called with the tokenizer before anything is tokenised, which may take hours.
 
     Returns:
       The pipeline.
@@ -234,11 +240,12 @@ def make_pipeline(
         data = config.data
         data.cache_dir = ""
     if data.sources:
-        return _mixture_pipeline(config, share, cached_only)
-    if data.source == "synthetic":
-        return _synthetic_pipeline(config, share)
-    if data.source == "task":
-        return _task_pipeline(config, share, tokenizers.load_tokenizer(config))
+        return _mixture_pipeline(config, share, cached_only, on_tokenizer)
+    if data.source in ("synthetic", "task"):
+        made = _synthetic_pipeline if data.source == "synthetic" else _task_pipeline
+        pipeline = made(config, share, tokenizers.load_tokenizer(config))
+        on_tokenizer(pipeline.tokenizer)
+        return pipeline
     source = sources.make_source(config)
     if cached_only:
         source = _Unread(source)
@@ -246,12 +253,17 @@ def make_pipeline(
     if data.source == "hf" and data.hf_streaming:
         if cached_only:
             raise DataError(f"source {source.name}", "is streamed, never cached", "start the run to read it")
+        on_tokenizer(tokenizer)
         return _streaming_pipeline(config, share, source, tokenizer)
-    return _cached_pipeline(config, share, source, tokenizer)
+    return _cached_pipeline(config, share, source, tokenizer, on_tokenizer)
 
 
 def _cached_pipeline(
-    config: ConfigDict, share: Share, source: sources.Source, tokenizer: tokenizers.Tokenizer
+    config: ConfigDict,
+    share: Share,
+    source: sources.Source,
+    tokenizer: tokenizers.Tokenizer,
+    on_tokenizer: Callable[[tokenizers.Tokenizer], None],
 ) -> Pipeline:
     data = config.data
     load = functools.partial(
@@ -263,6 +275,7 @@ def _cached_pipeline(
     )
     # Before anything is tokenised, which may take hours: it may name files that are not there, or are trained on.
     held_out_source = sources.make_held_out_source(config) if sources.has_held_out(config) else None
+    on_tokenizer(tokenizer)
     corpus = load(source, val_fraction=_val_fraction(config))
     if held_out_source is not None:
         if isinstance(source, _Unread):
@@ -303,7 +316,12 @@ def _val_fraction(config: ConfigDict) -> float:
     return 0.0 if sources.has_held_out(config) else config.data.val_fraction
 
 
-def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pipeline:
+def _mixture_pipeline(
+    config: ConfigDict,
+    share: Share,
+    cached_only: bool,
+    on_tokenizer: Callable[[tokenizers.Tokenizer], None],
+) -> Pipeline:
     """Several sources, each of them a pipeline of its own, with one tokenizer."""
     if config.data.source == "synthetic":
         raise DataError("config.data.source='synthetic'", "with config.data.sources", "set 'text', or another")
@@ -322,13 +340,14 @@ def _mixture_pipeline(config: ConfigDict, share: Share, cached_only: bool) -> Pi
         found[name] = _Unread(source) if cached_only else source
     _check_apart(alone)
     tokenizer = _tokenizer(config, MixedDocuments(found, weights))
+    on_tokenizer(tokenizer)
     parts = {}
     for (name, part), exact in zip(alone.items(), schedule.shares, strict=True):
         # Orders of their own, for sources of equally many rows.
         part.seed = int.from_bytes(hashlib.blake2b(f"{config.seed} {name}".encode(), digest_size=3).digest(), "little")
         with _naming_source(name):
             made = (
-                _cached_pipeline(part, share, found[name], tokenizer)
+                _cached_pipeline(part, share, found[name], tokenizer, lambda _: None)
                 if name in found
                 else _task_pipeline(part, share, tokenizer)
             )
@@ -423,7 +442,7 @@ def _check_vocabulary(config: ConfigDict, tokenizer: tokenizers.Tokenizer) -> No
         )
 
 
-def _synthetic_pipeline(config: ConfigDict, share: Share) -> Pipeline:
+def _synthetic_pipeline(config: ConfigDict, share: Share, tokenizer: tokenizers.Tokenizer) -> Pipeline:
     data = config.data
     if data.synthetic not in synthetic.TASKS:
         raise DataError(
@@ -433,7 +452,6 @@ def _synthetic_pipeline(config: ConfigDict, share: Share) -> Pipeline:
         raise DataError(f"config.data.synthetic_vocab={data.synthetic_vocab}", "too small", "use at least 3")
     if data.synthetic == "copy" and data.seq_len < 2:
         raise DataError(f"config.data.seq_len={data.seq_len}", "too short for the copy task", "use at least 2")
-    tokenizer = tokenizers.load_tokenizer(config)
     _check_vocabulary(config, tokenizer)
     if data.synthetic == "recall" and data.synthetic_vocab // 4 < synthetic.num_facts(data.seq_len):
         raise DataError(

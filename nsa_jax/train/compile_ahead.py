@@ -17,6 +17,7 @@ from nsa_jax.train.state import Setup
 # Traces and lowers for the whole process, one program after the other: both are Python, so that threads that did this
 # side by side would wait for each other's lock, and the first program would come to the compiler as late as the last.
 _tracer: ThreadPoolExecutor
+_THREADS = "compile"
 
 
 def _make_tracer() -> None:
@@ -53,7 +54,7 @@ class CompileAhead:
         self._context = context
         self._store = store
         self._abandoned = threading.Event()
-        self._threads = ThreadPoolExecutor(max(len(programs), 1), thread_name_prefix="compile")
+        self._threads = ThreadPoolExecutor(max(len(programs), 1), thread_name_prefix=_THREADS)
         lowerings: dict[str, Future] = {name: Future() for name in programs}
         self._left: dict[str, Future] = {name: Future() for name in programs}
         for name, lowering in lowerings.items():
@@ -77,7 +78,7 @@ class CompileAhead:
     def _lower(self, name: str, lowering: Future, stored: bool) -> None:
         function, arguments = self._programs[name]
         try:
-            with self._context():
+            with self._context(), while_tracing():
                 if self._abandoned.is_set():
                     lowering.set_result(None)
                 else:
@@ -135,22 +136,38 @@ class CompileAhead:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+_setting = threading.Lock()
+_depth, _before = 0, (True, 5e-3)
+
+
 @contextlib.contextmanager
 def while_tracing() -> Iterator[None]:
-    """Sets Python up for a thread that traces for seconds beside others.
+    """Sets Python up for threads that trace for seconds beside others, until the last of them is done.
 
     Python looks for unreachable objects only afterwards; it would find millions alive. Threads change every 0.5 ms: one
     that reads files or calls NumPy lets go of Python's lock each time, and would wait 5 ms to have it again.
     """
-    enabled, interval = gc.isenabled(), sys.getswitchinterval()
-    gc.disable()
-    sys.setswitchinterval(5e-4)
+    global _depth, _before
+    with _setting:
+        if not _depth:
+            _before = gc.isenabled(), sys.getswitchinterval()
+            gc.disable()
+            sys.setswitchinterval(5e-4)
+        _depth += 1
     try:
         yield
     finally:
-        sys.setswitchinterval(interval)
-        if enabled:
-            gc.enable()
+        with _setting:
+            _depth -= 1
+            if not _depth:
+                sys.setswitchinterval(_before[1])
+                if _before[0]:
+                    gc.enable()
+
+
+def compiling() -> bool:
+    """Whether programs are being compiled ahead: a normal exit of the process waits for them."""
+    return any(thread.name.startswith(_THREADS) for thread in threading.enumerate())
 
 
 def first_programs(

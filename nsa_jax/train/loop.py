@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from nsa_jax.batch_ramp import BatchRamp, Taken
 from nsa_jax.config import ConfigError, Problem
 from nsa_jax.data import make_pipeline
+from nsa_jax.data.tokenizers import Tokenizer
 from nsa_jax.devices import wake
 from nsa_jax.object_store import scheme_of
 from nsa_jax.ops.implementations import forget_implementations_served, implementations_served
@@ -78,6 +79,7 @@ class Run:
       began: when the start began, on the clock of `time.perf_counter`, for goodput; None: now.
       mirror: what copies the workdir to an object store, if something does.
       store_programs: load compiled programs of earlier starts; see `nsa_jax.train.program_store`.
+      compile_early: have the programs compiled while the data are tokenised; otherwise `examine` begins it.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Run:
         began: float | None = None,
         mirror: Mirror | None = None,
         store_programs: bool = False,
+        compile_early: bool = False,
     ):
         began = time.perf_counter() if began is None else began
         forget_implementations_served()
@@ -108,20 +111,37 @@ class Run:
         self.ramp = BatchRamp.of(config.train)
         self.terminal = Terminal(active=jax.process_index() == 0)
         wake(devices)
+        self._compiling = CompileAhead({})
+        self._compile_early = compile_early
         data = functools.partial(
             make_pipeline,
             self.ramp.data_config(config),
             process_index=jax.process_index(),
             process_count=jax.process_count(),
+            on_tokenizer=functools.partial(self._set_up, devices, store_programs),
         )
         # Hosts fetch what process 0 has put into an object store; those that share a directory tokenise together.
         in_store = bool(scheme_of(config.data.cache_dir))
-        self.pipeline = processes.together(functools.partial(processes.first_alone, data) if in_store else data)
-        processes.check_same("data", {"fingerprint": self.pipeline.fingerprint})
-        if config.train.eval_batches:
-            for part in self.pipeline.parts.values():
-                part.pipeline.validation()  # raises, before anything is compiled, where no document is held out
-        tokenizer = self.pipeline.tokenizer
+        try:
+            self.pipeline = processes.together(functools.partial(processes.first_alone, data) if in_store else data)
+            processes.check_same("data", {"fingerprint": self.pipeline.fingerprint})
+            if config.train.eval_batches:
+                for part in self.pipeline.parts.values():
+                    part.pipeline.validation()  # raises where no document is held out
+        except BaseException:
+            self._compiling.abandon()
+            raise
+        self.sampler = Sampler(self.setup, self.pipeline) if config.train.sample_tokens else None
+        self.preflight: preflight.Report | None = None
+        self.peers = processes.peers()
+        self.rollbacks = Rollbacks(self.workdir, config.guards.roll_back)
+        self._start_step: int | None = None  # that this start began after, whatever it returned to since
+        self._floor: float | None = None  # bigram entropy of the data, from the preflight
+        self._forget(began)
+
+    def _set_up(self, devices: list | None, store_programs: bool, tokenizer: Tokenizer) -> None:
+        """Makes the programs, which depend on the tokenizer alone of what the data decide."""
+        config = self.config
         self.setup = setup(config, tokenizer.vocab_size, devices)
         token_bytes = np.zeros(self.setup.model_config.vocab_size, np.int32)
         token_bytes[: tokenizer.vocab_size] = tokenizer.token_bytes
@@ -129,15 +149,16 @@ class Run:
         self._store = store if store_programs else None
         self.train_step = Program(make_train_step(self.setup, token_bytes))
         self.eval_step = Program(make_eval_step(self.setup, token_bytes))
-        self.sampler = Sampler(self.setup, self.pipeline) if config.train.sample_tokens else None
         self.health = health.Health(self.setup, self.workdir) if health.wanted(self.setup) else None
-        self.preflight: preflight.Report | None = None
-        self._compiling = CompileAhead({})
-        self.peers = processes.peers()
-        self.rollbacks = Rollbacks(self.workdir, config.guards.roll_back)
-        self._start_step: int | None = None  # that this start began after, whatever it returned to since
-        self._floor: float | None = None  # bigram entropy of the data, from the preflight
-        self._forget(began)
+        if self._compile_early:
+            self._compile_ahead()
+
+    def _compile_ahead(self) -> None:
+        if (newest_checkpoint(self.workdir) or 0) < self.config.train.steps:
+            health_program = self.health.program if self.health is not None else None
+            anew = begins_anew(self.workdir, self._other)
+            programs = first_programs(self.setup, self.train_step, self.eval_step, health_program, anew)
+            self._compiling = CompileAhead(programs, lambda: jax.set_mesh(self.setup.mesh), self._store)
 
     def _forget(self, began: float | None = None) -> None:
         """Puts away what is known of the steps so far: at the start, and before the last checkpoint is restored."""
@@ -158,11 +179,8 @@ class Run:
         Raises:
           ConfigError: with everything that is wrong; nothing has been trained.
         """
-        if (newest_checkpoint(self.workdir) or 0) < self.config.train.steps:
-            health_program = self.health.program if self.health is not None else None
-            anew = begins_anew(self.workdir, self._other)
-            programs = first_programs(self.setup, self.train_step, self.eval_step, health_program, anew)
-            self._compiling = CompileAhead(programs, lambda: jax.set_mesh(self.setup.mesh), self._store)
+        if not self._compile_early:
+            self._compile_ahead()
         try:
             found = preflight.before_run(
                 self.config,

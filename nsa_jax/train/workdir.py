@@ -64,7 +64,10 @@ def run(
     made = None
     try:
         with lock.holding(workdir), mirroring(address, workdir, config) as mirror:
-            made = Run(config, workdir, resume, devices, profile, callbacks, stage, began, mirror, store_programs)
+            made = Run(
+                config, workdir, resume, devices, profile, callbacks, stage, began, mirror, store_programs,
+                compile_early=True,
+            )  # fmt: skip
             made.examine()
             return made.run()
     except Exception as error:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -206,12 +207,49 @@ CompileAhead({name: (Function(), ()) for name in "abc"})
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 
+def test_a_start_that_fails_does_not_wait_for_the_compiler(tmp_path):
+    """What is being compiled cannot be stopped, and takes up to a minute on GPUs; a normal exit would wait for it."""
+    (tmp_path / "one.txt").write_text("too short")
+    script = f"""
+import time
+from nsa_jax import trainer
+from nsa_jax.train import loop
+
+class Function:
+    def lower(self):
+        return self
+    def compile(self):
+        print("compiling", flush=True)
+        time.sleep(100)
+
+loop.first_programs = lambda *_: {{"train step": (Function(), ())}}
+trainer.start(["train.py", "--config={tmp_path}/config.py", "--workdir={tmp_path}/run"])
+"""
+    settings = f"data__source='text', data__files=('{tmp_path}/one.txt',), compilation_cache_dir='{tmp_path}/compiled'"
+    (tmp_path / "config.py").write_text(
+        "from tests.train.tiny import tiny_config\n\ndef get_config():\n"
+        f"    return tiny_config({settings}, data__cache_dir='{tmp_path}/cache', data__tokenizer='byte')\n"
+    )
+    began = time.monotonic()
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    assert done.returncode == 2 and "fewer than one row" in done.stderr and "compiling" in done.stdout, done.stderr
+    assert time.monotonic() - began < 90
+
+
 def test_what_python_is_told_for_tracing_is_taken_back():
     before = sys.getswitchinterval(), gc.isenabled()
     with pytest.raises(ConfigError), while_tracing():
         inside = sys.getswitchinterval(), gc.isenabled()
         raise ConfigError([])
     assert inside == (pytest.approx(5e-4), False) and (sys.getswitchinterval(), gc.isenabled()) == before
+    one, two = while_tracing(), while_tracing()
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)  # of another thread, not the last to come
+    assert (sys.getswitchinterval(), gc.isenabled()) == inside
+    two.__exit__(None, None, None)
+    assert (sys.getswitchinterval(), gc.isenabled()) == before
 
 
 def test_an_error_of_the_compiler_is_that_of_the_call():

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import struct
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -15,7 +16,7 @@ from flax import nnx
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from nsa_jax import NSAConfig, evaluate
-from nsa_jax.data import DataError
+from nsa_jax.data import DataError, pipeline
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
 from nsa_jax.nn.transformer import layer_stacks
 from nsa_jax.ops import reference
@@ -90,13 +91,58 @@ def test_every_logged_name_is_listed(finished):
     assert missing == {"step", "time", "learning_rate"}  # which are words of their own
 
 
-def test_a_corpus_that_holds_nothing_out_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
+def _text(tmp_path, **changes):
     (tmp_path / "one.txt").write_text("a single document " * 1000)
-    config = tiny_config(data__source="text", data__files=(str(tmp_path / "one.txt"),), train__eval_batches=1)
+    config = tiny_config(data__source="text", data__files=(str(tmp_path / "one.txt"),), **changes)
     config.data.cache_dir = str(tmp_path / "cache")
-    monkeypatch.setattr(loop, "setup", lambda *_: pytest.fail("the model is made"))
+    return config
+
+
+class _Waiting:
+    """A function whose lowering says that it has begun and waits."""
+
+    def __init__(self):
+        self.begun, self.go_on, self.compiled = threading.Event(), threading.Event(), False
+
+    def lower(self):
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return self
+
+    def compile(self):
+        self.compiled = True
+
+
+def test_a_corpus_that_holds_nothing_out_is_refused_and_nothing_more_is_compiled(tmp_path, monkeypatch):
+    step = _Waiting()
+    monkeypatch.setattr(loop, "first_programs", lambda *_: {"train step": (step, ())})
     with pytest.raises(DataError, match="nothing to validate on"):
-        Run(config, tmp_path / "run")
+        Run(_text(tmp_path, train__eval_batches=1), tmp_path / "run", compile_early=True)
+    assert step.begun.wait(60)
+    step.go_on.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("compile"):
+            thread.join(60)
+    assert not step.compiled
+
+
+def test_programs_are_compiled_while_the_data_are_tokenised(tmp_path, monkeypatch):
+    step, load = _Waiting(), pipeline.cache.load_corpus
+    monkeypatch.setattr(loop, "first_programs", lambda *_: {"train step": (step, ())})
+
+    def tokenise(*arguments, **options):
+        assert step.begun.wait(60)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(pipeline.cache, "load_corpus", tokenise)
+    run = Run(_text(tmp_path, data__val_fraction=0.0), tmp_path / "run", compile_early=True)
+    step.go_on.set()
+    run._compiling.wait("train step")
+    assert step.compiled
+    step.begun.clear()
+    step.go_on.clear()  # without `compile_early` nothing is compiled until `examine`
+    monkeypatch.setattr(pipeline.cache, "load_corpus", load)
+    assert not Run(_text(tmp_path, data__val_fraction=0.0), tmp_path / "run")._compiling._programs
 
 
 def test_the_mean_of_bits_per_byte_is_over_the_steps_since_the_last_row(tmp_path):
