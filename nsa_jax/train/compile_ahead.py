@@ -17,7 +17,7 @@ from nsa_jax.train.state import Setup
 # Traces and lowers for the whole process, one program after the other: both are Python, so that threads that did this
 # side by side would wait for each other's lock, and the first program would come to the compiler as late as the last.
 _tracer: ThreadPoolExecutor
-_THREADS = "compile"
+THREADS = "compile"  # names of threads that compile begin so
 
 
 def _make_tracer() -> None:
@@ -54,7 +54,7 @@ class CompileAhead:
         self._context = context
         self._store = store
         self._abandoned = threading.Event()
-        self._threads = ThreadPoolExecutor(max(len(programs), 1), thread_name_prefix=_THREADS)
+        self._threads = ThreadPoolExecutor(max(len(programs), 1), thread_name_prefix=THREADS)
         lowerings: dict[str, Future] = {name: Future() for name in programs}
         self._left: dict[str, Future] = {name: Future() for name in programs}
         for name, lowering in lowerings.items():
@@ -167,7 +167,7 @@ def while_tracing() -> Iterator[None]:
 
 def compiling() -> bool:
     """Whether programs are being compiled ahead: a normal exit of the process waits for them."""
-    return any(thread.name.startswith(_THREADS) for thread in threading.enumerate())
+    return any(thread.name.startswith(THREADS) for thread in threading.enumerate())
 
 
 def first_programs(

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class Run:
       began: when the start began, on the clock of `time.perf_counter`, for goodput; None: now.
       mirror: what copies the workdir to an object store, if something does.
       store_programs: load compiled programs of earlier starts; see `nsa_jax.train.program_store`.
-      compile_early: have the programs compiled while the data are tokenised; otherwise `examine` begins it.
+      compile_early: compile the programs and test the model while the data are tokenised; otherwise `examine` begins.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Run:
         wake(devices)
         self._compiling = CompileAhead({})
         self._compile_early = compile_early
+        self._selftest: Future | None = None
         data = functools.partial(
             make_pipeline,
             self.ramp.data_config(config),
@@ -152,6 +154,7 @@ class Run:
         self.health = health.Health(self.setup, self.workdir) if health.wanted(self.setup) else None
         if self._compile_early:
             self._compile_ahead()
+            self._selftest = preflight.begin_selftest(config, self._store)
 
     def _compile_ahead(self) -> None:
         if (newest_checkpoint(self.workdir) or 0) < self.config.train.steps:
@@ -189,6 +192,7 @@ class Run:
                 self.pipeline,
                 lambda part: self.terminal.doing(f"preflight: {part}"),
                 self._store,
+                self._selftest,
             )
         except BaseException:
             self._compiling.abandon()

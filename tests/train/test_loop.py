@@ -22,6 +22,7 @@ from nsa_jax.nn.transformer import layer_stacks
 from nsa_jax.ops import reference
 from nsa_jax.train import flops, loop, metrics
 from nsa_jax.train.loop import Run
+from nsa_jax.train.preflight import selftest
 from nsa_jax.train.state import setup
 from nsa_jax.train.terminal import data_line
 from nsa_jax.train.watch import health
@@ -92,7 +93,7 @@ def test_every_logged_name_is_listed(finished):
 
 
 def _text(tmp_path, **changes):
-    (tmp_path / "one.txt").write_text("a single document " * 1000)
+    (tmp_path / "one.txt").write_text(" ".join(map(str, range(4000))))  # a single document
     config = tiny_config(data__source="text", data__files=(str(tmp_path / "one.txt"),), **changes)
     config.data.cache_dir = str(tmp_path / "cache")
     return config
@@ -116,8 +117,9 @@ class _Waiting:
 def test_a_corpus_that_holds_nothing_out_is_refused_and_nothing_more_is_compiled(tmp_path, monkeypatch):
     step = _Waiting()
     monkeypatch.setattr(loop, "first_programs", lambda *_: {"train step": (step, ())})
+    config = _text(tmp_path, train__eval_batches=1, preflight__selftest=False)
     with pytest.raises(DataError, match="nothing to validate on"):
-        Run(_text(tmp_path, train__eval_batches=1), tmp_path / "run", compile_early=True)
+        Run(config, tmp_path / "run", compile_early=True)
     assert step.begun.wait(60)
     step.go_on.set()
     for thread in threading.enumerate():
@@ -126,23 +128,31 @@ def test_a_corpus_that_holds_nothing_out_is_refused_and_nothing_more_is_compiled
     assert not step.compiled
 
 
-def test_programs_are_compiled_while_the_data_are_tokenised(tmp_path, monkeypatch):
-    step, load = _Waiting(), pipeline.cache.load_corpus
+def test_programs_are_compiled_and_tested_while_the_data_are_tokenised(tmp_path, monkeypatch):
+    step, load, tested = _Waiting(), pipeline.cache.load_corpus, threading.Event()
     monkeypatch.setattr(loop, "first_programs", lambda *_: {"train step": (step, ())})
 
     def tokenise(*arguments, **options):
-        assert step.begun.wait(60)
+        assert step.begun.wait(60) and tested.wait(60)
         return load(*arguments, **options)
 
+    def test(*_):
+        tested.set()
+        return selftest.SelfTest([], [("took", "no time")], 0.0)
+
     monkeypatch.setattr(pipeline.cache, "load_corpus", tokenise)
+    monkeypatch.setattr(selftest, "selftest", test)
     run = Run(_text(tmp_path, data__val_fraction=0.0), tmp_path / "run", compile_early=True)
     step.go_on.set()
     run._compiling.wait("train step")
     assert step.compiled
-    step.begun.clear()
-    step.go_on.clear()  # without `compile_early` nothing is compiled until `examine`
+    tested.clear()
+    run.examine()
+    assert run.preflight.facts["self-test"] == [("took", "no time")] and not tested.is_set()  # not made again
+    # Without `compile_early` both begin in `examine`.
     monkeypatch.setattr(pipeline.cache, "load_corpus", load)
-    assert not Run(_text(tmp_path, data__val_fraction=0.0), tmp_path / "run")._compiling._programs
+    run = Run(_text(tmp_path, data__val_fraction=0.0), tmp_path / "run")
+    assert not run._compiling._programs and run._selftest is None
 
 
 def test_the_mean_of_bits_per_byte_is_over_the_steps_since_the_last_row(tmp_path):

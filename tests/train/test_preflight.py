@@ -467,7 +467,7 @@ def test_what_is_wrong_with_the_data_is_said_after_the_self_test(monkeypatch, tm
         finally:
             failed.set()
 
-    def test(config):
+    def test(config, store):
         assert failed.wait(60)
         time.sleep(0.1)  # until the thread has passed the error on
         if also_the_selftest:

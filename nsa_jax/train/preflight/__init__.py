@@ -20,11 +20,12 @@ from nsa_jax.train.preflight.checks import (
     check_workdir,
 )
 from nsa_jax.train.preflight.report import Report, show
-from nsa_jax.train.preflight.run import before_run, examine
+from nsa_jax.train.preflight.run import before_run, begin_selftest, examine
 
 __all__ = [
     "Report",
     "before_run",
+    "begin_selftest",
     "check_disk",
     "check_float8",
     "check_kernels",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -19,7 +19,7 @@ from nsa_jax.data import Pipeline
 from nsa_jax.fields import check_fields
 from nsa_jax.ops.pallas import has_cudnn
 from nsa_jax.ops.target import current_target
-from nsa_jax.train.compile_ahead import while_tracing
+from nsa_jax.train.compile_ahead import THREADS, while_tracing
 from nsa_jax.train.env import explain_step
 from nsa_jax.train.preflight import cost as cost_lib
 from nsa_jax.train.preflight import data_check
@@ -93,6 +93,7 @@ def before_run(
     pipeline: Pipeline,
     doing: Callable[[str], None] = lambda part: None,
     store: ProgramStore | None = None,
+    selftest: Future[selftest_lib.SelfTest] | None = None,
 ) -> Report:
     """What every run checks before its first step, on the devices it has.
 
@@ -103,6 +104,7 @@ def before_run(
       pipeline: its data.
       doing: told the name of each part as it begins.
       store: has compiled programs of earlier starts.
+      selftest: what `begin_selftest` has returned, if the self-test has begun.
 
     Returns:
       The report, without errors.
@@ -112,7 +114,7 @@ def before_run(
     """
     began = time.perf_counter()
     report = Report(problems=check_workdir(config, workdir))
-    _data_and_selftest(config, report, pipeline, doing, store)
+    _data_and_selftest(config, report, pipeline, doing, store, selftest)
     start = time.perf_counter()
     kind = made.mesh.devices.flat[0].device_kind
     report.cost = _cost(config, made, made.mesh.size, kind, report)
@@ -134,12 +136,29 @@ def _runnable(config: ConfigDict) -> bool:
     return not any(p.severity == "error" and p.rule in config_lib.FATAL for p in config_lib.validate(config))
 
 
+def _selftest(config: ConfigDict, store: ProgramStore | None) -> selftest_lib.SelfTest:
+    with jax.default_device(jax.local_devices()[0]):
+        return selftest_lib.selftest(config, store)
+
+
+def begin_selftest(config: ConfigDict, store: ProgramStore | None) -> Future[selftest_lib.SelfTest] | None:
+    """Has a run's self-test made in a thread, for `before_run`; None if the run makes none. It needs no data."""
+    if not config.preflight.selftest:
+        return None
+    thread = ThreadPoolExecutor(1, thread_name_prefix=THREADS)
+    try:
+        return thread.submit(_selftest, config, store)
+    finally:
+        thread.shutdown(wait=False)
+
+
 def _data_and_selftest(
     config: ConfigDict,
     report: Report,
     pipeline: Pipeline | None,
     doing: Callable[[str], None],
     store: ProgramStore | None = None,
+    selftest: Future[selftest_lib.SelfTest] | None = None,
 ) -> None:
     """Looks at the data while the self-test, which mostly waits for the compiler, runs."""
     looked: Future[tuple[data_check.DataReport, float]] = Future()
@@ -157,8 +176,7 @@ def _data_and_selftest(
     if config.preflight.selftest:
         doing("data and self-test")
         try:
-            with jax.default_device(jax.local_devices()[0]):
-                tested = selftest_lib.selftest(config, store)
+            tested = selftest.result() if selftest is not None else _selftest(config, store)
         except Exception as error:
             if looked.done() and (of_data := looked.exception()):
                 raise of_data from error
