@@ -493,6 +493,9 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
     if config.guards.early_stop and not (t.eval_every and t.eval_batches):
         message = f"config.guards.early_stop={config.guards.early_stop} without validation: nothing would stop the run"
         found.error("R010", message, "set config.train.eval_every and eval_batches, or early_stop=0")
+    elif config.guards.early_stop and config.guards.early_stop * t.eval_every >= t.steps:
+        message = f"config.guards.early_stop={config.guards.early_stop}: the run ends before validations could stop it"
+        found.warning("R010", message, "lower config.train.eval_every or early_stop, or set early_stop=0")
     if config.guards.skip_spikes and not (config.guards.spike or config.guards.spike_norm):
         message = f"config.guards.skip_spikes={config.guards.skip_spikes} with spike=0 and spike_norm=0: no step is one"
         found.error("R010", message, "set config.guards.spike_norm or spike, or skip_spikes=0")

@@ -198,6 +198,14 @@ READ = [
 ]
 
 
+@pytest.mark.parametrize(("steps", "reported"), [(401, False), (400, True), (100, True)])
+def test_an_early_stop_that_comes_after_the_end_is_reported(steps, reported):
+    config = default_config()
+    config.guards.early_stop, config.train.eval_every, config.train.steps = 2, 200, steps
+    found = [problem for problem in validate(config) if "early_stop" in problem.message]
+    assert [(problem.rule, problem.severity) for problem in found] == [("R010", "warning")] * reported
+
+
 def overridden(*overrides, **sources):
     config = default_config()
     with config.unlocked():
