@@ -64,9 +64,10 @@ def wake(devices: Sequence[jax.Device] | None = None) -> None:
 
 # Seconds of compiling from which programs are kept. JAX's default leaves out the many small ones of a start.
 _KEPT_FROM, _JAX_KEEPS_FROM = 0.1, 1.0
+_JAX_FRAMES = 100  # of a traceback, that JAX writes beside each operation
 
 
-def keep_compiled_programs(directory: str = "") -> Path | None:
+def keep_compiled_programs(directory: str = "", *, lines: bool = False) -> Path | None:
     """Turns on JAX's persistent compilation cache: a program that was compiled once is loaded by later runs.
 
     Call it before anything is compiled. Programs for the CPU use the instructions of the machine that compiled them, so
@@ -75,6 +76,9 @@ def keep_compiled_programs(directory: str = "") -> Path | None:
     Args:
       directory: to keep them in; empty: what JAX has been told (such as by JAX_COMPILATION_CACHE_DIR), else
         `compiled` in $NSA_JAX_CACHE or ~/.cache/nsa_jax; "off": nothing is kept.
+      lines: write into programs which lines of code their operations are from, for a profiler. JAX finds a program by
+        its text, to which such lines belong in kernels for GPUs, with those of all callers: an edit that moves one
+        would have the program compiled again.
 
     Returns:
       The directory; None if nothing is kept.
@@ -83,6 +87,9 @@ def keep_compiled_programs(directory: str = "") -> Path | None:
         jax.config.update("jax_enable_compilation_cache", False)
         return None
     options: Any = jax.config
+    frames = options.jax_traceback_in_locations_limit
+    if "JAX_TRACEBACK_IN_LOCATIONS_LIMIT" not in os.environ and frames in (0, _JAX_FRAMES):
+        jax.config.update("jax_traceback_in_locations_limit", _JAX_FRAMES if lines else 0)
     told = options.jax_compilation_cache_dir
     if told and not directory:
         return Path(told)

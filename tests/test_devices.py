@@ -25,6 +25,7 @@ def told(monkeypatch):
 
 
 def test_where_compiled_programs_are_kept(told, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "7")  # somebody has chosen
     assert devices.keep_compiled_programs() == Path(jax.config.jax_compilation_cache_dir) and not told
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "5")
     assert devices.keep_compiled_programs(str(tmp_path / "mine")) and list(told) == ["jax_compilation_cache_dir"]
@@ -40,6 +41,17 @@ def test_where_compiled_programs_are_kept(told, monkeypatch, tmp_path):
     assert devices.keep_compiled_programs(str(tmp_path / "file")) is None
     assert "jax_enable_compilation_cache" not in told
     assert devices.keep_compiled_programs("off") is None and told["jax_enable_compilation_cache"] is False
+
+
+def test_programs_have_lines_of_code_if_a_profiler_is_to_show_them(told, monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", raising=False)
+    devices.keep_compiled_programs(str(tmp_path))
+    assert told.pop("jax_traceback_in_locations_limit") == 0
+    devices.keep_compiled_programs(str(tmp_path), lines=True)
+    assert told.pop("jax_traceback_in_locations_limit") == 100  # JAX's default
+    monkeypatch.setenv("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "7")
+    devices.keep_compiled_programs(str(tmp_path))
+    assert "jax_traceback_in_locations_limit" not in told
 
 
 def test_processors_have_folders_of_their_own(monkeypatch):

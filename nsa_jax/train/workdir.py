@@ -60,7 +60,7 @@ def run(
     config_lib.check(config, problems + workdir_problems(workdir))
     if missing := trackers.problems(config.train.trackers):
         raise config_lib.ConfigError(missing)
-    keep_compiled_programs(config.compilation_cache_dir)
+    keep_compiled_programs(config.compilation_cache_dir, lines=profile is not None)
     made = None
     try:
         with lock.holding(workdir), mirroring(address, workdir, config) as mirror:

@@ -2,7 +2,11 @@
 
 import functools
 import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +21,7 @@ from nsa_jax.nn import ModelConfig, Transformer
 from nsa_jax.ops import blocks
 from tests.kernels.hollow import hollow_kernels
 
+ROOT = Path(__file__).parents[2]
 CONFIG = nsa_jax.NSAConfig()
 RESIDUALS = ("nsa_attention_residuals", "nsa_block_indices")
 
@@ -249,3 +254,34 @@ def test_what_is_made_while_tracing_for_a_gpu_may_meet_arrays_of_its_mesh(gpu):
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
     with aot.tracing_for(gpu, mesh):
         jax.jit(lambda step: jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), 0)).trace(step)
+
+
+def test_the_text_of_a_program_stays_when_lines_of_a_caller_move():
+    """JAX finds compiled programs by it. From JAX 0.11 on, kernels have lines of their callers, unless told not to."""
+    script = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, Mesh
+from nsa_jax import aot, devices, window_attention
+
+devices.keep_compiled_programs(lines=sys.argv[1] == "lines")
+found = {}
+code = "def total(q, k, v): return window_attention(q, k, v, window=64, implementation='pallas').astype(float).sum()"
+exec(compile("\\n" * int(sys.argv[2]) + code, "model.py", "exec"), globals(), found)
+shapes = [jax.ShapeDtypeStruct((1, 256, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
+mesh = Mesh(np.array(aot.devices("a100-80gb")), ("device",), axis_types=(AxisType.Auto,))
+with aot.tracing_for("a100-80gb", mesh):
+    print(jax.jit(jax.grad(found["total"])).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text())
+"""
+
+    def text(lines, moved):
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        environment.pop("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", None)
+        command = [sys.executable, "-c", script, lines, str(moved)]
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "triton" in text("none", 0) and text("none", 0) == text("none", 3)
+    if jax.__version_info__ >= (0, 11):
+        assert text("lines", 0) != text("lines", 3)
