@@ -64,7 +64,7 @@ def wake(devices: Sequence[jax.Device] | None = None) -> None:
 
 # Seconds of compiling from which programs are kept. JAX's default leaves out the many small ones of a start.
 _KEPT_FROM, _JAX_KEEPS_FROM = 0.1, 1.0
-_JAX_FRAMES = 100  # of a traceback, that JAX writes beside each operation
+_JAX_FRAMES = 100  # JAX's default for how many frames of a traceback it writes beside each operation
 
 
 def keep_compiled_programs(directory: str = "", *, lines: bool = False) -> Path | None:
@@ -76,9 +76,9 @@ def keep_compiled_programs(directory: str = "", *, lines: bool = False) -> Path 
     Args:
       directory: to keep them in; empty: what JAX has been told (such as by JAX_COMPILATION_CACHE_DIR), else
         `compiled` in $NSA_JAX_CACHE or ~/.cache/nsa_jax; "off": nothing is kept.
-      lines: write into programs which lines of code their operations are from, for a profiler. JAX finds a program by
-        its text, to which such lines belong in kernels for GPUs, with those of all callers: an edit that moves one
-        would have the program compiled again.
+      lines: name the lines of code that operations come from, for a profiler. JAX finds a program by its text, and the
+        text of a kernel for GPUs has the lines of its callers: after an edit that moves them, the program is compiled
+        again.
 
     Returns:
       The directory; None if nothing is kept.

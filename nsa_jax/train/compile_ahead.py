@@ -17,7 +17,7 @@ from nsa_jax.train.state import Setup
 # Traces and lowers for the whole process, one program after the other: both are Python, so that threads that did this
 # side by side would wait for each other's lock, and the first program would come to the compiler as late as the last.
 _tracer: ThreadPoolExecutor
-THREADS = "compile"  # names of threads that compile begin so
+THREADS = "compile"  # the names of threads that compile programs begin with it
 
 
 def _make_tracer() -> None:

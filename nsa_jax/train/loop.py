@@ -157,6 +157,7 @@ class Run:
             self._selftest = preflight.begin_selftest(config, self._store)
 
     def _compile_ahead(self) -> None:
+        """Begins to compile what the run calls first, unless its last step is done."""
         if (newest_checkpoint(self.workdir) or 0) < self.config.train.steps:
             health_program = self.health.program if self.health is not None else None
             anew = begins_anew(self.workdir, self._other)

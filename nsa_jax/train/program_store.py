@@ -58,8 +58,8 @@ def _hear(event: str, *_: Any, **__: Any) -> None:
         heard.add(event)
 
 
-# From JAX 0.11 on, types of arrays refer to this object, and are equal if it is the same one. Pickles had a copy of it:
-# functions called with what a loaded program returns were traced and compiled again.
+# From JAX 0.11 on, the types of arrays refer to this object, and are equal only if it is the same one. A pickle must
+# not copy it: functions that take what a loaded program returns would be traced and compiled again.
 copyreg.pickle(type(Layout.AUTO), lambda _: (getattr, (Layout, "AUTO")))
 
 jax.monitoring.register_event_listener(_hear)
