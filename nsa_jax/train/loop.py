@@ -130,10 +130,10 @@ class Run:
             if config.train.eval_batches:
                 for part in self.pipeline.parts.values():
                     part.pipeline.validation()  # raises where no document is held out
+            self.sampler = Sampler(self.setup, self.pipeline) if config.train.sample_tokens else None
         except BaseException:
             self._compiling.abandon()
             raise
-        self.sampler = Sampler(self.setup, self.pipeline) if config.train.sample_tokens else None
         self.preflight: preflight.Report | None = None
         self.peers = processes.peers()
         self.rollbacks = Rollbacks(self.workdir, config.guards.roll_back)
