@@ -361,7 +361,7 @@ def _decode_plan(attention: NSAttention, layer: NSALayerCache, batch: int):
     config = attention.config
     query = jax.ShapeDtypeStruct((batch, 1, config.num_heads, config.head_dim), config.dtype)
     shape = plan.Shape.of(query, layer.key_slc, layer.value_slc)
-    return plan.plan_decode(shape, layer.key_cmp.shape[1], config.nsa)
+    return plan.plan_decode(shape, layer.key_cmp.shape[1], config.nsa, current_target())
 
 
 def _projected(attention: NSAttention, h, lengths) -> tuple[jax.Array, jax.Array, jax.Array]:

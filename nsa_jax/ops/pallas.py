@@ -126,7 +126,7 @@ def decode_attention(
     query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config: NSAConfig, segment_start
 ):
     """See `nsa_jax.decode_attention`; returns the output [B, T, N, V] and the block lists int32 [B, T, K, n]."""
-    made = plan.plan_decode(Shape.of(query, key_slc, value_slc), key_cmp.shape[1], config)
+    made = plan.plan_decode(Shape.of(query, key_slc, value_slc), key_cmp.shape[1], config, current_target())
     return _kernels(made.kernel).decode_attention(
         query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config, segment_start, made
     )
@@ -151,7 +151,7 @@ def append_and_attend(
 
 def dense_decode_attention(query, key, value, lengths, segment_start=None, *, ring=False):
     """See `nsa_jax.ops.kernels.decode.dense.dense_decode_attention`."""
-    made = plan.plan_decode(Shape.of(query, key, value), key.shape[1], NSAConfig())
+    made = plan.plan_decode(Shape.of(query, key, value), key.shape[1], NSAConfig(), current_target())
     return _kernels("decode.dense").dense_decode_attention(query, key, value, lengths, segment_start, made, ring=ring)
 
 

@@ -428,13 +428,13 @@ def plan_nsa(
     )
 
 
-def plan_decode(shape: Shape, num_split: int, config: NSAConfig) -> Choice:
+def plan_decode(shape: Shape, num_split: int, config: NSAConfig, target: Target) -> Choice:
     """Plans one step of decoding: how the keys of a row are divided among programs.
 
     Args:
       shape: sizes of the new queries and of the cache.
       num_split: compressed blocks that the cache can hold; for dense attention, its tokens.
-      config: block geometry.
+      config, target: block geometry and device.
     """
     row_bytes = (shape.head_dim + shape.value_dim) * jnp.dtype(shape.dtype).itemsize
     pairs = shape.batch * shape.num_queries * shape.kv_heads
@@ -442,9 +442,9 @@ def plan_decode(shape: Shape, num_split: int, config: NSAConfig) -> Choice:
     num_blocks = shape.num_keys // config.select_block
     read = num_blocks * pairs * (config.select_block * row_bytes + 4 * shape.group * shape.value_dim)
     few = num_blocks <= 4 * config.num_selected and num_split <= tiles.DECODE_FEW_COMPRESSED
-    fits = row_bytes <= 1024 and shape.group <= 16  # beyond, its tiles do not fit in registers
-    if few and pairs >= tiles.DECODE_PAIRS and fits:
-        return Choice("decode.pair", split, "few blocks, many rows: one program makes the list and reads its blocks")
+    fits = row_bytes <= 1024 and shape.group <= 16 and (few or not target.is_small)  # registers and shared memory
+    if fits and pairs >= (tiles.DECODE_PAIRS if few else tiles.DECODE_LONG_PAIRS):
+        return Choice("decode.pair", split, "many rows: one program makes the list and reads its blocks")
     if few and read <= tiles.DECODE_READ_BYTES:
         return Choice("decode.short", split, "few blocks: reading all takes less time than waiting for the list")
     return Choice("decode.step", split, "any GPU from sm80 on")

@@ -367,6 +367,9 @@ class DecodeConfig:
       fold_programs: if more programs than these read scores, they are a kernel of their own.
       pair_parts: programs that share all branches of one (token, key/value head), where one kernel serves them.
       pair_keys: keys per step of its loops.
+      pair_tiles: tiles of compressed blocks whose probabilities it makes at a time, for long rows; 0: the scores of
+        all of them stay in registers.
+      pair_stages: software pipeline depth of its loops.
     """
 
     keys: int
@@ -381,6 +384,8 @@ class DecodeConfig:
     fold_programs: int = 528
     pair_parts: int = 1
     pair_keys: int = 64
+    pair_tiles: int = 0
+    pair_stages: int = 3
 
 
 # Programs of the attention kernels: as many as an H200 holds at once, two per multiprocessor, so that none waits for
@@ -396,8 +401,11 @@ DECODE_READ_BYTES = 20 * 2**20
 DECODE_PAIRS = 32
 
 
-# One or two kernels serve a step only where a row can have at most this many compressed blocks.
+# Where a row can have at most this many compressed blocks, their scores stay in the registers of one or two kernels.
 DECODE_FEW_COMPRESSED = 256
+
+# From so many pairs on, one kernel serves long rows too: a program for each pair is enough to read at full speed.
+DECODE_LONG_PAIRS = 96
 
 
 def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -> DecodeConfig:
@@ -418,7 +426,7 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
     """
     keys = 64 if row_bytes <= 512 else 32
     wanted = max(1, -(-_DECODE_PROGRAMS // pairs))
-    tiles = -(-num_cmp // keys)
+    tiles, long = -(-num_cmp // keys), num_cmp > DECODE_FEW_COMPRESSED
     return DecodeConfig(
         keys=keys,
         compressed_parts=min(wanted, tiles, max(16, -(-tiles // 2))),
@@ -429,6 +437,8 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
         window_keys=64 if pairs >= 128 and row_bytes <= 512 else 32,
         columns=1024 if pairs >= 128 else 256,
         rank_warps=4,
-        pair_parts=max(1, _DECODE_PROGRAMS // 2 // pairs),
+        pair_parts=1 if long else max(1, _DECODE_PROGRAMS // 2 // pairs),
         pair_keys=max(32, min(128, 1 << (32_768 // row_bytes).bit_length() - 1)),
+        pair_tiles=16 if long else 0,
+        pair_stages=4 if long else 3,
     )

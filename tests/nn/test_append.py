@@ -87,12 +87,23 @@ def poisoned(layer, lengths, geometry):
     return layer._replace(**arrays)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
+def many_blocks(monkeypatch, pairs: int = 0):
+    """Rows count as such of many blocks; from so many pairs on, one kernel serves them."""
+    monkeypatch.setattr(tiles, "DECODE_FEW_COMPRESSED", 0)
+    monkeypatch.setattr(tiles, "DECODE_LONG_PAIRS", pairs)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 0])
 @pytest.mark.parametrize("name", ["mean_group_4", "shared_kv_mean"])
 def test_a_step_in_one_kernel_is_a_step_of_plain_operations(name, parts, monkeypatch):
-    """Output and every array of the cache; rows in later documents, and full ones, whose output means nothing."""
-    chosen, fields = tiles.decode_config, dict(pair_parts=parts, pair_keys=32)
+    """Output and every array of the cache; rows in later documents, and full ones, whose output means nothing.
+
+    With 0 parts, the kernel for rows of many blocks.
+    """
+    chosen, fields = tiles.decode_config, dict(pair_parts=parts or 1, pair_keys=32)
     monkeypatch.setattr(tiles, "DECODE_PAIRS", 0)
+    if not parts:
+        many_blocks(monkeypatch)
     monkeypatch.setattr(tiles, "decode_config", lambda *args: dataclasses.replace(chosen(*args), **fields))
     layers = [build(MODELS[name], implementation) for implementation in ("pallas", "xla")]
     keys = iter(jax.random.split(jax.random.key(3), 20))
@@ -120,7 +131,7 @@ def test_a_step_in_one_kernel_is_a_step_of_plain_operations(name, parts, monkeyp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("parts", [1, 2, 4, 0])
 @pytest.mark.parametrize("shared", [False, True])
 def test_gpu_a_step_in_one_kernel(shared, parts, monkeypatch):
     """The cache is bit-equal to what two kernels write; outputs differ by rounding and do not from call to call."""
@@ -135,11 +146,13 @@ def test_gpu_a_step_in_one_kernel(shared, parts, monkeypatch):
     layer = jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape, s.dtype), shapes)
     h = jax.random.normal(next(keys), (lengths.size, 1, 64), jnp.bfloat16)
     start = jnp.asarray([0, 0, 3, 700, 0, 0, 0], jnp.int32)
-    chosen, fields = tiles.decode_config, dict(pair_parts=parts)
+    chosen, fields = tiles.decode_config, dict(pair_parts=parts or 1)
     monkeypatch.setattr(tiles, "decode_config", lambda *args: dataclasses.replace(chosen(*args), **fields))
 
     def step(pairs, layer=layer):
         monkeypatch.setattr(tiles, "DECODE_PAIRS", pairs)
+        if not parts:
+            many_blocks(monkeypatch, pairs)
         run = jax.jit(lambda h, layer: caches.step_attention(attention, h, layer, lengths, start, 2048))
         return jax.tree.map(lambda x: np.asarray(x, np.float32), run(h, layer))
 

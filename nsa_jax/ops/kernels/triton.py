@@ -20,6 +20,12 @@ def interpreted() -> bool:
     return not current_target().is_gpu
 
 
+def barrier() -> None:
+    """From here on all threads of this program can read what any of them has written."""
+    if not interpreted():
+        pltriton.debug_barrier()
+
+
 # JAX announces the end of this backend each time such a kernel is lowered; kernels live in this folder alone so that
 # it can be replaced, and users can do nothing about it.
 warnings.filterwarnings(

@@ -1,9 +1,10 @@
-"""Decoding of short rows on GPUs in one kernel, or two.
+"""Decoding of many rows on GPUs in one kernel, or two.
 
 One program serves all branches of a (query token, key/value head) pair: it attends to the compressed blocks, makes the
 list from their scores, and attends to the listed blocks and to the window. No program waits for another kernel's list.
 Where a batch has too few pairs to fill a GPU, several programs share one. Each of them makes the list and reads a part
-of its blocks and of the window, and a second kernel adds up their results.
+of its blocks and of the window, and a second kernel adds up their results. That is for short rows, whose scores stay in
+registers; pair_long.py has the program for long ones, which shares its pair with none.
 
 `append_and_attend` also writes the new token into the cache: before a program attends, it does what append.py's does.
 Lists are those of step.py and short.py.
@@ -27,17 +28,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.choices import Choice
-from nsa_jax.ops.kernels.decode import append
-from nsa_jax.ops.kernels.decode.ranking import block_importance, ranking_widths, write_list
+from nsa_jax.ops.kernels.decode import append, pair_long
+from nsa_jax.ops.kernels.decode.ranking import block_importance, rank, ranking_widths
 from nsa_jax.ops.kernels.decode.softmax_parts import (
     PartSoftmax,
+    attend_listed,
     attend_window,
     candidate_range,
     combine,
@@ -46,15 +46,10 @@ from nsa_jax.ops.kernels.decode.softmax_parts import (
     query_position,
     visible_range,
     window_tiles,
+    write_gated_sum,
 )
 from nsa_jax.ops.kernels.softmax import LOG2E
-from nsa_jax.ops.kernels.triton import interpreted, pieces, triton_call
-
-
-def _barrier() -> None:
-    """From here on all threads of this program can read what any of them has written."""
-    if not interpreted():
-        pltriton.debug_barrier()
+from nsa_jax.ops.kernels.triton import barrier, pieces, triton_call
 
 
 def _attend_compressed(softmax: PartSoftmax, k_ref, v_ref, sum_ref, low, high, group: int, num_cmp: int):
@@ -66,7 +61,7 @@ def _attend_compressed(softmax: PartSoftmax, k_ref, v_ref, sum_ref, low, high, g
         # Both are loaded before the first product, so that their latencies overlap.
         key, value = ({at: ref[slots, pl.ds(at, size)] for at, size in pieces(ref.shape[-1])} for ref in (k_ref, v_ref))
         load_key, load_value = (lambda at, _, loaded=loaded: loaded[at] for loaded in (key, value))
-        carry, scores = softmax.add(carry, load_key, load_value, v_ref.dtype, visible)
+        carry, scores, _ = softmax.add(carry, load_key, load_value, v_ref.dtype, visible)
         scored.append((visible, scores))
     _, peak, total = carry
     total = total.sum(1)
@@ -78,30 +73,7 @@ def _attend_compressed(softmax: PartSoftmax, k_ref, v_ref, sum_ref, low, high, g
     return carry
 
 
-def _attend_listed(softmax: PartSoftmax, k_ref, v_ref, list_ref, begin, end, t, start, config: NSAConfig):
-    """Attention to the blocks of list_ref [n] from the begin-th up to the end-th, which is left out."""
-    keys, width = softmax.keys, pl.next_power_of_2(config.select_block)
-    at_once, last = max(keys // width, 1), end - 1  # blocks per tile; behind the last one lies the list's padding
-    steps = pl.cdiv(width, keys)  # tiles per block
-
-    def body(i, carry):
-        i, column = jnp.int32(i), iota(keys)  # Triton's lowering refuses `i % steps` of two weakly typed values
-        first = begin + i // steps * at_once
-        block, entry = list_ref[jnp.minimum(first, last)], jnp.full((keys,), first, jnp.int32)
-        for j in range(1, at_once):
-            later = column >= j * width
-            block = jnp.where(later, list_ref[jnp.minimum(first + j, last)], block)
-            entry = jnp.where(later, first + j, entry)
-        offset = column % width + i % steps * keys
-        position = block * config.select_block + offset
-        visible = (offset < config.select_block) & (entry < end) & (position >= start) & (position <= t)
-        return softmax.step(carry, k_ref, v_ref, jnp.clip(position, 0, k_ref.shape[0] - 1), visible)[0]
-
-    count = pl.cdiv(jnp.maximum(end - begin, 0), at_once) * steps
-    return lax.fori_loop(0, count, body, softmax.init())
-
-
-def _attend(q_ref, gate_of, caches, outs, t, start, *, group, rows, keys, width, num_cmp, parts, scale, config):
+def _attend(q_ref, gate_of, caches, outs, t, start, *, group, rows, keys, widths, num_cmp, parts, scale, config):
     """One part of a pair.
 
     Args:
@@ -119,13 +91,13 @@ def _attend(q_ref, gate_of, caches, outs, t, start, *, group, rows, keys, width,
     softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=vs_ref.shape[-1], scale=scale)
     low, high = visible_range(t, start, num_cmp, config)
     compressed = _attend_compressed(softmax, kc_ref, vc_ref, sum_ref, low, high, group, num_cmp)
-    _barrier()
+    barrier()
+    importance = functools.partial(block_importance, sum_ref, low=low, high=high, num_cmp=num_cmp, config=config)
+    rank(importance, list_ref, t, start, True, widths=widths, capacity=capacity, config=config)
+    barrier()
     first, last = candidate_range(t, start, config)
-    importance = block_importance(sum_ref, width, low, high, num_cmp, config)
-    write_list(importance, list_ref, first, last, blocks.num_selection_blocks(capacity, config.select_block), config)
-    _barrier()
     entry, entries = part_of(jnp.minimum(last - first + 1, config.num_selected), parts, part)
-    selected = _attend_listed(softmax, ks_ref, vs_ref, list_ref, entry, entries, t, start, config)
+    selected = attend_listed(softmax, ks_ref, vs_ref, list_ref, entry, entries, t, start, config)
     begin, end = part_of(window_tiles(t, start, keys, config), parts, part)
     window = attend_window(softmax, kw_ref, vw_ref, begin, end, t, start, config)
     branches = compressed, selected, window
@@ -137,14 +109,10 @@ def _attend(q_ref, gate_of, caches, outs, t, start, *, group, rows, keys, width,
             stats_ref[branch, 0, softmax.head] = peak
             stats_ref[branch, 1, softmax.head] = total.sum(1)
         return
-    totals = [total.sum(1) for _, _, total in branches]
-    weights = [gate_of(softmax.head, i) / jnp.where(total > 0, total, 1.0) for i, total in enumerate(totals)]
-    for index, (at, size) in enumerate(pieces(softmax.v_dim)):
-        weighted = [weight[:, None] * acc[index] for weight, (acc, _, _) in zip(weights, branches, strict=True)]
-        out_refs[0][softmax.head, pl.ds(at, size)] = sum(weighted).astype(out_refs[0].dtype)
+    write_gated_sum(out_refs[0], softmax, branches, gate_of)
 
 
-def _attend_kernel(*refs, num_starts, num_queries, **sizes):
+def _attend_kernel(*refs, num_starts, num_queries, attend):
     """refs: lengths [1], segment_start [1] if packed, gates [G, 3], query [G, H] and the caches; out: see `_attend`."""
     lengths_ref, start_refs = refs[0], refs[1 : 1 + num_starts]
     gates_ref, q_ref, *others = refs[1 + num_starts :]
@@ -154,13 +122,13 @@ def _attend_kernel(*refs, num_starts, num_queries, **sizes):
         return gates_ref[head, branch].astype(jnp.float32)
 
     t, start = query_position(lengths_ref, start_refs, num_queries, caches[2].shape[0])
-    _attend(q_ref, gate_of, caches, outs, t, start, **sizes)
+    attend(q_ref, gate_of, caches, outs, t, start)
 
 
-def _append_kernel(*refs, h_dim, v_dim, offsets, shared, config: NSAConfig, **sizes):
+def _append_kernel(*refs, h_dim, v_dim, offsets, shared, attend, config: NSAConfig):
     """refs: lengths [1] before the token, segment_start [1], projection [F], gate bias [3G], cos and sin [2, H/2], and
     the caches in the order of `append.append_token`, compressed ones last (aliased); out: query [G, H], gates [3G], the
-    caches, and those of `_attend`."""
+    caches, and those of `attend`."""
     lengths_ref, start_ref, y_ref, bias_ref, turn_ref = refs[:5]
     held = 3 if shared else 6
     q_ref, gates_ref, *others = refs[5 + held + 2 :]
@@ -171,14 +139,14 @@ def _append_kernel(*refs, h_dim, v_dim, offsets, shared, config: NSAConfig, **si
     tails = (caches[2], caches[1]) if shared else caches[4:]
     for role in range(2):
         append.emit(role, lengths_ref, turn_ref, tails, ((), ()), compressed, newest, config)
-    _barrier()
+    barrier()
     t, start = jnp.minimum(at, caches[0].shape[0] - 1), jnp.maximum(start_ref[0], 0)
     read = (*compressed, *caches[:2], *(caches[:2] if shared else caches[2:4]))
 
     def gate_of(head, branch):
         return gates_ref[3 * head + branch]
 
-    _attend(q_ref, gate_of, read, outs, t, start, config=config, **sizes)
+    attend(q_ref, gate_of, read, outs, t, start)
 
 
 class _Launch:
@@ -187,28 +155,32 @@ class _Launch:
     def __init__(self, rows: int, num_kv: int, group: int, num_cmp: int, cache_shape, h_dim: int, dtype, config, tile):
         capacity, v_dim = cache_shape
         parts, keys, n = tile.pair_parts, tile.pair_keys, config.num_selected
-        (width,) = ranking_widths(blocks.num_selection_blocks(capacity, config.select_block), n)[-1:]
-        columns = pl.cdiv(num_cmp, keys) * keys
+        widths = ranking_widths(blocks.num_selection_blocks(capacity, config.select_block), n)
+        sizes = dict(group=group, rows=max(16, pl.next_power_of_2(group)), keys=keys, num_cmp=num_cmp, config=config)
+        sizes |= dict(scale=LOG2E * h_dim**-0.5)
         self.grid, self.dtype = (parts, num_kv, rows), dtype
-        self.sizes = dict(group=group, rows=max(16, pl.next_power_of_2(group)), keys=keys, width=width)
-        self.sizes |= dict(num_cmp=num_cmp, parts=parts, scale=LOG2E * h_dim**-0.5, config=config)
-        self.options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
-        self.out_specs = [per_pair(n), per_pair(columns)]
-        shapes: list[tuple[tuple[int, ...], Any]] = [((n,), jnp.int32), ((columns,), jnp.float32)]
+        self.options = dict(num_warps=tile.num_warps, num_stages=tile.pair_stages)
+        shapes: list[tuple[tuple[int, ...], Any]] = [((n,), jnp.int32)]
+        if tile.pair_tiles:
+            self.attend = functools.partial(pair_long.attend, tiles=tile.pair_tiles, widths=widths, **sizes)
+            shapes += [(shape, jnp.float32) for shape in pair_long.scratch_shapes(group, num_cmp, keys)]
+        else:
+            self.attend = functools.partial(_attend, parts=parts, widths=widths[-1:], **sizes)
+            shapes.append(((pl.cdiv(num_cmp, keys) * keys,), jnp.float32))
         if parts == 1:
-            self.out_specs.append(per_pair(group, v_dim))
             shapes.append(((group, v_dim), dtype))
+        self.out_specs = [per_pair(*shape) for shape, _ in shapes]
         for shape in ((group, v_dim), (2, group)) if parts > 1 else ():
             self.out_specs.append(pl.BlockSpec((None, None, 3, None, *shape), lambda s, k, r: (r, k, 0, s, 0, 0)))
             shapes.append(((3, parts, *shape), jnp.float32))
         self.out_shape = [jax.ShapeDtypeStruct((rows, num_kv, *shape), kind) for shape, kind in shapes]
 
     def output(self, outs, gates):
-        """Output [rows, K, G, V] from what the kernel put out behind the list and the probabilities."""
+        """Output [rows, K, G, V] from what the kernel put out behind the list."""
         parts, num_kv, rows = self.grid
         if parts == 1:
-            return outs[0]
-        acc, stats = (x.reshape(rows, num_kv, 3 * parts, *x.shape[4:]) for x in outs)
+            return outs[-1]
+        acc, stats = (x.reshape(rows, num_kv, 3 * parts, *x.shape[4:]) for x in outs[-2:])
         # Every part has the whole of the compressed branch.
         branches = (0, 0, 1), (0, parts, 2 * parts), (0, 2 * parts, 3 * parts)
         return combine(gates.reshape(rows, -1, 3), (acc, stats), branches, self.dtype)
@@ -236,8 +208,13 @@ def decode_attention(
         return pl.BlockSpec((None, array.shape[1], None, array.shape[3]), lambda s, k, r: (r // num_queries, 0, k, 0))
 
     arrays = (key_cmp, value_cmp, key_slc, value_slc, key_win, value_win)
-    lists, _, *outs = triton_call(
-        functools.partial(_attend_kernel, num_starts=len(starts), num_queries=num_queries, **launch.sizes),
+    lists, *outs = triton_call(
+        functools.partial(
+            _attend_kernel,
+            num_starts=len(starts),
+            num_queries=num_queries,
+            attend=launch.attend,
+        ),
         grid=launch.grid,
         in_specs=[
             pl.BlockSpec((1,), lambda s, k, r: (r // num_queries,)),
@@ -286,7 +263,15 @@ def append_and_attend(
     specs = [pl.BlockSpec((None, x.shape[1], None, x.shape[3]), lambda s, k, b: (b, 0, k, 0)) for x in arrays]
     offsets = append.projection_offsets(num_heads, num_kv, h_dim, v_dim, shared)
     _, gates, *outs = triton_call(
-        functools.partial(_append_kernel, h_dim=h_dim, v_dim=v_dim, offsets=offsets, shared=shared, **launch.sizes),
+        functools.partial(
+            _append_kernel,
+            h_dim=h_dim,
+            v_dim=v_dim,
+            offsets=offsets,
+            shared=shared,
+            attend=launch.attend,
+            config=config,
+        ),
         grid=launch.grid,
         in_specs=[
             pl.BlockSpec((1,), lambda s, k, b: (b,)),
@@ -307,7 +292,7 @@ def append_and_attend(
         name="nsa_decode_token",
         **launch.options,
     )(lengths, segment_start, projected, gate_bias.reshape(num_kv, 3 * group), turn, *arrays)
-    written, (lists, _, *outs) = outs[: len(arrays)], outs[len(arrays) :]
+    written, (lists, *outs) = outs[: len(arrays)], outs[len(arrays) :]
     out = launch.output(outs, gates).reshape(batch, 1, num_heads, v_dim)
     if shared:
         key_slc, value_slc, key_tail, *compressed = written

@@ -9,7 +9,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.kernels.decode.softmax_parts import iota
+from nsa_jax.ops.kernels.decode.softmax_parts import candidate_range, iota
 from nsa_jax.ops.kernels.softmax import MINUS_INFINITY
 
 
@@ -59,7 +59,8 @@ def write_list(importance, list_ref, first, last, num_blocks: int, config: NSACo
     free = (j >= first) & (j <= last) & ~forced
     candidates = last - first + 1
     taken = jnp.minimum(candidates, n)
-    want = taken - jnp.minimum(candidates, config.num_initial + config.num_local)  # how many are chosen by score
+    num_forced = jnp.minimum(candidates, config.num_initial + config.num_local)
+    want = taken - num_forced  # how many are chosen by score
     bits = jnp.where(free, blocks.rank_bits(importance), -1)
 
     # Several thresholds at a time, their counts in the fields of one integer: a step takes as long as its one sum.
@@ -84,20 +85,38 @@ def write_list(importance, list_ref, first, last, num_blocks: int, config: NSACo
 
     low = jnp.int32(0)
     high = jnp.where(want > 0, jnp.max(bits) + 1, 0)
-    low, _, _ = lax.while_loop(unresolved, narrow, (low, high, jnp.sum((bits >= low).astype(jnp.int32))))
+    low, _, _ = lax.while_loop(unresolved, narrow, (low, high, candidates - num_forced))
     low = jnp.where(want > 0, low, blocks.INFINITY_BITS)
     sure = forced | (bits > low)
     tied = bits == low
     ties = taken - jnp.sum(sure.astype(jnp.int32))  # this many of the tied, the lowest indices
-    tied_rank = lax.cumsum(tied.astype(jnp.int32), axis=0)
+    # One running sum for both ranks, whose warps wait for each other once: at most n are sure, at most `width` tied.
+    shift = width.bit_length()
+    ranks = lax.cumsum((sure.astype(jnp.int32) << shift) + tied.astype(jnp.int32), axis=0)
+    tied_rank = ranks & ((1 << shift) - 1)
     chosen = sure | (tied & (tied_rank <= ties))
-    slot = lax.cumsum(sure.astype(jnp.int32), axis=0) + jnp.minimum(tied_rank, ties) - 1
+    slot = (ranks >> shift) + jnp.minimum(tied_rank, ties) - 1
     pltriton.store(list_ref.at[jnp.where(chosen, slot, n)], j, mask=chosen)
     column = iota(pl.next_power_of_2(n))
     padding = (column >= taken) & (column < n)
     fill = jnp.full(column.shape, num_blocks, jnp.int32)
     pltriton.store(list_ref.at[jnp.where(padding, column, n)], fill, mask=padding)
     return chosen
+
+
+def rank(importance, list_ref, t, start, finished, *, widths, capacity: int, config: NSAConfig):
+    """Writes a query's list, if `finished`; importance(width) returns that of its first `width` selection blocks."""
+    first, last = candidate_range(t, start, config)
+    last = jnp.where(finished, last, -2)
+    num_blocks = blocks.num_selection_blocks(capacity, config.select_block)
+    below = -1  # a query without candidates may have last = -1
+    for width in widths:  # short contexts have few candidates: rank no more than the next power of two
+
+        @pl.when((last >= below) & (last < width))
+        def _(width=width):
+            write_list(importance(width), list_ref, first, last, num_blocks, config)
+
+        below = width
 
 
 def ranking_widths(num_blocks: int, n: int) -> list[int]:

@@ -14,7 +14,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
@@ -31,7 +30,7 @@ from nsa_jax.ops.kernels.decode.softmax_parts import (
     write_sum,
 )
 from nsa_jax.ops.kernels.softmax import LOG2E
-from nsa_jax.ops.kernels.triton import interpreted, triton_call
+from nsa_jax.ops.kernels.triton import barrier, triton_call
 
 
 def _read_kernel(
@@ -80,8 +79,7 @@ def _finish_kernel(*refs, num_starts, num_queries, capacity, group, columns, wid
     t, start = query_position(refs[0], refs[1 : 1 + num_starts], num_queries, capacity)
     low, high = visible_range(t, start, num_cmp, config)
     column_probabilities(group_stats_ref, s_ref, sum_ref, 0, low, high, group, columns)
-    if not interpreted():
-        pltriton.debug_barrier()  # all threads of this program have written
+    barrier()
     first, last = candidate_range(t, start, config)
     scores = block_importance(sum_ref, width, low, high, num_cmp, config)
     num_blocks = blocks.num_selection_blocks(capacity, config.select_block)

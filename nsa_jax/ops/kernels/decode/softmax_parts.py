@@ -52,12 +52,16 @@ class PartSoftmax:
         return acc, jnp.full((self.rows,), MINUS_INFINITY, jnp.float32), total
 
     def step(self, carry, k_ref, v_ref, slots, visible):
-        """Adds the keys at rows `slots` of which `visible` count; returns the carry and base-2 scores [rows, keys]."""
+        """Adds the keys at rows `slots` of which `visible` count; returns what `add` does."""
         load_key, load_value = (lambda at, size, ref=ref: ref[slots, pl.ds(at, size)] for ref in (k_ref, v_ref))
         return self.add(carry, load_key, load_value, v_ref.dtype, visible)
 
     def add(self, carry, load_key, load_value, dtype, visible):
-        """As `step`, for keys [keys, H] and values [keys, V] whose columns come from functions of (offset, width)."""
+        """Adds keys [keys, H] and values [keys, V], whose columns come from functions of (offset, width).
+
+        Returns:
+          The carry, base-2 scores [rows, keys] and weights [rows, keys], which are relative to the carry's peak.
+        """
         acc, peak, total = carry
         scores = score_products(self.q, load_key)
         scores = jnp.where(visible[None, :], scores * self.scale, MINUS_INFINITY)
@@ -66,7 +70,7 @@ class PartSoftmax:
         weights = jnp.where(visible[None, :], jnp.exp2(scores - new_peak[:, None]), 0.0)
         total = total * alpha[:, None] + weights
         acc = accumulate(acc, alpha, weights.astype(dtype), load_value, self.v_dim)
-        return (acc, new_peak, total), scores
+        return (acc, new_peak, total), scores, weights
 
     def store(self, carry, acc_ref, stats_ref):
         """Into acc_ref [G, V] the unnormalised output, into stats_ref [2, G] peak and sum (padding repeats a row)."""
@@ -75,6 +79,18 @@ class PartSoftmax:
             acc_ref[self.head, pl.ds(at, size)] = a
         stats_ref[0, self.head] = peak
         stats_ref[1, self.head] = total.sum(1)
+
+
+def write_gated_sum(out_ref, softmax: PartSoftmax, branches, gate_of):
+    """Writes the output [G, V] of a group: the sum of branches, each the carry of a whole softmax, times their gates.
+
+    gate_of: (heads [rows], branch) -> gates [rows].
+    """
+    totals = [total.sum(1) for _, _, total in branches]
+    weights = [gate_of(softmax.head, i) / jnp.where(total > 0, total, 1.0) for i, total in enumerate(totals)]
+    for index, (at, size) in enumerate(pieces(softmax.v_dim)):
+        weighted = [weight[:, None] * acc[index] for weight, (acc, _, _) in zip(weights, branches, strict=True)]
+        out_ref[softmax.head, pl.ds(at, size)] = sum(weighted).astype(out_ref.dtype)
 
 
 def visible_range(t, start, num_cmp: int, config: NSAConfig):
@@ -98,19 +114,31 @@ def compressed_part(refs, part, parts, t, start, *, group, rows, keys, num_cmp, 
     q_ref, k_ref, v_ref, acc_ref, stats_ref, s_ref = refs
     softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
     low, high = visible_range(t, start, num_cmp, config)
-    first = low // keys  # tiles begin at multiples of their size, so that scores are stored aligned
-    count = jnp.where(high > low, pl.cdiv(high, keys) - first, 0)
+    first, count = compressed_tiles(low, high, keys)
     begin, end = part_of(count, parts, part)
 
     def body(i, carry):
-        at = i * keys
-        index = at + iota(keys)
-        visible = (index >= low) & (index < high)
-        carry, scores = softmax.step(carry, k_ref, v_ref, jnp.minimum(index, num_cmp - 1), visible)
-        s_ref[softmax.head, pl.ds(at, keys)] = scores
+        carry, scores, _ = compressed_step(softmax, carry, i, k_ref, v_ref, low, high)
+        s_ref[softmax.head, pl.ds(i * keys, keys)] = scores
         return carry
 
     softmax.store(lax.fori_loop(first + begin, first + end, body, softmax.init()), acc_ref, stats_ref)
+
+
+def compressed_tiles(low, high, keys: int):
+    """The first tile of `keys` compressed blocks that holds some of [low, high), and how many tiles do.
+
+    Tiles begin at multiples of their size, so that what is stored for each block is aligned.
+    """
+    first = low // keys
+    return first, jnp.where(high > low, pl.cdiv(high, keys) - first, 0)
+
+
+def compressed_step(softmax: PartSoftmax, carry, i, k_ref, v_ref, low, high):
+    """Adds those of the compressed blocks [low, high) that the i-th tile holds; returns what `PartSoftmax.add` does."""
+    index = i * softmax.keys + iota(softmax.keys)
+    visible = (index >= low) & (index < high)
+    return softmax.step(carry, k_ref, v_ref, jnp.minimum(index, k_ref.shape[0] - 1), visible)
 
 
 def window_part(refs, part, parts, t, start, *, group, rows, keys, scale, config: NSAConfig):
@@ -135,6 +163,29 @@ def attend_window(softmax: PartSoftmax, k_ref, v_ref, begin, end, t, start, conf
         return softmax.step(carry, k_ref, v_ref, position % k_ref.shape[0], position <= t)[0]
 
     return lax.fori_loop(begin, end, body, softmax.init())
+
+
+def attend_listed(softmax: PartSoftmax, k_ref, v_ref, list_ref, begin, end, t, start, config: NSAConfig):
+    """Attention to the blocks of list_ref [n] from the begin-th up to the end-th, which is left out."""
+    keys, width = softmax.keys, pl.next_power_of_2(config.select_block)
+    at_once, last = max(keys // width, 1), end - 1  # blocks per tile; behind the last one lies the list's padding
+    steps = pl.cdiv(width, keys)  # tiles per block
+
+    def body(i, carry):
+        i, column = jnp.int32(i), iota(keys)  # Triton's lowering refuses `i % steps` of two weakly typed values
+        first = begin + i // steps * at_once
+        block, entry = list_ref[jnp.minimum(first, last)], jnp.full((keys,), first, jnp.int32)
+        for j in range(1, at_once):
+            later = column >= j * width
+            block = jnp.where(later, list_ref[jnp.minimum(first + j, last)], block)
+            entry = jnp.where(later, first + j, entry)
+        offset = column % width + i % steps * keys
+        position = block * config.select_block + offset
+        visible = (offset < config.select_block) & (entry < end) & (position >= start) & (position <= t)
+        return softmax.step(carry, k_ref, v_ref, jnp.clip(position, 0, k_ref.shape[0] - 1), visible)[0]
+
+    count = pl.cdiv(jnp.maximum(end - begin, 0), at_once) * steps
+    return lax.fori_loop(0, count, body, softmax.init())
 
 
 def selected_part(refs, block_of, begin, end, t, start, *, group, rows, keys, scale, config: NSAConfig):

@@ -26,7 +26,7 @@ from jax.experimental.pallas import triton as pltriton
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.choices import Choice
-from nsa_jax.ops.kernels.decode.ranking import block_importance, column_probabilities, ranking_widths, write_list
+from nsa_jax.ops.kernels.decode.ranking import block_importance, column_probabilities, rank, ranking_widths
 from nsa_jax.ops.kernels.decode.softmax_parts import (
     candidate_range,
     combine,
@@ -39,7 +39,7 @@ from nsa_jax.ops.kernels.decode.softmax_parts import (
     window_part,
 )
 from nsa_jax.ops.kernels.softmax import LOG2E
-from nsa_jax.ops.kernels.triton import interpreted, triton_call
+from nsa_jax.ops.kernels.triton import barrier, interpreted, triton_call
 
 
 def _compressed_kernel(*refs, num_starts, num_queries, capacity, group, rows, keys, num_cmp, scale, config: NSAConfig):
@@ -61,25 +61,8 @@ def _last_to_arrive(count_ref, programs: int):
         before = count_ref[0]
         count_ref[0] = before + 1
         return before == programs - 1
-    pltriton.debug_barrier()  # all threads of this program have written
+    barrier()
     return programs == 1 or pltriton.atomic_add(count_ref, 0, jnp.int32(1)) == programs - 1
-
-
-def _rank(sum_ref, list_ref, t, start, finished, *, widths, num_cmp, capacity, config: NSAConfig):
-    """Writes a query's list from the probabilities in sum_ref, if `finished`."""
-    low, high = visible_range(t, start, num_cmp, config)
-    first, last = candidate_range(t, start, config)
-    last = jnp.where(finished, last, -2)
-    num_blocks = blocks.num_selection_blocks(capacity, config.select_block)
-    below = -1  # a query without candidates may have last = -1
-    for width in widths:  # short contexts have few candidates: rank no more than the next power of two
-
-        @pl.when((last >= below) & (last < width))
-        def _(width=width):
-            importance = block_importance(sum_ref, width, low, high, num_cmp, config)
-            write_list(importance, list_ref, first, last, num_blocks, config)
-
-        below = width
 
 
 def _rank_kernel(
@@ -106,7 +89,8 @@ def _rank_kernel(
             column_probabilities(stats_ref, s_ref, sum_ref, chunk, low, high, group, columns)
 
         finished = _last_to_arrive(count_ref, chunks)
-        _rank(sum_ref, list_ref, t, start, finished, widths=widths, num_cmp=num_cmp, capacity=capacity, config=config)
+        importance = functools.partial(block_importance, sum_ref, low=low, high=high, num_cmp=num_cmp, config=config)
+        rank(importance, list_ref, t, start, finished, widths=widths, capacity=capacity, config=config)
 
     @pl.when(chunk >= chunks)
     def _attend():
@@ -141,7 +125,9 @@ def _rank_folded_kernel(
 
     @pl.when(part < 0)
     def _list():
-        _rank(sum_ref, list_ref, t, start, True, widths=widths, num_cmp=num_cmp, capacity=capacity, config=config)
+        low, high = visible_range(t, start, num_cmp, config)
+        importance = functools.partial(block_importance, sum_ref, low=low, high=high, num_cmp=num_cmp, config=config)
+        rank(importance, list_ref, t, start, True, widths=widths, capacity=capacity, config=config)
 
     @pl.when(part >= 0)
     def _attend():
