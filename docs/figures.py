@@ -286,13 +286,14 @@ def two_gpu_rows() -> dict[str, list[str]]:
 
 
 def generation_rows() -> dict[str, list[str]]:
-    """As `attention_rows`, of a whole model's decode step: milliseconds with 1, 16 and 64 rows; * has a note."""
-    steps = {(row["attention"], row["context"], row["B"]): row for row in results("generate_h200")["rows"]}
+    """As `attention_rows`, of a whole model's decode step: milliseconds with 1, 16 and 64 rows."""
+    rows = [row for row in results("generate_h200")["rows"] if row["tokens_per_dispatch"] == 8]
+    steps = {(row["attention"], row["context"], row["B"]): row for row in rows}
     contexts = sorted({context for _, context, _ in steps})
 
     def cells(attention: str) -> list[str]:
         rows = [[steps[attention, context, batch] for batch in (1, 16, 64)] for context in contexts]
-        return [" / ".join(digits(row["ms_per_step"]) + "*" * ("note" in row) for row in step) for step in rows]
+        return [" / ".join(digits(row["ms_per_step"]) for row in step) for step in rows]
 
     most = [steps["nsa", c, 64]["tokens_per_s"] / steps["dense", c, 64]["tokens_per_s"] for c in contexts]
     return {

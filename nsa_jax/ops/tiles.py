@@ -415,8 +415,9 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
     there are tiles, but up to 16, because summing many parts costs more than it saves.
 
     From 128 pairs on, the window's keys and the scores are read in larger steps. Where one kernel serves a pair, up to
-    128 programs share the pairs, and a tile of keys and values has 32 KiB: 128 keys at head dim 64. What was measured
-    is in decode_many_rows.json and decode_long_rows.json.
+    128 programs share the pairs of short rows, and a tile of keys and values has 32 KiB: 128 keys at head dim 64. In
+    long rows, where four tiles are on their way, each pair has one program. What was measured is in
+    decode_many_rows.json and decode_long_rows.json.
 
     Args:
       pairs: (query token, key/value head) pairs in the batch.
