@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,44 +17,36 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from nsa_jax.batch_ramp import BatchRamp, Taken
+from nsa_jax.batch_ramp import Taken
 from nsa_jax.config import ConfigError, Problem
-from nsa_jax.data import make_pipeline
-from nsa_jax.data.tokenizers import Tokenizer
-from nsa_jax.devices import wake
-from nsa_jax.object_store import scheme_of
-from nsa_jax.ops.implementations import forget_implementations_served, implementations_served
-from nsa_jax.train import disk, env, far_task, flops, metrics, preflight, processes
+from nsa_jax.ops.implementations import implementations_served
+from nsa_jax.train import disk, env, far_task, flops, metrics, processes
 from nsa_jax.train.batches import Batches, idle_seconds
 from nsa_jax.train.callbacks import Callback, Callbacks
 from nsa_jax.train.checkpoint import Checkpoints
-from nsa_jax.train.compile_ahead import CompileAhead, first_programs
 from nsa_jax.train.errors import TrainingError, check_room, newest_checkpoint, write_stop, writing_checkpoint
 from nsa_jax.train.goodput import Goodput
 from nsa_jax.train.mirror import Mirror
 from nsa_jax.train.preflight.data_check import loss_floor
+from nsa_jax.train.prepared import Prepared
 from nsa_jax.train.profiling import Profile, Window, check_window
-from nsa_jax.train.program_store import Program, ProgramStore
 from nsa_jax.train.rollback import Rollbacks
 from nsa_jax.train.start import (
     Start,
-    begins_anew,
     checkpoint_info,
     finished_before,
     first_state,
     optimizer_to_reset,
-    other_run,
     recorded_stages,
     set_aside_ends,
 )
-from nsa_jax.train.state import State, batch_sharding, setup
-from nsa_jax.train.step import make_eval_step, make_train_step
+from nsa_jax.train.state import State, batch_sharding
 from nsa_jax.train.stopping import HALT, StopRequest
-from nsa_jax.train.terminal import TRAINING, Terminal, data_line, ending, program_and_place, run_line, validation_line
+from nsa_jax.train.terminal import TRAINING, data_line, ending, program_and_place, run_line, validation_line
 from nsa_jax.train.timing import Clock, Interval
 from nsa_jax.train.trackers import Trackers
-from nsa_jax.train.validation import Sampler, evaluate, record_validation
-from nsa_jax.train.watch import guards, health
+from nsa_jax.train.validation import evaluate, record_validation
+from nsa_jax.train.watch import guards
 from nsa_jax.train.watch.guards import Guards
 from nsa_jax.train.watch.layers import write_layers
 from nsa_jax.train.watch.watchdog import Watchdog
@@ -65,7 +56,7 @@ logger = logging.getLogger("nsa_jax")
 __all__ = ["HALT", "Run", "TrainingError"]
 
 
-class Run:
+class Run(Prepared):
     """One run from its config to its summary; `workdir.run` is the whole of it.
 
     Args:
@@ -98,71 +89,15 @@ class Run:
         compile_early: bool = False,
     ):
         began = time.perf_counter() if began is None else began
-        forget_implementations_served()
-        self.config = config
         self._mirror = mirror
-        self.workdir = Path(workdir).absolute()
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        processes.check_shared(self.workdir)
-        processes.check_devices()
-        self._other = other_run(self.workdir, resume, stage, config.train.steps)
-        self._stage = stage
         self._window = profile
         self._callbacks = Callbacks(callbacks)
-        self.ramp = BatchRamp.of(config.train)
-        self.terminal = Terminal(active=jax.process_index() == 0)
-        wake(devices)
-        self._compiling = CompileAhead({})
-        self._compile_early = compile_early
-        self._selftest: Future | None = None
-        data = functools.partial(
-            make_pipeline,
-            self.ramp.data_config(config),
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-            on_tokenizer=functools.partial(self._set_up, devices, store_programs),
-        )
-        # Hosts fetch what process 0 has put into an object store; those that share a directory tokenise together.
-        in_store = bool(scheme_of(config.data.cache_dir))
-        try:
-            self.pipeline = processes.together(functools.partial(processes.first_alone, data) if in_store else data)
-            processes.check_same("data", {"fingerprint": self.pipeline.fingerprint})
-            if config.train.eval_batches:
-                for part in self.pipeline.parts.values():
-                    part.pipeline.validation()  # raises where no document is held out
-            self.sampler = Sampler(self.setup, self.pipeline) if config.train.sample_tokens else None
-        except BaseException:
-            self._compiling.abandon()
-            raise
-        self.preflight: preflight.Report | None = None
+        super().__init__(config, workdir, resume, devices, stage, store_programs, compile_early)
         self.peers = processes.peers()
         self.rollbacks = Rollbacks(self.workdir, config.guards.roll_back)
         self._start_step: int | None = None  # that this start began after, whatever it returned to since
         self._floor: float | None = None  # bigram entropy of the data, from the preflight
         self._forget(began)
-
-    def _set_up(self, devices: list | None, store_programs: bool, tokenizer: Tokenizer) -> None:
-        """Makes the programs, which depend on the tokenizer alone of what the data decide."""
-        config = self.config
-        self.setup = setup(config, tokenizer.vocab_size, devices)
-        token_bytes = np.zeros(self.setup.model_config.vocab_size, np.int32)
-        token_bytes[: tokenizer.vocab_size] = tokenizer.token_bytes
-        store = ProgramStore.of_run(config, self.setup.mesh, token_bytes.tobytes())
-        self._store = store if store_programs else None
-        self.train_step = Program(make_train_step(self.setup, token_bytes))
-        self.eval_step = Program(make_eval_step(self.setup, token_bytes))
-        self.health = health.Health(self.setup, self.workdir) if health.wanted(self.setup) else None
-        if self._compile_early:
-            self._compile_ahead()
-            self._selftest = preflight.begin_selftest(config, self._store)
-
-    def _compile_ahead(self) -> None:
-        """Begins to compile what the run calls first, unless its last step is done."""
-        if (newest_checkpoint(self.workdir) or 0) < self.config.train.steps:
-            health_program = self.health.program if self.health is not None else None
-            anew = begins_anew(self.workdir, self._other)
-            programs = first_programs(self.setup, self.train_step, self.eval_step, health_program, anew)
-            self._compiling = CompileAhead(programs, lambda: jax.set_mesh(self.setup.mesh), self._store)
 
     def _forget(self, began: float | None = None) -> None:
         """Puts away what is known of the steps so far: at the start, and before the last checkpoint is restored."""
@@ -178,34 +113,9 @@ class Run:
         self._last_row: dict[str, float] = {}
 
     def examine(self) -> None:
-        """The preflight that every run makes: workdir, disk, kernels, data, causality of the model code.
-
-        Raises:
-          ConfigError: with everything that is wrong; nothing has been trained.
-        """
-        if not self._compile_early:
-            self._compile_ahead()
-        try:
-            found = preflight.before_run(
-                self.config,
-                self.workdir,
-                self.setup,
-                self.pipeline,
-                lambda part: self.terminal.doing(f"preflight: {part}"),
-                self._store,
-                self._selftest,
-            )
-        except BaseException:
-            self._compiling.abandon()
-            raise
-        finally:
-            self.terminal.close()
-        self.preflight = found
-        for problem in found.problems:
-            logger.warning("%s", problem)
-        seconds = ", ".join(f"{name} {value:.1f} s" for name, value in found.seconds.items())
-        logger.info("preflight passed: %s", seconds)
-        self._floor = loss_floor(self.config, found.data) if found.data else None
+        super().examine()
+        found = self.preflight and self.preflight.data
+        self._floor = loss_floor(self.config, found) if found else None
         self.guards = Guards(self.config, self.workdir, bigram_entropy=self._floor, active=jax.process_index() == 0)
 
     def _restore(self, checkpoints: Checkpoints, info: dict, data: Any) -> Start:

@@ -213,7 +213,7 @@ def test_a_start_that_fails_does_not_wait_for_the_compiler(tmp_path):
     script = f"""
 import time
 from nsa_jax import trainer
-from nsa_jax.train import loop
+from nsa_jax.train import prepared
 
 class Function:
     def lower(self):
@@ -222,7 +222,7 @@ class Function:
         print("compiling", flush=True)
         time.sleep(100)
 
-loop.first_programs = lambda *_: {{"train step": (Function(), ())}}
+prepared.first_programs = lambda *_: {{"train step": (Function(), ())}}
 trainer.start(["train.py", "--config={tmp_path}/config.py", "--workdir={tmp_path}/run"])
 """
     settings = f"data__source='text', data__files=('{tmp_path}/one.txt',), compilation_cache_dir='{tmp_path}/compiled'"

@@ -22,7 +22,7 @@ from nsa_jax.config import ConfigError
 from nsa_jax.data.batches import TrainIterator
 from nsa_jax.exit_status import EXIT_AGAIN
 from nsa_jax.ops import nsa
-from nsa_jax.train import loop, run
+from nsa_jax.train import prepared, run
 from nsa_jax.train.checkpoint import Checkpoints
 from nsa_jax.train.errors import TrainingError
 from nsa_jax.train.loop import Run
@@ -254,7 +254,7 @@ def test_a_full_disk_is_explained_wherever_it_is_met(place, tmp_path, monkeypatc
         "summary": (Run, "_summarise", fail),
         "checkpoint": (Checkpoints, "save", fail_otherwise),
         "background": (Checkpoints, "wait", fail_otherwise),
-        "tokens": (loop, "make_pipeline", fail),
+        "tokens": (prepared, "make_pipeline", fail),
     }
     config = tiny_config(**SMALL, train__save_every=3, train__steps=6, preflight__selftest=False)
     with monkeypatch.context() as patch:

@@ -10,7 +10,7 @@ from nsa_jax.config import ConfigError
 from nsa_jax.data import load_tokenizer
 from nsa_jax.export import export
 from nsa_jax.hub.export_files import LoadError
-from nsa_jax.train import CheckpointError, loop
+from nsa_jax.train import CheckpointError, prepared
 
 from .tiny import losses, make_run, tiny_config
 
@@ -48,7 +48,7 @@ def test_an_export_of_another_shape_is_refused(tmp_path):
 
 def test_a_model_of_another_library_is_named_before_data_are_read(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    monkeypatch.setattr(loop, "make_pipeline", None)
+    monkeypatch.setattr(prepared, "make_pipeline", None)
     with pytest.raises(LoadError, match="type 'llama'; import it first: python -m nsa_jax.convert"):
         make_run(tmp_path / "run", str(tmp_path), train__steps=1)
 

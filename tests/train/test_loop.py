@@ -20,7 +20,7 @@ from nsa_jax.data import DataError, pipeline
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
 from nsa_jax.nn.transformer import layer_stacks
 from nsa_jax.ops import reference
-from nsa_jax.train import flops, loop, metrics
+from nsa_jax.train import flops, metrics, prepared
 from nsa_jax.train.loop import Run
 from nsa_jax.train.preflight import selftest
 from nsa_jax.train.state import setup
@@ -116,7 +116,7 @@ class _Waiting:
 
 def test_a_corpus_that_holds_nothing_out_is_refused_and_nothing_more_is_compiled(tmp_path, monkeypatch):
     step = _Waiting()
-    monkeypatch.setattr(loop, "first_programs", lambda *_: {"train step": (step, ())})
+    monkeypatch.setattr(prepared, "first_programs", lambda *_: {"train step": (step, ())})
     config = _text(tmp_path, train__eval_batches=1, preflight__selftest=False)
     with pytest.raises(DataError, match="nothing to validate on"):
         Run(config, tmp_path / "run", compile_early=True)
@@ -130,7 +130,7 @@ def test_a_corpus_that_holds_nothing_out_is_refused_and_nothing_more_is_compiled
 
 def test_programs_are_compiled_and_tested_while_the_data_are_tokenised(tmp_path, monkeypatch):
     step, load, tested = _Waiting(), pipeline.cache.load_corpus, threading.Event()
-    monkeypatch.setattr(loop, "first_programs", lambda *_: {"train step": (step, ())})
+    monkeypatch.setattr(prepared, "first_programs", lambda *_: {"train step": (step, ())})
 
     def tokenise(*arguments, **options):
         assert step.begun.wait(60) and tested.wait(60)

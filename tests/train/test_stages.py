@@ -12,7 +12,7 @@ from nsa_jax.command_line import load_config
 from nsa_jax.config import ConfigError
 from nsa_jax.hub.export import export
 from nsa_jax.hub.load import load
-from nsa_jax.train import CheckpointError, loop
+from nsa_jax.train import CheckpointError, prepared
 from nsa_jax.train.loop import Run
 from nsa_jax.train.optimizer import learning_rate
 from nsa_jax.trainer import beginning
@@ -125,7 +125,7 @@ def test_what_a_stage_may_not_change_is_refused(first, tmp_path):
 
 
 def test_a_run_that_has_nothing_to_begin_with_is_refused_before_its_data_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "make_pipeline", lambda *_, **__: pytest.fail("the data were read"))
+    monkeypatch.setattr(prepared, "make_pipeline", lambda *_, **__: pytest.fail("the data were read"))
     with pytest.raises(ConfigError, match="--stage: there is nothing to go on from"):
         stage(tmp_path / "a", None)
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
@@ -136,7 +136,7 @@ def test_a_run_that_has_nothing_to_begin_with_is_refused_before_its_data_are_rea
 
 
 def test_a_stage_of_the_workdir_itself_and_steps_that_are_not_there_are_refused(first, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "make_pipeline", lambda *_, **__: pytest.fail("the data were read"))
+    monkeypatch.setattr(prepared, "make_pipeline", lambda *_, **__: pytest.fail("the data were read"))
     with pytest.raises(
         ConfigError, match="R022.*--stage goes on from the workdir itself. Fix: give the stage a workdir"
     ):
