@@ -164,7 +164,7 @@ def test_how_the_keys_are_split_changes_nothing(parts, fold_programs, monkeypatc
     same_blocks(info.block_indices, lists, lengths, SMALL)
 
 
-@pytest.mark.parametrize("serving", ["xla", "pair", "short", "step"])
+@pytest.mark.parametrize("serving", ["xla", "pair", "long_pair", "short", "step"])
 @pytest.mark.filterwarnings("ignore:.*interpret mode")
 def test_nan_in_a_block_that_is_not_listed_does_not_spread(serving):
     """Although the kernels of few blocks read it."""
@@ -178,7 +178,7 @@ def test_nan_in_a_block_that_is_not_listed_does_not_spread(serving):
         np.testing.assert_array_equal(got, out)
 
 
-@pytest.mark.parametrize("serving", ["pair", "short", "step"])
+@pytest.mark.parametrize("serving", ["pair", "long_pair", "short", "step"])
 @pytest.mark.filterwarnings("ignore:.*interpret mode")
 def test_nan_in_blocks_behind_a_row_does_not_spread(serving):
     """Its list is padded: no entry of it stands for the cache's last block."""
