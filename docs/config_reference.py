@@ -17,8 +17,8 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from nsa_jax import bounds as bounds_lib
 from nsa_jax import config as config_lib
-from nsa_jax import rules as rules_lib
 from nsa_jax.ops.rope import RopeScaling
 
 ROOT = Path(__file__).parent.parent
@@ -149,15 +149,15 @@ def _allowed(name: str, comment: str) -> str:
         if all(choice in comment for choice in config_lib.CHOICES[name]):
             return ""  # the comment says what each is
         return ", ".join(f"`{choice!r}`" for choice in config_lib.CHOICES[name])
-    bounds = [f"≥ {lowest}" for lowest, names in rules_lib._AT_LEAST.items() if name in names.split()]
-    if name in rules_lib._RANGES:
-        low, low_included, high, high_included = rules_lib._RANGES[name]
+    bounds = [f"≥ {lowest}" for lowest, names in bounds_lib.AT_LEAST.items() if name in names.split()]
+    if name in bounds_lib.RANGES:
+        low, low_included, high, high_included = bounds_lib.RANGES[name]
         if high != float("inf"):
             return f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high_included else ')'}"
         bounds.append(f"{'≥' if low_included else '>'} {low:g}")
     if name in _GEOMETRY:
         bounds.append("> 0")
-    bounds += [f"≤ {highest:_}" for highest, names in rules_lib._AT_MOST.items() if name in names.split()]
+    bounds += [f"≤ {highest:_}" for highest, names in bounds_lib.AT_MOST.items() if name in names.split()]
     return ", ".join(bounds)
 
 

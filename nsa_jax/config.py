@@ -12,10 +12,11 @@ from collections.abc import Iterable
 
 from ml_collections import ConfigDict
 
+from nsa_jax.bounds import CHOICES
 from nsa_jax.fields import SOURCE_FIELDS, ConfigError, Problem, check_fields, shown, source_configs, walk
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.rope import RopeScaling
-from nsa_jax.rules import CHOICES, FATAL, GENERATED, broken_rules, geometry
+from nsa_jax.rules import FATAL, GENERATED, broken_rules, geometry
 
 __all__ = [
     "CHOICES",

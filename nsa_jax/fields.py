@@ -42,6 +42,19 @@ class Problem:
         return f"{self.rule} {self.severity}: {self.message}. Fix: {self.fix}"
 
 
+class Findings:
+    """Collects problems while rules run."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def error(self, rule: str, message: str, fix: str) -> None:
+        self.problems.append(Problem(rule, "error", message, fix))
+
+    def warning(self, rule: str, message: str, fix: str) -> None:
+        self.problems.append(Problem(rule, "warning", message, fix))
+
+
 class ConfigError(ValueError):
     """Raised with every error that was found; `problems` holds them."""
 

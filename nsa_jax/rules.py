@@ -8,79 +8,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from nsa_jax.batch_ramp import BatchRamp
-from nsa_jax.fields import Problem, nearest, remote, source_configs
+from nsa_jax.bounds import CHOICES, check_values, value_of
+from nsa_jax.fields import Findings, Problem, nearest, remote, source_configs
 from nsa_jax.object_store import SCHEMES, scheme_of
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.gpus import GPUS
 from nsa_jax.ops.rope import KINDS, RopeScaling
 from nsa_jax.ops.target import Target
 
-
-class _Findings:
-    """Collects problems while rules run."""
-
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
-
-    def error(self, rule: str, message: str, fix: str) -> None:
-        self.problems.append(Problem(rule, "error", message, fix))
-
-    def warning(self, rule: str, message: str, fix: str) -> None:
-        self.problems.append(Problem(rule, "warning", message, fix))
-
-
-CHOICES = {
-    "model.attention": ("nsa", "dense", "window"),
-    "model.compressor": ("mlp", "mean"),
-    "model.nsa.selector": ("compressed", "mean_key"),
-    "model.rope_scaling.kind": KINDS,
-    "model.implementation": ("auto", "reference", "xla", "pallas"),
-    "model.compute_dtype": ("float32", "bfloat16"),
-    "model.matmul_dtype": ("", "float8"),
-    "model.param_dtype": ("float32", "bfloat16"),
-    "model.remat": ("none", "block", "attention_saved", "dots_saved", "offload", "full"),
-    "data.source": ("stdlib", "text", "trees", "tokens", "hf", "task", "synthetic"),
-    "data.synthetic": ("random", "copy", "recall"),
-    "data.packing_method": ("concatenate", "best_fit"),
-    "data.tokenizer": ("byte", "bpe", "hf"),
-    "optim.name": ("adamw", "muon"),
-    "optim.schedule": ("cosine", "linear", "constant", "wsd"),
-    "preflight.target": ("", *GPUS),
-}
-
 GENERATED = ("task", "synthetic")  # sources whose rows are made, not read
-
-_FACTORS = [
-    f"optim.{kind}_factor.{group}"
-    for kind in ("learning_rate", "weight_decay")
-    for group in ("embedding", "head", "gates", "compressor")
-]
-
-_AT_LEAST = {
-    3: "data.synthetic_vocab",
-    1: (
-        "model.dim model.num_layers model.num_heads model.num_kv_heads model.head_dim data.seq_len data.prefetch "
-        "data.stream_lanes train.selection_queries "
-        "train.steps train.batch_size train.grad_accum train.log_every train.keep_last mesh.fsdp mesh.tensor "
-        "mesh.context preflight.devices"
-    ),
-    0: (
-        "seed model.vocab_size model.value_head_dim model.mlp_dim model.rotary_dim model.rope_scaling.original_length "
-        "data.max_documents data.tree_characters data.task_length "
-        "data.num_workers data.tokenizer_workers data.shuffle_buffer "
-        "train.eval_every train.keep_every "
-        "train.eval_batches train.save_every train.sample_tokens optim.warmup_steps optim.weight_decay optim.clip "
-        "guards.floor_steps guards.skip_steps guards.skip_spikes guards.spike_norm guards.roll_back "
-        "guards.max_gap guards.divergence guards.spike guards.plateau_steps "
-        "guards.early_stop guards.early_stop_delta guards.min_gate_entropy guards.stall_seconds guards.upload_seconds"
-    ),
-}
 
 
 def attention_kinds(model: Mapping[str, Any]) -> tuple[str, ...]:
@@ -112,56 +53,6 @@ def pattern_problem(model: Mapping[str, Any]) -> tuple[str, str]:
 # Experiment trackers; train/trackers.py has a class for each.
 TRACKERS = ("wandb", "mlflow")
 
-# Beyond these a slip of the keyboard is likelier than a purpose, and what it leads to is no clear message.
-_AT_MOST = {
-    1 << 24: "model.vocab_size data.bpe_vocab_size data.synthetic_vocab",
-    1 << 20: (
-        "model.dim model.num_layers model.num_heads model.num_kv_heads model.head_dim model.value_head_dim "
-        "model.mlp_dim model.nsa.compress_block model.nsa.compress_stride model.nsa.select_block "
-        "model.nsa.num_selected model.nsa.num_initial model.nsa.num_local model.nsa.window"
-    ),
-    1 << 10: "data.num_workers data.tokenizer_workers data.prefetch",
-    30 * 86_400: "guards.stall_seconds guards.heartbeat_seconds guards.upload_seconds",
-}
-
-# field: (lowest, is it allowed itself, highest, is it allowed itself)
-_RANGES = {
-    "model.dropout": (0.0, True, 1.0, False),
-    "model.nsa.gate_bias": (-30.0, True, 30.0, True),
-    "data.val_fraction": (0.0, True, 1.0, False),
-    "data.task_answer_weight": (0.0, False, 1e6, True),
-    "optim.learning_rate": (0.0, False, float("inf"), False),
-    "optim.final_fraction": (0.0, True, 1.0, True),
-    "optim.decay_fraction": (0.0, False, 1.0, True),
-    "optim.b1": (0.0, True, 1.0, False),
-    "optim.b2": (0.0, True, 1.0, False),
-    "optim.momentum": (0.0, True, 1.0, False),
-    "optim.eps": (0.0, False, float("inf"), False),
-    "model.norm_eps": (0.0, False, float("inf"), False),
-    "model.init_std": (0.0, False, float("inf"), False),
-    "model.rope_theta": (1.0, False, float("inf"), False),
-    "model.logit_soft_cap": (0.0, True, float("inf"), False),
-    "train.ema_decay": (0.0, True, 1.0, False),
-    "train.z_loss": (0.0, True, float("inf"), False),
-    "train.selection_loss": (0.0, True, float("inf"), False),
-    "model.rope_scaling.factor": (1.0, True, float("inf"), False),
-    "model.rope_scaling.attention_factor": (0.0, True, float("inf"), False),
-    "model.rope_scaling.low_freq_factor": (0.0, False, float("inf"), False),
-    "model.rope_scaling.high_freq_factor": (0.0, False, float("inf"), False),
-    "model.rope_scaling.beta_fast": (0.0, False, float("inf"), False),
-    "model.rope_scaling.beta_slow": (0.0, False, float("inf"), False),
-    "preflight.utilisation": (0.0, False, 1.0, True),
-    "guards.floor_ratio": (0.0, True, 1.0, False),
-    "guards.late_floor_ratio": (0.0, True, 1.0, False),
-    "guards.max_gate_share": (0.0, False, 1.0, True),
-    "guards.max_collapsed": (0.0, True, 1.0, True),
-    "guards.min_selection_gain": (0.0, True, 1.0, True),
-    "guards.selection_from": (0.0, True, 1.0, True),
-    "guards.heartbeat_seconds": (1.0, True, float("inf"), False),
-    "guards.peer_seconds": (2.0, True, 600.0, True),
-    **dict.fromkeys(_FACTORS, (0.0, True, float("inf"), False)),
-}
-
 # Fields that name files: none can hold a null character. Buckets are for workdirs and data.files alone.
 _PATHS = "name compilation_cache_dir train.local_dir data.cache_dir data.tokenizer_path data.hf_path data.hf_name"
 
@@ -170,20 +61,6 @@ FATAL = frozenset(f"R{i:03}" for i in (0, 1, 2, 3, 4, 5, 7, 8, 10, 20, 21, 22, 5
 
 _LONG_RUN = 5_000  # steps; beyond, a mistake costs days
 _TOY_PARAMETERS = 5_000_000  # outside the embedding; fewer are for trying things out
-
-
-def _field(config: ConfigDict, name: str) -> Any:
-    for part in name.split("."):
-        config = config[part]
-    return config
-
-
-def _with_sources(config: ConfigDict, name: str) -> Iterator[tuple[str, Any]]:
-    """A field with its value, and what sources set in its place."""
-    field = name.removeprefix("data.")
-    yield name, _field(config, name)
-    for source in (source for source, own in config.data.sources.items() if field in own):
-        yield f"data.sources.{source}.{field}", config.data.sources[source][field]
 
 
 def geometry(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,35 +74,7 @@ def geometry(section: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _check_values(config: ConfigDict, found: _Findings) -> None:
-    for name, allowed in CHOICES.items():
-        value = _field(config, name)
-        if value not in allowed:
-            choices = ", ".join(choice or '""' for choice in allowed)
-            found.error("R001", f"config.{name}={value!r}: no such choice", f"use one of {choices}")
-    for lowest, names in _AT_LEAST.items():
-        for name, value in (each for field in names.split() for each in _with_sources(config, field)):
-            if not value >= lowest:
-                found.error("R002", f"config.{name}={value}: too small", f"use at least {lowest}")
-    for highest, names in _AT_MOST.items():
-        for name in names.split():
-            value = _field(config, name)
-            if value > highest:
-                found.error("R002", f"config.{name}={value}: too large", f"use at most {highest:,}")
-    for field, (low, low_included, high, high_included) in _RANGES.items():
-        interval = f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high_included else ')'}"
-        for name, value in _with_sources(config, field):
-            above = value >= low if low_included else value > low
-            if not above or not (value <= high if high_included else value < high):
-                found.error("R003", f"config.{name}={value}: out of range", f"use a value in {interval}")
-    if 0 < config.guards.stall_seconds < 1:
-        message = f"config.guards.stall_seconds={config.guards.stall_seconds}: too small"
-        found.error("R002", message, "use 0 for no such guard, or at least 1")
-    if config.mesh.data != -1 and config.mesh.data < 1:
-        found.error("R002", f"config.mesh.data={config.mesh.data}: too small", "use -1 for all devices, or at least 1")
-
-
-def _check_model(config: ConfigDict, found: _Findings) -> NSAConfig | None:
+def _check_model(config: ConfigDict, found: Findings) -> NSAConfig | None:
     m, seq_len = config.model, config.data.seq_len
     if m.num_kv_heads >= 1 and m.num_heads % m.num_kv_heads:
         message = f"config.model.num_kv_heads={m.num_kv_heads}: does not divide num_heads={m.num_heads}"
@@ -260,7 +109,7 @@ def _check_model(config: ConfigDict, found: _Findings) -> NSAConfig | None:
     return nsa
 
 
-def _check_rope_scaling(config: ConfigDict, found: _Findings) -> None:
+def _check_rope_scaling(config: ConfigDict, found: Findings) -> None:
     scaling = config.model.rope_scaling
     try:
         RopeScaling(**scaling.to_dict())
@@ -283,7 +132,7 @@ def float8_problems(config: ConfigDict, target: Target, name: str) -> list[Probl
     return [Problem("R061", "error", message, 'set "", or use a GPU of compute capability 8.9 or later, such as h100')]
 
 
-def _check_offload(config: ConfigDict, found: _Findings) -> None:
+def _check_offload(config: ConfigDict, found: Findings) -> None:
     m = config.model
     if m.remat == "offload" and not m.scan_layers:
         message = (
@@ -293,7 +142,7 @@ def _check_offload(config: ConfigDict, found: _Findings) -> None:
         found.error("R060", message, "set config.model.scan_layers=True")
 
 
-def _check_selection_loss(config: ConfigDict, found: _Findings) -> None:
+def _check_selection_loss(config: ConfigDict, found: Findings) -> None:
     if not config.train.selection_loss:
         return
     field = f"config.train.selection_loss={config.train.selection_loss}"
@@ -312,7 +161,7 @@ def _check_selection_loss(config: ConfigDict, found: _Findings) -> None:
         found.error("R062", message, "set either to its default")
 
 
-def _check_mesh(config: ConfigDict, found: _Findings) -> None:
+def _check_mesh(config: ConfigDict, found: Findings) -> None:
     m, tensor, context = config.model, config.mesh.tensor, config.mesh.context
     if tensor > 1:
         if m.num_kv_heads % tensor:
@@ -351,25 +200,25 @@ def _check_mesh(config: ConfigDict, found: _Findings) -> None:
             found.error("R020", message, fix)
 
 
-def _check_paths(config: ConfigDict, found: _Findings) -> None:
+def _check_paths(config: ConfigDict, found: Findings) -> None:
     if not config.name:
         found.error("R001", "config.name='': empty", "name the run; runs/<name> is its default workdir")
     for name in _PATHS.split():
-        if "\0" in _field(config, name):
-            found.error("R001", f"config.{name}={_field(config, name)!r}: holds a null character", "remove it")
+        if "\0" in value_of(config, name):
+            found.error("R001", f"config.{name}={value_of(config, name)!r}: holds a null character", "remove it")
     for name in ("compilation_cache_dir", "data.cache_dir", "train.local_dir"):
-        scheme = remote(_field(config, name))
+        scheme = remote(value_of(config, name))
         kept = name == "data.cache_dir" and scheme in SCHEMES
-        if kept and not scheme_of(_field(config, name)):
-            message = f"config.{name}={_field(config, name)!r}: no bucket is named"
+        if kept and not scheme_of(value_of(config, name)):
+            message = f"config.{name}={value_of(config, name)!r}: no bucket is named"
             found.error("R001", message, f"write {scheme}BUCKET/PATH")
         elif scheme and not kept:
-            message = f"config.{name}={_field(config, name)!r}: {scheme} is not supported"
+            message = f"config.{name}={value_of(config, name)!r}: {scheme} is not supported"
             others = f", {' or '.join(SCHEMES)}" if name == "data.cache_dir" else ": its files are locked there"
             found.error("R001", message, f"use a local or shared directory{others}")
 
 
-def _check_data(config: ConfigDict, found: _Findings) -> None:
+def _check_data(config: ConfigDict, found: Findings) -> None:
     d = config.data
     for name, alone in source_configs(config).items():
         path, one = f"data.sources.{name}" if name else "data", alone.data
@@ -447,7 +296,7 @@ def save_interval(train: Mapping[str, Any]) -> int:
     return min(train["save_every"], train["keep_every"] or train["save_every"])
 
 
-def _check_mixed_source(path: str, alone: ConfigDict, weight: float, found: _Findings) -> None:
+def _check_mixed_source(path: str, alone: ConfigDict, weight: float, found: Findings) -> None:
     """What one of several sources must be besides what any source must be."""
     if not weight > 0:
         found.error(
@@ -462,7 +311,7 @@ def _check_mixed_source(path: str, alone: ConfigDict, weight: float, found: _Fin
         found.error("R007", message, "set config.data.hf_streaming=False, which tokenises the data once")
 
 
-def _check_training(config: ConfigDict, found: _Findings) -> None:
+def _check_training(config: ConfigDict, found: Findings) -> None:
     t, o, mesh = config.train, config.optim, config.mesh
     if t.batch_size * config.data.seq_len >= 1 << 31:
         message = f"config.train.batch_size={t.batch_size}: {t.batch_size * config.data.seq_len:,} tokens in a step"
@@ -525,7 +374,7 @@ def _check_training(config: ConfigDict, found: _Findings) -> None:
     _check_long_run(config, found)
 
 
-def _check_rows(config: ConfigDict, ramp: BatchRamp, found: _Findings) -> None:
+def _check_rows(config: ConfigDict, ramp: BatchRamp, found: Findings) -> None:
     """What a run of several batch sizes, or of several sources, makes of its rows."""
     t, rows = config.train, [rows for _, rows in ramp.stages] + [ramp.final]
     if ramp.stages and ramp.stages[-1][0] >= t.steps:
@@ -544,7 +393,7 @@ def _check_rows(config: ConfigDict, ramp: BatchRamp, found: _Findings) -> None:
             found.warning("R007", message, "raise it, or leave the source out")
 
 
-def _check_long_run(config: ConfigDict, found: _Findings) -> None:
+def _check_long_run(config: ConfigDict, found: Findings) -> None:
     """What is fine for trying things out and a waste in a run of days."""
     m, o = config.model, config.optim
     if m.compute_dtype != "bfloat16":
@@ -579,7 +428,7 @@ def _check_long_run(config: ConfigDict, found: _Findings) -> None:
 RULES = frozenset(f"R{i:03}" for i in (*range(39), *range(40, 45), *range(50, 64)))
 
 
-def _check_ignored(config: ConfigDict, found: _Findings) -> None:
+def _check_ignored(config: ConfigDict, found: Findings) -> None:
     for rule in config.preflight.ignore:
         if rule not in RULES:
             meant = nearest(str(rule).upper(), sorted(RULES))
@@ -592,14 +441,14 @@ def _check_ignored(config: ConfigDict, found: _Findings) -> None:
 
 
 _CHECKS: tuple[Any, ...] = (
-    *(_check_values, _check_paths, _check_model, _check_selection_loss, _check_offload, _check_mesh, _check_data),
+    *(check_values, _check_paths, _check_model, _check_selection_loss, _check_offload, _check_mesh, _check_data),
     *(_check_training, _check_ignored),
 )
 
 
 def broken_rules(config: ConfigDict) -> list[Problem]:
     """What the rules say about a config that has every field, each of its default's type."""
-    found = _Findings()
+    found = Findings()
     for check_part in _CHECKS:
         check_part(config, found)
     return found.problems
