@@ -244,6 +244,10 @@ _NEEDS = {
     "data.bpe_vocab_size": ("data.tokenizer", ("bpe",)),
     "data.shuffle_buffer": ("data.hf_streaming", (True,)),
     "data.stream_lanes": ("data.hf_streaming", (True,)),
+    **dict.fromkeys(
+        ("model.compressor", "model.nsa.compress_block", "model.nsa.compress_stride"),
+        ("model.nsa.selector", ("compressed",)),
+    ),
     "optim.momentum": ("optim.name", ("muon",)),
     "optim.decay_fraction": ("optim.schedule", ("wsd",)),
     "optim.final_fraction": ("optim.schedule", tuple(x for x in CHOICES["optim.schedule"] if x != "constant")),

@@ -350,7 +350,7 @@ def _check_training(config: ConfigDict, found: Findings) -> None:
         found.error("R010", message, "set config.guards.spike_norm or spike, or skip_spikes=0")
     if o.warmup_steps >= t.steps > 0:
         message = f"config.optim.warmup_steps={o.warmup_steps}: the run of {t.steps} steps ends before the warm-up"
-        found.error("R011", message, "warm up for 1 to 10 % of the steps")
+        found.error("R011", message, "warm up for 1 to 10 % of the steps" if t.steps >= 10 else "set warmup_steps=0")
     elif o.schedule == "wsd" and (late := o.warmup_steps + o.decay_fraction * t.steps) > t.steps + 1e-6:
         message = (
             f"config.optim.warmup_steps={o.warmup_steps}, decay_fraction={o.decay_fraction}: warm-up and decay need "

@@ -158,6 +158,14 @@ WITHOUT_EFFECT = [
     (["optim.decay_fraction=0.5"], "warning", "decay_fraction=0.5", "optim.schedule='cosine'", "schedule='wsd'"),
     (["optim.momentum=0.5"], "warning", "optim.momentum=0.5", "optim.name='adamw'", "optim.name='muon'"),
     (
+        ["model.compressor=mean", "model.nsa.selector=mean_key"],
+        *("warning", "model.compressor='mean'", "model.nsa.selector='mean_key'", "model.nsa.selector='compressed'"),
+    ),
+    (
+        ["model.nsa.compress_block=64", "model.nsa.selector=mean_key"],
+        *("warning", "nsa.compress_block=64", "model.nsa.selector='mean_key'", "model.nsa.selector='compressed'"),
+    ),
+    (
         ["optim.final_fraction=0.5", "optim.schedule=constant"],
         *("warning", "optim.final_fraction=0.5", "optim.schedule='constant'", "optim.schedule='cosine'"),
     ),
@@ -204,6 +212,14 @@ def test_an_early_stop_that_comes_after_the_end_is_reported(steps, reported):
     config.guards.early_stop, config.train.eval_every, config.train.steps = 2, 200, steps
     found = [problem for problem in validate(config) if "early_stop" in problem.message]
     assert [(problem.rule, problem.severity) for problem in found] == [("R010", "warning")] * reported
+
+
+@pytest.mark.parametrize(("steps", "fix"), [(9, "set warmup_steps=0"), (10, "1 to 10 % of the steps")])
+def test_the_warm_up_that_is_advised_fits_the_steps(steps, fix):
+    config = default_config()
+    config.train.steps = config.optim.warmup_steps = steps
+    (problem,) = [problem for problem in validate(config) if problem.rule == "R011"]
+    assert fix in problem.fix
 
 
 def overridden(*overrides, **sources):

@@ -191,7 +191,7 @@ class StdlibSource:
     def documents(self) -> Iterator[str]:
         for relative, _ in self.files():
             try:
-                yield (self.root / relative).read_bytes().decode("utf-8")
+                yield (self.root / relative).read_bytes().decode("utf-8-sig")
             except UnicodeDecodeError:
                 continue
 
@@ -271,7 +271,7 @@ _NO_TREES = ("site-packages", "dist-packages", "__pycache__")
 def _file_text(path: Path, root: Path) -> str:
     """A file after a line with its path; nothing if it is empty or not UTF-8."""
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
         return ""
     except OSError as error:
@@ -323,7 +323,7 @@ def _open_text(path: str) -> io.TextIOWrapper:
         binary = io.BufferedReader(_ZstdReader(remote or open(path, "rb")), _READ_BYTES)
     else:
         binary = remote or open(path, "rb")
-    return io.TextIOWrapper(binary, encoding="utf-8", newline="")
+    return io.TextIOWrapper(binary, encoding="utf-8-sig", newline="")  # programs of Windows begin files with a mark
 
 
 class TextSource:

@@ -83,7 +83,7 @@ class RopeScaling:
 def _frequencies(dim: int, theta: float, scaling: RopeScaling, length: int) -> jax.Array:
     """Radians per token of each of dim/2 pairs, float32."""
     half, original = dim // 2, scaling.original_length
-    if scaling.kind == "dynamic" and length > original:
+    if scaling.kind == "dynamic" and length > original and dim > 2:  # a single pair turns by 1 whatever the base
         theta *= (scaling.factor * length / original - (scaling.factor - 1)) ** (dim / (dim - 2))
     index = jnp.arange(half, dtype=jnp.float32)
     frequency = theta ** (-index / half)

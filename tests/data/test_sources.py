@@ -31,6 +31,17 @@ def test_stdlib_skips_files_that_are_not_utf8(tmp_path):
     assert list(StdlibSource(tmp_path).documents()) == ["x = 'é'\n"]
 
 
+def test_the_mark_of_utf8_files_is_no_text(tmp_path):
+    """Editors of Windows begin files with it."""
+    text = "\ufeffcafé\n"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
+    write_tree(tmp_path, "tree", {"a.py": text})
+    assert list(TextSource((f"{tmp_path}/a.txt", f"{tmp_path}/a.txt.gz")).documents()) == ["café\n"] * 2
+    assert list(TreeSource(f"{tmp_path}/tree").documents()) == ["# tree/a.py\ncafé\n\n"]
+    assert list(StdlibSource(tmp_path / "tree").documents()) == ["café\n"]
+
+
 def write_tree(root, name, files):
     for path, text in files.items():
         (root / name / path).parent.mkdir(parents=True, exist_ok=True)

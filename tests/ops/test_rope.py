@@ -35,6 +35,12 @@ def test_dynamic_raises_the_base_of_rows_beyond_the_original_length():
     np.testing.assert_allclose(frequencies(scaling=scaling, length=length), plain(base), rtol=1e-5)
 
 
+def test_dynamic_leaves_a_single_pair_as_it_is():
+    """Its frequency is 1 whatever the base; the base itself would be infinite."""
+    cos, sin = rope_turns(jnp.arange(300), 2, THETA, scaling=RopeScaling("dynamic", FACTOR, ORIGINAL), length=300)
+    np.testing.assert_allclose(np.arctan2(sin, cos).ravel()[:4], [0, 1, 2, 3], atol=1e-5)
+
+
 def test_llama3_keeps_high_frequencies_and_divides_low_ones():
     low, high = 1.5, 6.0
     got = frequencies(scaling=RopeScaling("llama3", FACTOR, ORIGINAL, low_freq_factor=low, high_freq_factor=high))
