@@ -260,7 +260,8 @@ def held_out_documents(
     cut: list[int] = []
     total, longest = 0, max_tokens
     if files:
-        source: Iterator[np.ndarray] = (tokenizer.encode(text) for text in TextSource(tuple(files)).documents())
+        texts = TextSource(tuple(files)).documents()
+        source: Iterator[np.ndarray] = (tokenizer.encode_documents([text])[0].astype(np.int32) for text in texts)
     else:
         corpora = [part.pipeline.corpus for part in data_of_the_run(config, tokenizer).parts.values()]
         splits = [corpus.validation for corpus in corpora if corpus is not None]

@@ -18,7 +18,7 @@ from nsa_jax.command_line import EXIT_USAGE
 from nsa_jax.config import default_config
 from nsa_jax.data.errors import DataError
 from nsa_jax.data.synthetic import recall_rows
-from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer
+from nsa_jax.data.tokenizers import BPE_EOS, ByteTokenizer, HuggingFaceTokenizer, SyntheticTokenizer, train_bpe
 from nsa_jax.evaluate import retrieval, scoring, validation
 
 from .runs import small_config, write_run
@@ -110,6 +110,20 @@ def test_held_out_documents_are_long_enough_for_a_longer_context(tmp_path):
         (tmp_path / f"{i}.txt").write_text(f"{i} " + "text " * 8 * config.data.seq_len)
     assert all(len(d) == 16 * config.data.seq_len for d in held_out(config).documents)
     assert all(len(d) > 39 * config.data.seq_len for d in held_out(config, 64 * config.data.seq_len).documents)
+
+
+def test_files_that_spell_out_the_end_of_a_document_are_read_as_in_training(tmp_path):
+    """The words became the token, which stands for no bytes: 13 of these 39 were counted, and the text ended within."""
+    made = json.loads(train_bpe(["the grass is green. " * 50], 300))
+    made["added_tokens"] = [{"id": made["model"]["vocab"][BPE_EOS], "content": BPE_EOS, "special": True}]
+    made["added_tokens"][0] |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer = HuggingFaceTokenizer(json.dumps(made), eos=BPE_EOS)
+    text = f"the{BPE_EOS}grass is {BPE_EOS}\n"
+    path = tmp_path / "text.txt"
+    path.write_text(text)
+    (document,) = evaluate.held_out_documents(default_config(), (str(path),), tokenizer, 1000).documents
+    assert document.dtype == np.int32 and document.tolist() == tokenizer.encode_documents([text])[0].tolist()
+    assert tokenizer.eos_id not in document and tokenizer.token_bytes[document].sum() == len(text)
 
 
 def held_out(config, *more):
