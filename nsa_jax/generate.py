@@ -120,6 +120,9 @@ def _interact(generator: Generator, args: argparse.Namespace, sampling: Sampling
     """Reads lines and continues the text so far after each, until /reset."""
     if sys.stdin is None:  # closed: there are no lines
         return
+    reconfigure = getattr(sys.stdin, "reconfigure", None)
+    if reconfigure:  # odd bytes arrive as they do in arguments, where most locales would refuse the line
+        reconfigure(errors="surrogateescape")
     if not args.quiet and sys.stdin.isatty():
         limit = f"{generator.context:,} tokens" if generator.context else "no limit"
         print(f"{args.path}: context {limit}, up to {args.max_tokens:,} new tokens a line\n{_HELP}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import jax
 import jax.numpy as jnp
@@ -327,6 +328,15 @@ def test_a_text_that_was_stopped_is_continued(workdir, capsys, monkeypatch):
     assert generate.main([str(workdir[0]), "--interactive", "--max-tokens=4", "--greedy", "--quiet"]) == 0
     first = capsys.readouterr().out.split("\n")[0]
     assert first and seen[1] == f"ab{first}cd"
+
+
+def test_lines_that_are_not_utf_8_are_prompts_too(workdir, monkeypatch, capsys):
+    """Most locales have Python refuse such a line, which ended the program."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xffb\nc\n"), encoding="utf-8"))
+    seen, original = [], Generator.prompt_ids
+    monkeypatch.setattr(Generator, "prompt_ids", lambda self, p: seen.append(original(self, p)) or seen[-1])
+    assert generate.main([str(workdir[0]), "--interactive", "--max-tokens=2", "--greedy", "--quiet"]) == 0
+    assert seen[0].tolist() == [97, 255, 98] and len(seen) == 2 and seen[1].tolist()[:3] == [97, 255, 98]
 
 
 def test_a_path_is_a_prompt_and_no_command():
