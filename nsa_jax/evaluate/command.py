@@ -48,6 +48,7 @@ from nsa_jax import inspect
 from nsa_jax.command_line import number, run_program, silence
 from nsa_jax.data import DataError, long_tasks
 from nsa_jax.data.sources import has_held_out
+from nsa_jax.data.synthetic import num_facts
 from nsa_jax.evaluate import long_context, retrieval
 from nsa_jax.evaluate.scoring import (
     HeldOut,
@@ -122,12 +123,38 @@ class Evaluation:
         found = []
         for task in [*validated, *text, *(["far", "long"] if "task" in kinds else [])]:
             try:
-                self._lengths(task)
+                self._check(task)
             except DataError as error:
                 self._say(f"{task} is left out: {error}")
             else:
                 found.append(task)
         return found
+
+    def _check(self, task: str) -> None:
+        """Raises DataError if the rows of a task cannot be made, before anything is computed."""
+        data = self.config.data
+        if task == "far":
+            _ = self.far_task
+        elif task == "context":
+            self._context_rows()
+        elif task == "recall" and 4 * num_facts(data.seq_len) > data.synthetic_vocab:
+            what = f"too few ids for the {num_facts(data.seq_len)} facts of a row of {data.seq_len} tokens"
+            fix = "this task is for runs of configs/recall.py: use --tasks long for others"
+            raise DataError(f"config.data.synthetic_vocab={data.synthetic_vocab}", what, fix)
+        else:
+            self._lengths(task)
+
+    @functools.cached_property
+    def far_task(self) -> inspect.FarTask:
+        """The tasks of the run's own data, which have far questions."""
+        task = inspect.far_task(self.config, self.tokenizer)
+        if task is None:
+            what, fix = "the run has no source of tasks", "use --tasks long, which brings its own rows"
+            raise DataError("--tasks far", what, fix)
+        if not any(task.is_far(answer) for _, row in task.rows(8 * self.args.samples) for answer in row.answers):
+            what = f"no answer lies more than {task.reach} tokens back, which all windows together reach"
+            raise DataError(f"config.data.seq_len={task.seq_len}", what, "use --tasks long with longer --lengths")
+        return task
 
     def _lengths(self, task: str) -> list[int]:
         """Lengths of a task's rows: those asked for, or the parts of the context that are long enough.
@@ -136,7 +163,8 @@ class Evaluation:
           DataError: the task's rows do not fit into any of them.
         """
         if task == "long":
-            least = room = max(long_tasks.TASKS[name].least(self.tokenizer) for name in self.args.long_tasks)
+            needed = [long_tasks.TASKS[name].least(self.tokenizer) for name in self.args.long_tasks]
+            least, room = min(needed), max(needed)
             what, fix = "these tasks need", "name others with --long-tasks, or raise --context"
         elif task in ("needle", "needle-multi"):
             count = self.args.num_keys if task == "needle-multi" else 1
@@ -146,8 +174,9 @@ class Evaluation:
         else:
             return []
         if self.args.lengths:
-            if task != "long" and min(self.args.lengths) < least:  # of the long tasks, some may fit
-                raise DataError(f"--lengths {min(self.args.lengths)}", f"too short: {what} {least} tokens", "raise it")
+            tried = (max if task == "long" else min)(self.args.lengths)  # of the long tasks, some may fit
+            if tried < least:
+                raise DataError(f"--lengths {tried}", f"too short: {what} {least} tokens", "raise it")
             return list(self.args.lengths)
         lengths = [length for length in (self.context >> shift for shift in (3, 2, 1, 0)) if length >= room]
         if not lengths:
@@ -266,15 +295,9 @@ class Evaluation:
 
     def far(self) -> dict[str, Any]:
         """The tasks of the run's own data; without selection, no verdict and no picture."""
-        task = inspect.far_task(self.config, self.tokenizer)
-        if task is None:
-            what, fix = "the run has no source of tasks", "use --tasks long, which brings its own rows"
-            raise DataError("--tasks far", what, fix)
+        task = self.far_task
         rows = dict(rows=8 * self.args.samples, batch_size=self.args.batch_size)
         result, verdict = inspect.score_far_task(self.probe, task, **rows)
-        if not result:
-            what = f"no answer lies more than {task.reach} tokens back, which all windows together reach"
-            raise DataError(f"config.data.seq_len={task.seq_len}", what, "use --tasks long with longer --lengths")
         self._table("questions about far tokens", [result])
         if verdict is not None and (shown := inspect.show_far_question(self.probe, task)):
             self._say(f"{verdict}\n{shown[0]}")
@@ -293,15 +316,13 @@ class Evaluation:
             seed=self.args.seed,
             batch_size=self.args.batch_size,
         )
-        if not result["cells"]:
-            raise DataError(f"--lengths {lengths}", "too short for these tasks", "raise them")
         long_context.plot_tasks({self.config.name: result["cells"]}, self.output / "long.png")
         self._table("long tasks by length", result["cells"])
         self._table("long tasks by distance", result["distances"])
         return result
 
-    def cut_context(self) -> dict[str, Any]:
-        """The task context."""
+    def _context_rows(self) -> tuple[list[np.ndarray], list[int]]:
+        """Rows and cuts of the task context."""
         window = self.config.model.nsa.window
         cuts = [cut for cut in self.args.cuts or [window << shift for shift in (0, 2, 4, 6)] if cut < self.context]
         rows = [
@@ -315,6 +336,11 @@ class Evaluation:
             )
             fix = "lower --context or --cuts, raise --max-tokens, or name longer --files"
             raise DataError("--tasks context", what, fix)
+        return rows, cuts
+
+    def cut_context(self) -> dict[str, Any]:
+        """The task context."""
+        rows, cuts = self._context_rows()
         if left_out := sorted(set(self.args.cuts or ()) - set(cuts)):
             self._say(f"--cuts {', '.join(map(str, left_out))}: left out, not below the context {self.context}.")
             self._show()
@@ -391,7 +417,7 @@ class Evaluation:
         if not tasks:
             raise DataError("--tasks", "none fits the run's data", "name tasks, with --files for text")
         for task in tasks:
-            self._lengths(task)  # raises before anything is computed
+            self._check(task)
         harness = [task for task in tasks if task not in TASKS]
         model = {"path": str(self.args.path), "step": self.recorded.get("step")}
         model["fingerprint"] = fingerprint(self.model)

@@ -153,7 +153,7 @@ def test_a_tokenizer_with_ids_that_the_model_has_not_is_refused(tmp_path, text, 
 
 def test_rows_that_are_too_short_are_refused_or_left_out_before_anything_is_computed(tmp_path, monkeypatch, capsys):
     config = small_config()
-    config.data.seq_len = 48
+    config.data.seq_len, config.data.synthetic_vocab = 48, 16
     write_run(tmp_path / "run", config)
     (tmp_path / "text.txt").write_text("value = 1\n" * 40)
     base = [str(tmp_path / "run"), "--files", str(tmp_path / "text.txt")]
@@ -166,10 +166,25 @@ def test_rows_that_are_too_short_are_refused_or_left_out_before_anything_is_comp
         (["--tasks=perplexity,needle-multi"], "context=48: too short: 4 facts need"),
         (["--tasks=perplexity,long"], "context=48: too short: these tasks need"),
         (["--tasks=perplexity,needle", "--lengths=512,20"], "--lengths 20: too short: 1 facts need"),
+        (["--tasks=perplexity,long", "--lengths=16,20"], "--lengths 20: too short: these tasks need"),
+        (["--tasks=perplexity,context", "--context=500"], "--tasks context: no document has 501 tokens"),
+        (["--tasks=perplexity,far"], "--tasks far: the run has no source of tasks"),
+        (["--tasks=perplexity,recall"], "config.data.synthetic_vocab=16: too few ids for the 6 facts of a row"),
     ):
         assert evaluate.main([*base, *tasks]) == 2
         captured = capsys.readouterr()
         assert words in captured.err and "nats" not in captured.out
+
+
+def test_far_questions_that_a_run_cannot_ask_are_left_out(tmp_path, capsys):
+    """A run whose windows reach over the whole row ended its evaluation there, and the long tasks were not run."""
+    config = small_config()
+    config.data.source, config.data.tasks, config.data.seq_len = "task", ("keypad",), 64
+    config.model.nsa.window, config.train.eval_batches = 96, 0
+    write_run(tmp_path / "run", config)
+    assert evaluate.main([str(tmp_path / "run"), "--long-tasks=keypad", "--samples=1", "--batch-size=2"]) == 0
+    assert "far is left out: config.data.seq_len=64: no answer lies more than 95 tokens" in capsys.readouterr().out
+    assert results(tmp_path / "run")["tasks"].keys() == {"long"}
 
 
 def test_bits_per_byte_of_no_bytes_are_unknown():
