@@ -64,8 +64,9 @@ from nsa_jax.extras import extra
 from nsa_jax.fields import source_configs
 from nsa_jax.hub.load import load_recorded, local_directory
 from nsa_jax.hub.output import check_writable
+from nsa_jax.nn import function_differences
 from nsa_jax.rules import GENERATED
-from nsa_jax.train.env import write_json
+from nsa_jax.train.env import plain_config, write_json
 
 TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall", "far", "long", "context")
 _SAME_LOSS = 1e-3  # relative; kernels and precision of another machine may differ by less
@@ -420,7 +421,8 @@ class Evaluation:
             self._check(task)
         harness = [task for task in tasks if task not in TASKS]
         model = {"path": str(self.args.path), "step": self.recorded.get("step")}
-        model["fingerprint"] = fingerprint(self.model)
+        model |= {"fingerprint": fingerprint(self.model), "tokenizer": self.tokenizer.fingerprint}
+        model["model"] = plain_config(self.config)["model"]
         result: dict[str, Any] = {**model, "context": self.context, "tasks": {}}
         kept = self._results_of(model)
         for task in tasks:
@@ -448,9 +450,13 @@ class Evaluation:
         """What earlier calls found of this model, by task."""
         try:
             found = json.loads((self.output / "evaluation.json").read_text())
-            # A model may be named in several ways; files of an earlier version have its name alone.
+            # A model may be named in several ways; files of earlier versions have its name alone, or no tokenizer.
             same = ("step", "fingerprint") if "fingerprint" in found else ("path", "step")
-            return dict(found["tasks"]) if all(found[name] == model[name] for name in same) else {}
+            other = any(found[name] != model[name] for name in same)
+            other |= found.get("tokenizer", model["tokenizer"]) != model["tokenizer"]
+            # With other blocks, for example, the same parameters are another function.
+            other |= bool(function_differences(found.get("model", model["model"]), model["model"]))
+            return {} if other else dict(found["tasks"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
 

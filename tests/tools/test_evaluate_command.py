@@ -77,6 +77,16 @@ def test_results_of_another_model_at_the_same_place_are_dropped(tmp_path, text):
     assert results(out)["tasks"].keys() == {"perplexity"} and results(out)["fingerprint"] != first["fingerprint"]
 
 
+def test_results_of_the_same_weights_in_another_function_are_dropped(tmp_path, text):
+    """Conversions with other blocks have the same arrays, and other losses."""
+    write(tmp_path / "in", describe("llama2", vocab_size=300))
+    out, ways = tmp_path / "out", ("--config.model.nsa.window=32", "--config.model.nsa.window=64")
+    for way, task in zip(ways, ("perplexity", "position"), strict=True):
+        assert convert.main([str(tmp_path / "in"), str(out), "--tokenizer=byte", way]) == 0
+        assert evaluate.main([str(out), *text[:2], f"--tasks={task}", f"--output={tmp_path / 'evaluation'}"]) == 0
+        assert results(tmp_path)["tasks"].keys() == {task}
+
+
 def test_results_stay_where_a_model_is_named_in_another_way(tmp_path, text, monkeypatch):
     write_run(tmp_path / "run", small_config())
     files = text[:2]
