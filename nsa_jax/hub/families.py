@@ -30,10 +30,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0,),
     "num_experts": (0,),
     "is_encoder_decoder": (False,),
+    "is_causal": (True,),  # models of embeddings have the type of the language model that they came from
 }
 _SLIDING_WINDOW = 4096  # where a config.json does not name the field: transformers' default
 _LAYER_TYPES = {"full_attention": "dense", "sliding_attention": "window"}
-_WORDS = {"hidden_act": "the activation", "quantization_config": "quantized weights"}
+_WORDS = {
+    "hidden_act": "the activation",
+    "quantization_config": "quantized weights",
+    "is_causal": "attention to later tokens, is_causal",
+}
 
 
 def _json_error(path: Path, name: str, value: Any, wanted: str) -> LoadError:

@@ -93,6 +93,7 @@ def test_scaling_of_rope_is_read_in_every_spelling(tmp_path, family, changes, ex
         ("llama2", {"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
         ("llama2", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "RoPE scaling of type 'longrope'"),
         ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ("qwen2", {"is_causal": False}, "attention to later tokens, is_causal False"),
         ("qwen3", {"rope_scaling": YARN | {"truncate": False}}, "YaRN whose range is not rounded"),
         ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differs between layers"),
         (
