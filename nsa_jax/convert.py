@@ -111,6 +111,8 @@ def _set_fields(config: ConfigDict, overrides: Sequence[str]) -> None:
     problems = override(config, overrides)
     for text in overrides:
         name = text.partition("=")[0]
+        if not problems and name == "model.nsa.gate_bias":
+            problems.append(Problem("R057", "error", f"--config.{name}: gates begin where --gate says", "use --gate"))
         if not problems and not text.startswith(_NEW_FIELDS):
             message = f"--config.{name}: the checkpoint and the other options decide it"
             fix = "here set fields of config.model.nsa, config.model.compressor or config.data.tokenizer_eos alone"

@@ -472,6 +472,7 @@ def test_a_converted_model_is_generated_from_and_evaluated(tmp_path, capsys):
         (["IN", "OUT", "--selected=3"], "unrecognized arguments: --selected=3"),
         (["IN", "OUT", "--config.model.nsa.num_selectd=3"], "did you mean config.model.nsa.num_selected"),
         (["IN", "OUT", "--config.model.rope_theta=3"], "--config.model.rope_theta: the checkpoint"),
+        (["IN", "OUT", "--config.model.nsa.gate_bias=2"], "nsa.gate_bias: gates begin where --gate says"),
         (["IN", "OUT", "--tokenizer=byte", "--config.model.nsa.select_block=40"], "must be a multiple of"),
         (["IN"], "OUTPUT"),
     ],
