@@ -508,6 +508,11 @@ def test_hub_ids_are_fetched(tmp_path, monkeypatch, capsys):
     assert convert.main(["owner/model", "out", "--tokenizer=byte"]) == 0
     assert asked[0][0] == "owner/model" and "model*.safetensors" in asked[0][1]
 
+    (tmp_path / "in" / "model.safetensors").unlink()  # weights in PyTorch's format alone, which are not fetched
+    assert convert.main(["owner/model", "out", "--tokenizer=byte"]) == 2
+    assert "owner/model: holds no model.safetensors and no" in (line := capsys.readouterr().err)
+    assert "Fix: load it with transformers, save it with save_pretrained" in line
+
     def offline(name, allow_patterns):
         raise OSError("cannot find\nthe files")
 
