@@ -153,7 +153,7 @@ def fetch_newest(store: Folder, workdir: Path, have: Iterable[int] = (), *, best
 def local_copy(address: str, step: str, cache: Path) -> tuple[Path, int]:
     """A workdir on this machine with one step of a run in an object store, for reading.
 
-    What an earlier call fetched is used again if the store still holds the same.
+    What an earlier call fetched is used again if the store still holds the same, and it is undamaged.
 
     Args:
       address: of the run.
@@ -177,9 +177,8 @@ def local_copy(address: str, step: str, cache: Path) -> tuple[Path, int]:
     with FileLock(workdir / ".lock"):  # several processes may ask for the same
         fetch_small_files(store, workdir)
         for candidate in candidates:
-            sums = f"{CHECKPOINTS}/{candidate}/{SUMS}"
             try:
-                if not (workdir / sums).is_file() or (workdir / sums).read_bytes() != store.read(sums):
+                if not _is_copy(store, candidate, workdir / CHECKPOINTS / str(candidate)):
                     fetch_step(store, candidate, workdir / CHECKPOINTS)
                 return workdir, candidate
             except Damage as error:
@@ -190,6 +189,17 @@ def local_copy(address: str, step: str, cache: Path) -> tuple[Path, int]:
         + ("; ".join(reasons) or "no such finished step")
         + f". Fix: name another, of {sorted(losses) or 'none'}"
     )
+
+
+def _is_copy(store: Folder, step: int, directory: Path) -> bool:
+    """Whether a directory is what the store holds of a step, and undamaged."""
+    try:
+        if (directory / SUMS).read_bytes() != store.read(f"{CHECKPOINTS}/{step}/{SUMS}"):
+            return False
+        digests.verify(directory)
+    except (FileNotFoundError, Damage):
+        return False
+    return True
 
 
 def _download(store: Folder, path: str, local: Path) -> None:

@@ -423,6 +423,23 @@ def test_a_killed_run_is_resumed_elsewhere_with_the_same_bits(place, s3, bucket,
         nsa_jax.load(f"{place}@7")
 
 
+def test_a_damaged_copy_is_fetched_again(place, s3, bucket, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("NSA_JAX_CACHE", str(tmp_path / "cache"))
+    for step in (1, 2):
+        write_step(tmp_path / "run", step)
+    with mirroring(place, tmp_path / "run", tiny_config()):
+        pass
+    directory, step = parse_resume(place)
+    array = directory / str(step) / "state" / "array"
+    for damage in (array.unlink, lambda: array.write_text("weights 3")):
+        damage()
+        assert parse_resume(place) == (directory, 2) and array.read_text() == "weights 2"
+    # A run that goes on deletes its old steps, perhaps just when they are asked for.
+    monkeypatch.setattr(remote_run, "whole_steps", lambda _: {1: None, 2: None})
+    s3.delete(bucket, "run/checkpoints/2/SHA256SUMS")
+    assert parse_resume(place) == (directory, 1)
+
+
 @pytest.mark.slow
 def test_two_processes_save_and_resume_one_run(place, s3, bucket, tmp_path, monkeypatch):  # noqa: F811
     rng = np.random.default_rng(0)
