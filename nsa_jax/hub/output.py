@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -15,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from nsa_jax.fields import remote
 from nsa_jax.hub.export_files import CHECKSUMS, INDEX, MODEL_TYPE, WHOLE, LoadError, read_json
 from nsa_jax.hub.native_nsa import SOURCES
+
+logger = logging.getLogger("nsa_jax")
 
 # With which the README.md of an export for transformers begins.
 CARD = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- nsa_jax\n---\n\n"
@@ -74,7 +77,7 @@ def check_writable(directory: str | os.PathLike, fix: str) -> Path:
 def check_output(directory: str | os.PathLike, overwrite: bool = False) -> None:
     """Checks that an export may be written into a directory, before a model is read for it.
 
-    It may be new, empty, or hold an earlier export, which is replaced.
+    It may be new, empty, or hold an earlier export, which is replaced, but for a README.md that no export wrote.
 
     Args:
       directory: to be written.
@@ -133,6 +136,9 @@ def whole_export(directory: str | os.PathLike, overwrite: bool = False) -> Itera
                 (path / name).unlink()
         # Weights go first: by their checksums what is there is known as an export if this is cut short.
         names = sorted(os.listdir(unfinished))
+        if "README.md" in names and os.path.lexists(path / "README.md") and not overwrite:  # the cards are gone by now
+            logger.warning("%s: is no export's and stays as it is; --overwrite replaces it", path / "README.md")
+            names.remove("README.md")
         for name in sorted(names, key=lambda name: (name == "config.json", "safetensors" not in name)):
             os.replace(unfinished / name, path / name)
     finally:

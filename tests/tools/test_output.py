@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 import nsa_jax
 from nsa_jax import convert, evaluate, export, nn
 from nsa_jax.data.tokenizers import ByteTokenizer, load_tokenizer
-from nsa_jax.hub import load, native
+from nsa_jax.hub import load, native, output
 from nsa_jax.hub.export_files import LoadError
 from nsa_jax.inspect import __main__ as inspect_command
 
@@ -145,6 +145,10 @@ def test_the_card_of_another_export_does_not_stay(run, tmp_path):
     (tmp_path / "README.md").write_text(mine)
     export.export(model, tokenizer, config, tmp_path)
     assert (tmp_path / "README.md").read_text() == mine
+    native.export_native(model, tokenizer, config, tmp_path)
+    assert (tmp_path / "README.md").read_text() == mine and (tmp_path / "config.json").exists()
+    native.export_native(model, tokenizer, config, tmp_path, overwrite=True)
+    assert (tmp_path / "README.md").read_text().startswith(output.CARD)
 
 
 def test_the_chat_template_of_another_model_does_not_stay(tmp_path):
