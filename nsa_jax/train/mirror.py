@@ -31,8 +31,9 @@ from nsa_jax.hub import remote_run
 from nsa_jax.hub.checkpoint_files import find_steps, surplus, verify
 from nsa_jax.hub.digests import Damage
 from nsa_jax.object_store import Folder, StoreError, normal, scheme_of
-from nsa_jax.train import lock, processes
+from nsa_jax.train import lock, processes, rollback
 from nsa_jax.train.checkpoint import CheckpointError
+from nsa_jax.train.env import write_json
 from nsa_jax.train.errors import TrainingError
 from nsa_jax.train.lock import WorkdirInUse
 
@@ -209,8 +210,18 @@ class Mirror:
         self._steps = fetched.losses
         if fetched.steps:
             logger.info("fetched checkpoints %s of %s", fetched.steps, self)
+        elif have:
+            self._fetch_rollbacks()
         for step in remote_run.unfinished(self._store):
             remote_run.delete_step(self._store, step)
+
+    def _fetch_rollbacks(self) -> None:
+        """Takes over what another machine has left out of the data since the newest checkpoint, which both have."""
+        path = self._workdir / rollback.FILE
+        with contextlib.suppress(FileNotFoundError):
+            there = self._store.read(rollback.FILE)
+            if _length(there) > (_length(path.read_bytes()) if path.exists() else 0):
+                write_json(path, json.loads(there))
 
     # In the background.
 
@@ -387,6 +398,15 @@ class Mirror:
         with contextlib.suppress(StoreError):
             if (self._holder() or {}).get("id") == self._me["id"]:
                 self._store.delete(remote_run.LOCK)
+
+
+def _length(content: bytes) -> int:
+    """Of a list in JSON; 0 for anything else."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return 0
+    return len(found) if isinstance(found, list) else 0
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -17,6 +17,7 @@ from nsa_jax.train import processes
 from nsa_jax.train.env import write_json
 from nsa_jax.train.errors import TrainingError
 
+FILE = "rollbacks.json"
 GUARDS = ("non_finite", "divergence", "spike")  # of which another order of data may be free
 
 
@@ -32,7 +33,7 @@ class Rollbacks:
     """
 
     def __init__(self, workdir: Path, limit: int):
-        self._path, self._limit = workdir / "rollbacks.json", limit
+        self._path, self._limit = workdir / FILE, limit
         try:
             self.done: list[dict[str, Any]] = json.loads(processes.from_first(self._read))
             if not all(record.keys() >= {"checkpoint", "position", "next_batch"} for record in list(self.done)):

@@ -29,6 +29,7 @@ from nsa_jax.report import __main__ as report
 from nsa_jax.train import CheckpointError, TrainingError, WorkdirInUse, lock, mirror, run
 from nsa_jax.train.checkpoint import parse_resume
 from nsa_jax.train.mirror import local_directory, mirroring
+from nsa_jax.train.rollback import Rollbacks
 from tests.s3 import bucket, s3, s3fs  # noqa: F401
 
 from . import remote_run as killed
@@ -365,6 +366,25 @@ def test_what_is_damaged_here_is_fetched(place, tmp_path):
     array.write_text("x" * len(content))
     with mirroring(place, tmp_path, tiny_config()):
         assert array.read_text() == content
+
+
+def test_what_another_machine_left_out_since_the_newest_checkpoint_is_known(place, s3, bucket, tmp_path):  # noqa: F811
+    """It came back to the checkpoint that both have, and was lost before its next one."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    records = [{"checkpoint": 1, "position": 1, "next_batch": 5}, {"checkpoint": 1, "position": 1, "next_batch": 9}]
+    write_step(first, 1)
+    with mirroring(place, first, tiny_config()):
+        (first / "rollbacks.json").write_text(json.dumps(records[:1]))
+    second.mkdir()
+    with mirroring(place, second, tiny_config()):
+        (second / "rollbacks.json").write_text(json.dumps(records))
+    with mirroring(place, first, tiny_config()):
+        assert Rollbacks(first, 3).batches_to_skip(1, 1) == 8
+        (first / "rollbacks.json").write_text(json.dumps([*records, records[1]]))
+    s3.put(bucket, "run/rollbacks.json", b"[")  # no more is known there
+    with mirroring(place, first, tiny_config()):
+        assert len(Rollbacks(first, 3).done) == 3
+    assert len(json.loads(s3.get(bucket, "run/rollbacks.json"))) == 3
 
 
 def test_the_local_directory_follows_from_the_address(tmp_path, monkeypatch):
