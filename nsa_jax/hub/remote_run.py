@@ -184,10 +184,11 @@ def local_copy(address: str, step: str, cache: Path) -> tuple[Path, int]:
             except Damage as error:
                 reasons.append(f"step {candidate}: {error}")
                 logger.warning("skipping checkpoint %d of %s, it is damaged: %s", candidate, store, error)
+    if not losses:
+        raise Damage(f"{address}: holds no finished checkpoint. Fix: give the address of a run that has saved")
+    none = "no checkpoint has a validation loss" if step == "best" else "no such finished step"
     raise Damage(
-        f"{address}{'@' if step else ''}{step}: "
-        + ("; ".join(reasons) or "no such finished step")
-        + f". Fix: name another, of {sorted(losses) or 'none'}"
+        f"{address}{'@' if step else ''}{step}: {'; '.join(reasons) or none}. Fix: name another, of {sorted(losses)}"
     )
 
 

@@ -460,6 +460,17 @@ def test_a_damaged_copy_is_fetched_again(place, s3, bucket, tmp_path, monkeypatc
     assert parse_resume(place) == (directory, 1)
 
 
+def test_runs_without_what_is_asked_for_say_which_they_lack(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("NSA_JAX_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(CheckpointError, match="run: holds no finished checkpoint. Fix: give the address of a run that"):
+        parse_resume(place)
+    write_step(tmp_path / "run", 1)
+    with mirroring(place, tmp_path / "run", tiny_config()):
+        pass
+    with pytest.raises(CheckpointError, match="run@best: no checkpoint has a validation loss. Fix: name another"):
+        parse_resume(f"{place}@best")
+
+
 @pytest.mark.slow
 def test_two_processes_save_and_resume_one_run(place, s3, bucket, tmp_path, monkeypatch):  # noqa: F811
     rng = np.random.default_rng(0)
