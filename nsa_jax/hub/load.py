@@ -133,6 +133,16 @@ def _metrics_of(workdir: Path, step: int) -> dict[str, float]:
     return found
 
 
+def _instead_of(directory: Path) -> str:
+    """What to name in place of a directory that is no run: for one within a run, the run."""
+    path = directory.absolute()
+    if path.name == "checkpoints":
+        return f"give the run, {path.parent}"
+    if path.parent.name == "checkpoints" and path.name.isdecimal():
+        return f"give the run and its step, {path.parent.parent}@{path.name}"
+    return "give a run's workdir or an exported model"
+
+
 def load(path: str | os.PathLike) -> tuple[Transformer, Tokenizer, ConfigDict]:
     """Loads a trained model.
 
@@ -173,4 +183,7 @@ def load_recorded(path: str | os.PathLike) -> tuple[Transformer, Tokenizer, Conf
         return *_load_workdir(directory, chosen), metrics
     if os.path.lexists(directory / "config.json"):
         return *load_exported(directory), {}
-    raise LoadError(f"{directory} holds neither checkpoints/ nor config.json: it is no run and no exported model")
+    raise LoadError(
+        f"{directory} holds neither checkpoints/ nor config.json: it is no run and no exported model. Fix: "
+        f"{_instead_of(directory)}"
+    )

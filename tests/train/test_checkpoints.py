@@ -379,6 +379,18 @@ def test_loading_names_a_damaged_tokenizer(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("within", "fix"),
+    [("checkpoints", "the run, {}"), ("checkpoints/2", "the run and its step, {}@2"), ("tokenizer", "a run's workdir")],
+)
+def test_loading_from_within_a_run_names_the_run(tmp_path, within, fix):
+    for name in ("checkpoints/2", "tokenizer"):
+        (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(LoadError) as caught:
+        load(tmp_path / within)
+    assert f"Fix: give {fix.format(tmp_path)}" in str(caught.value)
+
+
 def test_loading_falls_back_or_names_the_damage(tmp_path, caplog):
     params = write_run(tmp_path, small_config())
     root = tmp_path / "checkpoints"
