@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 # from its own floor and from lower ones.
 FLOORS = {
     "ground": "ops.target ops.gpus ops.blocks fields extras object_store offline_page",
-    "tiles": "ops.tiles ops.selected_tiles ops.choices",
+    "tiles": "ops.tiles ops.selected_tiles ops.decode_tiles ops.choices",
     "machines": "ops.kernels.triton ops.kernels.mosaic ops.kernels.sm90 ops.kernels.sm90_gather ops.kernels.sm90_rows "
     "ops.kernels.sm90_columns ops.kernels.sm90_products ops.kernels.sm90_reduce ops.kernels.sm90_warp "
     "ops.kernels.sm90_mlir ops.kernels.sm80 ops.kernels.readers ops.kernels.softmax",

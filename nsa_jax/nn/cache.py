@@ -22,7 +22,7 @@ from nsa_jax.nn.attention import NSAttention, Projections
 from nsa_jax.nn.config import ModelConfig
 from nsa_jax.nn.dense import DenseAttention
 from nsa_jax.nn.layers import MeanCompressor, MLPCompressor
-from nsa_jax.nn.projection import fused_product
+from nsa_jax.nn.projection import Projected, fused_product
 from nsa_jax.nn.sharding import batch_axes, constrain_batch, sharded_attention, tensor_size
 from nsa_jax.ops import blocks, checks, nsa, pallas, plan
 from nsa_jax.ops.decode import decode_attention, gated_sum, masked_attention, slot_positions
@@ -368,6 +368,8 @@ def _projected(attention: NSAttention, h, lengths) -> tuple[jax.Array, jax.Array
     """What kernels make of a token: its projection, the gates' bias, and RoPE's cosine and sine at its position."""
     config = attention.config
     turn = jnp.stack(config.rope_turns(lengths), axis=1)
+    if isinstance(h, Projected):
+        return h.array, attention.gate_bias[...], turn
     rows = h[:, 0]
     if len(rows) == 1:  # XLA computes the product of a single row otherwise (`product`), and would copy it out of two
         rows = jnp.broadcast_to(rows, (2, rows.shape[1]))
@@ -430,9 +432,9 @@ def _append_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths):
 
 def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_start):
     config = attention.config
-    by_kernels = _append_by_kernels(attention, layer, h.shape[0])
+    by_kernels = _append_by_kernels(attention, layer, len(lengths))
     if by_kernels and type(attention.compress_key) is type(attention.compress_value) is MeanCompressor:
-        made = _decode_plan(attention, layer, h.shape[0])
+        made = _decode_plan(attention, layer, len(lengths))
         if made.kernel == "decode.pair":
             arrays = (layer.key_slc, layer.value_slc, *layer[4:8])
             attended, lists, arrays = pallas.append_and_attend(
@@ -528,12 +530,14 @@ def prefill_attention(attention, h: jax.Array, layer, offset: jax.Array, start: 
     return serve(attention, h, layer, offset, start, ends)
 
 
-def step_attention(attention, h: jax.Array, layer, lengths: jax.Array, segment_start: jax.Array, capacity: int):
+def step_attention(
+    attention, h: jax.Array | Projected, layer, lengths: jax.Array, segment_start: jax.Array, capacity: int
+):
     """Attention of one new token per row, and the cache with it. A row that is full stays as it is.
 
     Args:
       attention: `NSAttention` or `DenseAttention`.
-      h: [B, 1, D], the layer's normed input.
+      h: [B, 1, D], the layer's normed input, or its projection.
       layer: the layer's cache.
       lengths: int32 [B], tokens of each row before this one.
       segment_start: int32 [B], first position of the new token's document.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nsa_jax.nn import few_rows
 from nsa_jax.nn.cache import Cache, capacity_bucket, init_cache, prefill_attention, step_attention
 from nsa_jax.nn.layers import RMSNorm, lookup, soft_cap
 from nsa_jax.nn.projection import WIDTH_MULTIPLE
@@ -83,9 +84,9 @@ class Decoder:
             block: Block = nnx.merge(self._graphdefs[position], tree)
             yield block
 
-    def _normed(self, params, x: jax.Array) -> jax.Array:
+    def _last_norm(self, params) -> RMSNorm:
         norm: RMSNorm = nnx.merge(self._norm, jax.tree.unflatten(self._norm_tree, params["norm"]))
-        return norm(x)
+        return norm
 
     def logits(self, params, hidden: jax.Array) -> jax.Array:
         """float32 logits [..., vocab] of hidden activations [..., D]."""
@@ -126,7 +127,7 @@ class Decoder:
             last = jnp.clip(lengths - 1 - offset, 0, tokens.shape[1] - 1)[:, None]
             here = (lengths > offset) & (lengths <= offset + tokens.shape[1])
             start = jnp.where(here, jnp.take_along_axis(segment_start, last, axis=1)[:, 0], start)
-        return self._normed(params, x), dataclasses.replace(
+        return self._last_norm(params)(x), dataclasses.replace(
             cache, layers=tuple(layers), lengths=ends, segment_start=start
         )
 
@@ -147,20 +148,31 @@ class Decoder:
         start = cache.segment_start
         if segment_start is not None:
             start = jnp.where(cache.lengths < cache.capacity, checks.clip_segments(segment_start), start)
-        x, batch = lookup(params["embedding"], tokens[:, None], self.config.dtype), len(tokens)
-        if batch == 1 and current_target().is_gpu:
-            # A single row goes through twice, because XLA computes norms and products of two rows in fewer kernels.
-            x = jax.lax.optimization_barrier(jnp.broadcast_to(x, (2, *x.shape[1:])))
-        layers = []
-        for block, layer in zip(self._blocks(params), cache.layers, strict=True):
+        x, batch = lookup(params["embedding"], tokens, self.config.dtype), len(tokens)
+        blocks = list(self._blocks(params))
+        by_kernels = all(few_rows.serves(block, batch) for block in blocks)
+        if batch == 1 and (by_kernels or current_target().is_gpu):
+            # A single row goes through several times: it fills a tile of the kernels for few rows, and XLA computes
+            # norms and products of two rows in fewer kernels than those of one.
+            x = jax.lax.optimization_barrier(jnp.broadcast_to(x, (few_rows.COPIES if by_kernels else 2, x.shape[1])))
+        layers, stream, x = [], few_rows.Stream(x), x[:, None]
+        for block, layer in zip(blocks, cache.layers, strict=True):
 
-            def attend(normed, attention=block.attention, layer=layer):
-                attended, layer = step_attention(attention, normed[:batch], layer, cache.lengths, start, cache.capacity)
+            def attend(h, attention=block.attention, layer=layer):
+                return step_attention(attention, h, layer, cache.lengths, start, cache.capacity)
+
+            def attend_normed(normed, attention=block.attention, attend=attend):
+                attended, layer = attend(normed[:batch])
                 return attention.output(attended), layer
 
-            x, layer = block.forward(x, attend)
+            if by_kernels:
+                stream, layer = few_rows.forward(block, stream, batch, attend)
+            else:
+                x, layer = block.forward(x, attend_normed)
             layers.append(layer)
-        logits = self.logits(params, self._normed(params, x)[:batch, 0])
+        norm = self._last_norm(params)
+        hidden = stream.normed(norm)[1] if by_kernels else norm(x)[:, 0]
+        logits = self.logits(params, hidden[:batch])
         lengths = jnp.minimum(cache.lengths + 1, cache.capacity)
         return logits, dataclasses.replace(cache, layers=tuple(layers), lengths=lengths, segment_start=start)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +61,23 @@ def _cut_bwd(widths, total, _, gradients):
 _cut_activations.defvjp(_cut_fwd, _cut_bwd)
 
 
+class Projected(NamedTuple):
+    """The projection of one token per row, made beforehand: of `batch` rows, of which `array` [rows, F] may have more.
+
+    It takes the place of the normed input where a layer is given its tokens one by one.
+    """
+
+    array: jax.Array
+    batch: int
+
+
 def _padded_bias(bias: nnx.Param, dtype: jnp.dtype, width: int) -> jax.Array:
     return jnp.pad(bias[...].astype(dtype), (0, width - bias.shape[0]))
+
+
+def add_padded_bias(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
+    """x [..., F] plus a bias that may be shorter, in x's dtype; x itself without one."""
+    return x if bias is None else x + _padded_bias(bias, x.dtype, x.shape[-1])
 
 
 def fused_product(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, config: ModelConfig) -> jax.Array:
@@ -77,11 +93,11 @@ def fused_product(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None, confi
         out = out.at[..., gates].set(x @ weights[:, gates])
     else:
         out = product(x, weights, config)
-    return out if bias is None else out + _padded_bias(bias, config.dtype, out.shape[-1])
+    return add_padded_bias(out, bias)
 
 
 def project(
-    x: jax.Array,
+    x: jax.Array | Projected,
     kernel: nnx.Param,
     bias: nnx.Param | None,
     config: ModelConfig,
@@ -91,6 +107,8 @@ def project(
 
     A bias that is shorter than the widths ends with one of the pieces.
     """
+    if isinstance(x, Projected):
+        return _cut(x.array[: x.batch, None], widths)
     dtype, num_kv_heads = config.dtype, config.num_kv_heads
     if tensor_size() > 1 and num_kv_heads % tensor_size() == 0:
         pieces = _project_by_group(x, kernel[...].astype(dtype), widths, num_kv_heads)

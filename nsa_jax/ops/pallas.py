@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import types
+from collections.abc import Iterable
 
 import jax
 
 from nsa_jax.ops import plan
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.choices import Choice
+from nsa_jax.ops.decode_tiles import PRODUCT_ROWS, product_config
 from nsa_jax.ops.plan import Shape
 from nsa_jax.ops.target import current_target
 
@@ -153,6 +155,24 @@ def dense_decode_attention(query, key, value, lengths, segment_start=None, *, ri
     """See `nsa_jax.ops.kernels.decode.dense.dense_decode_attention`."""
     made = plan.plan_decode(Shape.of(query, key, value), key.shape[1], NSAConfig(), current_target())
     return _kernels("decode.dense").dense_decode_attention(query, key, value, lengths, segment_start, made, ring=ring)
+
+
+def products_serve(rows: int, dims: Iterable[int]) -> bool:
+    """Whether `product` serves so many rows and weights with these dimensions here, if they are bfloat16."""
+    capability = current_target().compute_capability or (8, 0)
+    return rows <= PRODUCT_ROWS and capability >= (8, 0) and all(dim % 64 == 0 for dim in dims)
+
+
+def product(x: jax.Array, w: jax.Array, *, gated: bool = False, in_parts: bool = False) -> jax.Array:
+    """See `nsa_jax.ops.kernels.decode.few_rows.product`."""
+    kinds = dict(gated=gated, in_parts=in_parts)
+    tile = product_config(len(x), len(w), w.shape[1] // (1 + gated), **kinds, target=current_target())
+    return _kernels("decode.few_rows").product(x, w, **kinds, tile=tile)
+
+
+def add_and_norm(x: jax.Array, parts: jax.Array | None, bias: jax.Array | None, scale: jax.Array, *, eps: float):
+    """See `nsa_jax.ops.kernels.decode.few_rows.add_and_norm`."""
+    return _kernels("decode.few_rows").add_and_norm(x, parts, bias, scale, eps=eps)
 
 
 def layer_kernels_serve(width: int) -> bool:

@@ -14,7 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from nsa_jax.ops import blocks, selected_tiles, tiles
+from nsa_jax.ops import blocks, decode_tiles, selected_tiles, tiles
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.choices import (
     Choice,
@@ -438,13 +438,13 @@ def plan_decode(shape: Shape, num_split: int, config: NSAConfig, target: Target)
     """
     row_bytes = (shape.head_dim + shape.value_dim) * jnp.dtype(shape.dtype).itemsize
     pairs = shape.batch * shape.num_queries * shape.kv_heads
-    split = tiles.decode_config(pairs, num_split, config, row_bytes)
+    split = decode_tiles.decode_config(pairs, num_split, config, row_bytes)
     num_blocks = shape.num_keys // config.select_block
     read = num_blocks * pairs * (config.select_block * row_bytes + 4 * shape.group * shape.value_dim)
-    few = num_blocks <= 4 * config.num_selected and num_split <= tiles.DECODE_FEW_COMPRESSED
+    few = num_blocks <= 4 * config.num_selected and num_split <= decode_tiles.DECODE_FEW_COMPRESSED
     fits = row_bytes <= 1024 and shape.group <= 16 and (few or not target.is_small)  # registers and shared memory
-    if fits and pairs >= (tiles.DECODE_PAIRS if few else tiles.DECODE_LONG_PAIRS):
+    if fits and pairs >= (decode_tiles.DECODE_PAIRS if few else decode_tiles.DECODE_LONG_PAIRS):
         return Choice("decode.pair", split, "many rows: one program makes the list and reads its blocks")
-    if few and read <= tiles.DECODE_READ_BYTES:
+    if few and read <= decode_tiles.DECODE_READ_BYTES:
         return Choice("decode.short", split, "few blocks: reading all takes less time than waiting for the list")
     return Choice("decode.step", split, "any GPU from sm80 on")

@@ -10,7 +10,6 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.target import Target
 
 # Rows of a Hopper warpgroup's matrix product.
@@ -348,98 +347,3 @@ def ranged_splits(programs: int, query_tiles: int, share_bytes: int, seen: int |
     if seen is not None:
         wanted = min(wanted, max(-(-256 // programs), seen // 35))
     return max(1, min(wanted, query_tiles // 16, 256 * 2**20 // share_bytes))
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeConfig:
-    """Tiles and splits of decoding.
-
-    Attributes:
-      keys: keys per step of the loops over compressed and listed blocks (dense decoding: over all keys).
-      compressed_parts: programs that share the compressed blocks of one (token, key/value head).
-      selected_parts: programs that share its listed blocks.
-      num_warps: warps of these kernels, and of the one that serves a pair.
-      num_stages: software pipeline depth of their loops.
-      window_parts: programs that share its window, in the kernel that ranks.
-      window_keys: keys per step of their loop: small, for that kernel's programs should be many at a time.
-      columns: compressed blocks whose scores one program reads.
-      rank_warps: warps of the ranking kernel.
-      fold_programs: if more programs than these read scores, they are a kernel of their own.
-      pair_parts: programs that share all branches of one (token, key/value head), where one kernel serves them.
-      pair_keys: keys per step of its loops.
-      pair_tiles: tiles of compressed blocks whose probabilities it makes at a time, for long rows; 0: the scores of
-        all of them stay in registers.
-      pair_stages: software pipeline depth of its loops.
-    """
-
-    keys: int
-    compressed_parts: int
-    selected_parts: int
-    num_warps: int
-    num_stages: int
-    window_parts: int
-    window_keys: int
-    columns: int
-    rank_warps: int
-    fold_programs: int = 528
-    pair_parts: int = 1
-    pair_keys: int = 64
-    pair_tiles: int = 0
-    pair_stages: int = 3
-
-
-# Programs of the attention kernels: as many as an H200 holds at once, two per multiprocessor, so that none waits for
-# a second round.
-_DECODE_PROGRAMS = 256
-
-# Two kernels read all selection blocks before the lists are known if keys, values and partial results of all rows and
-# key/value heads have at most so many bytes.
-DECODE_READ_BYTES = 20 * 2**20
-
-# From so many (query token, key/value head) pairs on, one kernel serves pairs with few blocks. With few pairs it is
-# slower than two (decode_many_rows.json).
-DECODE_PAIRS = 32
-
-
-# Where a row can have at most this many compressed blocks, their scores stay in the registers of one or two kernels.
-DECODE_FEW_COMPRESSED = 256
-
-# From so many pairs on, one kernel serves long rows too: a program for each pair is enough to read at full speed.
-DECODE_LONG_PAIRS = 96
-
-
-def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -> DecodeConfig:
-    """Picks how a decode step is split.
-
-    Programs are as many as an H200 holds at once. The compressed blocks are cut into at most half as many parts as
-    there are tiles, but up to 16, because summing many parts costs more than it saves.
-
-    From 128 pairs on, the window's keys and the scores are read in larger steps. Where one kernel serves a pair, up to
-    128 programs share the pairs of short rows, and a tile of keys and values has 32 KiB: 128 keys at head dim 64. In
-    long rows, where four tiles are on their way, each pair has one program. What was measured is in
-    decode_many_rows.json and decode_long_rows.json.
-
-    Args:
-      pairs: (query token, key/value head) pairs in the batch.
-      num_cmp: compressed blocks that the cache can hold.
-      config: block geometry.
-      row_bytes: bytes of one key and one value.
-    """
-    keys = 64 if row_bytes <= 512 else 32
-    wanted = max(1, -(-_DECODE_PROGRAMS // pairs))
-    tiles, long = -(-num_cmp // keys), num_cmp > DECODE_FEW_COMPRESSED
-    return DecodeConfig(
-        keys=keys,
-        compressed_parts=min(wanted, tiles, max(16, -(-tiles // 2))),
-        selected_parts=min(wanted, config.num_selected),
-        num_warps=4,
-        num_stages=3,
-        window_parts=min(wanted, -(-config.window // keys)),
-        window_keys=64 if pairs >= 128 and row_bytes <= 512 else 32,
-        columns=1024 if pairs >= 128 else 256,
-        rank_warps=4,
-        pair_parts=1 if long else max(1, _DECODE_PROGRAMS // 2 // pairs),
-        pair_keys=max(32, min(128, 1 << (32_768 // row_bytes).bit_length() - 1)),
-        pair_tiles=16 if long else 0,
-        pair_stages=4 if long else 3,
-    )

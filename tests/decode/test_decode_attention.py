@@ -16,7 +16,7 @@ import pytest
 import nsa_jax
 from nsa_jax import aot
 from nsa_jax.ops import blocks, plan, reference
-from nsa_jax.ops import tiles as tuning
+from nsa_jax.ops import decode_tiles as tuning
 from nsa_jax.ops.decode import slot_positions
 from nsa_jax.ops.target import Target
 

@@ -14,7 +14,7 @@ from flax import nnx
 import nsa_jax
 from nsa_jax import nn
 from nsa_jax.nn import cache as caches
-from nsa_jax.ops import tiles
+from nsa_jax.ops import decode_tiles
 from nsa_jax.ops.rope import RopeScaling
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -89,8 +89,8 @@ def poisoned(layer, lengths, geometry):
 
 def many_blocks(monkeypatch, pairs: int = 0):
     """Rows count as such of many blocks; from so many pairs on, one kernel serves them."""
-    monkeypatch.setattr(tiles, "DECODE_FEW_COMPRESSED", 0)
-    monkeypatch.setattr(tiles, "DECODE_LONG_PAIRS", pairs)
+    monkeypatch.setattr(decode_tiles, "DECODE_FEW_COMPRESSED", 0)
+    monkeypatch.setattr(decode_tiles, "DECODE_LONG_PAIRS", pairs)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 0])
@@ -100,11 +100,11 @@ def test_a_step_in_one_kernel_is_a_step_of_plain_operations(name, parts, monkeyp
 
     With 0 parts, the kernel for rows of many blocks.
     """
-    chosen, fields = tiles.decode_config, dict(pair_parts=parts or 1, pair_keys=32)
-    monkeypatch.setattr(tiles, "DECODE_PAIRS", 0)
+    chosen, fields = decode_tiles.decode_config, dict(pair_parts=parts or 1, pair_keys=32)
+    monkeypatch.setattr(decode_tiles, "DECODE_PAIRS", 0)
     if not parts:
         many_blocks(monkeypatch)
-    monkeypatch.setattr(tiles, "decode_config", lambda *args: dataclasses.replace(chosen(*args), **fields))
+    monkeypatch.setattr(decode_tiles, "decode_config", lambda *args: dataclasses.replace(chosen(*args), **fields))
     layers = [build(MODELS[name], implementation) for implementation in ("pallas", "xla")]
     keys = iter(jax.random.split(jax.random.key(3), 20))
     shapes = caches._layer_shapes(layers[0].config, LENGTHS.size, 64, lists=False)
@@ -146,11 +146,11 @@ def test_gpu_a_step_in_one_kernel(shared, parts, monkeypatch):
     layer = jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape, s.dtype), shapes)
     h = jax.random.normal(next(keys), (lengths.size, 1, 64), jnp.bfloat16)
     start = jnp.asarray([0, 0, 3, 700, 0, 0, 0], jnp.int32)
-    chosen, fields = tiles.decode_config, dict(pair_parts=parts or 1)
-    monkeypatch.setattr(tiles, "decode_config", lambda *args: dataclasses.replace(chosen(*args), **fields))
+    chosen, fields = decode_tiles.decode_config, dict(pair_parts=parts or 1)
+    monkeypatch.setattr(decode_tiles, "decode_config", lambda *args: dataclasses.replace(chosen(*args), **fields))
 
     def step(pairs, layer=layer):
-        monkeypatch.setattr(tiles, "DECODE_PAIRS", pairs)
+        monkeypatch.setattr(decode_tiles, "DECODE_PAIRS", pairs)
         if not parts:
             many_blocks(monkeypatch, pairs)
         run = jax.jit(lambda h, layer: caches.step_attention(attention, h, layer, lengths, start, 2048))
