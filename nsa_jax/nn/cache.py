@@ -377,7 +377,7 @@ def _projected(attention: NSAttention, h, lengths) -> tuple[jax.Array, jax.Array
 
 
 def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths):
-    """What `_append_nsa` returns, by one kernel, or two with learned compressors."""
+    """What `_append_nsa` returns, by two kernels, with learned compressors."""
     config = attention.config
     phis = [
         tuple(x[...].astype(config.dtype) for x in (phi.position, phi.w_1, phi.b_1, phi.w_2))
@@ -390,7 +390,7 @@ def _append_nsa_kernels(attention: NSAttention, h, layer: NSALayerCache, lengths
         (layer.key_slc, layer.value_slc, *layer[4:8]),
         layer.key_cmp,
         layer.value_cmp,
-        phis or None,
+        phis,
         config=config.nsa,
     )
     return query, gates, _with_arrays(layer, arrays)
@@ -434,20 +434,17 @@ def _step_nsa(attention: NSAttention, h, layer: NSALayerCache, lengths, segment_
     config = attention.config
     by_kernels = _append_by_kernels(attention, layer, len(lengths))
     if by_kernels and type(attention.compress_key) is type(attention.compress_value) is MeanCompressor:
-        made = _decode_plan(attention, layer, len(lengths))
-        if made.kernel == "decode.pair":
-            arrays = (layer.key_slc, layer.value_slc, *layer[4:8])
-            attended, lists, arrays = pallas.append_and_attend(
-                *_projected(attention, h, lengths),
-                lengths,
-                segment_start,
-                arrays,
-                layer.key_cmp,
-                layer.value_cmp,
-                made=made,
-                config=config.nsa,
-            )
-            return attended, _record(_with_arrays(layer, arrays), lengths, lists)
+        attended, lists, arrays = pallas.append_and_attend(
+            *_projected(attention, h, lengths),
+            lengths,
+            segment_start,
+            (layer.key_slc, layer.value_slc, *layer[4:8]),
+            layer.key_cmp,
+            layer.value_cmp,
+            made=_decode_plan(attention, layer, len(lengths)),
+            config=config.nsa,
+        )
+        return attended, _record(_with_arrays(layer, arrays), lengths, lists)
     append = _append_nsa_kernels if by_kernels else _append_nsa
     query, gates, layer = append(attention, h, layer, lengths)
 

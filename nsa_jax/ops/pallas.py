@@ -129,7 +129,7 @@ def decode_attention(
 ):
     """See `nsa_jax.decode_attention`; returns the output [B, T, N, V] and the block lists int32 [B, T, K, n]."""
     made = plan.plan_decode(Shape.of(query, key_slc, value_slc), key_cmp.shape[1], config, current_target())
-    return _kernels(made.kernel).decode_attention(
+    return _kernels("decode.launch").decode_attention(
         query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config, segment_start, made
     )
 
@@ -137,16 +137,15 @@ def decode_attention(
 def append_token(projected, gate_bias, turn, lengths, arrays, key_cmp, value_cmp, phis, **sizes):
     """See `nsa_jax.ops.kernels.decode.append.append_token`; `phis` are tuples of the fields of its `Phi`."""
     append = _kernels("decode.append")
-    phis = phis and [append.Phi(*phi) for phi in phis]
+    phis = [append.Phi(*phi) for phi in phis]
     return append.append_token(projected, gate_bias, turn, lengths, arrays, key_cmp, value_cmp, phis, **sizes)
 
 
 def append_and_attend(
     projected, gate_bias, turn, lengths, segment_start, arrays, key_cmp, value_cmp, *, made: Choice, **sizes
 ):
-    """See `nsa_jax.ops.kernels.decode.pair.append_and_attend`; `made` is `plan.plan_decode`'s."""
-    kernels = _kernels(made.kernel)
-    return kernels.append_and_attend(
+    """See `nsa_jax.ops.kernels.decode.launch.append_and_attend`; `made` is `plan.plan_decode`'s."""
+    return _kernels("decode.launch").append_and_attend(
         projected, gate_bias, turn, lengths, segment_start, arrays, key_cmp, value_cmp, plan=made, **sizes
     )
 

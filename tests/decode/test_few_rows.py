@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import nsa_jax
-from nsa_jax import nn
+from nsa_jax import aot, nn
 from nsa_jax.nn import few_rows
 from nsa_jax.nn.decoder import Decoder
 from nsa_jax.nn.transformer import Transformer
@@ -165,6 +165,25 @@ def test_what_kernels_do_not_serve_is_left_to_the_compiler():
     assert not serves(mlp_dim=96) and not serves(dim=80, num_heads=5)
     with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
         assert not serves()
+
+
+@pytest.mark.parametrize("gpu", ["a100-80gb", "h100", "l40s", "b200"])
+def test_kernels_compile_ahead_of_time(gpu):
+    """With the most rows, and as wide as models of 8B."""
+    rows, inner, width = 64, 4096, 14336
+    x, up, down = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, inner), (inner, 2 * width), (width, inner)))
+    scale = jax.ShapeDtypeStruct((inner,), jnp.float32)
+
+    def mlp(x, scale, up, down):
+        x, normed = pallas.add_and_norm(x, None, None, scale, eps=1e-6)
+        parts = pallas.product(pallas.product(normed, up, gated=True), down, in_parts=True)
+        return pallas.add_and_norm(x, parts, None, scale, eps=1e-6)
+
+    try:
+        text = aot.compile_for_gpu(mlp, x, scale, up, down, gpu=gpu).as_text()
+    except aot.AheadOfTimeUnavailable as error:
+        pytest.skip(str(error))
+    assert all(name in text for name in ("nsa_decode_product", "nsa_decode_norm"))
 
 
 @pytest.mark.gpu

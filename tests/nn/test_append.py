@@ -26,11 +26,13 @@ YARN = RopeScaling("yarn", 4.0, 16)
 MODELS = {
     "mlp_group_6": dict(num_heads=6, num_kv_heads=1, head_dim=32, value_head_dim=16),
     "mlp_group_1": dict(num_heads=2, num_kv_heads=2, head_dim=16),
-    "mean_group_4": dict(num_heads=8, num_kv_heads=2, head_dim=16, compressor="mean"),
     "biased": dict(num_heads=4, num_kv_heads=2, head_dim=16, qkv_bias=True, rotary_dim=8, rope_scaling=YARN),
     "shared_kv": dict(num_heads=4, num_kv_heads=2, head_dim=16, value_head_dim=32, qkv_bias=True, shared_kv=True),
-    "shared_kv_mean": dict(num_heads=4, num_kv_heads=2, head_dim=16, compressor="mean", shared_kv=True),
     "key_dim_192": dict(num_heads=2, num_kv_heads=1, head_dim=192, value_head_dim=128),
+}
+MEANS = {
+    "mean_group_4": dict(num_heads=8, num_kv_heads=2, head_dim=16, compressor="mean"),
+    "shared_kv_mean": dict(num_heads=4, num_kv_heads=2, head_dim=16, compressor="mean", shared_kv=True),
 }
 
 
@@ -93,19 +95,22 @@ def many_blocks(monkeypatch, pairs: int = 0):
     monkeypatch.setattr(decode_tiles, "DECODE_LONG_PAIRS", pairs)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4, 0])
-@pytest.mark.parametrize("name", ["mean_group_4", "shared_kv_mean"])
-def test_a_step_in_one_kernel_is_a_step_of_plain_operations(name, parts, monkeypatch):
-    """Output and every array of the cache; rows in later documents, and full ones, whose output means nothing.
+KERNELS = {"pair": [1, 2, 4], "long": [1], "short": [1], "step": [1, 4]}  # and how many programs share a pair
 
-    With 0 parts, the kernel for rows of many blocks.
-    """
-    chosen, fields = decode_tiles.decode_config, dict(pair_parts=parts or 1, pair_keys=32)
-    monkeypatch.setattr(decode_tiles, "DECODE_PAIRS", 0)
-    if not parts:
+
+@pytest.mark.parametrize(("kernel", "parts"), [(kernel, parts) for kernel in KERNELS for parts in KERNELS[kernel]])
+@pytest.mark.parametrize("name", MEANS)
+def test_a_step_by_kernels_is_a_step_of_plain_operations(name, kernel, parts, monkeypatch):
+    """Output and every array of the cache; rows in later documents, and full ones, whose output means nothing."""
+    chosen, fields = decode_tiles.decode_config, dict(pair_parts=parts, pair_keys=32)
+    if kernel == "step":
+        fields |= dict(keys=16 // parts, compressed_parts=parts, window_parts=1)
+    monkeypatch.setattr(decode_tiles, "DECODE_PAIRS", 0 if kernel in ("pair", "long") else 1 << 30)
+    monkeypatch.setattr(decode_tiles, "DECODE_READ_BYTES", 0 if kernel == "step" else 1 << 30)
+    if kernel == "long":
         many_blocks(monkeypatch)
     monkeypatch.setattr(decode_tiles, "decode_config", lambda *args: dataclasses.replace(chosen(*args), **fields))
-    layers = [build(MODELS[name], implementation) for implementation in ("pallas", "xla")]
+    layers = [build(MEANS[name], implementation) for implementation in ("pallas", "xla")]
     keys = iter(jax.random.split(jax.random.key(3), 20))
     shapes = caches._layer_shapes(layers[0].config, LENGTHS.size, 64, lists=False)
     layer = jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape, s.dtype), shapes)
@@ -119,7 +124,8 @@ def test_a_step_in_one_kernel_is_a_step_of_plain_operations(name, parts, monkeyp
     def both(h, layer, lengths):
         return [caches.step_attention(attention, h, layer, lengths, start, 64) for attention in layers]
 
-    assert caches._decode_plan(layers[0], layer, LENGTHS.size).kernel == "decode.pair"
+    planned = caches._decode_plan(layers[0], layer, LENGTHS.size).kernel
+    assert planned == f"decode.{'pair' if kernel == 'long' else kernel}"
     (got, written), (want, expected) = both(h, layer, jnp.asarray(LENGTHS))
     chex.assert_trees_all_close(got[:6], want[:6], atol=2e-5, rtol=2e-5)
     chex.assert_trees_all_close(written, expected, atol=2e-5, rtol=2e-5)
@@ -134,7 +140,7 @@ def test_a_step_in_one_kernel_is_a_step_of_plain_operations(name, parts, monkeyp
 @pytest.mark.parametrize("parts", [1, 2, 4, 0])
 @pytest.mark.parametrize("shared", [False, True])
 def test_gpu_a_step_in_one_kernel(shared, parts, monkeypatch):
-    """The cache is bit-equal to what two kernels write; outputs differ by rounding and do not from call to call."""
+    """The cache is bit-equal whichever kernels attend; outputs differ by rounding and do not from call to call."""
     config = nn.ModelConfig(
         dim=64, num_heads=12, num_kv_heads=2, head_dim=64, compressor="mean", shared_kv=shared, init_std=0.3,
         compute_dtype="bfloat16", implementation="pallas",

@@ -452,7 +452,7 @@ def test_a_step_compiles_ahead_of_time_for_other_heads(compressor, head_dim, gro
         step = aot.compile_for_gpu(decoder.step, decoder.params, cache, tokens, gpu="h100", donate_argnums=(1,))
     except aot.AheadOfTimeUnavailable as error:
         pytest.skip(str(error))
-    assert "nsa_decode_append" in step.as_text()
+    assert ("nsa_decode_append" if compressor == "mlp" else "nsa_decode_token") in step.as_text()
 
 
 @pytest.mark.parametrize(("batch", "attention"), [(1, "nsa"), (64, "nsa"), (1, "dense")])
@@ -466,16 +466,16 @@ def test_the_kernels_of_a_step_are_lowered_once_for_all_layers(batch, attention)
             lowered = jax.jit(decoder.step).trace(decoder.params, cache, tokens).lower(lowering_platforms=("cuda",))
         return re.findall(r'name = "((?:nsa|dense)_decode\w*)"', lowered.as_text())
 
-    assert kernels(3) == kernels(1) != []
+    assert kernels(3) == kernels(2) != []  # in the first layer nothing is added to the residual stream yet
 
 
 @pytest.mark.usefixtures("usual_compilation")
 def test_a_step_of_one_row_writes_nothing_of_a_weights_size():
-    """Nor does a second layer launch more than 11 kernels, of which three are attention's."""
+    """Nor does a second layer launch more than 8 kernels, of which two are attention's."""
     fields = dict(dim=768, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=512, mlp_dim=2432, shared_kv=True)
 
     def written(num_layers):
-        decoder = abstract_decoder(**fields, num_layers=num_layers, compressor="mean")
+        decoder = abstract_decoder(**fields, num_layers=num_layers, compressor="mean", compute_dtype="bfloat16")
         cache = jax.eval_shape(lambda: nn.cache.init_cache(decoder.config, 1, 2048))
         tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
         try:
@@ -490,7 +490,7 @@ def test_a_step_of_one_row_writes_nothing_of_a_weights_size():
         assert max(size for size in sizes if size != held) < 768 * 768 / 8
         return len(launched)
 
-    assert written(2) - written(1) <= 11
+    assert written(3) - written(2) <= 8
 
 
 def test_a_row_by_itself_is_computed_as_in_a_batch(monkeypatch):

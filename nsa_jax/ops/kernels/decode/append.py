@@ -1,10 +1,10 @@
-"""A new token's way into the cache on GPUs, in one or two launches instead of some twenty: they bound small batches.
+"""A new token's way into the cache on GPUs, in two launches instead of some twenty: they bound small batches.
 
 append: splits the layer's projection of the token, turns query and keys, and writes keys and values in place. Where
-  the token completes a compressed block, further programs write its mean to the compressed keys and values, or compute
-  the hidden layer of phi, each over some of the block's tokens; otherwise they end at once.
-emit: the rest of phi, written to the compressed keys and values in place; ends at once where no block is complete. The
-  mean does not need it.
+  the token completes a compressed block, further programs compute the hidden layer of phi, each over some of the
+  block's tokens; otherwise they end at once.
+emit: the rest of phi, written to the compressed keys and values in place; ends at once where no block is complete.
+Where blocks are compressed to their means, both are done by the kernel that attends first, see launch.py.
 """
 
 from __future__ import annotations
@@ -135,20 +135,19 @@ def projection_offsets(num_heads: int, num_kv: int, h_dim: int, v_dim: int, shar
     return (begins[0], *begins[1:-1] * (3 if shared else 1), begins[-1])
 
 
-def _append_kernel(*refs, h_dim, v_dim, offsets, chunks, learned, shared, config: NSAConfig):
+def _append_kernel(*refs, h_dim, v_dim, offsets, chunks, shared, config: NSAConfig):
     """refs: lengths [1], projection [F], gate bias [3G], cos and sin [2, H/2], the caches (aliased; key_slc, value_slc,
     key_win, value_win, key_tail, value_tail, or with shared keys and values key_slc, value_slc, key_tail), then
-    position and W_1 of both compressors if learned, else compressed keys [C, H] and values [C, V] (aliased);
-    out: query [G, H], gates [3G], the caches, then hidden layers of keys and values [M] if learned, else the compressed
-    keys and values.
+    position and W_1 of both compressors; out: query [G, H], gates [3G], the caches, then hidden layers of keys and
+    values [M].
     """
     lengths_ref, y_ref, bias_ref, turn_ref = refs[:4]
     held = 3 if shared else 6
     caches, refs = refs[4 : 4 + held], refs[4 + held :]
-    phi_refs, outs = (refs[:4], refs[4:]) if learned else ((), refs[2:])
+    phi_refs, outs = refs[:4], refs[4:]
     q_ref, gates_ref, ks_ref, vs_ref, *ring_refs = outs[: 2 + held]
     tail_refs = (caches[2], caches[1]) if shared else caches[4:]
-    compressed_refs = outs[2 + held :]  # or what is known of them: hidden layers
+    hidden_refs = outs[2 + held :]
     at, (part, kv) = lengths_ref[0], (pl.program_id(0) - 1, pl.program_id(1))
     at_key_raw, at_value_raw = offsets[1:3]
 
@@ -157,32 +156,28 @@ def _append_kernel(*refs, h_dim, v_dim, offsets, chunks, learned, shared, config
         written = (ks_ref, vs_ref, *ring_refs)
         write_token(y_ref, bias_ref, turn_ref, at, kv, q_ref, gates_ref, written, h_dim, v_dim, offsets, shared)
 
-    if not learned:
-        newest = [(y_ref, at_key_raw + kv * h_dim, at), (y_ref, at_value_raw + kv * v_dim, at)]
-        emit(part, lengths_ref, turn_ref, tail_refs, ((), ()), compressed_refs, newest, config)
-    else:
-        _, complete = _completes(lengths_ref, config)
-        count = config.compress_block // chunks
-        for role, (tail_ref, source, dim) in enumerate(
-            ((tail_refs[0], at_key_raw, h_dim), (tail_refs[1], at_value_raw, v_dim))
-        ):
+    _, complete = _completes(lengths_ref, config)
+    count = config.compress_block // chunks
+    for role, (tail_ref, source, dim) in enumerate(
+        ((tail_refs[0], at_key_raw, h_dim), (tail_refs[1], at_value_raw, v_dim))
+    ):
 
-            @pl.when(complete & (part >= role * chunks) & (part < (role + 1) * chunks))
-            def _(role=role, tail_ref=tail_ref, source=source, dim=dim):
-                position_ref, w_ref = phi_refs[2 * role : 2 * role + 2]
-                begin = (part - role * chunks) * count
-                _hidden(
-                    y_ref,
-                    source + kv * dim,
-                    tail_ref,
-                    position_ref,
-                    w_ref,
-                    compressed_refs[role],
-                    begin,
-                    count,
-                    at,
-                    config,
-                )
+        @pl.when(complete & (part >= role * chunks) & (part < (role + 1) * chunks))
+        def _(role=role, tail_ref=tail_ref, source=source, dim=dim):
+            position_ref, w_ref = phi_refs[2 * role : 2 * role + 2]
+            begin = (part - role * chunks) * count
+            _hidden(
+                y_ref,
+                source + kv * dim,
+                tail_ref,
+                position_ref,
+                w_ref,
+                hidden_refs[role],
+                begin,
+                count,
+                at,
+                config,
+            )
 
 
 def _compressed(features, tail_ref, first, phi_refs, newest, config: NSAConfig):
@@ -268,7 +263,7 @@ def _shape_of(array):
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _emit_learned(turn, lengths, tails, key_cmp, value_cmp, phis: Sequence[Phi], hidden, config: NSAConfig):
+def _emit(turn, lengths, tails, key_cmp, value_cmp, phis: Sequence[Phi], hidden, config: NSAConfig):
     """The compressed keys and values with those of blocks that are complete, from the hidden layers of both phis."""
     inputs = [lengths, turn, *tails, key_cmp, value_cmp]
     in_specs = [pl.BlockSpec((1,), lambda s, k, b: (b,)), _one_row(*turn.shape[1:]), *map(_cache, inputs[2:])]
@@ -294,7 +289,7 @@ def _emit_learned(turn, lengths, tails, key_cmp, value_cmp, phis: Sequence[Phi],
 
 @functools.partial(jax.jit, static_argnames="config")
 def append_token(
-    projected, gate_bias, turn, lengths, caches, key_cmp, value_cmp, phis: Sequence[Phi] | None, *, config: NSAConfig
+    projected, gate_bias, turn, lengths, caches, key_cmp, value_cmp, phis: Sequence[Phi], *, config: NSAConfig
 ):
     """Writes one token per row into a layer's cache.
 
@@ -308,7 +303,7 @@ def append_token(
         share their keys and values, key_win, value_win and value_tail are None.
       key_cmp: [B, C, K, H].
       value_cmp: [B, C, K, V].
-      phis: the compressors of keys and values; None for the mean.
+      phis: the compressors of keys and values.
       config: block geometry.
 
     Returns:
@@ -321,9 +316,7 @@ def append_token(
     kept = [array for array in caches if array is not None]
     shared = len(kept) < len(caches)
     offsets = projection_offsets(num_heads, num_kv, h_dim, v_dim, shared)
-    learned = int(phis is not None)
-    # Enough programs that reading W_1 takes no longer than a launch.
-    chunks = _divisor(config.compress_block, 8) if learned else 0
+    chunks = _divisor(config.compress_block, 8)  # enough programs that reading W_1 takes no longer than a launch
 
     per_group = pl.BlockSpec((None, 3 * group), lambda s, k, b: (k, 0))
     length_spec, turn_spec = pl.BlockSpec((1,), lambda s, k, b: (b,)), _one_row(2, h_dim // 2)
@@ -340,14 +333,7 @@ def append_token(
         *map(_shape_of, kept),
     ]
     aliases = {4 + index: 2 + index for index in range(len(kept))}
-    if not learned:
-        aliases |= {len(inputs) + index: len(out_shape) + index for index in range(2)}
-        compressed = key_cmp, value_cmp
-        inputs += compressed
-        in_specs += map(_cache, compressed)
-        out_specs += map(_cache, compressed)
-        out_shape += map(_shape_of, compressed)
-    for role, phi in enumerate(phis or ()):
+    for role, phi in enumerate(phis):
         inputs += [phi.position, phi.w_1]
         in_specs += [_whole(phi.position), _whole(phi.w_1)]
         width = phi.b_1.shape[0]
@@ -365,11 +351,10 @@ def append_token(
             v_dim=v_dim,
             offsets=offsets,
             chunks=chunks,
-            learned=learned,
             shared=shared,
             config=config,
         ),  # fmt: skip
-        grid=(1 + 2 * max(chunks, 1), num_kv, batch),
+        grid=(1 + 2 * chunks, num_kv, batch),
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out_shape,
@@ -378,11 +363,10 @@ def append_token(
         num_stages=2,
         name="nsa_decode_append",
     )(*inputs)
-    written, compressed = written[: len(kept)], written[len(kept) :]
+    written, hidden = written[: len(kept)], written[len(kept) :]
     key_slc, value_slc, *rings = written
-    if phis:
-        tails = (rings[0], value_slc) if shared else rings[2:]
-        compressed = _emit_learned(turn, lengths, tails, key_cmp, value_cmp, phis, compressed, config)
+    tails = (rings[0], value_slc) if shared else rings[2:]
+    compressed = _emit(turn, lengths, tails, key_cmp, value_cmp, phis, hidden, config)
     caches = (key_slc, value_slc, None, None, *rings, None) if shared else written
     query = query.reshape(batch, 1, num_heads, h_dim)
     return query, gates.reshape(batch, 1, num_heads, 3), (*caches, *compressed)

@@ -7,15 +7,13 @@ A step of 64 rows then needs no partial results and three launches less than in 
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.kernels.decode.ranking import block_importance, rank
+from nsa_jax.ops.kernels.decode.ranking import rank
 from nsa_jax.ops.kernels.decode.softmax_parts import (
     PartSoftmax,
     attend_listed,
@@ -87,8 +85,8 @@ def attend(
     barrier()
     _add_heads(scratch, sum_ref, first, count, group, keys, tiles)
     barrier()
-    importance = functools.partial(block_importance, sum_ref, low=low, high=high, num_cmp=num_cmp, config=config)
-    rank(importance, list_ref, t, start, True, widths=widths, capacity=ks_ref.shape[0], config=config)
+    capacity = ks_ref.shape[0]
+    rank(sum_ref, list_ref, t, start, True, widths=widths, num_cmp=num_cmp, capacity=capacity, config=config)
     barrier()
     window = attend_window(softmax, kw_ref, vw_ref, 0, window_tiles(t, start, keys, config), t, start, config)
     earliest, last = candidate_range(t, start, config)

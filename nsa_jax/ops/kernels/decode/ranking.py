@@ -9,7 +9,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.kernels.decode.softmax_parts import candidate_range, iota
+from nsa_jax.ops.kernels.decode.softmax_parts import candidate_range, iota, visible_range
 from nsa_jax.ops.kernels.softmax import MINUS_INFINITY
 
 
@@ -104,8 +104,9 @@ def write_list(importance, list_ref, first, last, num_blocks: int, config: NSACo
     return chosen
 
 
-def rank(importance, list_ref, t, start, finished, *, widths, capacity: int, config: NSAConfig):
-    """Writes a query's list, if `finished`; importance(width) returns that of its first `width` selection blocks."""
+def rank(sum_ref, list_ref, t, start, finished, *, widths, num_cmp: int, capacity: int, config: NSAConfig):
+    """Writes a query's list, if `finished`, from the probabilities of compressed blocks, summed over the group."""
+    low, high = visible_range(t, start, num_cmp, config)
     first, last = candidate_range(t, start, config)
     last = jnp.where(finished, last, -2)
     num_blocks = blocks.num_selection_blocks(capacity, config.select_block)
@@ -114,7 +115,8 @@ def rank(importance, list_ref, t, start, finished, *, widths, capacity: int, con
 
         @pl.when((last >= below) & (last < width))
         def _(width=width):
-            write_list(importance(width), list_ref, first, last, num_blocks, config)
+            importance = block_importance(sum_ref, width, low, high, num_cmp, config)
+            write_list(importance, list_ref, first, last, num_blocks, config)
 
         below = width
 

@@ -17,12 +17,14 @@ from jax.experimental import pallas as pl
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.choices import Choice
+from nsa_jax.ops.decode_tiles import DecodeConfig
 from nsa_jax.ops.kernels.decode.ranking import block_importance, column_probabilities, ranking_widths, write_list
 from nsa_jax.ops.kernels.decode.softmax_parts import (
+    Positions,
     candidate_range,
     compressed_part,
     partials,
+    per_pair,
     query_position,
     selected_part,
     visible_range,
@@ -33,39 +35,37 @@ from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.kernels.triton import barrier, triton_call
 
 
-def _read_kernel(
-    *refs, num_starts, num_queries, group, rows, keys, block_keys, window_keys, num_cmp, cut, scale, config: NSAConfig
-):
+def _read(q_ref, gate_of, caches, outs, t, start, *, block_keys, keys, window_keys, num_cmp, cut, config, **sizes):
     """One part of a branch: the programs of the compressed blocks come first, then those of the window and of blocks.
 
-    refs: lengths [1], segment_start [1] if packed, query [G, H], compressed key [C, H] and value [C, V], window key
-    [W, H] and value [W, V], key [S, H], value [S, V]; out: partial output [G, V], stats [2, G], base-2 scores
+    The arguments are those of `pair._attend`; outs are partial output [G, V], stats [2, G], base-2 scores
     [G, C + padding].
     """
-    q_ref, kc_ref, vc_ref, kw_ref, vw_ref, ks_ref, vs_ref, acc_ref, stats_ref, s_ref = refs[1 + num_starts :]
-    capacity = ks_ref.shape[0]
-    t, start = query_position(refs[0], refs[1 : 1 + num_starts], num_queries, capacity)
+    del gate_of
+    kc_ref, vc_ref, ks_ref, vs_ref, kw_ref, vw_ref = caches
+    *partial, s_ref = outs
     compressed_parts, window_parts = cut
     part = pl.program_id(0)
-    sizes = dict(group=group, rows=rows, scale=scale, config=config)
+    sizes |= dict(config=config)
 
     @pl.when(part < compressed_parts)
     def _compressed():
-        arrays = (q_ref, kc_ref, vc_ref, acc_ref, stats_ref, s_ref)
+        arrays = (q_ref, kc_ref, vc_ref, *partial, s_ref)
         compressed_part(arrays, part, compressed_parts, t, start, keys=keys, num_cmp=num_cmp, **sizes)
 
     @pl.when((part >= compressed_parts) & (part < compressed_parts + window_parts))
     def _window():
-        arrays = (q_ref, kw_ref, vw_ref, acc_ref, stats_ref)
+        arrays = (q_ref, kw_ref, vw_ref, *partial)
         window_part(arrays, part - compressed_parts, window_parts, t, start, keys=window_keys, **sizes)
 
     @pl.when(part >= compressed_parts + window_parts)
     def _block():
         block = part - compressed_parts - window_parts
         begin = block * config.select_block
-        read = (begin <= t) & (begin + config.select_block > start)
-        arrays = (q_ref, ks_ref, vs_ref, acc_ref, stats_ref)
-        selected_part(arrays, lambda i: block, jnp.int32(0), read.astype(jnp.int32), t, start, keys=block_keys, **sizes)
+        visible = (begin <= t) & (begin + config.select_block > start)
+        arrays = (q_ref, ks_ref, vs_ref, *partial)
+        end = visible.astype(jnp.int32)
+        selected_part(arrays, lambda i: block, jnp.int32(0), end, t, start, keys=block_keys, **sizes)
 
 
 def _finish_kernel(*refs, num_starts, num_queries, capacity, group, columns, width, num_cmp, cut, config: NSAConfig):
@@ -94,85 +94,72 @@ def _finish_kernel(*refs, num_starts, num_queries, capacity, group, columns, wid
     write_sum(o_ref, branches)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "plan"))
-def decode_attention(
-    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config: NSAConfig, segment_start,
-    plan: Choice,
-):  # fmt: skip
-    """See `nsa_jax.decode_attention`; returns the output [B, T, N, V] and the block lists int32 [B, T, K, n]."""
-    batch, num_queries, num_heads, h_dim = query.shape
-    num_cmp, num_kv, v_dim = value_cmp.shape[1:]
-    capacity = key_slc.shape[1]
-    group, num_rows, n, tile = num_heads // num_kv, batch * num_queries, config.num_selected, plan.tiles
-    num_blocks = blocks.num_selection_blocks(capacity, config.select_block)
-    (width,) = ranking_widths(num_blocks, n)[-1:]
-    cut = tile.compressed_parts, tile.window_parts
-    parts = sum(cut) + num_blocks
-    columns = max(tile.keys, pl.next_power_of_2(num_cmp), 16)
-    # As few as can hold the largest tile in registers: warps that share a tile wait for each other in every sum.
-    largest = max(max(width, *cut) * v_dim, group * columns)
-    finish_warps = min(pl.next_power_of_2(pl.cdiv(largest, 4096)), 4)
-    starts = [] if segment_start is None else [segment_start.astype(jnp.int32).reshape(num_rows, 1)]
-    common = dict(num_starts=len(starts), num_queries=num_queries, group=group, num_cmp=num_cmp, cut=cut, config=config)
-    where_arrays = (lengths.astype(jnp.int32), *starts)
+class Launch:
+    """Both kernels; see launch.py."""
 
-    where = [
-        pl.BlockSpec((1,), lambda s, k, r: (r // num_queries,)),
-        *(pl.BlockSpec((None, 1), lambda s, k, r: (r, 0)) for _ in starts),
-    ]
+    name = "nsa_decode_read"
 
-    def cache(array):  # one row's and head's slice
-        return pl.BlockSpec((None, array.shape[1], None, array.shape[3]), lambda s, k, r: (r // num_queries, 0, k, 0))
-
-    def per_pair(*shape):  # of an array [rows, K, *shape]
-        return pl.BlockSpec((None, None, *shape), lambda s, k, r: (r, k, *(0 for _ in shape)))
-
-    specs, shapes = partials(num_rows, num_kv, parts, group, v_dim)
-    arrays = (key_cmp[:, :num_cmp], value_cmp[:, :num_cmp], key_win, value_win, key_slc, value_slc)
-    acc, stats, scores = triton_call(
-        functools.partial(
-            _read_kernel,
+    def __init__(self, rows, num_kv, group, num_cmp, capacity, dims, dtype, config: NSAConfig, tile: DecodeConfig):
+        """The arguments are sizes: `rows` is B * T, num_cmp is C, capacity is S, and dims are (H, V)."""
+        h_dim, self.v_dim = dims
+        num_blocks = blocks.num_selection_blocks(capacity, config.select_block)
+        (self.width,) = ranking_widths(num_blocks, config.num_selected)[-1:]
+        cut = tile.compressed_parts, tile.window_parts
+        self.parts, self.columns = sum(cut) + num_blocks, max(tile.keys, pl.next_power_of_2(num_cmp), 16)
+        self.dtype, self.cut, self.group, self.capacity = dtype, cut, group, capacity
+        self.common = dict(group=group, num_cmp=num_cmp, cut=cut, config=config)
+        self.grid = (self.parts, num_kv, rows)
+        self.options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
+        self.attend = functools.partial(
+            _read,
             rows=max(16, pl.next_power_of_2(group)),
             keys=tile.keys,
             block_keys=min(tile.keys, max(16, pl.next_power_of_2(config.select_block))),
             window_keys=tile.window_keys,
             scale=LOG2E * h_dim**-0.5,
-            **common,
-        ),
-        grid=(parts, num_kv, num_rows),
-        in_specs=[*where, per_pair(group, h_dim), *map(cache, arrays)],
-        out_specs=[*specs, per_pair(group, columns)],
-        out_shape=[*shapes, jax.ShapeDtypeStruct((num_rows, num_kv, group, columns), jnp.float32)],
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        name="nsa_decode_read",
-    )(*where_arrays, query.reshape(num_rows, num_kv, group, h_dim), *arrays)
+            **self.common,
+        )
+        specs, shapes = partials(rows, num_kv, self.parts, group, self.v_dim)
+        self.out_specs = [*specs, per_pair(group, self.columns)]
+        self.out_shape = [*shapes, jax.ShapeDtypeStruct((rows, num_kv, group, self.columns), jnp.float32)]
 
-    def of_group(*shape):
-        return pl.BlockSpec((None, None, *shape), lambda s, h, r: (r, h // group, *(0 for _ in shape)))
+    def finish(self, outs, query, gates, caches, where: Positions):
+        """Output [rows, N, V] and lists [rows, K, n] from what the first kernel put out and gates [rows, N, 3]."""
+        del query, caches
+        acc, stats, scores = outs
+        group, columns, v_dim, parts = self.group, self.columns, self.v_dim, self.parts
+        _, num_kv, rows = self.grid
+        n, num_heads = self.common["config"].num_selected, num_kv * group
+        # As few as can hold the largest tile in registers: warps that share a tile wait for each other in every sum.
+        largest = max(max(self.width, *self.cut) * v_dim, group * columns)
+        warps = min(pl.next_power_of_2(pl.cdiv(largest, 4096)), 4)
 
-    def of_head(*shape):
-        return pl.BlockSpec((None, None, *shape), lambda s, h, r: (r, h, *(0 for _ in shape)))
+        def of_group(*shape):
+            return pl.BlockSpec((None, None, *shape), lambda s, h, r: (r, h // group, *(0 for _ in shape)))
 
-    out, lists, _ = triton_call(
-        functools.partial(_finish_kernel, capacity=capacity, columns=columns, width=width, **common),
-        grid=(1, num_heads, num_rows),
-        in_specs=[
-            *where,
-            of_head(3),
-            of_group(tile.compressed_parts, 2, group),
-            of_group(group, columns),
-            pl.BlockSpec((None, None, parts, None, v_dim), lambda s, h, r: (r, h // group, 0, h % group, 0)),
-            pl.BlockSpec((None, None, parts, 2, None), lambda s, h, r: (r, h // group, 0, 0, h % group)),
-        ],
-        out_specs=[of_head(v_dim), of_group(n), of_head(columns)],
-        out_shape=[
-            jax.ShapeDtypeStruct((num_rows, num_heads, v_dim), query.dtype),
-            jax.ShapeDtypeStruct((num_rows, num_kv, n), jnp.int32),
-            jax.ShapeDtypeStruct((num_rows, num_heads, columns), jnp.float32),
-        ],
-        num_warps=finish_warps,
-        num_stages=1,
-        name="nsa_decode_finish",
-    )(*where_arrays, gates.reshape(num_rows, num_heads, 3), stats, scores, acc, stats)
-    return out.reshape(batch, num_queries, num_heads, v_dim), lists.reshape(batch, num_queries, num_kv, n)
+        def of_head(*shape):
+            return pl.BlockSpec((None, None, *shape), lambda s, h, r: (r, h, *(0 for _ in shape)))
+
+        sizes = dict(num_starts=len(where.starts), num_queries=where.num_queries, capacity=self.capacity)
+        out, lists, _ = triton_call(
+            functools.partial(_finish_kernel, columns=columns, width=self.width, **sizes, **self.common),
+            grid=(1, num_heads, rows),
+            in_specs=[
+                *where.specs(),
+                of_head(3),
+                of_group(self.cut[0], 2, group),
+                of_group(group, columns),
+                pl.BlockSpec((None, None, parts, None, v_dim), lambda s, h, r: (r, h // group, 0, h % group, 0)),
+                pl.BlockSpec((None, None, parts, 2, None), lambda s, h, r: (r, h // group, 0, 0, h % group)),
+            ],
+            out_specs=[of_head(v_dim), of_group(n), of_head(columns)],
+            out_shape=[
+                jax.ShapeDtypeStruct((rows, num_heads, v_dim), self.dtype),
+                jax.ShapeDtypeStruct((rows, num_kv, n), jnp.int32),
+                jax.ShapeDtypeStruct((rows, num_heads, columns), jnp.float32),
+            ],
+            num_warps=warps,
+            num_stages=1,
+            name="nsa_decode_finish",
+        )(*where.arrays(), gates, stats, scores, acc, stats)
+        return out, lists

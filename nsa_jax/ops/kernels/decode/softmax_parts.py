@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,35 @@ def query_position(lengths_ref, start_refs, num_queries: int, capacity: int | No
     length = lengths_ref[0] if capacity is None else jnp.minimum(lengths_ref[0], capacity)
     t = length - num_queries + pl.program_id(2) % num_queries
     return t, jnp.maximum(start_refs[0][0], 0) if start_refs else jnp.int32(0)
+
+
+class Positions(NamedTuple):
+    """Where the queries of a batch are: int32 lengths [B], and segment starts [B * T, 1] if rows are packed."""
+
+    lengths: jax.Array
+    starts: tuple[jax.Array, ...]
+    num_queries: int
+
+    @classmethod
+    def of(cls, lengths, segment_start, num_queries: int) -> Positions:
+        """segment_start: int [B, T], or None."""
+        starts = () if segment_start is None else (segment_start.astype(jnp.int32).reshape(-1, 1),)
+        return cls(lengths.astype(jnp.int32), starts, num_queries)
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """What a kernel reads for `query_position`."""
+        return (self.lengths, *self.starts)
+
+    def specs(self) -> list[pl.BlockSpec]:
+        """Specs of `arrays` where the last grid axis runs over B * T."""
+        count = self.num_queries
+        length = pl.BlockSpec((1,), lambda s, k, r: (r // count,))
+        return [length, *(pl.BlockSpec((None, 1), lambda s, k, r: (r, 0)) for _ in self.starts)]
+
+
+def per_pair(*shape: int) -> pl.BlockSpec:
+    """Of an array [rows, K, *shape]."""
+    return pl.BlockSpec((None, None, *shape), lambda s, k, r: (r, k, *(0 for _ in shape)))
 
 
 def part_of(count, parts, part):

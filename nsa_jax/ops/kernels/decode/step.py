@@ -25,14 +25,16 @@ from jax.experimental.pallas import triton as pltriton
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.choices import Choice
-from nsa_jax.ops.kernels.decode.ranking import block_importance, column_probabilities, rank, ranking_widths
+from nsa_jax.ops.decode_tiles import DecodeConfig
+from nsa_jax.ops.kernels.decode.ranking import column_probabilities, rank, ranking_widths
 from nsa_jax.ops.kernels.decode.softmax_parts import (
+    Positions,
     candidate_range,
     combine,
     compressed_part,
     part_of,
     partials,
+    per_pair,
     query_position,
     selected_part,
     visible_range,
@@ -42,17 +44,16 @@ from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.kernels.triton import barrier, interpreted, triton_call
 
 
-def _compressed_kernel(*refs, num_starts, num_queries, capacity, group, rows, keys, num_cmp, scale, config: NSAConfig):
+def _compressed(q_ref, gate_of, caches, outs, t, start, **sizes):
     """One part of the compressed blocks.
 
-    refs: lengths [1], segment_start [1] if packed, query [G, H], key [C, H], value [C, V];
-    out: partial output [G, V], stats [2, G], base-2 scores [G, C + padding], zero [1] for the next kernel to count in.
+    The arguments are those of `pair._attend`; outs are partial output [G, V], stats [2, G], base-2 scores
+    [G, C + padding], and zero [1] for the next kernel to count in.
     """
-    *attended, count_ref = refs[1 + num_starts :]
+    del gate_of
+    *partial, count_ref = outs
     count_ref[0] = jnp.int32(0)
-    t, start = query_position(refs[0], refs[1 : 1 + num_starts], num_queries, capacity)
-    sizes = dict(group=group, rows=rows, keys=keys, num_cmp=num_cmp, scale=scale, config=config)
-    compressed_part(attended, pl.program_id(0), pl.num_programs(0), t, start, **sizes)
+    compressed_part((q_ref, *caches[:2], *partial), pl.program_id(0), pl.num_programs(0), t, start, **sizes)
 
 
 def _last_to_arrive(count_ref, programs: int):
@@ -89,8 +90,8 @@ def _rank_kernel(
             column_probabilities(stats_ref, s_ref, sum_ref, chunk, low, high, group, columns)
 
         finished = _last_to_arrive(count_ref, chunks)
-        importance = functools.partial(block_importance, sum_ref, low=low, high=high, num_cmp=num_cmp, config=config)
-        rank(importance, list_ref, t, start, finished, widths=widths, capacity=capacity, config=config)
+        sizes = dict(widths=widths, num_cmp=num_cmp, capacity=capacity, config=config)
+        rank(sum_ref, list_ref, t, start, finished, **sizes)
 
     @pl.when(chunk >= chunks)
     def _attend():
@@ -125,9 +126,7 @@ def _rank_folded_kernel(
 
     @pl.when(part < 0)
     def _list():
-        low, high = visible_range(t, start, num_cmp, config)
-        importance = functools.partial(block_importance, sum_ref, low=low, high=high, num_cmp=num_cmp, config=config)
-        rank(importance, list_ref, t, start, True, widths=widths, capacity=capacity, config=config)
+        rank(sum_ref, list_ref, t, start, True, widths=widths, num_cmp=num_cmp, capacity=capacity, config=config)
 
     @pl.when(part >= 0)
     def _attend():
@@ -150,109 +149,110 @@ def _selected_kernel(*refs, num_starts, num_queries, capacity, group, rows, keys
     selected_part(attended, lambda i: list_ref[i], begin, end, t, start, **sizes)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "plan"))
-def decode_attention(
-    query, key_cmp, value_cmp, key_slc, value_slc, key_win, value_win, gates, lengths, config: NSAConfig, segment_start,
-    plan: Choice,
-):  # fmt: skip
-    """See `nsa_jax.decode_attention`; returns the output [B, T, N, V] and the block lists int32 [B, T, K, n]."""
-    batch, num_queries, num_heads, h_dim = query.shape
-    num_cmp, num_kv, v_dim = value_cmp.shape[1:]
-    capacity, num_slots = key_slc.shape[1], key_win.shape[1]
-    group, num_rows, n = num_heads // num_kv, batch * num_queries, config.num_selected
-    tile = plan.tiles
-    starts = [] if segment_start is None else [segment_start.astype(jnp.int32).reshape(num_rows, 1)]
-    common = dict(num_starts=len(starts), num_queries=num_queries, capacity=capacity, group=group, config=config)
-    attend = dict(rows=max(16, pl.next_power_of_2(group)), scale=LOG2E * h_dim**-0.5)
+class Launch:
+    """All four kernels; see launch.py."""
 
-    def cache(length, dim):  # one row's and head's slice of a cache array
-        return pl.BlockSpec((None, length, None, dim), lambda s, k, r: (r // num_queries, 0, k, 0))
+    name = "nsa_decode_compressed"
 
-    def per_pair(*shape):  # an array [rows, K, *shape]
-        return pl.BlockSpec((None, None, *shape), lambda s, k, r: (r, k, *(0 for _ in shape)))
+    def __init__(self, rows, num_kv, group, num_cmp, capacity, dims, dtype, config: NSAConfig, tile: DecodeConfig):
+        """The arguments are sizes: `rows` is B * T, num_cmp is C, capacity is S, and dims are (H, V)."""
+        h_dim, self.v_dim = dims
+        self.tile, self.dtype, self.num_cmp, self.capacity = tile, dtype, num_cmp, capacity
+        self.common = dict(group=group, config=config)
+        self.softmax = dict(rows=max(16, pl.next_power_of_2(group)), scale=LOG2E * h_dim**-0.5)
+        self.columns = min(tile.columns, max(pl.next_power_of_2(num_cmp), 16))
+        step = max(tile.keys, self.columns)
+        self.scored = pl.cdiv(num_cmp, step) * step
+        self.grid = (tile.compressed_parts, num_kv, rows)
+        self.options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
+        self.attend = functools.partial(_compressed, keys=tile.keys, num_cmp=num_cmp, **self.common, **self.softmax)
+        specs, shapes = partials(rows, num_kv, tile.compressed_parts, group, self.v_dim)
+        self.out_specs = [*specs, per_pair(group, self.scored), per_pair(1)]
+        self.out_shape = [*shapes, self._shape(group, self.scored), self._shape(1, dtype=jnp.int32)]
 
-    def pair_shape(*shape, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct((num_rows, num_kv, *shape), dtype)
+    def _shape(self, *shape, dtype=jnp.float32):
+        """Of an array [rows, K, *shape]."""
+        _, num_kv, rows = self.grid
+        return jax.ShapeDtypeStruct((rows, num_kv, *shape), dtype)
 
-    where = [
-        pl.BlockSpec((1,), lambda s, k, r: (r // num_queries,)),
-        *(pl.BlockSpec((None, 1), lambda s, k, r: (r, 0)) for _ in starts),
-    ]
-    where_arrays = (lengths.astype(jnp.int32), *starts)
-    rows_query = query.reshape(num_rows, num_kv, group, h_dim)
-    columns = min(tile.columns, max(pl.next_power_of_2(num_cmp), 16))
-    scored = pl.cdiv(num_cmp, max(tile.keys, columns)) * max(tile.keys, columns)
+    def finish(self, outs, query, gates, caches, where: Positions):
+        """Output [rows, N, V] and lists [rows, K, n] from what the first kernel put out and gates [rows, N, 3]."""
+        acc, stats, *scored = outs
+        _, _, key, value, *window = caches
+        sizes = dict(num_starts=len(where.starts), num_queries=where.num_queries, capacity=self.capacity)
+        sizes |= self.common
+        lists, *windowed = self._rank(stats, scored, query, window, where, sizes)
+        selected = self._selected(lists, query, key, value, where, sizes)
+        tile = self.tile
+        branches = (0, 0, tile.compressed_parts), (1, 0, tile.selected_parts), (2, 0, tile.window_parts)
+        return combine(gates, (acc, stats, *selected, *windowed), branches, self.dtype), lists
 
-    specs, shapes = partials(num_rows, num_kv, tile.compressed_parts, group, v_dim)
-    cmp_acc, cmp_stats, scores, count = triton_call(
-        functools.partial(_compressed_kernel, keys=tile.keys, num_cmp=num_cmp, **common, **attend),
-        grid=(tile.compressed_parts, num_kv, num_rows),
-        in_specs=[*where, per_pair(group, h_dim), cache(num_cmp, h_dim), cache(num_cmp, v_dim)],
-        out_specs=[*specs, per_pair(group, scored), per_pair(1)],
-        out_shape=[*shapes, pair_shape(group, scored), pair_shape(1, dtype=jnp.int32)],
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        name="nsa_decode_compressed",
-    )(*where_arrays, rows_query, key_cmp[:, :num_cmp], value_cmp[:, :num_cmp])
+    def _cache(self, array, where: Positions):
+        """One row's and head's slice."""
+        count = where.num_queries
+        return pl.BlockSpec((None, array.shape[1], None, array.shape[3]), lambda s, k, r: (r // count, 0, k, 0))
 
-    chunks = scored // columns
-    ranking = dict(
-        widths=ranking_widths(blocks.num_selection_blocks(capacity, config.select_block), n), num_cmp=num_cmp
-    )
-    ranking |= dict(keys=tile.window_keys, **common, **attend)
-    windowed = [per_pair(group, h_dim), cache(num_slots, h_dim), cache(num_slots, v_dim)]
-    scores_specs = [per_pair(tile.compressed_parts, 2, group), per_pair(group, scored)]
-    rank_launch: Any = dict(num_warps=tile.rank_warps, num_stages=2, name="nsa_decode_rank")
-    list_shape, sum_shape = pair_shape(n, dtype=jnp.int32), pair_shape(scored)
-    if chunks * num_kv * num_rows > tile.fold_programs:
-        sums = triton_call(
-            functools.partial(_fold_kernel, columns=columns, num_cmp=num_cmp, **common),
-            grid=(chunks, num_kv, num_rows),
-            in_specs=[*where, *scores_specs],
-            out_specs=per_pair(scored),
-            out_shape=sum_shape,
-            num_warps=4,
-            num_stages=1,
-            name="nsa_decode_fold",
-        )(*where_arrays, cmp_stats, scores)
-        specs, shapes = partials(num_rows, num_kv, tile.window_parts, group, v_dim, first=1)
-        lists, win_acc, win_stats = triton_call(
-            functools.partial(_rank_folded_kernel, **ranking),
-            grid=(1 + tile.window_parts, num_kv, num_rows),
-            in_specs=[*where, per_pair(scored), *windowed],
-            out_specs=[per_pair(n), *specs],
-            out_shape=[list_shape, *shapes],
-            **rank_launch,
-        )(*where_arrays, sums, rows_query, key_win, value_win)
-    else:
-        specs, shapes = partials(num_rows, num_kv, tile.window_parts, group, v_dim, first=chunks)
-        lists, _, _, win_acc, win_stats = triton_call(
+    def _rank(self, stats, scored, query, window, where: Positions, sizes):
+        """Lists [rows, K, n], and the window's partial outputs and their stats."""
+        tile, (_, num_kv, rows) = self.tile, self.grid
+        scores, count = scored
+        group, config, n = *self.common.values(), self.common["config"].num_selected
+        columns, total = self.columns, self.scored
+        chunks = total // columns
+        widths = ranking_widths(blocks.num_selection_blocks(self.capacity, config.select_block), n)
+        ranking = dict(widths=widths, num_cmp=self.num_cmp, keys=tile.window_keys, **sizes, **self.softmax)
+        windowed = [per_pair(*query.shape[2:]), *(self._cache(array, where) for array in window)]
+        scores_specs = [per_pair(tile.compressed_parts, 2, group), per_pair(group, total)]
+        launch: Any = dict(num_warps=tile.rank_warps, num_stages=2, name="nsa_decode_rank")
+        list_shape, sum_shape = self._shape(n, dtype=jnp.int32), self._shape(total)
+        if chunks * num_kv * rows > tile.fold_programs:
+            sums = triton_call(
+                functools.partial(_fold_kernel, columns=columns, num_cmp=self.num_cmp, **sizes),
+                grid=(chunks, num_kv, rows),
+                in_specs=[*where.specs(), *scores_specs],
+                out_specs=per_pair(total),
+                out_shape=sum_shape,
+                num_warps=4,
+                num_stages=1,
+                name="nsa_decode_fold",
+            )(*where.arrays(), stats, scores)
+            specs, shapes = partials(rows, num_kv, tile.window_parts, group, self.v_dim, first=1)
+            return triton_call(
+                functools.partial(_rank_folded_kernel, **ranking),
+                grid=(1 + tile.window_parts, num_kv, rows),
+                in_specs=[*where.specs(), per_pair(total), *windowed],
+                out_specs=[per_pair(n), *specs],
+                out_shape=[list_shape, *shapes],
+                **launch,
+            )(*where.arrays(), sums, query, *window)
+        specs, shapes = partials(rows, num_kv, tile.window_parts, group, self.v_dim, first=chunks)
+        lists, _, _, *partial = triton_call(
             functools.partial(_rank_kernel, columns=columns, **ranking),
-            grid=(chunks + tile.window_parts, num_kv, num_rows),
-            in_specs=[*where, *scores_specs, per_pair(1), *windowed],
-            out_specs=[per_pair(n), per_pair(scored), per_pair(1), *specs],
-            out_shape=[list_shape, sum_shape, pair_shape(1, dtype=jnp.int32), *shapes],
-            input_output_aliases={3 + len(starts): 2},
-            **rank_launch,
-        )(*where_arrays, cmp_stats, scores, count, rows_query, key_win, value_win)
+            grid=(chunks + tile.window_parts, num_kv, rows),
+            in_specs=[*where.specs(), *scores_specs, per_pair(1), *windowed],
+            out_specs=[per_pair(n), per_pair(total), per_pair(1), *specs],
+            out_shape=[list_shape, sum_shape, self._shape(1, dtype=jnp.int32), *shapes],
+            input_output_aliases={len(where.arrays()) + 2: 2},
+            **launch,
+        )(*where.arrays(), stats, scores, count, query, *window)
+        return lists, *partial
 
-    selected_keys = min(tile.keys, max(16, pl.next_power_of_2(config.select_block)))
-    specs, shapes = partials(num_rows, num_kv, tile.selected_parts, group, v_dim)
-    slc_acc, slc_stats = triton_call(
-        functools.partial(_selected_kernel, keys=selected_keys, **common, **attend),
-        grid=(tile.selected_parts, num_kv, num_rows),
-        in_specs=[*where, per_pair(n), per_pair(group, h_dim), cache(capacity, h_dim), cache(capacity, v_dim)],
-        out_specs=specs,
-        out_shape=shapes,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        name="nsa_decode_selected",
-    )(*where_arrays, lists, rows_query, key_slc, value_slc)
-
-    out = combine(
-        gates.reshape(num_rows, num_heads, 3),
-        (cmp_acc, cmp_stats, slc_acc, slc_stats, win_acc, win_stats),
-        ((0, 0, tile.compressed_parts), (1, 0, tile.selected_parts), (2, 0, tile.window_parts)),
-        query.dtype,
-    )
-    return out.reshape(batch, num_queries, num_heads, v_dim), lists.reshape(batch, num_queries, num_kv, n)
+    def _selected(self, lists, query, key, value, where: Positions, sizes):
+        """Partial outputs of the listed blocks, and their stats."""
+        tile, (_, num_kv, rows), (group, config) = self.tile, self.grid, self.common.values()
+        keys = min(tile.keys, max(16, pl.next_power_of_2(config.select_block)))
+        specs, shapes = partials(rows, num_kv, tile.selected_parts, group, self.v_dim)
+        return triton_call(
+            functools.partial(_selected_kernel, keys=keys, **sizes, **self.softmax),
+            grid=(tile.selected_parts, num_kv, rows),
+            in_specs=[
+                *where.specs(),
+                per_pair(config.num_selected),
+                per_pair(*query.shape[2:]),
+                *(self._cache(array, where) for array in (key, value)),
+            ],
+            out_specs=specs,
+            out_shape=shapes,
+            **self.options,
+            name="nsa_decode_selected",
+        )(*where.arrays(), lists, query, key, value)
