@@ -15,6 +15,7 @@ import gc
 import itertools
 import json
 import pathlib
+import statistics
 import sys
 import time
 
@@ -52,8 +53,8 @@ def filled(decoder: Decoder, batch: int, context: int, steps: int):
 
 
 def milliseconds(decoder: Decoder, batch: int, context: int, steps: int, at_once: int) -> float:
-    """Mean milliseconds of a step over `steps` of them, `at_once` per dispatch, after a few that are not counted."""
-    warm, dispatches = 5, -(-steps // at_once)
+    """Milliseconds of a step, `at_once` per dispatch: the median of five means over `steps`, after a few uncounted."""
+    warm, samples, dispatches = 5, 5, -(-steps // at_once)
 
     def choose(index, logits, held):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), held
@@ -63,16 +64,24 @@ def milliseconds(decoder: Decoder, batch: int, context: int, steps: int, at_once
         return cache, drawn[-1]
 
     run = jax.jit(advance, donate_argnums=1)
-    room = (warm + dispatches) * at_once
-    state = (filled(decoder, batch, context - room, room), jnp.zeros((batch,), jnp.int32))
-    for _ in range(warm):
-        state = run(decoder.params, state)
-    jax.block_until_ready(state)
-    begin = time.perf_counter()
-    for _ in range(dispatches):
-        state = run(decoder.params, state)
-    jax.block_until_ready(state)
-    return (time.perf_counter() - begin) / (dispatches * at_once) * 1e3
+    room = max(warm, dispatches) * at_once
+    cache, tokens = filled(decoder, batch, context - room, room), jnp.zeros((batch,), jnp.int32)
+
+    def timed(cache, tokens, count):
+        state = (dataclasses.replace(cache, lengths=jnp.full((batch,), context - room, jnp.int32)), tokens)
+        jax.block_until_ready(state)
+        begin = time.perf_counter()
+        for _ in range(count):
+            state = run(decoder.params, state)
+        jax.block_until_ready(state)
+        return state, (time.perf_counter() - begin) / (count * at_once) * 1e3
+
+    (cache, tokens), _ = timed(cache, tokens, warm)
+    found = []
+    for _ in range(samples):
+        (cache, tokens), ms = timed(cache, tokens, dispatches)
+        found.append(ms)
+    return statistics.median(found)
 
 
 def main() -> None:

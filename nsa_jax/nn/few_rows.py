@@ -20,7 +20,7 @@ from nsa_jax.nn.transformer import Block
 from nsa_jax.ops import pallas
 from nsa_jax.ops.implementations import kernels_wanted
 
-# A single row goes through so many times: a tile of `product` has as many rows, and is read more quickly than one row
+# A single row goes through so many times: a tile of `product` has as many rows, and they are read more quickly.
 COPIES = 16
 
 

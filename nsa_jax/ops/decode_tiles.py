@@ -70,7 +70,7 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
     """Picks how a decode step is split.
 
     Programs are as many as an H200 holds at once. The compressed blocks are cut into at most half as many parts as
-    there are tiles, but up to 16, because summing many parts costs more than it saves.
+    there are tiles, but up to 32, because summing many parts costs more than it saves.
 
     From 128 pairs on, the window's keys and the scores are read in larger steps. Where one kernel serves a pair, up to
     128 programs share the pairs of short rows, and a tile of keys and values has 32 KiB: 128 keys at head dim 64. In
@@ -88,7 +88,7 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
     tiles, long = -(-num_cmp // keys), num_cmp > DECODE_FEW_COMPRESSED
     return DecodeConfig(
         keys=keys,
-        compressed_parts=min(wanted, tiles, max(16, -(-tiles // 2))),
+        compressed_parts=min(wanted, tiles, max(32, -(-tiles // 2))),
         selected_parts=min(wanted, config.num_selected),
         num_warps=4,
         num_stages=3,
