@@ -106,8 +106,8 @@ class Launch:
         (self.width,) = ranking_widths(num_blocks, config.num_selected)[-1:]
         cut = tile.compressed_parts, tile.window_parts
         self.parts, self.columns = sum(cut) + num_blocks, max(tile.keys, pl.next_power_of_2(num_cmp), 16)
-        self.dtype, self.cut, self.group, self.capacity = dtype, cut, group, capacity
-        self.common = dict(group=group, num_cmp=num_cmp, cut=cut, config=config)
+        self.dtype, self.cut, self.group, self.capacity, self.config = dtype, cut, group, capacity, config
+        self.sizes = dict(group=group, num_cmp=num_cmp, cut=cut, config=config)
         self.grid = (self.parts, num_kv, rows)
         self.options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
         self.attend = functools.partial(
@@ -117,7 +117,7 @@ class Launch:
             block_keys=min(tile.keys, max(16, pl.next_power_of_2(config.select_block))),
             window_keys=tile.window_keys,
             scale=LOG2E * h_dim**-0.5,
-            **self.common,
+            **self.sizes,
         )
         specs, shapes = partials(rows, num_kv, self.parts, group, self.v_dim)
         self.out_specs = [*specs, per_pair(group, self.columns)]
@@ -129,7 +129,7 @@ class Launch:
         acc, stats, scores = outs
         group, columns, v_dim, parts = self.group, self.columns, self.v_dim, self.parts
         _, num_kv, rows = self.grid
-        n, num_heads = self.common["config"].num_selected, num_kv * group
+        n, num_heads = self.config.num_selected, num_kv * group
         # As few as can hold the largest tile in registers: warps that share a tile wait for each other in every sum.
         largest = max(max(self.width, *self.cut) * v_dim, group * columns)
         warps = min(pl.next_power_of_2(pl.cdiv(largest, 4096)), 4)
@@ -142,7 +142,7 @@ class Launch:
 
         sizes = dict(num_starts=len(where.starts), num_queries=where.num_queries, capacity=self.capacity)
         out, lists, _ = triton_call(
-            functools.partial(_finish_kernel, columns=columns, width=self.width, **sizes, **self.common),
+            functools.partial(_finish_kernel, columns=columns, width=self.width, **sizes, **self.sizes),
             grid=(1, num_heads, rows),
             in_specs=[
                 *where.specs(),

@@ -157,15 +157,16 @@ class Launch:
     def __init__(self, rows, num_kv, group, num_cmp, capacity, dims, dtype, config: NSAConfig, tile: DecodeConfig):
         """The arguments are sizes: `rows` is B * T, num_cmp is C, capacity is S, and dims are (H, V)."""
         h_dim, self.v_dim = dims
-        self.tile, self.dtype, self.num_cmp, self.capacity = tile, dtype, num_cmp, capacity
-        self.common = dict(group=group, config=config)
+        self.tile, self.dtype, self.config, self.group = tile, dtype, config, group
+        self.num_cmp, self.capacity = num_cmp, capacity
         self.softmax = dict(rows=max(16, pl.next_power_of_2(group)), scale=LOG2E * h_dim**-0.5)
         self.columns = min(tile.columns, max(pl.next_power_of_2(num_cmp), 16))
         step = max(tile.keys, self.columns)
         self.scored = pl.cdiv(num_cmp, step) * step
         self.grid = (tile.compressed_parts, num_kv, rows)
         self.options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
-        self.attend = functools.partial(_compressed, keys=tile.keys, num_cmp=num_cmp, **self.common, **self.softmax)
+        sizes = dict(group=group, keys=tile.keys, num_cmp=num_cmp, config=config)
+        self.attend = functools.partial(_compressed, **sizes, **self.softmax)
         specs, shapes = partials(rows, num_kv, tile.compressed_parts, group, self.v_dim)
         self.out_specs = [*specs, per_pair(group, self.scored), per_pair(1)]
         self.out_shape = [*shapes, self._shape(group, self.scored), self._shape(1, dtype=jnp.int32)]
@@ -180,7 +181,7 @@ class Launch:
         acc, stats, *scored = outs
         _, _, key, value, *window = caches
         sizes = dict(num_starts=len(where.starts), num_queries=where.num_queries, capacity=self.capacity)
-        sizes |= self.common
+        sizes |= dict(group=self.group, config=self.config)
         lists, *windowed = self._rank(stats, scored, query, window, where, sizes)
         selected = self._selected(lists, query, key, value, where, sizes)
         tile = self.tile
@@ -196,7 +197,7 @@ class Launch:
         """Lists [rows, K, n], and the window's partial outputs and their stats."""
         tile, (_, num_kv, rows) = self.tile, self.grid
         scores, count = scored
-        group, config, n = *self.common.values(), self.common["config"].num_selected
+        group, config, n = self.group, self.config, self.config.num_selected
         columns, total = self.columns, self.scored
         chunks = total // columns
         widths = ranking_widths(blocks.num_selection_blocks(self.capacity, config.select_block), n)
@@ -239,9 +240,9 @@ class Launch:
 
     def _selected(self, lists, query, key, value, where: Positions, sizes):
         """Partial outputs of the listed blocks, and their stats."""
-        tile, (_, num_kv, rows), (group, config) = self.tile, self.grid, self.common.values()
+        tile, config, (_, num_kv, rows) = self.tile, self.config, self.grid
         keys = min(tile.keys, max(16, pl.next_power_of_2(config.select_block)))
-        specs, shapes = partials(rows, num_kv, tile.selected_parts, group, self.v_dim)
+        specs, shapes = partials(rows, num_kv, tile.selected_parts, self.group, self.v_dim)
         return triton_call(
             functools.partial(_selected_kernel, keys=keys, **sizes, **self.softmax),
             grid=(tile.selected_parts, num_kv, rows),
