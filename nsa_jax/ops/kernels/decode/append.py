@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.kernels.decode.softmax_parts import iota
+from nsa_jax.ops.kernels.decode.softmax_parts import iota, per_pair
 from nsa_jax.ops.kernels.triton import pieces, triton_call
 
 _TILE = 8192  # elements of a weight tile in registers
@@ -287,6 +287,35 @@ def _emit(turn, lengths, tails, key_cmp, value_cmp, phis: Sequence[Phi], hidden,
     )(*inputs)
 
 
+def token_arrays(projected, gate_bias, turn, lengths, caches: Sequence[jax.Array]):
+    """What every kernel that writes a token reads first and puts out first.
+
+    The arguments are those of `append_token`; `caches` are the arrays that it writes in place.
+
+    Returns:
+      Inputs (lengths, projection, gate bias, turn, caches) and their specs; specs and shapes of what is put out (query,
+      gates, caches); and the aliases.
+    """
+    batch, num_heads = lengths.shape[0], gate_bias.shape[0]
+    num_kv, h_dim = caches[0].shape[2:]
+    group = num_heads // num_kv
+    inputs = [lengths, projected, gate_bias.reshape(num_kv, 3 * group), turn, *caches]
+    in_specs = [
+        pl.BlockSpec((1,), lambda s, k, b: (b,)),
+        _one_row(projected.shape[1]),
+        pl.BlockSpec((None, 3 * group), lambda s, k, b: (k, 0)),
+        _one_row(2, h_dim // 2),
+        *map(_cache, caches),
+    ]
+    out_specs = [per_pair(group, h_dim), per_pair(3 * group), *map(_cache, caches)]
+    out_shape = [
+        jax.ShapeDtypeStruct((batch, num_kv, group, h_dim), projected.dtype),
+        jax.ShapeDtypeStruct((batch, num_kv, 3 * group), jnp.float32),
+        *map(_shape_of, caches),
+    ]
+    return inputs, in_specs, out_specs, out_shape, {4 + index: 2 + index for index in range(len(caches))}
+
+
 @functools.partial(jax.jit, static_argnames="config")
 def append_token(
     projected, gate_bias, turn, lengths, caches, key_cmp, value_cmp, phis: Sequence[Phi], *, config: NSAConfig
@@ -312,27 +341,12 @@ def append_token(
     batch, num_heads = lengths.shape[0], gate_bias.shape[0]
     num_kv, h_dim = key_cmp.shape[2:]
     v_dim = value_cmp.shape[3]
-    group = num_heads // num_kv
     kept = [array for array in caches if array is not None]
     shared = len(kept) < len(caches)
     offsets = projection_offsets(num_heads, num_kv, h_dim, v_dim, shared)
     chunks = _divisor(config.compress_block, 8)  # enough programs that reading W_1 takes no longer than a launch
 
-    per_group = pl.BlockSpec((None, 3 * group), lambda s, k, b: (k, 0))
-    length_spec, turn_spec = pl.BlockSpec((1,), lambda s, k, b: (b,)), _one_row(2, h_dim // 2)
-    inputs = [lengths, projected, gate_bias.reshape(num_kv, 3 * group), turn, *kept]
-    in_specs = [length_spec, _one_row(projected.shape[1]), per_group, turn_spec, *map(_cache, kept)]
-    out_specs = [
-        pl.BlockSpec((None, None, group, h_dim), lambda s, k, b: (b, k, 0, 0)),
-        pl.BlockSpec((None, None, 3 * group), lambda s, k, b: (b, k, 0)),
-        *map(_cache, kept),
-    ]
-    out_shape = [
-        jax.ShapeDtypeStruct((batch, num_kv, group, h_dim), projected.dtype),
-        jax.ShapeDtypeStruct((batch, num_kv, 3 * group), jnp.float32),
-        *map(_shape_of, kept),
-    ]
-    aliases = {4 + index: 2 + index for index in range(len(kept))}
+    inputs, in_specs, out_specs, out_shape, aliases = token_arrays(projected, gate_bias, turn, lengths, kept)
     for role, phi in enumerate(phis):
         inputs += [phi.position, phi.w_1]
         in_specs += [_whole(phi.position), _whole(phi.w_1)]

@@ -46,12 +46,12 @@ def _attend_kernel(*refs, num_starts, num_queries, attend):
 
 
 def _append_kernel(*refs, h_dim, v_dim, offsets, shared, attend, config: NSAConfig):
-    """refs: lengths [1] before the token, segment_start [1], projection [F], gate bias [3G], cos and sin [2, H/2], and
-    the caches in the order of `append.append_token`, compressed ones last (aliased); out: query [G, H], gates [3G], the
+    """refs: lengths [1] before the token, projection [F], gate bias [3G], cos and sin [2, H/2], the caches in the order
+    of `append.append_token`, compressed ones last (aliased), and segment_start [1]; out: query [G, H], gates [3G], the
     caches, and those of `attend`."""
-    lengths_ref, start_ref, y_ref, bias_ref, turn_ref = refs[:5]
+    lengths_ref, y_ref, bias_ref, turn_ref = refs[:4]
     held = 3 if shared else 6
-    q_ref, gates_ref, *others = refs[5 + held + 2 :]
+    start_ref, q_ref, gates_ref, *others = refs[4 + held + 2 :]
     caches, compressed, outs = others[:held], others[held : held + 2], others[held + 2 :]
     at, kv = lengths_ref[0], pl.program_id(1)
     append.write_token(y_ref, bias_ref, turn_ref, at, kv, q_ref, gates_ref, caches, h_dim, v_dim, offsets, shared)
@@ -124,7 +124,7 @@ def append_and_attend(
         batch, num_kv, group, num_cmp, caches[0].shape[1], (h_dim, v_dim), dtype, config, plan.tiles
     )
     arrays = [*kept, key_cmp, value_cmp]
-    specs = [pl.BlockSpec((None, x.shape[1], None, x.shape[3]), lambda s, k, b: (b, 0, k, 0)) for x in arrays]
+    inputs, in_specs, out_specs, out_shape, aliases = append.token_arrays(projected, gate_bias, turn, lengths, arrays)
     offsets = append.projection_offsets(num_heads, num_kv, h_dim, v_dim, shared)
     query, gates, *outs = triton_call(
         functools.partial(
@@ -137,25 +137,13 @@ def append_and_attend(
             config=config,
         ),
         grid=launch.grid,
-        in_specs=[
-            pl.BlockSpec((1,), lambda s, k, b: (b,)),
-            pl.BlockSpec((1,), lambda s, k, b: (b,)),
-            pl.BlockSpec((None, projected.shape[1]), lambda s, k, b: (b, 0)),
-            pl.BlockSpec((None, 3 * group), lambda s, k, b: (k, 0)),
-            pl.BlockSpec((None, 2, h_dim // 2), lambda s, k, b: (b, 0, 0)),
-            *specs,
-        ],
-        out_specs=[per_pair(group, h_dim), per_pair(3 * group), *specs, *launch.out_specs],
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, num_kv, group, h_dim), dtype),
-            jax.ShapeDtypeStruct((batch, num_kv, 3 * group), jnp.float32),
-            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays),
-            *launch.out_shape,
-        ],
-        input_output_aliases={5 + index: 2 + index for index in range(len(arrays))},
+        in_specs=[*in_specs, in_specs[0]],
+        out_specs=[*out_specs, *launch.out_specs],
+        out_shape=[*out_shape, *launch.out_shape],
+        input_output_aliases=aliases,
         name="nsa_decode_token",
         **launch.options,
-    )(lengths, segment_start, projected, gate_bias.reshape(num_kv, 3 * group), turn, *arrays)
+    )(*inputs, segment_start)
     written, outs = outs[: len(arrays)], outs[len(arrays) :]
     key_slc, value_slc, *rings = written[:-2]
     window = (key_slc, value_slc) if shared else rings[:2]
