@@ -18,12 +18,13 @@ class DecodeConfig:
       selected_parts: programs that share its listed blocks.
       num_warps: warps of these kernels, and of the one that serves a pair.
       num_stages: software pipeline depth of their loops.
-      window_parts: programs that share its window, in the kernel that ranks.
-      window_keys: keys per step of their loop: small, for that kernel's programs should be many at a time.
-      columns: compressed blocks whose scores one program reads.
-      rank_warps: warps of the ranking kernel.
-      fold_programs: if more programs than these read scores, they are a kernel of their own.
-      pair_parts: programs that share all branches of one (token, key/value head), where one kernel serves them.
+      window_parts: programs that share its window.
+      window_keys: keys per step of their loop.
+      columns: compressed blocks whose scores are read at a time.
+      rank_warps: warps of the kernel that makes the list and reads its blocks, and of the one that only reads scores.
+      chunks: scores of more chunks than these are read by a kernel of their own.
+      pair_parts: programs that share the listed blocks of one (token, key/value head), where one kernel serves pairs.
+      pair_window_parts: programs that share its window, where pair_parts are several.
       pair_keys: keys per step of its loops.
       pair_tiles: tiles of compressed blocks whose probabilities it makes at a time, for long rows; 0: the scores of
         all of them stay in registers.
@@ -39,8 +40,9 @@ class DecodeConfig:
     window_keys: int
     columns: int
     rank_warps: int
-    fold_programs: int = 528
+    chunks: int = 1
     pair_parts: int = 1
+    pair_window_parts: int = 1
     pair_keys: int = 64
     pair_tiles: int = 0
     pair_stages: int = 3
@@ -56,7 +58,7 @@ DECODE_READ_BYTES = 20 * 2**20
 
 # From so many (query token, key/value head) pairs on, one kernel serves pairs with few blocks. With few pairs it is
 # slower than two (decode_many_rows.json).
-DECODE_PAIRS = 32
+DECODE_PAIRS = 16
 
 
 # Where a row can have at most this many compressed blocks, their scores stay in the registers of one or two kernels.
@@ -70,11 +72,12 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
     """Picks how a decode step is split.
 
     Programs are as many as an H200 holds at once. The compressed blocks are cut into at most half as many parts as
-    there are tiles, but up to 32, because summing many parts costs more than it saves.
+    there are tiles, but up to 32, because summing many parts costs more than it saves. The window has at most
+    half as many programs as an H200 holds.
 
-    From 128 pairs on, the window's keys and the scores are read in larger steps. Where one kernel serves a pair, up to
-    128 programs share the pairs of short rows, and a tile of keys and values has 32 KiB: 128 keys at head dim 64. In
-    long rows, where four tiles are on their way, each pair has one program. What was measured is in
+    From 128 pairs on, the window's keys are read in larger steps. Where one kernel serves a pair, two to four programs
+    share the listed blocks of up to 127 pairs of short rows, and a tile of keys and values has 32 KiB: 128 keys at head
+    dim 64. In long rows, where four tiles are on their way, each pair has one program. What was measured is in
     decode_many_rows.json and decode_long_rows.json.
 
     Args:
@@ -86,17 +89,19 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
     keys = 64 if row_bytes <= 512 else 32
     wanted = max(1, -(-_DECODE_PROGRAMS // pairs))
     tiles, long = -(-num_cmp // keys), num_cmp > DECODE_FEW_COMPRESSED
+    pair_parts = 1 if long or pairs >= 128 else min(4, max(2, _DECODE_PROGRAMS // 2 // pairs))
     return DecodeConfig(
         keys=keys,
         compressed_parts=min(wanted, tiles, max(32, -(-tiles // 2))),
         selected_parts=min(wanted, config.num_selected),
         num_warps=4,
         num_stages=3,
-        window_parts=min(wanted, -(-config.window // keys)),
+        window_parts=min(max(1, wanted // 2), -(-config.window // keys)),
         window_keys=64 if pairs >= 128 and row_bytes <= 512 else 32,
-        columns=1024 if pairs >= 128 else 256,
-        rank_warps=4,
-        pair_parts=1 if long else max(1, _DECODE_PROGRAMS // 2 // pairs),
+        columns=2048,
+        rank_warps=8,
+        pair_parts=pair_parts,
+        pair_window_parts=1,
         pair_keys=max(32, min(128, 1 << (32_768 // row_bytes).bit_length() - 1)),
         pair_tiles=16 if long else 0,
         pair_stages=4 if long else 3,

@@ -436,7 +436,7 @@ def test_decode_and_prefill_compile_ahead_of_time(kinds, shared_kv):
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert step.memory_analysis().alias_size_in_bytes >= held  # the cache is updated in place
     assert step.memory_analysis().temp_size_in_bytes < held / 4
-    names = ("nsa_decode_append", "nsa_decode_emit", "nsa_decode_rank") if "nsa" in kinds else ("dense_decode",)
+    names = ("nsa_decode_append", "nsa_decode_emit", "nsa_decode_selected") if "nsa" in kinds else ("dense_decode",)
     assert all(name in step.as_text() for name in names) and '"known_trip_count":{"n":"3"}' in step.as_text()
 
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.kernels.decode.softmax_parts import iota, per_pair
+from nsa_jax.ops.kernels.decode.softmax_parts import iota, per_pair, query_rows
 from nsa_jax.ops.kernels.triton import pieces, triton_call
 
 _TILE = 8192  # elements of a weight tile in registers
@@ -34,7 +34,7 @@ class Phi(NamedTuple):
     w_2: jax.Array  # [M, F]
 
 
-def _completes(lengths_ref, config: NSAConfig):
+def completes(lengths_ref, config: NSAConfig):
     """First token of the compressed block that ends at this row's new token, and whether one does."""
     first = lengths_ref[0] + 1 - config.compress_block
     return first, (first >= 0) & (first % config.compress_stride == 0)
@@ -81,10 +81,22 @@ def _hidden(y_ref, offset, tail_ref, position_ref, w_ref, out_ref, begin, count:
         out_ref[pl.ds(at, size)] = acc.sum(0)
 
 
+def _turned_query(y_ref, base, turn_ref, at: int, size: int):
+    """Columns [at, at + size) of RoPE of heads that begin at base [rows] of the projection."""
+    half = turn_ref.shape[1]
+    column = at + iota(size)
+    first = column < half
+    other = jnp.where(first, column + half, column - half)
+    cos, sin = (turn_ref[i, jnp.minimum(column, other)] for i in range(2))
+    x, partner = (y_ref[base[:, None] + index[None, :]].astype(jnp.float32) for index in (column, other))
+    return x * cos + jnp.where(first, -partner, partner) * sin
+
+
 def write_token(
     y_ref, bias_ref, turn_ref, at, kv, q_ref, gates_ref, cache_refs, h_dim: int, v_dim: int, offsets, shared: bool
 ):
-    """Writes a token's query [G, H], gates [3G], keys and values of one key/value head.
+    """Writes a token's query [G, H], gates [3G], keys and values of one key/value head; returns the query as
+    `PartSoftmax` takes it.
 
     cache_refs: key_slc, value_slc, key_win, value_win, key_tail, value_tail; or key_slc, value_slc, key_tail if the
     branches share keys and values.
@@ -93,11 +105,11 @@ def write_token(
     group = q_ref.shape[0]
     at_query, at_key_raw, at_value_raw, at_key_slc, at_value_slc, at_key_win, at_value_win, at_gates = offsets
     first, second = _halves(h_dim // 2)
-    head = jnp.minimum(iota(pl.next_power_of_2(group)), group - 1)[:, None]
-    base = at_query + (kv * group + head) * h_dim
-    turned = _turned(y_ref[base + first[None, :]], y_ref[base + second[None, :]], turn_ref)
-    for half, value in zip((first, second), turned, strict=True):
-        q_ref[head, half[None, :]] = value.astype(q_ref.dtype)
+    head, query = jnp.minimum(iota(query_rows(group)), group - 1), []
+    for begin, size in pieces(h_dim):
+        turned = _turned_query(y_ref, at_query + (kv * group + head) * h_dim, turn_ref, begin, size)
+        query.append(turned.astype(q_ref.dtype))
+        q_ref[head, pl.ds(begin, size)] = query[-1]
     gate = jnp.minimum(iota(pl.next_power_of_2(3 * group)), 3 * group - 1)
     logits = y_ref[at_gates + kv * 3 * group + gate].astype(jnp.float32) + bias_ref[gate].astype(jnp.float32)
     gates_ref[gate] = 1.0 / (1.0 + jnp.exp(-logits))
@@ -126,6 +138,8 @@ def write_token(
             keys(at_key_win, kw_ref, at % kw_ref.shape[0], True)
             values(at_value_win, vw_ref, at % vw_ref.shape[0])
         keys(at_key_raw, kt_ref, at % kt_ref.shape[0], False)
+
+    return query
 
 
 def projection_offsets(num_heads: int, num_kv: int, h_dim: int, v_dim: int, shared: bool) -> tuple[int, ...]:
@@ -156,7 +170,7 @@ def _append_kernel(*refs, h_dim, v_dim, offsets, chunks, shared, config: NSAConf
         written = (ks_ref, vs_ref, *ring_refs)
         write_token(y_ref, bias_ref, turn_ref, at, kv, q_ref, gates_ref, written, h_dim, v_dim, offsets, shared)
 
-    _, complete = _completes(lengths_ref, config)
+    _, complete = completes(lengths_ref, config)
     count = config.compress_block // chunks
     for role, (tail_ref, source, dim) in enumerate(
         ((tail_refs[0], at_key_raw, h_dim), (tail_refs[1], at_value_raw, v_dim))
@@ -220,7 +234,7 @@ def emit(role, lengths_ref, turn_ref, tail_refs, phi_refs, out_refs, newest, con
     tail_refs, phi_refs, out_refs and newest have one for each role; see `_compressed`.
     """
     key_ref, value_ref = out_refs
-    first, complete = _completes(lengths_ref, config)
+    first, complete = completes(lengths_ref, config)
     index = first // config.compress_stride
     complete = complete & (index < key_ref.shape[0])
 

@@ -22,7 +22,7 @@ from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.kernels.triton import triton_call
 
 
-def _dense_kernel(*refs, num_starts, num_queries, group, rows, keys, scale, ring):
+def _dense_kernel(*refs, num_starts, num_queries, group, keys, scale, ring):
     """One part of all keys. refs: lengths [1], segment_start [1] if packed, query [G, H], key [S, H], value [S, V];
     out: partial output [G, V], stats [2, G]."""
     lengths_ref, start_refs = refs[0], refs[1 : 1 + num_starts]
@@ -31,7 +31,7 @@ def _dense_kernel(*refs, num_starts, num_queries, group, rows, keys, scale, ring
     t, start = query_position(lengths_ref, start_refs, num_queries, None if ring else slots)
     if ring:
         start = jnp.maximum(start, lengths_ref[0] - slots)
-    softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
+    softmax = PartSoftmax(q_ref, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
     count = pl.cdiv(jnp.maximum(t + 1 - start, 0), keys)
     begin, end = part_of(count, pl.num_programs(0), pl.program_id(0))
 
@@ -73,7 +73,6 @@ def dense_decode_attention(query, key, value, lengths, segment_start, plan: Choi
             num_starts=len(starts),
             num_queries=num_queries,
             group=group,
-            rows=max(16, pl.next_power_of_2(group)),
             keys=tile.keys,
             scale=LOG2E * h_dim**-0.5,
             ring=ring,

@@ -10,7 +10,8 @@ for another. That is safe because every place is written once by each of them, w
 - Query, gates and token come from inputs that no program writes, the compressed block from these and the tails. In a
   tail only the new token's slot changes, and what is loaded from it is replaced by the projection. If the tail is a
   ring, that slot held a token from before the compressed block, in the window's ring one from before the window.
-- Whatever else a program reads of these arrays it has written itself, with a barrier between.
+- Whatever else a program reads of these arrays it has written itself, with a barrier between. Compressed keys that it
+  loaded before are loaded again where it writes one.
 - In a full row no program writes to the cache, neither a token nor a compressed block.
 """
 
@@ -45,7 +46,7 @@ def _attend_kernel(*refs, num_starts, num_queries, attend):
     attend(q_ref, gate_of, caches, outs, t, start)
 
 
-def _append_kernel(*refs, h_dim, v_dim, offsets, shared, attend, config: NSAConfig):
+def _append_kernel(*refs, h_dim, v_dim, offsets, shared, attend, early_keys, config: NSAConfig):
     """refs: lengths [1] before the token, projection [F], gate bias [3G], cos and sin [2, H/2], the caches in the order
     of `append.append_token`, compressed ones last (aliased), and segment_start [1]; out: query [G, H], gates [3G], the
     caches, and those of `attend`."""
@@ -53,20 +54,29 @@ def _append_kernel(*refs, h_dim, v_dim, offsets, shared, attend, config: NSAConf
     held = 3 if shared else 6
     start_ref, q_ref, gates_ref, *others = refs[4 + held + 2 :]
     caches, compressed, outs = others[:held], others[held : held + 2], others[held + 2 :]
+    read = (*compressed, *caches[:2], *(caches[:2] if shared else caches[2:4]))
+    early = pair.load_keys(compressed[0], early_keys) if early_keys else []
     at, kv = lengths_ref[0], pl.program_id(1)
-    append.write_token(y_ref, bias_ref, turn_ref, at, kv, q_ref, gates_ref, caches, h_dim, v_dim, offsets, shared)
+    query = append.write_token(
+        y_ref, bias_ref, turn_ref, at, kv, q_ref, gates_ref, caches, h_dim, v_dim, offsets, shared
+    )
     newest = [(y_ref, offsets[1] + kv * h_dim, at), (y_ref, offsets[2] + kv * v_dim, at)]
     tails = (caches[2], caches[1]) if shared else caches[4:]
-    for role in range(2):
-        append.emit(role, lengths_ref, turn_ref, tails, ((), ()), compressed, newest, config)
-    barrier()
+    _, complete = append.completes(lengths_ref, config)
+
+    @pl.when(complete)
+    def _emit():
+        for role in range(2):
+            append.emit(role, lengths_ref, turn_ref, tails, ((), ()), compressed, newest, config)
+        barrier()
+
     t, start = jnp.minimum(at, caches[0].shape[0] - 1), jnp.maximum(start_ref[0], 0)
-    read = (*compressed, *caches[:2], *(caches[:2] if shared else caches[2:4]))
 
     def gate_of(head, branch):
         return gates_ref[3 * head + branch]
 
-    attend(q_ref, gate_of, read, outs, t, start)
+    early = [pair.load_keys_again(early, compressed[0], complete)] if early else []
+    attend(query, gate_of, read, outs, t, start, *early)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "plan"))
@@ -134,6 +144,7 @@ def append_and_attend(
             offsets=offsets,
             shared=shared,
             attend=launch.attend,
+            early_keys=launch.early_keys,
             config=config,
         ),
         grid=launch.grid,

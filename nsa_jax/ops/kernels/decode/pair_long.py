@@ -73,12 +73,12 @@ def _add_heads(scratch, sum_ref, first, count, group: int, keys: int, tiles: int
 
 
 def attend(
-    q_ref, gate_of, caches, outs, t, start, *, group, rows, keys, tiles, widths, num_cmp, scale, config: NSAConfig
+    query, gate_of, caches, outs, t, start, *, group, keys, tiles, widths, num_cmp, scale, config: NSAConfig
 ):  # fmt: skip
     """One pair. The arguments are those of `pair._attend`; outs are the list [n], `scratch_shapes` and the output."""
     kc_ref, vc_ref, ks_ref, vs_ref, kw_ref, vw_ref = caches
     list_ref, *scratch, sum_ref, out_ref = outs
-    softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=vs_ref.shape[-1], scale=scale)
+    softmax = PartSoftmax(query, group=group, keys=keys, v_dim=vs_ref.shape[-1], scale=scale)
     low, high = visible_range(t, start, num_cmp, config)
     first, count = compressed_tiles(low, high, keys)
     compressed = _attend_compressed(softmax, kc_ref, vc_ref, scratch, first, count, low, high, group)
@@ -86,7 +86,7 @@ def attend(
     _add_heads(scratch, sum_ref, first, count, group, keys, tiles)
     barrier()
     capacity = ks_ref.shape[0]
-    rank(sum_ref, list_ref, t, start, True, widths=widths, num_cmp=num_cmp, capacity=capacity, config=config)
+    rank(sum_ref, list_ref, t, start, widths=widths, num_cmp=num_cmp, capacity=capacity, config=config)
     barrier()
     window = attend_window(softmax, kw_ref, vw_ref, 0, window_tiles(t, start, keys, config), t, start, config)
     earliest, last = candidate_range(t, start, config)

@@ -13,15 +13,14 @@ from nsa_jax.ops.kernels.decode.softmax_parts import candidate_range, iota, visi
 from nsa_jax.ops.kernels.softmax import MINUS_INFINITY
 
 
-def column_probabilities(stats_ref, s_ref, sum_ref, chunk, low, high, group: int, columns: int):
+def column_probabilities(stats_ref, s_ref, sum_ref, chunk, low, high, group: int, columns: int, parts: int):
     """Softmax probabilities of one chunk of the compressed blocks, summed over the group, into sum_ref [C + padding].
 
-    Blocks outside [low, high) get 0.
+    Blocks outside [low, high) get 0. The first `parts` of stats_ref are those of the compressed blocks.
     """
     row = iota(pl.next_power_of_2(group))
     head = jnp.minimum(row, group - 1)
     scores = s_ref[head, pl.ds(chunk * columns, columns)]  # on its way while the statistics are summed up
-    parts = stats_ref.shape[0]
     part = iota(pl.next_power_of_2(parts))[:, None]
     index = jnp.minimum(part, parts - 1)
     peaks = jnp.where(part < parts, stats_ref[index, 0, head[None, :]], MINUS_INFINITY)
@@ -104,13 +103,12 @@ def write_list(importance, list_ref, first, last, num_blocks: int, config: NSACo
     return chosen
 
 
-def rank(sum_ref, list_ref, t, start, finished, *, widths, num_cmp: int, capacity: int, config: NSAConfig):
-    """Writes a query's list, if `finished`, from the probabilities of compressed blocks, summed over the group."""
+def rank(sum_ref, list_ref, t, start, *, widths, num_cmp: int, capacity: int, config: NSAConfig):
+    """Writes a query's list from the probabilities of compressed blocks, summed over the group."""
     low, high = visible_range(t, start, num_cmp, config)
     first, last = candidate_range(t, start, config)
-    last = jnp.where(finished, last, -2)
     num_blocks = blocks.num_selection_blocks(capacity, config.select_block)
-    below = -1  # a query without candidates may have last = -1
+    below = -1  # a query without candidates has last = -1
     for width in widths:  # short contexts have few candidates: rank no more than the next power of two
 
         @pl.when((last >= below) & (last < width))

@@ -20,52 +20,38 @@ from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.decode_tiles import DecodeConfig
 from nsa_jax.ops.kernels.decode.ranking import block_importance, column_probabilities, ranking_widths, write_list
 from nsa_jax.ops.kernels.decode.softmax_parts import (
+    Parts,
     Positions,
     candidate_range,
-    compressed_part,
     partials,
     per_pair,
     query_position,
+    read_part,
     selected_part,
     visible_range,
-    window_part,
     write_sum,
 )
 from nsa_jax.ops.kernels.softmax import LOG2E
 from nsa_jax.ops.kernels.triton import barrier, triton_call
 
 
-def _read(q_ref, gate_of, caches, outs, t, start, *, block_keys, keys, window_keys, num_cmp, cut, config, **sizes):
-    """One part of a branch: the programs of the compressed blocks come first, then those of the window and of blocks.
+def _read(query, gate_of, caches, outs, t, start, *, block_keys, cut, group, scale, config, **sizes):
+    """One part of a branch: the programs of `read_part` come first, then those of blocks.
 
     The arguments are those of `pair._attend`; outs are partial output [G, V], stats [2, G], base-2 scores
     [G, C + padding].
     """
     del gate_of
-    kc_ref, vc_ref, ks_ref, vs_ref, kw_ref, vw_ref = caches
-    *partial, s_ref = outs
-    compressed_parts, window_parts = cut
-    part = pl.program_id(0)
-    sizes |= dict(config=config)
+    block, common = pl.program_id(0) - sum(cut), dict(group=group, scale=scale, config=config)
+    read_part(query, caches, outs, pl.program_id(0), cut, t, start, **sizes, **common)
 
-    @pl.when(part < compressed_parts)
-    def _compressed():
-        arrays = (q_ref, kc_ref, vc_ref, *partial, s_ref)
-        compressed_part(arrays, part, compressed_parts, t, start, keys=keys, num_cmp=num_cmp, **sizes)
-
-    @pl.when((part >= compressed_parts) & (part < compressed_parts + window_parts))
-    def _window():
-        arrays = (q_ref, kw_ref, vw_ref, *partial)
-        window_part(arrays, part - compressed_parts, window_parts, t, start, keys=window_keys, **sizes)
-
-    @pl.when(part >= compressed_parts + window_parts)
+    @pl.when(block >= 0)
     def _block():
-        block = part - compressed_parts - window_parts
         begin = block * config.select_block
         visible = (begin <= t) & (begin + config.select_block > start)
-        arrays = (q_ref, ks_ref, vs_ref, *partial)
-        end = visible.astype(jnp.int32)
-        selected_part(arrays, lambda i: block, jnp.int32(0), end, t, start, keys=block_keys, **sizes)
+        end, refs = visible.astype(jnp.int32), (*caches[2:4], *outs[:2])
+        barrier()  # a token that this program has written may be the block's last
+        selected_part(query, refs, lambda i: block, jnp.int32(0), end, t, start, keys=block_keys, **common)
 
 
 def _finish_kernel(*refs, num_starts, num_queries, capacity, group, columns, width, num_cmp, cut, config: NSAConfig):
@@ -78,26 +64,28 @@ def _finish_kernel(*refs, num_starts, num_queries, capacity, group, columns, wid
     gates_ref, group_stats_ref, s_ref, acc_ref, stats_ref, o_ref, list_ref, sum_ref = refs[1 + num_starts :]
     t, start = query_position(refs[0], refs[1 : 1 + num_starts], num_queries, capacity)
     low, high = visible_range(t, start, num_cmp, config)
-    column_probabilities(group_stats_ref, s_ref, sum_ref, 0, low, high, group, columns)
+    column_probabilities(group_stats_ref, s_ref, sum_ref, 0, low, high, group, columns, cut[0])
     barrier()
-    first, last = candidate_range(t, start, config)
-    scores = block_importance(sum_ref, width, low, high, num_cmp, config)
     num_blocks = blocks.num_selection_blocks(capacity, config.select_block)
-    chosen = write_list(scores, list_ref, first, last, num_blocks, config)  # the same by every head of the group
     compressed_end, window_end = cut[0], sum(cut)
     gates = [gates_ref[i].astype(jnp.float32) for i in range(3)]
-    branches = [  # in the order in which step.py adds them up
-        (acc_ref, stats_ref, 0, compressed_end, gates[0]),
-        (acc_ref, stats_ref, window_end, window_end + num_blocks, gates[1], chosen),
-        (acc_ref, stats_ref, compressed_end, window_end, gates[2]),
-    ]
-    write_sum(o_ref, branches)
+    # All that the sum may need is on its way while blocks are ranked.
+    compressed = Parts.load(acc_ref, stats_ref, 0, compressed_end)
+    listed = Parts.load(acc_ref, stats_ref, window_end, window_end + num_blocks, width)
+    window = Parts.load(acc_ref, stats_ref, compressed_end, window_end)
+    first, last = candidate_range(t, start, config)
+    scores = block_importance(sum_ref, width, low, high, num_cmp, config)
+    chosen = write_list(scores, list_ref, first, last, num_blocks, config)  # the same by every head of the group
+    listed = listed._replace(inside=listed.inside & chosen)
+    # In the order in which step.py adds them up.
+    write_sum(o_ref, list(zip((compressed, listed, window), gates, strict=True)))
 
 
 class Launch:
     """Both kernels; see launch.py."""
 
     name = "nsa_decode_read"
+    early_keys = 0  # see pair.py
 
     def __init__(self, rows, num_kv, group, num_cmp, capacity, dims, dtype, config: NSAConfig, tile: DecodeConfig):
         """The arguments are sizes: `rows` is B * T, num_cmp is C, capacity is S, and dims are (H, V)."""
@@ -112,7 +100,6 @@ class Launch:
         self.options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
         self.attend = functools.partial(
             _read,
-            rows=max(16, pl.next_power_of_2(group)),
             keys=tile.keys,
             block_keys=min(tile.keys, max(16, pl.next_power_of_2(config.select_block))),
             window_keys=tile.window_keys,
@@ -130,9 +117,8 @@ class Launch:
         group, columns, v_dim, parts = self.group, self.columns, self.v_dim, self.parts
         _, num_kv, rows = self.grid
         n, num_heads = self.config.num_selected, num_kv * group
-        # As few as can hold the largest tile in registers: warps that share a tile wait for each other in every sum.
-        largest = max(max(self.width, *self.cut) * v_dim, group * columns)
-        warps = min(pl.next_power_of_2(pl.cdiv(largest, 4096)), 4)
+        # As few as have registers for all parts: warps that share a tile wait for each other in every sum.
+        numbers = (self.width + sum(map(pl.next_power_of_2, self.cut))) * v_dim
 
         def of_group(*shape):
             return pl.BlockSpec((None, None, *shape), lambda s, h, r: (r, h // group, *(0 for _ in shape)))
@@ -158,7 +144,7 @@ class Launch:
                 jax.ShapeDtypeStruct((rows, num_kv, n), jnp.int32),
                 jax.ShapeDtypeStruct((rows, num_heads, columns), jnp.float32),
             ],
-            num_warps=warps,
+            num_warps=min(pl.next_power_of_2(pl.cdiv(numbers, 4096)), 4),
             num_stages=1,
             name="nsa_decode_finish",
         )(*where.arrays(), gates, stats, scores, acc, stats)

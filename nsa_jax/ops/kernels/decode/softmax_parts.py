@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.kernels.softmax import MINUS_INFINITY, accumulate, score_products
-from nsa_jax.ops.kernels.triton import pieces, triton_call
+from nsa_jax.ops.kernels.triton import barrier, pieces, triton_call
 
 
 def iota(size: int) -> jax.Array:
@@ -67,12 +67,23 @@ def part_of(count, parts, part):
     return begin, jnp.minimum(begin + each, count)
 
 
-class PartSoftmax:
-    """A running softmax over tiles of keys for the G query heads of one group, padded to `rows`."""
+def query_rows(group: int) -> int:
+    """How many rows a tile of a group's queries has: a product of Triton has at least 16."""
+    return max(16, pl.next_power_of_2(group))
 
-    def __init__(self, q_ref, *, rows: int, group: int, keys: int, v_dim: int, scale: float):
+
+class PartSoftmax:
+    """A running softmax over tiles of keys for the G query heads of one group, padded to `query_rows`.
+
+    `query` is a reference to [G, H], or the tile itself in `pieces` of H.
+    """
+
+    def __init__(self, query, *, group: int, keys: int, v_dim: int, scale: float):
+        rows = query_rows(group)
         self.head = jnp.minimum(iota(rows), group - 1)
-        self.q = [q_ref[self.head, pl.ds(at, size)] for at, size in pieces(q_ref.shape[-1])]
+        if not isinstance(query, list):
+            query = [query[self.head, pl.ds(at, size)] for at, size in pieces(query.shape[-1])]
+        self.q = query
         self.v_dim, self.rows, self.keys, self.scale = v_dim, rows, keys, scale
 
     def init(self):
@@ -80,6 +91,11 @@ class PartSoftmax:
         # One sum per column: adding the columns up would make the warps wait for each other in every step.
         total = jnp.zeros((self.rows, self.keys), jnp.float32)
         return acc, jnp.full((self.rows,), MINUS_INFINITY, jnp.float32), total
+
+    def scores(self, load_key, visible):
+        """Base-2 scores [rows, keys] of keys [keys, H], whose columns come from a function of (offset, width)."""
+        scores = score_products(self.q, load_key)
+        return jnp.where(visible[None, :], scores * self.scale, MINUS_INFINITY)
 
     def step(self, carry, k_ref, v_ref, slots, visible):
         """Adds the keys at rows `slots` of which `visible` count; returns what `add` does."""
@@ -93,8 +109,7 @@ class PartSoftmax:
           The carry, base-2 scores [rows, keys] and weights [rows, keys], which are relative to the carry's peak.
         """
         acc, peak, total = carry
-        scores = score_products(self.q, load_key)
-        scores = jnp.where(visible[None, :], scores * self.scale, MINUS_INFINITY)
+        scores = self.scores(load_key, visible)
         new_peak = jnp.maximum(peak, scores.max(1))
         alpha = jnp.exp2(peak - new_peak)
         weights = jnp.where(visible[None, :], jnp.exp2(scores - new_peak[:, None]), 0.0)
@@ -136,20 +151,22 @@ def candidate_range(t, start, config: NSAConfig):
     return jnp.where(some, first, 0), jnp.where(some, last, -1)
 
 
-def compressed_part(refs, part, parts, t, start, *, group, rows, keys, num_cmp, scale, config: NSAConfig):
+def compressed_part(query, refs, part, parts, t, start, *, group, keys, num_cmp, scale, config: NSAConfig):
     """The part-th part of the compressed blocks.
 
-    refs: query [G, H], key [C, H], value [C, V], partial output, stats, base-2 scores [G, C + padding].
+    query is that of `PartSoftmax`; refs: key [C, H], value [C, V], partial output, stats, base-2 scores
+    [G, C + padding] if wanted.
     """
-    q_ref, k_ref, v_ref, acc_ref, stats_ref, s_ref = refs
-    softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
+    k_ref, v_ref, acc_ref, stats_ref, *s_refs = refs
+    softmax = PartSoftmax(query, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
     low, high = visible_range(t, start, num_cmp, config)
     first, count = compressed_tiles(low, high, keys)
     begin, end = part_of(count, parts, part)
 
     def body(i, carry):
         carry, scores, _ = compressed_step(softmax, carry, i, k_ref, v_ref, low, high)
-        s_ref[softmax.head, pl.ds(i * keys, keys)] = scores
+        for s_ref in s_refs:
+            s_ref[softmax.head, pl.ds(i * keys, keys)] = scores
         return carry
 
     softmax.store(lax.fori_loop(first + begin, first + end, body, softmax.init()), acc_ref, stats_ref)
@@ -171,12 +188,35 @@ def compressed_step(softmax: PartSoftmax, carry, i, k_ref, v_ref, low, high):
     return softmax.step(carry, k_ref, v_ref, jnp.minimum(index, k_ref.shape[0] - 1), visible)
 
 
-def window_part(refs, part, parts, t, start, *, group, rows, keys, scale, config: NSAConfig):
-    """The part-th part of the window; refs: query [G, H], key [W, H], value [W, V], partial output, stats."""
-    q_ref, k_ref, v_ref, acc_ref, stats_ref = refs
-    softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
+def window_part(query, refs, part, parts, t, start, *, group, keys, scale, config: NSAConfig):
+    """The part-th part of the window; refs: key [W, H], value [W, V], partial output, stats."""
+    k_ref, v_ref, acc_ref, stats_ref = refs
+    softmax = PartSoftmax(query, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
     begin, end = part_of(window_tiles(t, start, keys, config), parts, part)
     softmax.store(attend_window(softmax, k_ref, v_ref, begin, end, t, start, config), acc_ref, stats_ref)
+
+
+def read_part(query, caches, outs, part, cut, t, start, *, keys, window_keys, num_cmp, **sizes):
+    """What needs no list: the first of `cut` parts are those of the compressed blocks, the others the window's.
+
+    Args:
+      query, caches, t, start: those of `pair._attend`.
+      outs: references to partial output [G, V], stats [2, G] and, if wanted, base-2 scores [G, C + padding].
+      part: which one this is; what is neither leaves the program to its caller.
+    """
+    kc_ref, vc_ref, _, _, kw_ref, vw_ref = caches
+    compressed_parts, window_parts = cut
+
+    @pl.when(part < compressed_parts)
+    def _compressed():
+        refs = (kc_ref, vc_ref, *outs)
+        compressed_part(query, refs, part, compressed_parts, t, start, keys=keys, num_cmp=num_cmp, **sizes)
+
+    @pl.when((part >= compressed_parts) & (part < compressed_parts + window_parts))
+    def _window():
+        barrier()  # a token that this program has written is the window's last
+        refs = (kw_ref, vw_ref, *outs[:2])
+        window_part(query, refs, part - compressed_parts, window_parts, t, start, keys=window_keys, **sizes)
 
 
 def window_tiles(t, start, keys: int, config: NSAConfig):
@@ -218,13 +258,13 @@ def attend_listed(softmax: PartSoftmax, k_ref, v_ref, list_ref, begin, end, t, s
     return lax.fori_loop(0, count, body, softmax.init())
 
 
-def selected_part(refs, block_of, begin, end, t, start, *, group, rows, keys, scale, config: NSAConfig):
+def selected_part(query, refs, block_of, begin, end, t, start, *, group, keys, scale, config: NSAConfig):
     """The blocks block_of(begin) to block_of(end - 1) of the selected branch.
 
-    refs: query [G, H], key [S, H], value [S, V], partial output, stats.
+    refs: key [S, H], value [S, V], partial output, stats.
     """
-    q_ref, k_ref, v_ref, acc_ref, stats_ref = refs
-    softmax = PartSoftmax(q_ref, rows=rows, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
+    k_ref, v_ref, acc_ref, stats_ref = refs
+    softmax = PartSoftmax(query, group=group, keys=keys, v_dim=v_ref.shape[-1], scale=scale)
     steps = pl.cdiv(config.select_block, keys)
 
     def body(i, carry):
@@ -236,37 +276,44 @@ def selected_part(refs, block_of, begin, end, t, start, *, group, rows, keys, sc
     softmax.store(lax.fori_loop(begin * steps, end * steps, body, softmax.init()), acc_ref, stats_ref)
 
 
-def _add_parts(outs, acc_ref, stats_ref, begin: int, end: int, gate, v_dim: int, among=None):
-    """Adds a branch to the output of one head, a list of its pieces.
+class Parts(NamedTuple):
+    """The partial results of one branch for one head, padded to a power of two of them.
 
-    acc_ref [parts, V] and stats_ref [parts, 2] hold the partial results, of which [begin, end) are the branch's.
-    `among` [a power of two, at least end - begin] says which of those count; None: all.
+    `inside` [parts] says which count, `outputs` are the pieces of [parts, V]; peaks and sums are [parts].
     """
-    index = begin + iota(pl.next_power_of_2(end - begin) if among is None else among.shape[0])
-    inside = index < end if among is None else (index < end) & among
-    index = jnp.minimum(index, end - 1)
-    peaks = jnp.where(inside, stats_ref[index, 0], MINUS_INFINITY)
-    weight = jnp.where(inside, jnp.exp2(peaks - peaks.max()), 0.0)
-    total = jnp.where(inside, weight * stats_ref[index, 1], 0.0).sum()  # NaN where nothing counts does not spread
-    weight = weight * (gate / jnp.where(total > 0, total, 1.0))
 
-    def piece(at, size):
-        return jnp.where(inside[:, None], acc_ref[index, pl.ds(at, size)] * weight[:, None], 0.0).sum(0)
+    inside: jax.Array
+    peaks: jax.Array
+    sums: jax.Array
+    outputs: list[jax.Array]
 
-    return [out + piece(at, size) for out, (at, size) in zip(outs, pieces(v_dim), strict=True)]
+    @classmethod
+    def load(cls, acc_ref, stats_ref, begin: int, end: int, width: int | None = None) -> Parts:
+        """Parts [begin, end) of acc_ref [parts, V] and stats_ref [parts, 2], padded to `width` of them."""
+        index = begin + iota(width or pl.next_power_of_2(end - begin))
+        inside, index = index < end, jnp.minimum(index, end - 1)
+        outputs = [acc_ref[index, pl.ds(at, size)] for at, size in pieces(acc_ref.shape[-1])]
+        return cls(inside, stats_ref[index, 0], stats_ref[index, 1], outputs)
+
+    def add_to(self, outs, gate):
+        """Adds the branch to the output of the head, a list of its pieces."""
+        peaks = jnp.where(self.inside, self.peaks, MINUS_INFINITY)
+        weight = jnp.where(self.inside, jnp.exp2(peaks - peaks.max()), 0.0)
+        total = jnp.where(self.inside, weight * self.sums, 0.0).sum()  # NaN where nothing counts does not spread
+        weight = weight * (gate / jnp.where(total > 0, total, 1.0))
+        return [
+            out + jnp.where(self.inside[:, None], acc * weight[:, None], 0.0).sum(0)
+            for out, acc in zip(outs, self.outputs, strict=True)
+        ]
 
 
 def write_sum(o_ref, branches):
-    """Writes the output [V] of one head.
-
-    Each branch has a reference to partial outputs, one to their stats, the first and the last + 1 of its parts, its
-    gate, and perhaps which of the parts count; see `_add_parts`.
-    """
-    v_dim = o_ref.shape[0]
-    outs = [jnp.zeros((size,), jnp.float32) for _, size in pieces(v_dim)]
-    for acc_ref, stats_ref, begin, end, gate, *among in branches:
-        outs = _add_parts(outs, acc_ref, stats_ref, begin, end, gate, v_dim, *among)
-    for out, (at, size) in zip(outs, pieces(v_dim), strict=True):
+    """Writes the output [V] of one head: the sum of branches, pairs of `Parts` and gate, in their order."""
+    widths = pieces(o_ref.shape[0])
+    outs = [jnp.zeros((size,), jnp.float32) for _, size in widths]
+    for parts, gate in branches:
+        outs = parts.add_to(outs, gate)
+    for out, (at, size) in zip(outs, widths, strict=True):
         o_ref[pl.ds(at, size)] = out.astype(o_ref.dtype)
 
 
@@ -278,14 +325,16 @@ def _combine_kernel(*refs, branches):
     """
     gates_ref, groups = (refs[0], refs[1:-1]) if len(branches) > 1 else (None, refs[:-1])
     gates = [1.0 if gates_ref is None else gates_ref[i].astype(jnp.float32) for i in range(len(branches))]
-    parts = zip(branches, gates, strict=True)
-    write_sum(refs[-1], [(*groups[2 * i : 2 * i + 2], begin, end, gate) for (i, begin, end), gate in parts])
+    # All are loaded before the first is added, so that their latencies overlap.
+    parts = [Parts.load(groups[2 * group], groups[2 * group + 1], begin, end) for group, begin, end in branches]
+    write_sum(refs[-1], list(zip(parts, gates, strict=True)))
 
 
 def combine(gates, partials, branches, dtype):
     """Output [rows, N, V] from gates [rows, N, branches] or None and partial results, a pair for every group."""
     num_rows, num_kv, _, group, v_dim = partials[0].shape
-
+    # One warp, if it has registers for all parts: several would wait for each other in every sum.
+    numbers = sum(pl.next_power_of_2(end - begin) for _, begin, end in branches) * v_dim
     specs = []
     for acc in partials[::2]:  # all parts of one head
         parts = acc.shape[2]
@@ -301,24 +350,17 @@ def combine(gates, partials, branches, dtype):
         in_specs=specs,
         out_specs=pl.BlockSpec((None, None, v_dim), lambda h, r: (r, h, 0)),
         out_shape=jax.ShapeDtypeStruct((num_rows, num_kv * group, v_dim), dtype),
-        num_warps=4,
+        num_warps=1 if numbers <= 4096 else 4,
         num_stages=1,
         name="nsa_decode_combine",
     )(*arrays)
 
 
-def partials(num_rows, num_kv, parts, group, v_dim, first=0):
-    """Partial outputs and stats of every share: specs to write one, and shapes.
-
-    Programs before `first` have no part; their blocks are the first one's, which they leave alone.
-    """
-
-    def part_index(s):
-        return jnp.maximum(s - first, 0) if first else s
-
+def partials(num_rows, num_kv, parts, group, v_dim):
+    """Partial outputs and stats of every share: specs to write one, and shapes."""
     specs = [
-        pl.BlockSpec((None, None, None, group, v_dim), lambda s, k, r: (r, k, part_index(s), 0, 0)),
-        pl.BlockSpec((None, None, None, 2, group), lambda s, k, r: (r, k, part_index(s), 0, 0)),
+        pl.BlockSpec((None, None, None, group, v_dim), lambda s, k, r: (r, k, s, 0, 0)),
+        pl.BlockSpec((None, None, None, 2, group), lambda s, k, r: (r, k, s, 0, 0)),
     ]
     shapes = [
         jax.ShapeDtypeStruct((num_rows, num_kv, parts, group, v_dim), jnp.float32),
