@@ -26,6 +26,7 @@ from nsa_jax.exit_status import (
 from nsa_jax.fields import check_fields, nearest, walk
 from nsa_jax.object_store import scheme_of
 from nsa_jax.ops.gpus import GPUS
+from nsa_jax.stacks import stacks_on_signal
 
 _CONFIG = flags.DEFINE_string("config", None, "The run's config, a file in configs/.")
 _OVERRIDES = flags.DEFINE_multi_string(OVERRIDE, [], "Any field of the config, such as --config.train.steps=100.")
@@ -241,6 +242,11 @@ def read_config() -> tuple[ConfigDict, list[Problem]]:
 
 def main(argv: list[str]) -> int:
     """Validates the config and trains; returns the exit status."""
+    with stacks_on_signal(sys.stderr):
+        return _main(argv)
+
+
+def _main(argv: list[str]) -> int:
     if len(argv) > 1:
         print(f"unexpected arguments: {' '.join(argv[1:])}; flags start with --", file=sys.stderr)
         return EXIT_CONFIG

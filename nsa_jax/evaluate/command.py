@@ -39,6 +39,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 from rich.console import Console
@@ -187,8 +188,9 @@ class Evaluation:
     @property
     def held_out(self) -> HeldOut:
         if self._held_out is None:
+            args = self.args
             self._held_out = held_out_documents(
-                self.config, self.args.files, self.tokenizer, self.args.max_tokens, self.context
+                self.config, args.files, self.tokenizer, args.max_tokens, self.context, args.text_separator
             )
         return self._held_out
 
@@ -199,7 +201,7 @@ class Evaluation:
     @property
     def probe(self) -> inspect.Probe:
         if self._probe is None:
-            self._probe = inspect.Probe(self.model)
+            self._probe = inspect.Probe(self.model, self.tokenizer.vocab_size, jax.local_devices())
         return self._probe
 
     @property
@@ -492,6 +494,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("path", help="a run's workdir (WORKDIR@STEP, WORKDIR@best) or an exported model")
     parser.add_argument("--tasks", type=tasks, help="comma separated; default: those that fit the run's data")
     parser.add_argument("--files", nargs="+", default=[], help="text files or globs instead of held-out documents")
+    parser.add_argument(
+        "--text-separator", help="what is between the documents of --files; '': nothing; default: as in the run's data"
+    )
     parser.add_argument("--context", type=number(int, 2), help="tokens of a window; default: the training length")
     parser.add_argument("--stride", type=number(int, 1), help="how far windows advance; default: half the context")
     parser.add_argument(

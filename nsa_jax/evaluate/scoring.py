@@ -12,16 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
 from nsa_jax.data import DataError, Pipeline, Tokenizer, make_pipeline
 from nsa_jax.data.sources import TextSource
+from nsa_jax.fields import source_configs
 from nsa_jax.nn import Transformer
-from nsa_jax.nn.sharding import MESH_AXES
+from nsa_jax.nn.replicas import Replicas
 
 # Tokens of logits that exist at once, times the vocabulary.
 _LOGITS_ELEMENTS = 2**26
@@ -71,21 +69,10 @@ class Scorer:
     """
 
     def __init__(self, model: Transformer, devices: Sequence[jax.Device] | None = None):
-        devices = jax.local_devices() if devices is None else list(devices)
-        self._num_devices = len(devices)
-        self._graphdef, self._params = nnx.split(model)
-        score: Any = self._score
-        if len(devices) > 1:
-            grid = np.asarray(devices).reshape(-1, *(1,) * (len(MESH_AXES) - 1))
-            mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-            self._params = jax.device_put(self._params, NamedSharding(mesh, P()))
-            rows = P(MESH_AXES[0])
-            score = jax.shard_map(score, mesh=mesh, in_specs=(P(), rows, rows), out_specs=rows, check_vma=False)
-        self._run = jax.jit(score)
+        def losses(model, inputs, targets):
+            return token_losses(model, model.hidden(inputs), targets)
 
-    def _score(self, params, inputs, targets):
-        model: Transformer = nnx.merge(self._graphdef, params)
-        return token_losses(model, model.hidden(inputs), targets)
+        self._run = Replicas(losses, model, devices)
 
     def score(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Nats of each target, float32 [B, T], and whether it is the most likely token, bool [B, T].
@@ -93,10 +80,7 @@ class Scorer:
         Args:
           inputs, targets: int [B, T].
         """
-        missing = ((0, -len(inputs) % self._num_devices), (0, 0))  # every device has as many rows
-        found = self._run(self._params, np.pad(inputs, missing), np.pad(targets, missing))
-        losses, greedy = (np.asarray(x)[: len(inputs)] for x in found)
-        return losses, greedy
+        return self._run(inputs, targets)
 
     def __call__(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Nats of each target: float32 [B, T] from int [B, T] inputs and targets."""
@@ -245,10 +229,23 @@ def data_of_the_run(config: ConfigDict, tokenizer: Tokenizer) -> Pipeline:
     return pipeline
 
 
+def _separator_of_the_run(config: ConfigDict) -> str:
+    """What is between the documents of the run's text files; empty if some of its sources say otherwise."""
+    found = {part.data.text_separator for part in source_configs(config).values() if part.data.source == "text"}
+    return found.pop() if len(found) == 1 else ""
+
+
 def held_out_documents(
-    config: ConfigDict, files: Sequence[str], tokenizer: Tokenizer, max_tokens: int, context: int = 0
+    config: ConfigDict,
+    files: Sequence[str],
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    context: int = 0,
+    separator: str | None = None,
 ) -> HeldOut:
     """Documents to score: of files if given, else of the run's validation split, up to `max_tokens` tokens.
+
+    `separator` is between the documents of a file; empty: a file is one document; None: as in the run's own files.
 
     Of a held-out document, 16 contexts at most are taken, so that one long document does not stand for all. They are
     of `context` tokens, or of the training length if that is longer.
@@ -260,7 +257,9 @@ def held_out_documents(
     cut: list[int] = []
     total, longest = 0, max_tokens
     if files:
-        texts = TextSource(tuple(files)).documents()
+        if separator is None:
+            separator = _separator_of_the_run(config)
+        texts = TextSource(tuple(files), separator=separator).documents()
         source: Iterator[np.ndarray] = (tokenizer.encode_documents([text])[0].astype(np.int32) for text in texts)
     else:
         corpora = [part.pipeline.corpus for part in data_of_the_run(config, tokenizer).parts.values()]

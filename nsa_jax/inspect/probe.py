@@ -14,30 +14,36 @@ from flax import nnx
 from nsa_jax.data.long_tasks import Answer, Row
 from nsa_jax.nn import NSAttention, Transformer
 from nsa_jax.nn.observe import walk_blocks
+from nsa_jax.nn.replicas import Replicas
 from nsa_jax.nn.transformer import layer_stacks
 
 
 class Probe:
-    """A model's most likely tokens, and the block lists behind them, at a few positions of each row."""
+    """A model's most likely tokens, and the block lists behind them, at a few positions of each row.
 
-    def __init__(self, model: Transformer):
+    Args:
+      model: the Transformer.
+      vocab_size: ids from this number on are padding of the model's vocabulary, which nothing predicts; None: none is.
+      devices: over which rows are spread, each with the whole model; None means the first.
+    """
+
+    def __init__(self, model: Transformer, vocab_size: int | None = None, devices: Sequence[jax.Device] | None = None):
         self.model = model
         self.config = model.config
-        self._graphdef, self._params = nnx.split(model)
-        self._run = jax.jit(self._forward)
+        self._vocab_size = vocab_size
+        self._run = Replicas(self._forward, model, devices or jax.local_devices()[:1], out_axes=(0, 1))
 
     def of(self, model: Transformer) -> Probe:
         """A probe of a model of the same config with other parameters; it runs the same compiled programs."""
         other = copy.copy(self)
-        other.model, other._params = model, nnx.split(model)[1]
+        other.model, other._run = model, self._run.of(model)
         return other
 
     def without(self, *branches: int) -> Probe:
         """A probe of `without_branch(model, *branches)`."""
         return self.of(without_branch(self.model, *branches))
 
-    def _forward(self, params, tokens, positions):
-        model: Transformer = nnx.merge(self._graphdef, params)
+    def _forward(self, model: Transformer, tokens, positions):
         rows = jnp.arange(tokens.shape[0])[:, None]
 
         def attend(attention, normed):
@@ -47,7 +53,8 @@ class Probe:
             return out, lists[rows, positions]  # [B, P, K, n]: all lists of a long row would take much memory
 
         hidden, lists = walk_blocks(model, tokens, attend)
-        return jnp.argmax(model.logits(hidden[rows, positions]), axis=-1), lists
+        logits = model.logits(hidden[rows, positions])
+        return jnp.argmax(logits[..., : self._vocab_size], axis=-1), lists
 
     def __call__(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Runs the forward pass.
@@ -60,8 +67,7 @@ class Probe:
           The most likely next tokens int [B, P]; the block lists int32 [NSA layers, B, P, K, n], or None
           without selection.
         """
-        most_likely, lists = self._run(self._params, jnp.asarray(tokens), jnp.asarray(positions))
-        return np.asarray(most_likely), None if lists is None else np.asarray(lists)
+        return self._run(tokens, positions)
 
 
 def picked(lists: np.ndarray, target: np.ndarray, select_block: int) -> np.ndarray:

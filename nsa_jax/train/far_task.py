@@ -43,7 +43,8 @@ def measure(
     task = inspect.far_task(run.config, run.pipeline.tokenizer)
     assert task is not None
     run.watchdog.beat(run.config.train.steps, "measuring the far task", finished=False)
-    probe = inspect.Probe(run.setup.model(state.get("ema", state["params"])))
+    model = run.setup.model(state.get("ema", state["params"]))
+    probe = inspect.Probe(model, run.pipeline.tokenizer.vocab_size)
     length = run.config.data.seq_len
     sizes = dict(rows=min(64, max(8, _TOKENS // length)), batch_size=min(16, max(1, _TOKENS // 16 // length)))
     try:

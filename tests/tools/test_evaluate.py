@@ -8,6 +8,7 @@ import math
 import sys
 import types
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -100,6 +101,28 @@ def test_a_document_that_was_cut_is_not_scored_as_if_it_ended_there(model, tmp_p
     assert [len(document) for document in found.documents] == [20, 40] and found.cut == {1}
     found = evaluate.held_out_documents(default_config(), (str(tmp_path / "*.txt"),), ByteTokenizer(), 120)
     assert [len(document) for document in found.documents] == [20, 100] and not found.cut
+
+
+def test_files_are_cut_into_documents_as_in_training(tmp_path):
+    """They were one document each, with the separator as a part of its text."""
+    config = default_config()
+    config.data.source, config.data.text_separator = "text", "<end>"
+    path = tmp_path / "held_out.txt"
+    path.write_text("one<end>two<end>three")
+
+    def texts(config, separator=None):
+        found = evaluate.held_out_documents(config, (str(path),), ByteTokenizer(), 1000, separator=separator)
+        return [bytes(document.tolist()).decode() for document in found.documents]
+
+    assert texts(config) == ["one", "two", "three"]
+    assert texts(config, "") == texts(default_config()) == ["one<end>two<end>three"]
+    assert texts(config, "two") == ["one<end>", "<end>three"]
+    mixture = default_config()
+    mixture.data.sources = {
+        name: dict(weight=1.0, source="text", files=(str(path),), text_separator=end)
+        for name, end in (("a", "<end>"), ("b", "two"))
+    }
+    assert texts(mixture) == ["one<end>two<end>three"]
 
 
 def test_held_out_documents_are_long_enough_for_a_longer_context(tmp_path):
@@ -210,6 +233,34 @@ def test_probe_agrees_with_the_model(model, pattern):
     own = positions // 16
     assert (lists == own[None, :, :, None, None]).any(-1).all()  # the query's own block is always listed
     assert retrieval.picked(lists, positions, 16).all()
+
+
+@pytest.mark.parametrize("kinds", [("nsa",), ("dense",)])
+def test_rows_over_several_devices_are_answered_as_on_one(model, kinds):
+    """The page on evaluation said so of every task, and tasks of questions ran on one device."""
+    config = dataclasses.replace(model.config, layer_pattern=kinds)
+    model = nn.Transformer(config, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(1)
+    tokens, positions = rng.integers(0, 256, (11, 64)).astype(np.int32), rng.integers(0, 64, (11, 3))
+    devices = jax.devices()[:4]
+    one, several = inspect.Probe(model), inspect.Probe(model, devices=devices)
+    assert all(len(x.sharding.device_set) == len(devices) for x in jax.tree.leaves(several._run._params))
+    for shut in ((), (0,)):  # models without NSA have no gates to shut
+        want, got = (probe.without(*shut)(tokens, positions) for probe in (one, several))
+        chex.assert_trees_all_equal(got, want)
+
+
+def test_ids_that_only_fill_the_vocabulary_up_are_no_answers(model):
+    """A tokenizer could not say what it was."""
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 16)).astype(np.int32)
+    positions = np.asarray([[3, 15], [0, 7]])
+    everything, _ = inspect.Probe(model)(tokens, positions)
+    least = int(everything.min())
+    assert least < everything.max()
+    below, _ = inspect.Probe(model, least + 1)(tokens, positions)
+    logits = np.asarray(jax.jit(model)(tokens))
+    want = np.argmax(logits[..., : least + 1], -1)
+    np.testing.assert_array_equal(below, np.take_along_axis(want, positions, 1))
 
 
 def test_command_line(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Faults injected into real (tiny) runs: each is caught by the guard that is named for it, and a healthy run is not."""
 
 import errno
+import faulthandler
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from nsa_jax.config import ConfigError
 from nsa_jax.data.batches import TrainIterator
 from nsa_jax.exit_status import EXIT_AGAIN
 from nsa_jax.ops import nsa
+from nsa_jax.stacks import stacks_on_signal
 from nsa_jax.train import prepared, run
 from nsa_jax.train.checkpoint import Checkpoints
 from nsa_jax.train.errors import TrainingError
@@ -367,6 +369,21 @@ def test_a_run_ends_well_whose_empty_files_were_cleared_away(tmp_path):
     with Watchdog(tmp_path):
         (tmp_path / "stacks_0.txt").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["heartbeat_0.jsonl"]
+
+
+def test_sigusr1_writes_stacks_before_and_after_a_run_as_well(tmp_path):
+    """It killed a process that had not begun to train."""
+    with (tmp_path / "all").open("a+") as file:
+        with stacks_on_signal(file):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            with Watchdog(tmp_path):
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.1)
+    assert not faulthandler.unregister(signal.SIGUSR1)  # nothing is left behind
+    this = "in test_sigusr1_writes_stacks"
+    assert (tmp_path / "all").read_text().count(this) == 2 and (tmp_path / "stacks_0.txt").read_text().count(this) == 1
 
 
 def test_a_stalled_loader_is_reported_with_all_stacks(tmp_path):

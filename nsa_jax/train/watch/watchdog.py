@@ -12,12 +12,12 @@ import faulthandler
 import json
 import logging
 import os
-import signal
 import threading
 import time
 from pathlib import Path
 
 from nsa_jax.exit_status import EXIT_AGAIN
+from nsa_jax.stacks import stacks_on_signal
 from nsa_jax.train.watch.memory_use import memory_points
 
 logger = logging.getLogger("nsa_jax")
@@ -57,8 +57,8 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._stacks = self._stacks_path.open("a")
-        with contextlib.suppress(AttributeError, ValueError):  # no such signal, or not the main thread
-            faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        self._on_signal = stacks_on_signal(self._stacks)
+        self._on_signal.__enter__()
         self._thread.start()
         return self
 
@@ -66,8 +66,7 @@ class Watchdog:
         self._stop.set()
         self._thread.join(timeout=10)
         faulthandler.cancel_dump_traceback_later()
-        with contextlib.suppress(AttributeError, ValueError):
-            faulthandler.unregister(signal.SIGUSR1)
+        self._on_signal.__exit__(None, None, None)
         self.write("stopped")
         empty = not os.fstat(self._stacks.fileno()).st_size
         self._stacks.close()
