@@ -35,6 +35,13 @@ _GEOMETRY = {
     "nsa": (*(field.name for field in dataclasses.fields(NSAConfig)), "selector", "shared_kv"),
     "window": ("window",),
 }
+_SCALING: dict[str, tuple[str, ...]] = {  # what `RopeScaling` depends on, by its kind
+    "none": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_length"),
+    "llama3": ("factor", "original_length", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "attention_factor"),
+}
 
 
 def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Problem]:
@@ -58,7 +65,9 @@ def function_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) ->
         nsa |= geometry_of(nsa)
         geometry = {f"nsa.{name}": nsa[name] for kind in attention_kinds(model) for name in _GEOMETRY.get(kind, ())}
         scaling = {**default["rope_scaling"], **model["rope_scaling"]}
-        geometry |= {f"rope_scaling.{name}": value for name, value in scaling.items()}
+        geometry |= {f"rope_scaling.{name}": scaling[name] for name in ("kind", *_SCALING[scaling["kind"]])}
+        if model["rotary_dim"] == model["head_dim"]:
+            model = {**model, "rotary_dim": 0}
         values = {name: model[name] for name in (*(attention if kinds[0] != kinds[1] else ()), *_FUNCTION)}
         return values | geometry
 

@@ -90,6 +90,10 @@ def test_a_checkpoint_of_another_function_is_refused(tmp_path):
         ("window", {"nsa": {"window": 3, "num_selected": 9}}, ["nsa.window"]),
         ("nsa", {"remat": "full", "scan_layers": False, "implementation": "xla", "compute_dtype": "bfloat16"}, []),
         ("nsa", {"init_std": 1.0, "dropout": 0.5, "rope_theta": 10_000}, []),
+        ("nsa", {"rotary_dim": tiny_config().model.head_dim}, []),  # all, as 0 says
+        ("nsa", {"rotary_dim": 4}, ["rotary_dim"]),
+        ("dense", {"rope_scaling": {"factor": 2.0, "original_length": 64}}, []),  # of kind none
+        ("dense", {"rope_scaling": {"kind": "linear", "factor": 2.0, "beta_fast": 8.0}}, ["rope_scaling.kind"]),
     ],
 )
 def test_only_fields_that_change_the_function_are_compared(attention, changes, fields):
