@@ -411,6 +411,7 @@ class Run(Prepared):
         except TrainingError:
             return False
         if not checkpoints.steps():
+            writer.say("config.guards.roll_back: there is no checkpoint to return to; save the first one earlier")
             return False
         step = checkpoints.steps()[-1]
         # Process 0 alone gives a finished step its name.

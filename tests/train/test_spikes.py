@@ -146,6 +146,14 @@ def test_a_run_returns_to_its_last_checkpoint_and_leaves_out_the_data_since(tmp_
     assert losses(stopped) == losses(tmp_path / "whole")
 
 
+def test_a_run_without_a_checkpoint_says_that_it_cannot_return(tmp_path, capfd):
+    """It stopped as if roll_back had not been set."""
+    made = poison(make_run(tmp_path, **{**ROLLING, "train__save_every": 8}), 3)
+    with pytest.raises(TrainingError, match="step 3") as stopped:
+        made.run()
+    assert stopped.value.guard == "non_finite" and "there is no checkpoint to return to" in capfd.readouterr().out
+
+
 def test_a_return_forgets_neither_alarms_nor_where_the_start_began(tmp_path, monkeypatch):
     """Batch 5 raises an alarm, and batch 6 sends the run back to step 4."""
     rolling = {**ROLLING, "guards__skip_steps": 1}
