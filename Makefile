@@ -31,7 +31,7 @@ quickstart: $(call stamp,run)
 test: lint
 	$(MAKE) --no-print-directory pytest PYTEST_ARGS='-m "not slow and not notebook" --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)'
 
-# The rest: notebooks, kills and damage, two processes, every shape and layout compiled for GPUs. CI runs both.
+# The rest: notebooks, kills and damage, two processes, every shape and layout compiled for GPUs. CI runs it beside `make test`.
 test-slow: $(call stamp,test)
 	$(MAKE) --no-print-directory pytest PYTEST_ARGS='-m "slow or notebook" $(PYTEST_ARGS)'
 
