@@ -248,6 +248,7 @@ class Decoder:
         if segment_start is not None:
             segment_start = np.asarray(segment_start)
             checks.segments(segment_start, sizes, "tokens")
+            segment_start = np.asarray(checks.clip_segments(segment_start))
         if length < 1 or lengths.min() < 1 or lengths.max() > length:
             raise ValueError(f"lengths={lengths.tolist()}: every prompt must have 1 to {length} tokens")
         if length > cache.capacity:
@@ -288,8 +289,9 @@ class Decoder:
         tokens, sizes = jnp.asarray(tokens), {"B": cache.lengths.shape[0]}
         checks.integers("tokens", tokens, "B", sizes, "the cache")
         if segment_start is not None:
-            segment_start = jnp.asarray(segment_start)
+            segment_start = segment_start if isinstance(segment_start, jax.Array) else np.asarray(segment_start)
             checks.integers("segment_start", segment_start, "B", sizes, "the cache")
+            segment_start = checks.clip_segments(segment_start)
         return self._step(self.params, cache, tokens.astype(jnp.int32), segment_start)
 
     def compilations(self) -> dict[str, int]:

@@ -27,7 +27,7 @@ from nsa_jax.nn.sharding import (
     tensor_size,
     token_spec,
 )
-from nsa_jax.ops import blocks
+from nsa_jax.ops import blocks, checks
 from nsa_jax.ops.nsa import mean_compress
 from nsa_jax.ops.pallas import layer_kernels_serve
 from nsa_jax.ops.target import current_target
@@ -146,6 +146,8 @@ def embed(table: Float[Array, "vocab D"], tokens: Int[Array, "B T"], dtype: jnp.
     added in float32 in an order that is the same in every run. Where fsdp splits the table, it is made in pieces of at
     most `sharding.PIECE_BYTES`, of which each device receives its own part.
     """
+    if tokens.dtype != jnp.int32:  # a small type may not hold the vocabulary's size
+        tokens = checks.at_most(tokens, 2**31 - 1)
     stored, spec = parameter_spec(table.shape, 0), token_spec(*tokens.shape)
     split = tensor_size() > 1 and len(table) % tensor_size() == 0
     vocab = len(table) // tensor_size() if split else len(table)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.nn.attention import NSAttention
+from nsa_jax.nn.layers import embed
 from nsa_jax.nn.transformer import Transformer, layer_stacks
 from nsa_jax.ops import nsa
 from nsa_jax.ops.decode import gated_sum
@@ -118,7 +119,7 @@ def walk_blocks(
             seen += [] if found is None else [found]
         return x, jax.tree.map(lambda *parts: jnp.stack(parts), *seen) if seen else None
 
-    x, seen = jax.lax.scan(period, model.embedding[...][tokens].astype(config.dtype), stacks)
+    x, seen = jax.lax.scan(period, embed(model.embedding[...], tokens, config.dtype), stacks)
     # From [periods, layers of a period that kept some, ...]; arrays may be of size 0.
     return model.norm(x), jax.tree.map(lambda a: a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]), seen)
 

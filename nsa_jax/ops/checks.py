@@ -94,6 +94,9 @@ def segments(segment_start, sizes: dict[str, int], origin: str = "query") -> Non
 
 def at_most(x, most: int):
     """The integers x of any type as int32, none above `most`; a bound that their own type cannot hold is none."""
+    if isinstance(x, (np.ndarray, np.generic)):  # JAX would cut 64 bits off to 32 before the bound
+        info = np.iinfo(x.dtype)
+        return jnp.asarray(np.clip(x, max(info.min, -(2**31)), min(info.max, most)).astype(np.int32))
     return jnp.minimum(x, min(most, jnp.iinfo(x.dtype).max)).astype(jnp.int32)
 
 

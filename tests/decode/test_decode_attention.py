@@ -216,6 +216,15 @@ def test_lengths_are_integers_of_any_type(dtype, implementation):
     chex.assert_trees_all_close((got, same), (want, info), atol=1e-6)
 
 
+def test_lengths_beyond_32_bits_are_the_capacity():
+    arrays, _, _ = filled_cache(SMALL, (20, 320), capacity=320)
+    want, got = (
+        nsa_jax.decode_attention(*arrays[:-1], np.asarray([20, length]), config=SMALL, implementation="xla")
+        for length in (320, 2**32)
+    )
+    chex.assert_trees_all_equal(got, want)
+
+
 @pytest.mark.parametrize("serving", SERVING)
 @pytest.mark.filterwarnings("ignore:.*interpret mode")
 def test_an_empty_row_gives_zero(serving):

@@ -298,15 +298,15 @@ def test_a_token_before_its_document_sees_nothing(attention, implementation):
     """As padding may be marked: what it gets depends on no other token, in a row as in prefill and in a step."""
     model = make_model(attention=attention, num_layers=1, head_dim=16, implementation=implementation)
     decoder, tokens = Decoder(model, chunk=64), random_tokens(1, 40)
-    start = np.where(np.arange(40) < 20, 0, 64)[None]
+    start, far = (np.where(np.arange(40) < 20, 0, begin)[None] for begin in (64, np.iinfo(np.int64).max))
     changed = np.where(np.arange(40) == 39, tokens, (tokens + 1) % 7)
     want = model(jnp.asarray(tokens), jnp.asarray(start))[:, -1]
     for row in (tokens, changed):
         np.testing.assert_allclose(model(jnp.asarray(row), jnp.asarray(start))[:, -1], want, atol=1e-6)
-        logits, _ = decoder.prefill(decoder.init_cache(1, 64), row, segment_start=start)
+        logits, _ = decoder.prefill(decoder.init_cache(1, 64), row, segment_start=far)
         np.testing.assert_allclose(logits, want, atol=1e-5)
-        _, cache = decoder.prefill(decoder.init_cache(1, 64), row[:, :-1], segment_start=start[:, :-1])
-        logits, _ = decoder.decode(cache, row[:, -1], start[:, -1])
+        _, cache = decoder.prefill(decoder.init_cache(1, 64), row[:, :-1], segment_start=far[:, :-1])
+        logits, _ = decoder.decode(cache, row[:, -1], far[:, -1])
         np.testing.assert_allclose(logits, want, atol=1e-5)
 
 

@@ -215,6 +215,14 @@ def test_a_packed_row_equals_its_documents_apart(attention):
     assert float(jnp.abs(packed - run(graphdef, params, tokens))[:, lengths[0] :].max()) > 1e-3
 
 
+@pytest.mark.parametrize(("dtype", "vocab_size"), [(np.uint8, 256), (np.int8, 128), (np.uint16, 1 << 16)])
+def test_tokens_are_integers_of_any_type(dtype, vocab_size):
+    """One that cannot hold the vocabulary's size was read as no token at all, and every embedding was 0."""
+    graphdef, params = build(vocab_size=vocab_size, num_layers=1)
+    tokens = jnp.asarray([[1, 2, 127, 0, 30]])
+    chex.assert_trees_all_equal(run(graphdef, params, tokens.astype(dtype)), run(graphdef, params, tokens))
+
+
 def test_dropout_is_decided_by_the_key_alone():
     graphdef, params = build(dropout=0.3)
     tokens = tokens_of(32)

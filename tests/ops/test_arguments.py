@@ -158,6 +158,16 @@ def test_documents_begin_where_integers_of_any_type_say(dtype, implementation):
     assert np.abs(want - _nsa(implementation=implementation)).max() > 0.1
 
 
+@pytest.mark.parametrize("begin", [2**33 + 5, np.iinfo(np.int64).max])
+def test_documents_that_begin_beyond_32_bits_are_not_read_from_their_lower_ones(begin):
+    """NumPy's integers have 64. A token that should see nothing saw the whole row."""
+    want, got = (
+        _nsa(segment_start=np.where(np.arange(40) < 30, 0, start)[None], implementation="xla") for start in (100, begin)
+    )
+    chex.assert_trees_all_equal(got, want)
+    assert not want[:, 30:].any() and want[:, :30].any()
+
+
 def test_a_window_that_begins_where_it_is_first_read():
     """With windows of 8 tokens, queries from position 30 on read tokens from 23 on."""
     whole = {name: x for name, x in ARRAYS.items() if name not in ("query", "gates")}
