@@ -293,15 +293,19 @@ class HuggingFaceTokenizer(Tokenizer):
         """See Tokenizer; counted when it is first used, which is not where text is tokenised."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         description = json.loads(self._serialized)
+        model = description.get("model") or {}
+        # "##" before a piece that goes on within a word is no text; in BPE and Unigram it is. The suffix ends a word.
+        default = "" if model.get("type") in ("BPE", "Unigram") else "##"
+        prefix, suffix = model.get("continuing_subword_prefix") or default, model.get("end_of_word_suffix") or ""
         byte_level = '"ByteLevel"' in json.dumps([description.get("pre_tokenizer"), description.get("decoder")])
         counts = np.zeros(self.vocab_size, np.int32)
         for token, index in vocabulary.items():
             if byte_level:  # one character of the vocabulary per byte
-                counts[index] = len(token)
+                counts[index] = len(token.removesuffix(suffix))
             elif re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):  # byte fallback of SentencePiece vocabularies
                 counts[index] = 1
             else:
-                counts[index] = len(token.removeprefix("##").replace("\u2581", " ").encode())
+                counts[index] = len(token.removeprefix(prefix).removesuffix(suffix).replace("\u2581", " ").encode())
         for added in description.get("added_tokens") or []:
             # The library's id counts. The id in the file may differ or lie outside the vocabulary.
             if (given := vocabulary.get(added["content"])) is not None:
@@ -325,6 +329,12 @@ class HuggingFaceTokenizer(Tokenizer):
         for i, ids in enumerate(found):
             if (ids == self.eos_id).any():
                 found[i] = self._encode_as_text(texts[i])
+                if (found[i] == self.eos_id).any():
+                    raise DataError(
+                        f"tokenizer {self.name}",
+                        f"finds its end-of-document token {self.eos_token!r} in the text of a document",
+                        "set config.data.tokenizer_eos to a token that no text has",
+                    )
         return found
 
     def _encode_as_text(self, text: str) -> np.ndarray:

@@ -82,6 +82,11 @@ class _Console(Console):
         silence(sys.stdout)
 
 
+def _reads_context(task: str) -> bool:
+    """Whether rows of a task are `--context` tokens long; those of others have the run's length, or `--lengths`."""
+    return task in ("perplexity", "position", "context") or task.startswith(HARNESS)
+
+
 def _holds_out(source: ConfigDict) -> bool:
     """Whether a source, as a config of its own, keeps documents that are held out."""
     data = source.data
@@ -440,9 +445,8 @@ class Evaluation:
             else:  # it ran with the first
                 continue
             seconds = round(time.perf_counter() - begin, 2)
-            result["tasks"] |= {
-                name: {"context": self.context, **values, "seconds": seconds} for name, values in found.items()
-            }
+            read = {"context": self.context} if _reads_context(task) else {}
+            result["tasks"] |= {name: {**read, **values, "seconds": seconds} for name, values in found.items()}
             write_json(self.output / "evaluation.json", {**result, "tasks": kept | result["tasks"]})
             self._show()
         self.console.print(f"written to {self.output}")

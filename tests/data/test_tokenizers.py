@@ -173,6 +173,34 @@ def test_hf_tokenizer_file_with_gaps_and_byte_counts(tmp_path):
         assert tokenizer.token_bytes[[1, 2, 3, 4, 9]].tolist() == [3, 5, 3, 1, 0]
 
 
+def test_bytes_of_pieces_that_only_look_like_marks():
+    """A heading of Markdown counted as no bytes: "##" before a piece goes on within a word in WordPiece alone."""
+    vocabulary = {piece: i for i, piece in enumerate(("</s>", "#", "##", "###", "\u2581", "a"))}
+    pieces = hf_tokenizers.Tokenizer(hf_tokenizers.models.BPE(vocabulary, [("#", "#"), ("##", "#")]))
+    pieces.normalizer = hf_tokenizers.normalizers.Replace(" ", "\u2581")
+    tokenizer = HuggingFaceTokenizer(pieces.to_str(), eos="</s>")
+    for text in ("## a", "### a", "#"):
+        assert tokenizer.token_bytes[tokenizer.encode(text)].sum() == len(text)
+
+    vocabulary = {piece: i for i, piece in enumerate(("</s>", "h", "i", "i</w>", "hi</w>"))}
+    ends = hf_tokenizers.models.BPE(vocabulary, [("h", "i</w>")], end_of_word_suffix="</w>")
+    tokenizer = HuggingFaceTokenizer(hf_tokenizers.Tokenizer(ends).to_str(), eos="</s>")
+    assert tokenizer.encode("hi").tolist() == [4] and tokenizer.token_bytes.tolist() == [0, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("eos", "text"), [("\n", "a\nb"), ("</s>", "a\uff1c/s\uff1eb")])
+def test_a_token_that_text_makes_again_is_no_end_of_documents(eos, text):
+    """Documents were cut there: at every line, or where NFKC makes the token of other characters."""
+    vocabulary = {piece: i for i, piece in enumerate(("a", "b", eos, *sorted(set("</s>") - {eos})))}
+    made = hf_tokenizers.Tokenizer(hf_tokenizers.models.BPE(vocabulary, []))
+    made.normalizer = hf_tokenizers.normalizers.NFKC()
+    made.add_special_tokens([hf_tokenizers.AddedToken(eos, normalized=True)])
+    tokenizer = HuggingFaceTokenizer(made.to_str(), eos=eos)
+    assert tokenizer.encode_documents(["ab"])[0].tolist() == [0, 1]
+    with pytest.raises(DataError, match="finds its end-of-document token .* Fix: set config.data.tokenizer_eos"):
+        tokenizer.encode_documents([text])
+
+
 def test_hf_tokenizer_eos_comes_from_config_then_settings_then_usual_names(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(word_level(stop=5, end=6))
