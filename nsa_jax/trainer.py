@@ -184,6 +184,7 @@ def beginning(resume: str | None, init: str | None, workdir: str) -> str | None:
         if value is not None and not value.strip():
             fix = "name what to begin with, or leave it out"
             raise ConfigError([Problem("R022", "error", f"{flag} is empty", fix)])
+    from nsa_jax.hub.load import split_step
     from nsa_jax.train.errors import newest_checkpoint
 
     if init is None:
@@ -191,7 +192,10 @@ def beginning(resume: str | None, init: str | None, workdir: str) -> str | None:
     if resume is not None:
         fix = "leave out one of them"
         raise ConfigError([Problem("R022", "error", f"--init={init} --resume={resume}: a run has one beginning", fix)])
-    needed = not scheme_of(workdir) and newest_checkpoint(Path(workdir)) is None
+    if scheme_of(workdir):  # the model may be gone if the store has a checkpoint; a run is no model in any case
+        needed = bool(scheme_of(init)) or Path(split_step(init)[0]).expanduser().exists()
+    else:
+        needed = newest_checkpoint(Path(workdir)) is None
     if needed and not (Path(init).expanduser() / "config.json").is_file():
         fix = "name a directory that convert or export wrote; --resume=RUN goes on from a run"
         raise ConfigError([Problem("R022", "error", f"--init={init}: no exported model there", fix)])

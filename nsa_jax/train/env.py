@@ -67,21 +67,27 @@ LOADER_FIELDS = ("data.num_workers", "data.tokenizer_workers", "data.prefetch", 
 def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "", but: Sequence[str] = ()) -> list[str]:
     """One line, such as "train.batch_size: 4 there, 8 now", for every field that both have and that differs.
 
+    Of `data.sources`, whose names are free, also one for each source that only one of them has.
+
     Args:
       old: as `plain_config` returns it, or a section of that.
       new: likewise.
       prefix: of the names.
       but: fields and sections that are passed over, by their names with the prefix.
     """
-    found = []
+    found, sources = [], prefix.endswith("data.sources.")
     for key in sorted({*old} & {*new}):
         name, before, after = f"{prefix}{key}", old[key], new[key]
         if name in but:
             continue
         if isinstance(before, dict) and isinstance(after, dict):
+            if sources:  # a weight of 1 may be left out
+                before, after = {"weight": 1.0, **before}, {"weight": 1.0, **after}
             found += changed_fields(before, after, f"{name}.", but)
         elif before != after:
             found.append(f"{name}: {before!r} there, {after!r} now")
+    if sources:
+        found += [f"{prefix}{key}: only {'there' if key in old else 'now'}" for key in sorted({*old} ^ {*new})]
     return found
 
 

@@ -253,7 +253,7 @@ class Run(Prepared):
         config, train = self.config, self.config.train
         start, state = begin.step, begin.state
         self._taken = self._taken.after(start, data.get_state()["step"], begin.tokens)
-        batches = Batches(data, self.setup, start, self.guards.on_batch, self.ramp)
+        batches = Batches(data, self.setup, start, self._on_batch, self.ramp)
         sizes: set[int] = set()  # of batches, for each of which the step is compiled
         pending: collections.deque[Interval] = collections.deque()
         interval = Interval(start + 1)
@@ -299,6 +299,7 @@ class Run(Prepared):
                     self._compiling.wait("health")
                     self.health.warm_up(state["params"], batch)
                 clock.restart()  # compilation is over
+                self.watchdog.beat(step)  # a step that hangs is noticed before the first report
                 self.terminal.doing(TRAINING)
                 interval.untimed, self._sizes = 1, len(sizes)
             if step == start + 1:
@@ -335,6 +336,11 @@ class Run(Prepared):
             if rest.values:
                 self._report(rest, writer, clock)
         return step, state, reason
+
+    def _on_batch(self, step: int, batch: dict[str, np.ndarray]) -> None:
+        begins, _ = self._taken.pieces(step)
+        passes = {name: int(count) for name, count in self.pipeline.epochs(begins).items()}
+        self.guards.on_batch(step, batch, passes)
 
     def _report(self, interval: Interval, writer: metrics.MetricsWriter, clock: Clock) -> None:
         """Logs the last step of an interval, and the speed over all of it."""

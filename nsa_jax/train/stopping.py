@@ -158,7 +158,8 @@ class StopRequest:
             self._halt.unlink(missing_ok=True)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        self._signal = signal.Signals(number).name
+        if self._signal != signal.SIGINT.name:  # a person asked first: the run is not to be started again
+            self._signal = signal.Signals(number).name
         again = _repeated(self._handled, number)
         if again:
             self._kill(number)
@@ -189,8 +190,8 @@ class StopRequest:
 
     def reason(self) -> str | None:
         """What asked to stop: on this process or, which all learn at the same step, on another."""
-        mine = self._signal or (HALT if self._halt.exists() else None)
-        terminated = self._signal == signal.SIGTERM.name
+        mine = HALT if self._halt.exists() else self._signal
+        terminated = mine == signal.SIGTERM.name
         if self._vote is None:
             self.terminated = terminated
             return mine

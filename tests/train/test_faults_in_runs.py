@@ -222,7 +222,7 @@ def test_memorisation_shows_as_a_gap_and_stops(tmp_path):
     )
     made.config.guards.max_gap = 0.5
     batches = [next(made.pipeline.train(step)) for step in range(300, 304)]
-    made.guards.on_batch = lambda step, batch: None  # four batches over and over
+    made.guards.on_batch = lambda *_: None  # four batches over and over
     record = stopped(with_batches(made, lambda step, batch: batches[step % 4]), "generalisation_gap")
     assert record["step"] <= 300 and "memorises" in record["message"]
     # The curves show what the guard saw, and a start that goes on knows of it.
@@ -345,6 +345,22 @@ def test_steps_and_validations_that_finish_are_no_stall(tmp_path, monkeypatch):
     made.train_step, made.eval_step = Slowly(made.train_step), Slowly(made.eval_step)
     assert made.run()["finished"]
     assert "stalled" not in told and told[-1] == "stopped"
+
+
+def test_a_loader_that_hangs_before_the_first_report_is_a_stall(tmp_path, monkeypatch):
+    """Until the second interval had been logged it had an hour, as if the step were still being compiled."""
+    told = []
+    real = Watchdog.write
+    monkeypatch.setattr(Watchdog, "write", lambda self, event: (told.append(event), real(self, event))[1])
+    made = make_run(tmp_path, **SMALL, guards__stall_seconds=1.0, train__steps=4, train__log_every=10)
+
+    def hangs(step, batch):
+        if step == 3:
+            time.sleep(2.5)
+        return batch
+
+    assert with_batches(made, hangs).run()["finished"]
+    assert told.count("stalled") == 1
 
 
 def test_compiling_for_the_next_batch_of_a_ramp_is_no_stall(tmp_path, monkeypatch):

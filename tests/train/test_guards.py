@@ -230,6 +230,21 @@ def test_a_batch_may_not_come_twice_but_the_next_epoch_may(guards):
         guards.on_batch(302, batches[299])
 
 
+def test_another_pass_may_bring_a_batch_again_but_no_loader_stands_still(guards):
+    """A healthy run of long rows was stopped in its second pass, and again after every restart."""
+    batches = [{"inputs": np.full((1, 8), i)} for i in range(5)]
+    for step in range(1, 16):
+        guards.on_batch(step, batches[(step * 2) % 5], {"a": (step - 1) // 5, "b": 0})
+    restored = Guards(tiny_config(), say=lambda line: None)
+    restored.restore(json.loads(json.dumps(guards.state())))
+    with pytest.raises(TrainingError, match="step 16, guard frozen_loader: the batch equals that of step 12"):
+        restored.on_batch(16, batches[24 % 5], {"a": 2, "b": 0})
+    guards.on_batch(16, batches[24 % 5], {"a": 3, "b": 0})
+    guards.on_batch(17, batches[24 % 5], {"a": 4, "b": 0})  # the last row of a pass, and the first of the next
+    with pytest.raises(TrainingError, match="step 18, guard frozen_loader: the batch equals that of step 17"):
+        guards.on_batch(18, batches[24 % 5], {"a": 5, "b": 0})
+
+
 def test_batches_of_one_crc32_are_not_taken_for_equal(guards):
     batches = [np.array([row], np.int32) for row in ((3, 1), (5, 627793885))]
     assert zlib.crc32(batches[0].tobytes()) == zlib.crc32(batches[1].tobytes())

@@ -108,6 +108,18 @@ def test_a_second_sigterm_is_told_from_a_repeated_one(tmp_path, monkeypatch):
     assert set(statuses) == {128 + signal.SIGTERM} and passed_on == [signal.SIGTERM]
 
 
+@pytest.mark.parametrize("asked", ["HALT", "SIGINT"])
+def test_who_asked_first_is_not_overruled_by_a_scheduler(asked, tmp_path):
+    """The status said that the machine was taken, and a supervisor started again what a person had stopped."""
+    previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    with stopping.StopRequest(tmp_path, jax.make_mesh((1,), ("data",))) as stop:
+        (tmp_path / "HALT").touch() if asked == "HALT" else signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.reason() == asked and not stop.terminated
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
 def test_listeners_nest_and_leave_nothing_behind():
     heard = []
     with stopping.listening(lambda number: heard.append(("outer", number))):

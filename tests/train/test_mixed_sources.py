@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from nsa_jax.config import check
+from nsa_jax.train.env import changed_fields
 
 from .tiny import losses, make_run
 
@@ -38,6 +39,20 @@ def test_validation_weighs_tasks_by_the_targets_that_count_in_training(tmp_path)
     last = run.run()["validation"]
     mean = sum(run.pipeline.loss_shares[name] * last[f"val/loss/{name}"] for name in ("one", "two"))
     assert last["val/loss"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_what_changed_names_sources_that_come_or_go_and_weights_that_are_now_written_out():
+    """A start with another mixture was not seen, or refused with a list of all that might have changed."""
+    old = {"data": {"sources": {"a": {"files": ["x"]}, "b": {"files": ["y"], "weight": 2.0}}}}
+    new = {"data": {"sources": {"a": {"files": ["x"], "weight": 3.0}, "c": {"files": ["y"]}}}}
+    found = changed_fields(old, new)
+    assert found == [
+        "data.sources.a.weight: 1.0 there, 3.0 now",
+        "data.sources.b: only there",
+        "data.sources.c: only now",
+    ]
+    new = {"data": {"sources": {"a": {"files": ["x"], "weight": 1.0}, "b": old["data"]["sources"]["b"]}}}
+    assert changed_fields(old, new, "config.") == []
 
 
 def test_a_run_over_two_sources_tells_the_loss_of_each_and_resumes(tmp_path, capsys):

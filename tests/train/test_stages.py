@@ -192,6 +192,13 @@ def test_a_branch_of_a_stage_knows_that_its_weights_were_trained(first, tmp_path
     assert plain.guards.state()["values"]["trained"] == 0
 
 
+def test_init_takes_no_run_for_a_model_wherever_the_workdir_is(first):
+    """With a workdir in a bucket it went on with the run's optimizer, step and data, as --resume does."""
+    for named in (str(first), f"{first}@3", "s3://bucket/other"):
+        with pytest.raises(ConfigError, match="no exported model there"):
+            beginning(None, named, "s3://bucket/run")
+
+
 def test_init_names_an_exported_model(first, tmp_path):
     export(*load(first), tmp_path / "export")
     assert beginning(None, str(tmp_path / "export"), str(tmp_path)) == str(tmp_path / "export")

@@ -21,7 +21,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,9 @@ class Guards:
         self._reports = 0
         self._told: dict[str, int] = {}
         self.selection: collections.deque[list[float]] = collections.deque(maxlen=SELECTION_REPORTS)  # see health.py
-        self._recent: collections.OrderedDict[str, int] = collections.OrderedDict()
+        self._recent: collections.OrderedDict[str, int] = collections.OrderedDict()  # steps of batches of this pass
+        self._passes: dict[str, int] = {}
+        self._in_a_row = ("", 0)  # the last batch, and how often it has come
         self._loss = LossGuards(config, bigram_entropy, self.alarm)
         self._machine = MachineGuards(config.train.steps, self.alarm)
 
@@ -96,8 +99,15 @@ class Guards:
         """The run begins with a stage's or an exported model's weights."""
         self._loss.trained = 1
 
-    def on_batch(self, step: int, batch: dict[str, np.ndarray]) -> None:
+    def on_batch(
+        self, step: int, batch: dict[str, np.ndarray], passes: Mapping[str, int] = types.MappingProxyType({})
+    ) -> None:
         """A batch that step `step` is about to be trained on.
+
+        Args:
+          step: counts from 1.
+          batch: of this process.
+          passes: how often each source has been passed. In another pass a batch may come again, but not at once twice.
 
         Raises:
           TrainingError: it is one of the last batches again.
@@ -107,10 +117,15 @@ class Guards:
         sampled = np.ascontiguousarray(tokens.reshape(-1)[::stride])
         # 64 bits: 32 would call different batches equal in one of six long runs of many processes.
         key = hashlib.blake2b(sampled.tobytes(), digest_size=8).hexdigest()
-        if key in self._recent:
+        if dict(passes) != self._passes:
+            self._recent.clear()
+        self._passes = dict(passes)
+        self._in_a_row = (key, self._in_a_row[1] + 1) if key == self._in_a_row[0] else (key, 1)
+        if key in self._recent or self._in_a_row[1] > 2:
             raise TrainingError(
-                f"step {step}, guard frozen_loader: the batch equals that of step {self._recent[key]}. The loader "
-                "stands still or the corpus is a few rows long; look at config.data and at what the loader yields",
+                f"step {step}, guard frozen_loader: the batch equals that of step {self._recent.get(key, step - 1)}. "
+                "The loader stands still or the corpus is a few rows long; look at config.data and at what the loader "
+                "yields",
                 guard="frozen_loader",
                 step=step,
             )
@@ -201,6 +216,7 @@ class Guards:
             "values": {**values, "_reports": self._reports},
             "told": dict(self._told),
             "recent": dict(self._recent),
+            "passes": self._passes,
             "selection": list(self.selection),
             "alarms": self.summary(),
         }
@@ -214,6 +230,7 @@ class Guards:
         self._told = dict(state.get("told", {}))
         recent = sorted(state.get("recent", {}).items(), key=lambda entry: entry[1])
         self._recent = collections.OrderedDict(recent)
+        self._passes = dict(state.get("passes", {}))
         self._before = collections.Counter(state.get("alarms", {}))
         self.selection.extend(state.get("selection", []))
 
