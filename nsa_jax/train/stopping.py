@@ -195,8 +195,11 @@ class StopRequest:
         if self._vote is None:
             self.terminated = terminated
             return mine
-        asker, rest = divmod(self._vote(2 * (jax.process_index() + 1) + terminated if mine else 0), 2)
-        if not asker:
+        # A person's request, which comes from a process of any number, is higher than all of schedulers.
+        index, count = jax.process_index(), jax.process_count()
+        highest = self._vote(1 + index + (0 if terminated else count) if mine else 0)
+        if not highest:
             return None
-        self.terminated = bool(rest)
-        return mine or f"process {asker - 1}"
+        self.terminated = highest <= count
+        asker = (highest - 1) % count
+        return mine if mine and terminated == self.terminated else f"process {asker}"

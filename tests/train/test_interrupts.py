@@ -120,6 +120,30 @@ def test_who_asked_first_is_not_overruled_by_a_scheduler(asked, tmp_path):
         signal.signal(number, handler)
 
 
+def test_among_processes_a_person_outranks_schedulers(tmp_path, monkeypatch):
+    """The request of the highest process counted, whoever had made it."""
+    mesh, count = jax.make_mesh((1,), ("data",)), 3
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+
+    def stop_of(index, asked):
+        stop = stopping.StopRequest(tmp_path, mesh)
+        stop._signal, votes = asked, []
+        monkeypatch.setattr(jax, "process_index", lambda: index)
+        stop._vote = lambda mine: votes.append(mine) or 0
+        assert stop.reason() is None
+        return stop, votes[0]
+
+    stops, votes = zip(*(stop_of(i, asked) for i, asked in enumerate(("SIGINT", None, "SIGTERM"))), strict=True)
+    found = []
+    for index, stop in enumerate(stops):
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        stop._vote = lambda mine: max(votes)
+        found.append((stop.reason(), stop.terminated))
+    assert found == [("SIGINT", False), ("process 0", False), ("process 0", False)]
+    stops[2]._vote = lambda mine: votes[2]
+    assert stops[2].reason() == "SIGTERM" and stops[2].terminated
+
+
 def test_listeners_nest_and_leave_nothing_behind():
     heard = []
     with stopping.listening(lambda number: heard.append(("outer", number))):
