@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,13 @@ from nsa_jax.hub.output import CARD, whole_export
 from nsa_jax.nn import ModelConfig, Transformer, count_parameters
 from nsa_jax.nn.transformer import layer_stacks
 
+logger = logging.getLogger("nsa_jax")
+
+_QWEN2 = "Qwen2ForCausalLM"
+# How the tokenizer of Qwen2 splits a text into words, numbers and rest.
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SHARD_BYTES = 5 * 2**30
 _SETTINGS = "tokenizer_config.json"
 
@@ -66,7 +74,7 @@ def family_of(config: ModelConfig) -> tuple[str, str]:
     if config.qk_norm:
         return "qwen3", "Qwen3ForCausalLM"
     if config.qkv_bias and not config.out_bias:
-        return "qwen2", "Qwen2ForCausalLM"
+        return "qwen2", _QWEN2
     return ("mistral", "MistralForCausalLM") if window else ("llama", "LlamaForCausalLM")
 
 
@@ -229,6 +237,13 @@ def _save_tokenizer(tokenizer: Tokenizer, path: Path) -> bool:
     return True
 
 
+def _splits_as_qwen2(path: Path) -> bool:
+    """Whether tokenizer.json normalizes and splits texts as Qwen2's does."""
+    described = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    splits = json.dumps(described.get("pre_tokenizer"))
+    return (described.get("normalizer") or {}).get("type") == "NFC" and json.dumps(_QWEN2_WORDS) in splits
+
+
 def _card(model: Transformer, config: ConfigDict, metrics: Mapping[str, Any], has_tokenizer: bool, kind: str) -> str:
     """The README.md of the folder."""
     rows = {
@@ -239,7 +254,9 @@ def _card(model: Transformer, config: ConfigDict, metrics: Mapping[str, Any], ha
     }
     rows |= {name: f"{value:.4f}" for name, value in metrics.items() if name != "step"}
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    load = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    # For AutoTokenizer every model of type qwen2 has Qwen's normalizer and words, whatever its tokenizer.json says.
+    reader = "PreTrainedTokenizerFast" if kind == _QWEN2 else "AutoTokenizer"
+    load = [f"from transformers import AutoModelForCausalLM, {reader}", ""]
     kinds = " and ".join(sorted(set(model.config.kinds)))
     attention, code, side = f"{kinds} attention in the layout of {kind}", "", ""
     if kind == ARCHITECTURE:
@@ -249,7 +266,7 @@ def _card(model: Transformer, config: ConfigDict, metrics: Mapping[str, Any], ha
     else:
         note = ""
     load += [f'model = AutoModelForCausalLM.from_pretrained("DIRECTORY"{code})']
-    load += [f'tokenizer = AutoTokenizer.from_pretrained("DIRECTORY"{code}{side})'] if has_tokenizer else []
+    load += [f'tokenizer = {reader}.from_pretrained("DIRECTORY"{code}{side})'] if has_tokenizer else []
     note += "" if has_tokenizer else "\nIts tokens are synthetic: there is no tokenizer for text.\n"
     return (
         f"{CARD}# {config.name}\n\n"
@@ -297,6 +314,12 @@ def export_native(
         if "nsa" in model.config.kinds:
             copy_sources(path)
         has_tokenizer = _save_tokenizer(tokenizer, path)
+        if has_tokenizer and described["architectures"] == [_QWEN2] and not _splits_as_qwen2(path):
+            logger.warning(
+                "AutoTokenizer of transformers 5 reads the tokenizer of every %s as if it were Qwen's, and then other "
+                "ids than the model was trained with: load it with PreTrainedTokenizerFast, as README.md does",
+                _QWEN2,
+            )
         (path / FILE).write_text(json.dumps(generation, indent=1) + "\n")
         card = _card(model, config, metrics or {}, has_tokenizer, described["architectures"][0])
         (path / "README.md").write_text(card, encoding="utf-8")

@@ -23,7 +23,14 @@ from safetensors.numpy import load_file, save_file
 import nsa_jax
 from nsa_jax import convert, export, nn
 from nsa_jax.config import default_config
-from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer, load_tokenizer
+from nsa_jax.data.tokenizers import (
+    BPE_EOS,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SyntheticTokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from nsa_jax.generator import Generator
 from nsa_jax.hub import families
 from nsa_jax.hub.convert import import_dense
@@ -325,6 +332,33 @@ def test_tokenizers_of_folders_are_read_by_transformers(tmp_path):
     assert tokenizer.pad_token_id == 256
     assert tokenizer(["a", "bcd"], padding=True)["attention_mask"] == [[1, 0, 0], [1, 1, 1]]
     assert transformers.GenerationConfig.from_pretrained(tmp_path).pad_token_id == 256
+
+
+TEXTS = (
+    "in 2048 tokens, 65536",
+    "cafe\u0301 \ufb01",
+    "don't we'LL go\n\n  x = 12345\n",
+    " a\tb   c",
+    "snake_case_name",
+)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention": "window"}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_the_readme_of_a_folder_loads_a_tokenizer_of_the_same_ids(tmp_path, kind, changes):
+    """AutoTokenizer splits texts for every Qwen2ForCausalLM as Qwen's tokenizer does."""
+    config = default_config()
+    config.model.update({"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8})
+    config.model.update({"attention": "dense", "compute_dtype": "float32"} | changes)
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    tokenizer = ByteTokenizer() if kind == "byte" else HuggingFaceTokenizer(train_bpe([page], 500), eos=BPE_EOS)
+    model = nn.Transformer(nn.ModelConfig.from_config(config, tokenizer.vocab_size), rngs=nnx.Rngs(3))
+    export_native(model, tokenizer, config, tmp_path)
+    (line,) = [line for line in (tmp_path / "README.md").read_text().splitlines() if line.startswith("tokenizer = ")]
+    read = getattr(transformers, line.split()[2].partition(".")[0]).from_pretrained(tmp_path)
+    for text in TEXTS:
+        assert read.encode(text) == tokenizer.encode(text).tolist()
+        assert read.decode(read.encode(text)) == text
 
 
 def test_chat_templates_survive_both_ways(tmp_path):

@@ -9,12 +9,14 @@ import stat
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 from safetensors import safe_open
 
 import nsa_jax
 from nsa_jax import convert, export, nn
-from nsa_jax.data.tokenizers import ByteTokenizer, SyntheticTokenizer
+from nsa_jax.data.tokenizers import BPE_EOS, ByteTokenizer, HuggingFaceTokenizer, SyntheticTokenizer, train_bpe
+from nsa_jax.hub import native
 from nsa_jax.hub.convert import import_dense
 from nsa_jax.hub.export_files import LoadError
 from nsa_jax.hub.native import export_native
@@ -107,6 +109,27 @@ def test_models_without_a_counterpart_are_refused_and_nothing_is_written(tmp_pat
     error = capsys.readouterr().err
     assert "window attention beside out_bias" in error and "leave out --format=transformers" in error
     assert not out.exists()
+
+
+def test_a_tokenizer_that_qwen2_would_read_as_its_own_is_told(tmp_path, caplog):
+    """transformers takes normalizer and words for this class from its own code, and got other ids without a word."""
+    config = small_config()
+    config.model.attention, config.model.qkv_bias = "dense", True
+    model = nn.Transformer(nn.ModelConfig.from_config(config, 257), rngs=nnx.Rngs(0))
+    export_native(model, ByteTokenizer(), config, tmp_path / "byte")
+    assert "load it with PreTrainedTokenizerFast" in caplog.text
+    assert (
+        'tokenizer = PreTrainedTokenizerFast.from_pretrained("DIRECTORY")' in (tmp_path / "byte/README.md").read_text()
+    )
+
+    caplog.clear()
+    made = tokenizers.Tokenizer.from_str(train_bpe(["some text"], 257))
+    splits = tokenizers.pre_tokenizers.Split(tokenizers.Regex(native._QWEN2_WORDS), "isolated")
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([splits, level])
+    made.normalizer = tokenizers.normalizers.NFC()
+    export_native(model, HuggingFaceTokenizer(made.to_str(), eos=BPE_EOS), config, tmp_path / "qwen")
+    assert not caplog.records
 
 
 MIXED = {"layer_pattern": ("window", "dense"), "num_layers": 4}
