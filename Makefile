@@ -19,19 +19,22 @@ PY := $(VENV)/bin/python
 stamp = $(VENV)/.installed-$(1)
 comma := ,
 
-.PHONY: install quickstart test test-slow test-quick quick test-hf lint pytest docs docs-check site notebooks chaos format clean
+.PHONY: install quickstart test test-fast test-slow test-quick quick test-hf lint pytest docs docs-check site notebooks chaos format clean
 
 install: $(call stamp,run)
 
 quickstart: $(call stamp,run)
 	$(PY) train.py --config=configs/quickstart.py
 
-# What one waits for: lint, types and every test that is not marked slow or notebook. A file's tests run in one process:
-# they share what they compile and their fixtures. Files begin in the order of tests/conftest.py.
-test: lint
+# What one waits for: lint, types and every test that is not of the rest below. A file's tests run in one process:
+# they share what they compile and their fixtures. Files begin in the order of tests/conftest.py. With -j2 both at once.
+test: lint test-fast
+
+test-fast: $(call stamp,test)
 	$(MAKE) --no-print-directory pytest PYTEST_ARGS='-m "not slow and not notebook" --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)'
 
-# The rest: notebooks, kills and damage, two processes, every shape and layout compiled for GPUs. CI runs it beside `make test`.
+# The rest, which is marked slow or named in tests/slow.txt: notebooks, kills and damage, two processes, every shape and
+# layout compiled for GPUs. CI runs it beside `make test`.
 test-slow: $(call stamp,test)
 	$(MAKE) --no-print-directory pytest PYTEST_ARGS='-m "slow or notebook" $(PYTEST_ARGS)'
 

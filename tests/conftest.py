@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 # Everything here must happen before jax is imported.
 HAS_GPU = shutil.which("nvidia-smi") is not None and os.environ.get("JAX_PLATFORMS", "") != "cpu"
@@ -119,7 +120,20 @@ LONG = (
 )  # fmt: skip
 
 
+# What `make test` leaves to `make test-slow` beside tests that are marked: how their node ids begin.
+_SLOW_FILE = Path(__file__).with_name("slow.txt")
+SLOW = tuple(line for line in _SLOW_FILE.read_text().splitlines() if line and not line.startswith("#"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
+    if config.args == config.getini("testpaths"):  # all of them
+        gone = [line for line in SLOW if not any(item.nodeid.startswith(line) for item in items)]
+        if gone:
+            raise pytest.UsageError(f"{_SLOW_FILE} names tests that are not there: {gone}")
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     if any(device.platform == "gpu" for device in jax.devices()):
         return
