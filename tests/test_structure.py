@@ -29,7 +29,7 @@ FLOORS = {
     "kernels": "ops.kernels",
     "plan": "ops.plan",
     "ops": "ops",
-    "settings": "config rules bounds command_line devices aot sampling exit_status batch_ramp",
+    "settings": "config rules bounds command_line devices aot sampling exit_status batch_ramp stacks",
     "model and data": "nn data",
     "inspection": "inspect",
     "hub": "hub loading",
