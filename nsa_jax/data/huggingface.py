@@ -83,8 +83,8 @@ class HuggingFaceSource:
                 streaming=self.streaming,
             )
             columns = dataset.column_names
-            if columns is None:
-                columns = list(next(iter(dataset), {self.text_field: ""}))
+            if columns is None:  # such as of csv; the stream itself must not move on by the row that is looked at
+                columns = list(next(iter(dataset.take(1)), {self.text_field: ""}))
         except Exception as error:
             raise self.explain(error) from error
         if self.text_field not in columns:

@@ -24,6 +24,18 @@ def stream_config(request, tmp_path, hf_home, documents, write_rows):
     return config
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_stream_whose_columns_are_known_by_its_rows_alone_begins_with_the_first(stream_config, tmp_path, lanes):
+    rows = [f"row {i} of a csv file" for i in range(100)]
+    (tmp_path / "rows.csv").write_text("\n".join(["text", *rows]))
+    stream_config.data.update(hf_path="csv", hf_data_files=(str(tmp_path / "rows.csv"),), stream_lanes=lanes)
+    stream_config.data.val_fraction = 0.0
+    for lane in range(lanes):
+        mine = [row.encode() for row in rows[lane::lanes]]
+        found = lane_text(make_pipeline(stream_config), lane, lanes, 12)
+        assert len(found) > len(mine) and found[: 2 * len(mine)] == (2 * mine)[: len(found)]
+
+
 def held_out(text, val_fraction=0.2):
     return cache.is_validation(cache.content_hash(text.encode()), val_fraction)
 
