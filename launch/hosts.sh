@@ -21,9 +21,11 @@ pid_file=/tmp/nsa_jax-$port.pid # on the first host
 # shellcheck disable=SC2086  # SSH may hold options
 on_host() { $ssh "$1" "$2" </dev/null; }
 
-# One process that is asked to stop makes all of them save and stop.
-stop() { on_host "${hosts[0]}" "kill -TERM \$(cat $pid_file)" || true; }
-trap stop INT TERM
+# One process that is asked to stop makes all of them save and stop. It gets the same signal: after Ctrl-C the status is
+# 0, after SIGTERM 75, by which a supervisor starts the run again.
+stop() { on_host "${hosts[0]}" "kill -$1 \$(cat $pid_file)" || true; }
+trap 'stop INT' INT
+trap 'stop TERM' TERM
 
 # A signal interrupts bash's wait, whose status is then the signal's; the processes go on until they have saved.
 wait_for() {

@@ -201,6 +201,26 @@ def test_the_script_for_ssh_ends_with_the_status_of_a_process_that_is_gone_befor
         Path(f"/tmp/nsa_jax-{port}.pid").unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
+def test_the_script_for_ssh_passes_on_who_asks_to_stop(tmp_path, number, status):
+    """A person's Ctrl-C ends a run with status 0; after a scheduler's SIGTERM it is started again."""
+    fake(tmp_path, "ssh", 'shift; exec env --default-signal=INT bash -c "$1"')  # a host's shell ignores no signal
+    body = "trap 'exit 75' TERM; trap 'exit 0' INT; echo begun; for i in $(seq 600); do sleep 0.1; done"
+    fake(tmp_path, "python", body)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "SSH": str(tmp_path / "ssh"), "PYTHON": str(tmp_path / "python"), "PORT": str(port)}
+    command = ["bash", str(LAUNCH / "hosts.sh"), "left", "configs/toy.py"]
+    try:
+        with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout.readline() == "left: begun\n"
+            run.send_signal(number)
+            assert run.wait(timeout=60) == status
+    finally:
+        Path(f"/tmp/nsa_jax-{port}.pid").unlink(missing_ok=True)
+
+
 @pytest.mark.slow
 def test_one_run_over_two_hosts_is_stopped_by_a_signal(tmp_path):
     """The script for ssh with the real train.py; ssh is replaced by a shell on this machine."""

@@ -114,6 +114,7 @@ class Mirror:
         self._me = {**lock.me(), "id": uuid.uuid4().hex}
         self._active = False
         self._lost = ""
+        self._held = 0.0  # when the lock was last written
         self._error: Exception | None = None
         self._failing_since = 0.0
         self._steps: dict[int, float | None] = {}  # whole ones in the store, with their losses
@@ -192,6 +193,7 @@ class Mirror:
     def _write_lock(self, *, only_new: bool = False) -> None:
         self._me["beat"] = time.time()
         self._store.write(remote_run.LOCK, json.dumps(self._me).encode(), only_new=only_new)
+        self._held = time.monotonic()
 
     def _fetch(self) -> None:
         note = self._workdir / remote_run.ADDRESS
@@ -210,7 +212,7 @@ class Mirror:
         self._steps = fetched.losses
         if fetched.steps:
             logger.info("fetched checkpoints %s of %s", fetched.steps, self)
-        elif have:
+        elif have == sorted(self._steps)[-1:]:
             self._fetch_rollbacks()
         for step in remote_run.unfinished(self._store):
             remote_run.delete_step(self._store, step)
@@ -241,7 +243,11 @@ class Mirror:
 
     def _check_mine(self) -> None:
         """Raises if another run has taken the store. A lock that somebody deleted is written anew."""
+        if self._lost:  # for good: the other run may have ended since and given the lock back
+            raise _Lost(self._lost)
         now = self._holder()
+        if now is None and time.monotonic() - self._held > _SILENT_SECONDS:
+            raise _Lost(f"{self} may have been taken over while this run did not reach it: its lock is gone")
         if now is None:
             with contextlib.suppress(FileExistsError):
                 self._write_lock(only_new=True)

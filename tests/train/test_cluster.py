@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from nsa_jax.exit_status import EXIT_AGAIN, EXIT_CONFIG, EXIT_GUARD
+from nsa_jax.exit_status import EXIT_AGAIN, EXIT_CONFIG, EXIT_GUARD, EXIT_INTERRUPTED
 from nsa_jax.train import processes
 from nsa_jax.train.processes import peer_watch
 from nsa_jax.train.processes.agreement import _flat
@@ -194,6 +194,7 @@ def test_an_error_that_all_met_cuts_nobody_off(ending, three, monkeypatch):
     [
         (Peer(1, "h", state="failed", status=EXIT_GUARD), EXIT_GUARD),
         (Peer(1, "h", state="failed", status=EXIT_CONFIG), EXIT_CONFIG),
+        (Peer(1, "h", state="failed", status=EXIT_INTERRUPTED), EXIT_INTERRUPTED),
         (Peer(1, "h", state="failed", status=EXIT_AGAIN), EXIT_AGAIN),
         (Peer(1, "h"), EXIT_AGAIN),
     ],

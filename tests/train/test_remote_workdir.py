@@ -521,3 +521,52 @@ def test_the_digests_are_written_last_and_deleted_first(place, tmp_path, monkeyp
     assert {*of_step[1:3]} == {("upload", f"{base}/info.json"), ("upload", f"{base}/state/array")}
     assert of_step[3] == ("upload", f"{base}/SHA256SUMS") and len(of_step) == 7
     assert done[done.index(("upload", "checkpoints/2/SHA256SUMS")) + 1 :][:3] == of_step[4:]
+
+
+def test_a_run_that_lost_the_store_uploads_nothing_when_the_other_one_has_ended(place, s3, bucket, tmp_path):  # noqa: F811
+    with pytest.raises(TrainingError, match="has been taken over"):
+        with mirroring(place, tmp_path, tiny_config()) as made:
+            (tmp_path / "metrics.jsonl").write_text("rows\n")
+            write_step(tmp_path, 1)
+            until(lambda: list(whole(place)) == [1])
+            s3.put(bucket, "run/lock.json", json.dumps({"id": "another", "host": "elsewhere", "pid": 7}).encode())
+            until(lambda: made._lost)
+            s3.put(bucket, "run/metrics.jsonl", b"rows of the other run\n")
+            s3.delete(bucket, "run/lock.json")  # the other run has ended
+            (tmp_path / "metrics.jsonl").write_text("rows\nmore rows\n")
+            write_step(tmp_path, 2)
+            time.sleep(1.0)
+            made.check(2)
+    assert list(whole(place)) == [1] and s3.get(bucket, "run/metrics.jsonl") == b"rows of the other run\n"
+    assert "run/lock.json" not in s3.names(bucket)
+
+
+def test_a_run_that_was_cut_off_while_another_came_and_went_uploads_nothing(place, s3, bucket, tmp_path, monkeypatch):  # noqa: F811
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir(), second.mkdir()
+    monkeypatch.setattr(mirror, "_BEAT_SECONDS", 1000.0)
+    monkeypatch.setattr(mirror, "_POLL_SECONDS", 1000.0)  # it reaches the store only at its end
+    with pytest.raises(TrainingError, match="may have been taken over"):
+        with mirroring(place, first, tiny_config()):
+            write_step(first, 1, content="first")
+            (first / "metrics.jsonl").write_text("first\n")
+            time.sleep(mirror._SILENT_SECONDS)
+            s3.delete(bucket, "run/lock.json")  # as a start on another machine does after this time
+            with mirroring(place, second, tiny_config()):
+                for step in (1, 5):
+                    write_step(second, step, content="second")
+                (second / "metrics.jsonl").write_text("second\n")
+    assert s3.get(bucket, "run/metrics.jsonl") == b"second\n" and list(whole(place)) == [1, 5]
+    assert s3.get(bucket, "run/checkpoints/1/state/array") == b"second 1" and "run/lock.json" not in s3.names(bucket)
+
+
+def test_what_was_left_out_since_a_checkpoint_that_the_store_lacks_is_kept(place, s3, bucket, tmp_path):  # noqa: F811
+    write_step(tmp_path, 1)
+    with mirroring(place, tmp_path, tiny_config()):
+        pass
+    write_step(tmp_path, 2)  # this machine was lost before it uploaded it, and another went on from step 1
+    here, there = ({"checkpoint": n, "position": n, "next_batch": 9} for n in (2, 1))
+    (tmp_path / "rollbacks.json").write_text(json.dumps([here]))
+    s3.put(bucket, "run/rollbacks.json", json.dumps([there, there]).encode())
+    with mirroring(place, tmp_path, tiny_config()):
+        assert Rollbacks(tmp_path, 3).batches_to_skip(2, 2) == 7

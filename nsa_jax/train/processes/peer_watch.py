@@ -3,7 +3,8 @@
 Collectives cannot tell: when one process is gone, the others wait in the next one, some for ever. So every process
 writes a sign of life to the key-value store of JAX's coordination service, which process 0 hosts, and reads those of
 the others. Whoever is silent for too long, or says that it failed, is named, and the process ends: with the status of
-the one that failed, if starting the run again would end in the same way, else with `EXIT_AGAIN`.
+the one that failed, if starting the run again would end in the same way or a person ended it by Ctrl-C, else with
+`EXIT_AGAIN`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nsa_jax.exit_status import EXIT_AGAIN, EXIT_CONFIG, EXIT_FAULT, EXIT_GUARD
+from nsa_jax.exit_status import EXIT_AGAIN, EXIT_CONFIG, EXIT_FAULT, EXIT_GUARD, EXIT_INTERRUPTED
 
 logger = logging.getLogger("nsa_jax")
 
@@ -214,7 +215,8 @@ class Peers:
 
     def _end(self, message: str, lost: list[Peer]) -> None:
         self._verdict.set()
-        final = [peer.status for peer in lost if peer.status in (EXIT_FAULT, EXIT_CONFIG, EXIT_GUARD)]
+        not_again = (EXIT_FAULT, EXIT_CONFIG, EXIT_GUARD, EXIT_INTERRUPTED)
+        final = [peer.status for peer in lost if peer.status in not_again]
         status = min(final, default=EXIT_AGAIN)
         logger.error("ALARM peer: %s", message)
         logger.error(
