@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 from nsa_jax.command_line import load_config
 from nsa_jax.config import default_config
 from nsa_jax.hub.export import exported_config
+from nsa_jax.rules import attention_kinds
 
 TOKENS_PER_STEP = 131_072
 
@@ -65,8 +66,10 @@ def get_config(argument: str = "") -> ConfigDict:
     c.optim.schedule = "linear"
     c.optim.final_fraction = 0.0
     c.optim.warmup_steps = 20
-    c.optim.learning_rate_factor.gates = 3.0
-    c.optim.learning_rate_factor.compressor = 3.0
+    if "nsa" in attention_kinds(c.model):
+        c.optim.learning_rate_factor.gates = 3.0
+        if c.model.nsa.selector == "compressed" and c.model.compressor == "mlp":
+            c.optim.learning_rate_factor.compressor = 3.0
 
     c.preflight.target = "h200"
     return c

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ml_collections import ConfigDict
 
-from nsa_jax.bounds import CHOICES
+from nsa_jax.bounds import CHOICES, value_of
 from nsa_jax.fields import SOURCE_FIELDS, ConfigError, Problem, check_fields, shown, source_configs, walk
 from nsa_jax.ops.blocks import NSAConfig
 from nsa_jax.ops.rope import RopeScaling
-from nsa_jax.rules import FATAL, GENERATED, broken_rules, geometry
+from nsa_jax.rules import FATAL, GENERATED, attention_kinds, broken_rules, geometry
 
 __all__ = [
     "CHOICES",
@@ -287,6 +287,9 @@ def _without_effect(config: ConfigDict) -> list[Problem]:
         if values[name] != defaults[name] and not read and name not in kept:
             to = f"={needed[0]!r}" if needed else ""
             report(name, f"config.{other}={values[other]!r}", f"set config.{other}{to}")
+    for name, because, fix in _without_parameters(config):
+        if values[name] != defaults[name]:
+            report(name, because, fix)
     for field, readers in _READ_BY.items():
         name = f"data.{field}"
         if values[name] != defaults[name] and not _is_read(config, field, readers) and name not in kept:
@@ -308,6 +311,23 @@ def _without_effect(config: ConfigDict) -> list[Problem]:
     if first and named and values["data.source"] not in {defaults["data.source"], "synthetic", *kinds}:
         report("data.source", _because(config, "source"), f"set config.data.sources.{first}.source")
     return problems
+
+
+def _without_parameters(config: ConfigDict) -> Iterator[tuple[str, str, str]]:
+    """Fields of the groups of NSA's parameters that a model does not have: field, why, and the fix."""
+    model = config.model
+    for group in ("gates", "compressor"):
+        if "nsa" not in attention_kinds(model):
+            field, fix = "layer_pattern" if model.layer_pattern else "attention", "give a layer the attention 'nsa'"
+        elif group == "compressor" and model.nsa.selector != "compressed":
+            field, fix = "nsa.selector", "set config.model.nsa.selector='compressed'"
+        elif group == "compressor" and model.compressor != "mlp":
+            field, fix = "compressor", "set config.model.compressor='mlp'"
+        else:
+            continue
+        because = f"config.model.{field}={shown(value_of(config, f'model.{field}'))}"
+        for kind in ("learning_rate", "weight_decay"):
+            yield f"optim.{kind}_factor.{group}", because, fix
 
 
 def _is_read(config: ConfigDict, field: str, readers: tuple[str, ...]) -> bool:

@@ -439,3 +439,23 @@ def test_train_exits_with_2_and_every_problem_before_touching_a_device():
     for expected in ("R004", "num_kv_heads=5", "R010", "grad_accum=5", "R011", "warmup_steps=9999", "Fix:"):
         assert expected in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("group", "model", "because"),
+    [
+        ("gates", "model.attention=dense", "config.model.attention='dense'"),
+        ("gates", "model.layer_pattern=('dense', 'window')", "config.model.layer_pattern=('dense', 'window')"),
+        ("compressor", "model.attention=window", "config.model.attention='window'"),
+        ("compressor", "model.compressor=mean", "config.model.compressor='mean'"),
+        ("compressor", "model.nsa.selector=mean_key", "config.model.nsa.selector='mean_key'"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["learning_rate", "weight_decay"])
+def test_a_factor_of_parameters_that_the_model_does_not_have_is_reported(kind, group, model, because):
+    factor = f"optim.{kind}_factor.{group}"
+    (problem,) = [p for p in validate(overridden(f"{factor}=3.0", model)) if p.rule == "R063"]
+    assert problem.severity == "warning"
+    assert problem.message == f"config.{factor}=3.0 has no effect, because {because}"
+    has = "model.layer_pattern=('dense', 'nsa')" if group == "gates" else "model.compressor=mlp"
+    assert [p for p in validate(overridden(f"{factor}=3.0", has)) if p.rule == "R063"] == []

@@ -267,7 +267,7 @@ def _copy(rng: np.random.Generator, strings: int, letters: int) -> tuple[list[li
     """Strings of random letters, each to be repeated."""
     names, texts = random_words(rng, strings), random_words(rng, strings, letters)
     groups = [[f"\ncopy {k}: {text}\n"] for k, text in zip(names, texts, strict=True)]
-    asked = [Question(f"\ncopy {names[i]}:", f" {texts[i]}", int(i), 26.0**-letters) for i in rng.permutation(strings)]
+    asked = [Question(f"\ncopy {names[i]}:", f" {texts[i]}", int(i), 1 / strings) for i in rng.permutation(strings)]
     return groups, asked
 
 
@@ -357,11 +357,13 @@ def parse_tasks(entries: Sequence[str]) -> dict[str, float]:
     """Weights by name of entries such as "needle" or "variables2:0.5"; of all tasks equally if there are none.
 
     Raises:
-      DataError: an entry names no task or has no positive weight.
+      DataError: an entry names no task, or one that another entry names, or has no positive weight.
     """
     found = {}
     for entry in entries or TASKS:
         name, _, weight = entry.partition(":")
+        if name in found:
+            raise DataError(f"config.data.tasks: {entry!r}", f"{name} is named twice", "name it once, with one weight")
         try:
             found[name] = float(weight or 1)
         except ValueError:

@@ -339,7 +339,11 @@ def _mixture_pipeline(
             source = sources.make_source(part)
         found[name] = _Unread(source) if cached_only else source
     _check_apart(alone)
-    tokenizer = _tokenizer(config, MixedDocuments(found, weights))
+    read: dict[str, sources.Source] = {}  # by the tokenizer: a source may hold out more than config.data says
+    for name, source in found.items():
+        fraction = _val_fraction(alone[name])
+        read[name] = _TrainingDocuments(source, fraction) if fraction > _val_fraction(config) else source
+    tokenizer = _tokenizer(config, MixedDocuments(read, weights))
     on_tokenizer(tokenizer)
     parts = {}
     for (name, part), exact in zip(alone.items(), schedule.shares, strict=True):
@@ -391,6 +395,24 @@ def _naming_source(name: str) -> Iterator[None]:
         raise DataError(f"config.data.sources.{name}: {error.where}", error.what, error.fix) from error
 
 
+class _TrainingDocuments:
+    """A source without the documents that it holds out by their hash."""
+
+    def __init__(self, source: sources.Source, val_fraction: float):
+        self.name = source.name
+        self.size_bytes = source.size_bytes
+        self._source = source
+        self._val_fraction = val_fraction
+
+    def fingerprint(self) -> str:
+        return sources.digest("training documents", self._source.fingerprint(), self._val_fraction)
+
+    def documents(self) -> Iterator[str]:
+        for text in self._source.documents():
+            if not cache.is_validation(document_hash(to_bytes(text)), self._val_fraction):
+                yield text
+
+
 class _Unread:
     """A source that has a name but must not be read."""
 
@@ -406,12 +428,6 @@ class _Unread:
 def _tokenizer(config: ConfigDict, source: sources.Source) -> tokenizers.Tokenizer:
     """Loads the tokenizer. A BPE is trained on training documents only, and so is not tuned to held-out text."""
     data, val_fraction = config.data, _val_fraction(config)
-
-    def training_documents() -> Iterator[str]:
-        for text in source.documents():
-            if not cache.is_validation(document_hash(to_bytes(text)), val_fraction):
-                yield text
-
     parts = f"{source.fingerprint()} {data.bpe_vocab_size} {val_fraction}"
     name = f"bpe-{hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()}"
     root = cache.cache_root(data.cache_dir)
@@ -419,7 +435,9 @@ def _tokenizer(config: ConfigDict, source: sources.Source) -> tokenizers.Tokeniz
     address = cache.store_address(data.cache_dir) if data.tokenizer == "bpe" else ""
     try:
         cache_store.fetch(address, directory, tokenizers.CONFIG_FILE, tokenizers.Tokenizer.load)
-        tokenizer = tokenizers.load_tokenizer(config, training_documents(), directory=directory)
+        tokenizer = tokenizers.load_tokenizer(
+            config, _TrainingDocuments(source, val_fraction).documents(), directory=directory
+        )
     except OSError as error:
         raise cache.storage_error(root, error) from error
     cache_store.keep(address, directory, tokenizers.CONFIG_FILE)

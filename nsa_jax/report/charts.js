@@ -114,7 +114,8 @@ function lineTraces(parts) {
       const series = run.series[part.name];
       if (!series || !series.y.some((value) => value !== null)) return;
       const x = series.x.map((step) => along(run, step));
-      const y = series.y.map((value) => (value === null ? null : value * (part.scale ?? 1)));
+      const scaled = (values) => values.map((value) => (value === null ? null : value * (part.scale ?? 1)));
+      const y = scaled(series.y);
       const tone = single ? colour(order) : colour(index);
       const factor = part.points ? 0 : SMOOTH[state.smooth];
       const shared = { type: "scatter", x, connectgaps: false };
@@ -124,7 +125,7 @@ function lineTraces(parts) {
       const few = y.length < 3;
       traces.push({
         ...shared,
-        y: smoothed(y, factor),
+        y: factor ? smoothed(series.mean ? scaled(series.mean) : y, factor) : y, // kept points are extremes
         customdata: y, // what was logged, also where the line is smoothed
         mode: part.points || few ? "lines+markers" : "lines",
         line: { color: tone, width: part.points ? 2 : 1.7, dash: single || part.points ? "solid" : DASHES[order % 4] },

@@ -36,6 +36,7 @@ from nsa_jax.train.goodput import CAUSES
 
 POINTS = 1500  # of a curve
 COLUMNS = 240  # of a heat map
+_SMOOTHED = ("train/", "norm/", "perf/")
 SAMPLES = 60  # texts of a run: first, last and evenly spread ones
 SAMPLE_CHARACTERS = 8000
 _TABLES = ("metrics", "health", "layers", "validation", "alarms", "samples")
@@ -76,6 +77,16 @@ def thin(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.array(sorted(keep))
 
 
+def stretch_means(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    """For each point that `thin` kept, the mean of the finite values of its stretch; NaN where the point is."""
+    means = np.full(len(values), np.nan)
+    for bucket in np.array_split(np.arange(len(values)), POINTS // 2):
+        finite = values[bucket][np.isfinite(values[bucket])]
+        if len(finite):
+            means[bucket] = finite.mean()
+    return np.where(np.isfinite(values), means, np.nan)[keep]
+
+
 def _plain(values: Iterable[float]) -> list[float | None]:
     """Numbers with six significant digits for JSON; None for values that are not finite."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
@@ -88,6 +99,7 @@ def curves(rows: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[
 
     Returns:
       {name: {"x": steps, "y": values, "n": points before thinning}}, and events {"step", "kind", "name", "message"}.
+      Curves that were thinned and may be smoothed have "mean" too: extremes alone would pull a smoothed line.
     """
     by_name: dict[str, dict[int, float]] = {}
     for row in rows:
@@ -105,6 +117,8 @@ def curves(rows: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[
             events.append({"step": int(bad[0]), "kind": "alarm", "name": "not_finite", "message": what})
         keep = thin(steps, values)
         found[name] = {"x": steps[keep].tolist(), "y": _plain(values[keep]), "n": len(steps)}
+        if len(keep) < len(steps) and name.startswith(_SMOOTHED):
+            found[name]["mean"] = _plain(stretch_means(values, keep))
     return found, events
 
 
@@ -457,10 +471,11 @@ def read_run(workdir: Path, now: float | None = None, *, address: str = "") -> d
     )
     events = _alarms(tables["alarms"]) + not_finite + _checkpoints(workdir, notes)
     if env.get("resumed_from") is not None:
-        message = f"resumed after step {env.get('start_step')} of {env['resumed_from']}"
-        events.append(
-            {"step": as_whole(env.get("start_step")) or 0, "kind": "note", "name": "resume", "message": message}
-        )
+        start, source = as_whole(env.get("start_step")) or 0, env["resumed_from"]
+        # Steps of another stage, and of a run that begins with an exported model, count from 0.
+        began = not start and source not in (str(workdir.absolute()), str(workdir.resolve()))
+        message = f"began with the weights of {source}" if began else f"resumed after step {start} of {source}"
+        events.append({"step": start, "kind": "note", "name": "begin" if began else "resume", "message": message})
     if result["state"] == "stopped":
         events.append({"step": result["step"], "kind": "stop", "name": "stopped", "message": result["message"]})
     batch, length = as_whole(flat.get("train.batch_size")), as_whole(flat.get("data.seq_len"))

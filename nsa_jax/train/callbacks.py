@@ -30,7 +30,8 @@ class Callback:
 
         Args:
           step: its number, from 1; every step is reported once, in order. After a rollback (`on_start` is called again)
-            steps are counted from the restored checkpoint.
+            steps are counted from the restored checkpoint. Steps that had run when a callback raised are saved and not
+            reported again.
           metrics: `train/loss` and the other metrics of a step, under the names of metrics.jsonl.
         """
 

@@ -24,6 +24,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +157,10 @@ class ProgramStore:
         """The store of a run beside JAX's compilation cache.
 
         None without that cache, or if it is no local directory; where the main module has no file that could change, as
-        in a notebook; where JAX looks for NaN or writes out programs, for which it traces; and for a run of several
-        processes: XLA may have all of them measure the parts of a program together, so that each must compile it.
+        in a notebook; where JAX looks for NaN or writes out programs, for which it traces; where the calling thread has
+        options of its own (a context such as `jax.default_matmul_precision`), which the threads that compile do not
+        see; and for a run of several processes: XLA may have all of them measure the parts of a program together, so
+        that each must compile it.
 
         Args:
           config: of the run.
@@ -169,6 +172,8 @@ class ProgramStore:
         enabled = options["jax_enable_compilation_cache"] and directory and "://" not in directory
         traces = any(options[f"jax_{name}"] for name in ("debug_nans", "debug_infs", "dump_ir_to"))
         if not enabled or traces or not hasattr(sys.modules["__main__"], "__file__") or jax.process_count() > 1:
+            return None
+        if options != _options_elsewhere():
             return None
         values = [config.to_json_best_effort(sort_keys=True), hashlib.blake2b(closed_over).hexdigest()]
         return cls(Path(directory) / "programs", values, tuple(mesh.devices.flat))
@@ -250,6 +255,12 @@ class ProgramStore:
         return self.directory / hashlib.blake2b(text.encode(), digest_size=_DIGEST).hexdigest()
 
 
+def _options_elsewhere() -> dict[str, Any]:
+    """JAX's options as threads see them that have none of their own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: jax.config.values).result()
+
+
 def _layout(leaf: Any) -> list[Any]:
     sharding = getattr(leaf, "sharding", None)
     return [list(leaf.shape), str(leaf.dtype), bool(getattr(leaf, "weak_type", False)), str(sharding)]
@@ -280,8 +291,10 @@ def _installed(path: tuple[str, ...]) -> list[str]:
 
 
 def _sources() -> dict[str, str]:
-    """Digests of the files of all modules that are loaded, by path."""
+    """Digests of the files of all modules that are loaded, and of the script that was started, by path."""
     files = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
+    if os.path.isfile(sys.argv[0]):  # a script that `python -m cProfile` runs is no module
+        files.add(sys.argv[0])
     return {path: _digest(path) for path in sorted(os.path.abspath(file) for file in files if file)}
 
 

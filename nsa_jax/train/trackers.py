@@ -169,7 +169,8 @@ class MLflowTracker:
         """See `Tracker`."""
         if summary is not None:
             self._client.log_dict(self._id, summary, "summary.json")
-        status = "FAILED" if summary is None else "FINISHED" if summary["finished"] else "KILLED"
+        ended = summary is not None and (summary["finished"] or str(summary.get("stopped_by")).startswith("early"))
+        status = "FAILED" if summary is None else "FINISHED" if ended else "KILLED"
         self._client.set_terminated(self._id, status)
 
 

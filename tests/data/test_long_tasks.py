@@ -199,3 +199,17 @@ def test_mistakes_are_named():
             make_pipeline(task_config(**fields))
     (problem,) = validate(task_config(tokenizer="bpe"))
     assert "no text to train it on" in problem.message
+
+
+@pytest.mark.parametrize("name", ["multikey", "recall", "copy"])
+def test_chance_is_that_of_choosing_among_what_the_row_states(name):
+    row = TASKS[name].row(np.random.default_rng(0), 2048, BYTES)
+    text = BYTES.decode(row.tokens)
+    answers = {text[answer.first : answer.end] for answer in row.answers}  # every statement is asked for once
+    assert all(text[: row.answers[0].first].count(answer) == 1 for answer in answers)
+    assert {answer.chance for answer in row.answers} == {1 / len(answers)}
+
+
+def test_a_task_that_is_named_twice_is_refused():
+    with pytest.raises(DataError, match="needle is named twice"):
+        parse_tasks(("needle", "copy:2", "needle:0.25"))

@@ -10,7 +10,7 @@ from ml_collections import config_dict
 
 from nsa_jax.command_line import override
 from nsa_jax.config import default_config, validate
-from nsa_jax.data import DataError, make_pipeline
+from nsa_jax.data import DataError, make_pipeline, tokenizers
 from nsa_jax.data.mixture import MixedDocuments, Schedule
 from nsa_jax.evaluate.scoring import held_out_documents
 from nsa_jax.fields import source_configs
@@ -260,3 +260,26 @@ def test_preflight_tells_how_often_a_small_source_is_repeated(mixed_config):
     facts = dict(report.facts)
     assert "52.63% of all" in facts["web: passes over them"]
     assert facts["code: documents in both splits"] == "0"
+
+
+def test_a_tokenizer_is_not_trained_on_what_one_source_holds_out_by_hash(mixed_config, tmp_path, monkeypatch):
+    """The others hold out files of their own, which config.data names."""
+    data, seen = mixed_config.data, []
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "0.txt").write_text("xyz" * 100)
+    data.files, data.val_files = data.sources["code"].files, (str(tmp_path / "held" / "*.txt"),)
+    with data.sources.unlocked():
+        data.sources["web"].val_files = ()
+    data.tokenizer, data.bpe_vocab_size = "bpe", 260
+    load = tokenizers.load_tokenizer
+
+    def spy(config, documents, **kwargs):
+        seen.extend(documents)
+        return load(config, iter(seen), **kwargs)
+
+    monkeypatch.setattr(tokenizers, "load_tokenizer", spy)
+    pipeline = make_pipeline(mixed_config)
+    stats = pipeline.parts["web"].pipeline.stats
+    assert stats["validation"].documents > 0
+    assert sum(text[0] in LETTERS["web"] for text in seen) == stats["train"].documents
+    assert sum(text[0] in LETTERS["code"] for text in seen) == 40

@@ -149,6 +149,18 @@ def test_the_page_links_to_the_exploration_of_a_run(full, tmp_path):
     assert links(tmp_path / "none") == f"{os.path.relpath(full.parent, tmp_path / 'none')}/{name}/explore.html"
 
 
+def test_curves_that_are_smoothed_have_the_means_of_stretches():
+    """The page smooths them: smallest and largest values of skewed losses lie around another middle."""
+    values = 2.5 + 0.05 * np.random.default_rng(0).gamma(2.0, 1.0, 30_000)
+    rows = [{"step": step, "train/loss": float(value)} for step, value in enumerate(values, 1)]
+    rows[-1]["train/loss"] = None
+    found = curves(rows)[0]["train/loss"]
+    assert len(found["mean"]) == len(found["x"]) < 1600
+    assert found["mean"][-1] is None is found["y"][-1]
+    assert np.mean(found["mean"][:-1]) == pytest.approx(values.mean(), abs=1e-3)
+    assert "mean" not in curves(rows[:1000])[0]["train/loss"]
+
+
 def test_texts_lose_what_cannot_be_shown_and_nothing_else(full):
     text = read_run(full)["samples"][-1]["text"]
     expected = SAMPLE
@@ -176,6 +188,22 @@ def test_the_outcome_is_that_of_the_youngest_evidence(summary, stop, beat, state
     rows = [{"step": step, "time": 100.0 + step / 10} for step in (10, 20, 30)]
     found = outcome(40, rows, summary, stop, beat, now=1000.0)
     assert (found["state"], found["title"]) == (state, title)
+
+
+@pytest.mark.parametrize(
+    ("step", "source", "said"),
+    [
+        (0, "/runs/a/checkpoints@1000", "began with the weights of /runs/a/checkpoints@1000"),  # --stage
+        (0, "/exported/short", "began with the weights of /exported/short"),
+        (0, None, "resumed after step 0 of {}"),  # its own checkpoint, of a request before the first step
+        (400, None, "resumed after step 400 of {}"),
+        (400, "/runs/a/checkpoints", "resumed after step 400 of /runs/a/checkpoints"),
+    ],
+)
+def test_a_stage_and_the_weights_of_a_model_are_not_resumed_after_step_0(step, source, said, tmp_path):
+    env = {"config": {}, "start_step": step, "resumed_from": source or str(tmp_path)}
+    (tmp_path / "env.json").write_text(json.dumps(env))
+    assert [event["message"] for event in read_run(tmp_path)["events"]] == [said.format(tmp_path)]
 
 
 def test_a_guard_stopped_a_run_whose_clock_was_set_back():

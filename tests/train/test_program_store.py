@@ -247,6 +247,21 @@ def test_a_module_that_was_not_loaded_before_has_the_function_traced(store, modu
     assert store.find("scaled", _arguments()) is not None
 
 
+def test_a_changed_script_that_is_no_module_has_the_function_traced(store, monkeypatch, tmp_path):
+    """Such as one that `python -m cProfile` runs, whose main module is cProfile's before Python 3.12."""
+    script = tmp_path / "script.py"
+    script.write_text("FACTOR = 2.0\n")
+    monkeypatch.setattr(program_store, "_STARTED", time.time() + 3600)
+    monkeypatch.setattr(sys, "argv", [str(script), "--an-option"])
+    program_store._digest.cache_clear()
+    _Traced().ahead(store, *_arguments())
+    assert store.find("scaled", _arguments()) is not None
+    script.write_text("FACTOR = 3.0\n")
+    program_store._digest.cache_clear()  # another process
+    assert store.find("scaled", _arguments()) is None
+    program_store._digest.cache_clear()
+
+
 def test_what_changed_since_the_process_began_is_neither_kept_nor_loaded(store, module, monkeypatch):
     """What the process has loaded may be older than the file."""
     program_store._digest.cache_clear()
@@ -375,6 +390,29 @@ def test_there_is_a_store_only_where_compiled_programs_are_kept(monkeypatch, tmp
         assert made(jax_compilation_cache_dir=str(tmp_path)) is None
     monkeypatch.delattr(sys.modules["__main__"], "__file__")  # as in a notebook
     assert made(jax_compilation_cache_dir=str(tmp_path)) is None
+
+
+def test_options_of_the_calling_thread_alone_are_those_of_every_start(tmp_path, monkeypatch):
+    """The threads that compile do not see them: a stored program would be one of other options."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)
+    values = jax.config.values
+    monkeypatch.setattr(
+        type(jax.config),
+        "values",
+        property(
+            lambda self: (
+                {name: holder.value for name, holder in self._value_holders.items()}
+                | {"jax_enable_compilation_cache": True, "jax_compilation_cache_dir": str(tmp_path)}
+            )
+        ),
+    )
+    assert values.keys() == jax.config.values.keys()
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
+    assert ProgramStore.of_run(tiny_config(), mesh, b"") is not None
+    for context in (jax.default_matmul_precision("highest"), jax.threefry_partitionable(False)):
+        with context:
+            assert ProgramStore.of_run(tiny_config(), mesh, b"") is None
+    assert ProgramStore.of_run(tiny_config(), mesh, b"") is not None
 
 
 def _train(workdir, programs, devices, **changes):

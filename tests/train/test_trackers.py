@@ -187,6 +187,29 @@ def test_wandb_offline_runs_hold_every_row_under_one_id(tmp_path, monkeypatch):
         assert {"name", "train", "env"} <= set(configs)
 
 
+@pytest.mark.parametrize(
+    ("summary", "status"),
+    [
+        (None, "FAILED"),
+        ({"finished": True, "stopped_by": None}, "FINISHED"),
+        ({"finished": False, "stopped_by": "SIGTERM"}, "KILLED"),
+        ({"finished": False, "stopped_by": "early stopping: 3 validations without improvement on 2.0"}, "FINISHED"),
+    ],
+)
+def test_mlflow_calls_only_runs_killed_that_a_request_stopped(summary, status):
+    class Client:
+        def log_dict(self, *_):
+            pass
+
+        def set_terminated(self, _, status):
+            self.status = status
+
+    tracker = trackers.MLflowTracker()
+    tracker._client, tracker._id = Client(), "id"
+    tracker.finish(summary)
+    assert tracker._client.status == status
+
+
 def test_mlflow_offline_runs_hold_every_row_under_one_id(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
