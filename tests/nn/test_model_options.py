@@ -190,6 +190,11 @@ def test_another_scaling_is_another_function():
     saved.pop("rope_scaling")  # as configs were before it existed
     wanted = default_config().model.to_dict()
     assert not function_differences(saved, wanted)
-    wanted["rope_scaling"]["factor"] = 4.0
+    wanted["rope_scaling"]["factor"] = 4.0  # which nothing reads yet
+    assert not function_differences(saved, wanted)
+    wanted["rope_scaling"]["kind"] = "linear"
     (problem,) = function_differences(saved, wanted)
-    assert "config.model.rope_scaling.factor: 1.0 where it was saved, 4.0 here" in problem.message
+    assert "config.model.rope_scaling.kind: 'none' where it was saved, 'linear' here" in problem.message
+    saved = {**wanted, "rope_scaling": {**wanted["rope_scaling"], "factor": 2.0}}
+    (problem,) = function_differences(saved, wanted)
+    assert "config.model.rope_scaling.factor: 2.0 where it was saved, 4.0 here" in problem.message

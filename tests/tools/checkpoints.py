@@ -200,7 +200,7 @@ def stored(directory: Path) -> dict[str, np.ndarray]:
 def letters(path: Path, template: str | None = None, size: int = VOCAB) -> Path:
     """Writes a tokenizer of single characters and its settings, as a checkpoint has them."""
     words = {"</s>": 0, **{chr(48 + i): i for i in range(1, size)}}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="1"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     made.decoder = tokenizers.decoders.Fuse()
     made.save(str(path / "tokenizer.json"))

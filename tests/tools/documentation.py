@@ -113,7 +113,7 @@ class World:
         llama = directory / "TinyLlama-1.1B"
         layers = 8  # as many as pages divide into kinds
         write(llama, describe("llama3", num_key_value_heads=2, num_hidden_layers=layers, max_position_embeddings=64))
-        words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "notes": 1}, unk_token="</s>"))
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "notes": 1}, unk_token="notes"))
         words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         words.save(str(llama / "tokenizer.json"))
         self.train_lines: list[list[str]] = []
