@@ -211,7 +211,8 @@ def test_the_script_for_ssh_passes_on_who_asks_to_stop(tmp_path, number, status)
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = {**os.environ, "SSH": str(tmp_path / "ssh"), "PYTHON": str(tmp_path / "python"), "PORT": str(port)}
-    command = ["bash", str(LAUNCH / "hosts.sh"), "left", "configs/toy.py"]
+    # Where tests run in the background SIGINT is ignored, and bash cannot trap what is ignored from the beginning.
+    command = ["env", "--default-signal=INT", "bash", str(LAUNCH / "hosts.sh"), "left", "configs/toy.py"]
     try:
         with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as run:
             assert run.stdout.readline() == "left: begun\n"
