@@ -107,7 +107,8 @@ class Guards:
         Args:
           step: counts from 1.
           batch: of this process.
-          passes: how often each source has been passed. In another pass a batch may come again, but not at once twice.
+          passes: how often each source has been passed. A batch may come again in another pass, but not three
+            times in a row.
 
         Raises:
           TrainingError: it is one of the last batches again.
