@@ -77,6 +77,17 @@ def whole(place):
     return remote_run.whole_steps(Folder(place))
 
 
+def taken_over(s3, bucket, running, other):  # noqa: F811
+    """Another run takes the address: it writes its lock again where a beat that had begun wrote over it."""
+
+    def is_lost() -> bool:
+        if s3.get(bucket, "run/lock.json") != other:
+            s3.put(bucket, "run/lock.json", other)
+        return bool(running._lost)
+
+    until(is_lost)
+
+
 def test_steps_and_small_files_are_copied_and_fetched(place, s3, bucket, tmp_path, monkeypatch):  # noqa: F811
     config = tiny_config(train__keep_last=2, train__keep_best=True, train__keep_every=0)
     first, second = tmp_path / "first", tmp_path / "second"
@@ -226,7 +237,7 @@ def test_a_lost_connection_is_named_and_the_next_start_uploads_the_rest(place, s
     assert sorted(whole(place)) == [1, 2]
 
 
-def test_one_run_per_address(place, s3, bucket, tmp_path):  # noqa: F811
+def test_one_run_per_address(place, s3, bucket, tmp_path, monkeypatch):  # noqa: F811
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir(), second.mkdir()
     with mirroring(place, first, tiny_config()):
@@ -241,6 +252,7 @@ def test_one_run_per_address(place, s3, bucket, tmp_path):  # noqa: F811
         with mirroring(place, first, tiny_config()):
             assert json.loads(s3.get(bucket, "run/lock.json"))["id"] != "theirs"
     # Another machine that shows signs of life.
+    monkeypatch.setattr(mirror, "_SILENT_SECONDS", 10.0)
     alive = threading.Event()
 
     def beat():
@@ -289,14 +301,7 @@ def test_a_run_that_was_taken_over_uploads_nothing_more(place, s3, bucket, tmp_p
     other = json.dumps({**lock.me(), "id": "theirs"}).encode()
     with pytest.raises(TrainingError, match="has been taken over by process"):
         with mirroring(place, tmp_path, tiny_config()) as running:
-
-            def taken() -> bool:
-                """As another run does: it writes its lock again where a beat that had begun wrote over it."""
-                if s3.get(bucket, "run/lock.json") != other:
-                    s3.put(bucket, "run/lock.json", other)
-                return bool(running._lost)
-
-            until(taken)
+            taken_over(s3, bucket, running, other)
             write_step(tmp_path, 1)
             with pytest.raises(TrainingError, match="step 1: .*taken over.*Fix: let that one go on"):
                 running.check(1)
@@ -529,8 +534,7 @@ def test_a_run_that_lost_the_store_uploads_nothing_when_the_other_one_has_ended(
             (tmp_path / "metrics.jsonl").write_text("rows\n")
             write_step(tmp_path, 1)
             until(lambda: list(whole(place)) == [1])
-            s3.put(bucket, "run/lock.json", json.dumps({"id": "another", "host": "elsewhere", "pid": 7}).encode())
-            until(lambda: made._lost)
+            taken_over(s3, bucket, made, json.dumps({"id": "another", "host": "elsewhere", "pid": 7}).encode())
             s3.put(bucket, "run/metrics.jsonl", b"rows of the other run\n")
             s3.delete(bucket, "run/lock.json")  # the other run has ended
             (tmp_path / "metrics.jsonl").write_text("rows\nmore rows\n")
