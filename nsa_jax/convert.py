@@ -40,7 +40,7 @@ from nsa_jax.evaluate.scoring import Scorer, score_documents
 from nsa_jax.fields import ConfigError, Problem
 from nsa_jax.hub.convert import GATE, check_import, import_dense
 from nsa_jax.hub.export import export
-from nsa_jax.hub.export_files import INDEX, WHOLE, LoadError, file_in, read_json, shortened
+from nsa_jax.hub.export_files import ADAPTER, INDEX, WHOLE, LoadError, file_in, read_json, shortened
 from nsa_jax.hub.families import sliding_window
 from nsa_jax.hub.generation import keep_generation
 from nsa_jax.hub.output import TOKENIZER_FILES, check_output
@@ -78,7 +78,7 @@ def find_checkpoint(name: str) -> Path:
             f"{name} is no directory, and is not to be had from the Hugging Face hub "
             f"({type(error).__name__}: {shortened(error)}). Fix: correct the id, check the network, or give a directory"
         ) from error
-    if not any((fetched / weights).exists() for weights in (WHOLE, INDEX)):  # others are not fetched
+    if not any((fetched / weights).exists() for weights in (WHOLE, INDEX, ADAPTER)):  # others are not fetched
         raise LoadError(
             f"{name}: holds no {WHOLE} and no {INDEX} on the Hugging Face hub. Fix: load it with transformers, save it "
             "with save_pretrained, which writes safetensors, and give that directory"

@@ -18,7 +18,17 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from nsa_jax.hub.export_files import INDEX, MODEL_TYPE, NSA_TYPE, WHOLE, Arrays, LoadError, not_read_back, read_json
+from nsa_jax.hub.export_files import (
+    ADAPTER,
+    INDEX,
+    MODEL_TYPE,
+    NSA_TYPE,
+    WHOLE,
+    Arrays,
+    LoadError,
+    not_read_back,
+    read_json,
+)
 from nsa_jax.hub.families import imported_config, layer_shapes, model_shapes, sliding_window, unsupported
 from nsa_jax.hub.saved_config import abstract_model, checked_model_config
 from nsa_jax.nn import ModelConfig, Transformer
@@ -91,8 +101,13 @@ def _check_arrays(arrays: Arrays, config: ModelConfig) -> None:
 
 
 def _check_format(path: Path) -> None:
-    """Raises LoadError if a checkpoint's weights are there in another format alone."""
-    names = {file.name for file in path.iterdir()}
+    """Raises LoadError if a checkpoint's weights are there in another format alone, or are changes to another one's."""
+    names = {file.name for file in path.iterdir()} if path.is_dir() else set()
+    if ADAPTER in names:
+        raise LoadError(
+            f"{path}: holds an adapter (LoRA) for another checkpoint. Fix: merge the two with peft, "
+            "merge_and_unload(), and save the result in another directory with save_pretrained"
+        )
     if names & {WHOLE, INDEX}:
         return
     if any(name.startswith("consolidated") for name in names):
@@ -265,6 +280,7 @@ def check_import(
         names = ", ".join(dict.fromkeys(kinds))
         raise ValueError(f"shared_kv=True: must be False for layers of the kinds {names}, which have one branch")
     path = Path(directory)
+    _check_format(path)
     described = read_json(path, "config.json")
     if described.get("model_type") == MODEL_TYPE:
         raise LoadError(
@@ -278,7 +294,6 @@ def check_import(
     config.model.nsa.shared_kv = shared_kv
     if seq_len is not None:
         config.data.seq_len = seq_len
-    _check_format(path)
     arrays = Arrays(path)  # their headers
     config.model.param_dtype = dtype or _stored_dtype(arrays)
     if edit is not None:

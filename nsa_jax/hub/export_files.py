@@ -29,6 +29,7 @@ from nsa_jax.data.errors import DataError
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+ADAPTER = "adapter_config.json"  # of a directory that holds changes to another checkpoint's weights
 MODEL_TYPE = "nsa_jax"  # in the config.json of what `export` writes
 NSA_TYPE = "nsa"  # in that of an NSA model which `export_native` wrote, with PyTorch code beside it
 CHECKSUMS = "crc32"  # key of the safetensors metadata: JSON of {array: checksum of its bytes}

@@ -512,6 +512,9 @@ def test_hub_ids_are_fetched(tmp_path, monkeypatch, capsys):
     assert convert.main(["owner/model", "out", "--tokenizer=byte"]) == 2
     assert "owner/model: holds no model.safetensors and no" in (line := capsys.readouterr().err)
     assert "Fix: load it with transformers, save it with save_pretrained" in line
+    (tmp_path / "in" / "adapter_config.json").touch()
+    assert convert.main(["owner/model", "out", "--tokenizer=byte"]) == 2
+    assert "holds an adapter (LoRA)" in capsys.readouterr().err
 
     def offline(name, allow_patterns):
         raise OSError("cannot find\nthe files")

@@ -144,6 +144,17 @@ def test_swish_is_silu(tmp_path):
 # What to do
 
 
+def test_an_adapter_is_refused_with_the_way_to_a_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
+    (tmp_path / "adapter_model.safetensors").touch()
+    (tmp_path / "training_args.bin").touch()
+    with pytest.raises(LoadError, match="holds an adapter.*merge_and_unload"):
+        import_dense(tmp_path)
+    write(tmp_path, describe("llama2"))  # its base model lies there, too: the adapter would be left out without a word
+    with pytest.raises(LoadError, match="holds an adapter"):
+        import_dense(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
