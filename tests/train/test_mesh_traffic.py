@@ -141,7 +141,9 @@ CASES = {
         model__dropout=0.1, train__grad_accum=2,
     ),
     "data": dict(mesh__data=8, model__attention="window", train__grad_accum=2),
-    "data-sharded": dict(mesh__data=8, mesh__shard_optimizer=True, model__attention="window", train__grad_accum=2),
+    "data-sharded": dict(
+        mesh__data=8, mesh__shard_optimizer=True, model__attention="window", train__grad_accum=2, train__ema_decay=0.99
+    ),
     "muon": dict(mesh__data=2, mesh__fsdp=4, optim__name="muon"),
     "data-dropout": dict(mesh__data=8, model__attention="dense", model__scan_layers=False, model__dropout=0.1),
     "context": dict(mesh__context=2, mesh__fsdp=4),
