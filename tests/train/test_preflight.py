@@ -340,6 +340,17 @@ def test_the_limit_is_the_pool_that_jax_takes(variable, value, share, shown, mon
     assert shown in dict(memory_facts(preflight.Report(memory=found), "h100"))["can be used per device"]
 
 
+@pytest.mark.parametrize("value", ["90%", "nan"])
+def test_a_pool_that_is_no_number_is_reported_before_compiling(value, tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", value)
+    report = preflight.examine(tiny_config(preflight__selftest=False), tmp_path, target="h100")
+    assert report.compiled is None and report.exit_code == 2
+    errors = [problem for problem in report.problems if problem.severity == "error"]
+    assert [problem.rule for problem in errors] == ["R025"]
+    assert f"XLA_CLIENT_MEM_FRACTION={value}" in errors[0].message and "unset" in errors[0].fix
+
+
 def test_the_estimate_counts_the_logits_that_the_loss_keeps_at_once():
     config = tiny_config(data__seq_len=4096, train__batch_size=1, model__implementation="xla")
     small, large = (memory.estimate(setup(config, vocab, one_device()), "h100") for vocab in (VOCAB, 262_144))

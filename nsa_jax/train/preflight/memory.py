@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh
 from ml_collections import ConfigDict
 
 from nsa_jax import aot
-from nsa_jax.config import ConfigError
+from nsa_jax.config import ConfigError, Problem
 from nsa_jax.nn.sharding import MESH_AXES
 from nsa_jax.train.loss import logit_bytes, weighted_loss
 from nsa_jax.train.preflight import hlo
@@ -102,9 +102,18 @@ def pool_variable() -> str:
 
 
 def pool_bytes(memory_bytes: int) -> int:
-    """What JAX takes of a GPU's memory."""
+    """What JAX takes of a GPU's memory.
+
+    Raises:
+      ConfigError: the environment variable that says so is no number.
+    """
     name = pool_variable()
-    return int(memory_bytes * (float(os.environ[name]) if name else 0.75))
+    value = os.environ[name] if name else "0.75"
+    try:
+        return int(memory_bytes * float(value))
+    except (ValueError, OverflowError) as error:
+        message = f"{name}={value}: must be the share of a GPU's memory that JAX takes, such as 0.9"
+        raise ConfigError([Problem("R025", "error", message, f"set it to such a number, or unset {name}")]) from error
 
 
 def device_bytes(gpu: str) -> int:

@@ -221,6 +221,8 @@ def _examine_program(
     doing("setting up the target")
     estimated = None
     try:
+        if gpu:
+            memory_lib.device_bytes(gpu)  # a limit that cannot be read is reported before anything is compiled
         try:
             made = memory_lib.for_target(config, gpu, count, vocab)
             mesh: Mesh | AbstractMesh = made.mesh
