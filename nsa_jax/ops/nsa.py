@@ -255,7 +255,7 @@ def check_branches(
         f"key_cmp and value_cmp have shapes {tuple(key_cmp.shape)} and {tuple(value_cmp.shape)}: must have "
         f"K={sizes['K']} heads and V={sizes['V']} to match key_slc and value_slc",
     )
-    checks.require(hasattr(gates, "shape"), f"gates={gates!r}: must be an array [B, T, N, 3]")
+    checks.require(hasattr(gates, "shape"), f"gates={repr(gates):.80}: must be an array [B, T, N, 3]")
     checks.require(
         tuple(gates.shape) == (sizes["B"], sizes["T"], sizes["N"], 3),
         f"gates has shape {tuple(gates.shape)}: must be {(sizes['B'], sizes['T'], sizes['N'], 3)}",

@@ -85,6 +85,7 @@ MISTAKES = {
     "window_start": (_nsa, dict(query_offset=0, window_start="0"), r"window_start='0': must be an int or an integer"),
     "window_start_late": (_nsa, dict(query_offset=0, window_start=1), r"window_start=1: must be at most 0"),
     "query_list": (_nsa, dict(query=[0.0] * 500), r"query=\[0.0, [0., ]{,80}: must be an array"),
+    "gates_list": (_nsa, dict(gates=[0.5] * 500), r"gates=\[0.5, [0.5, ]{,80}: must be an array"),
     "window_bool": (_window, dict(window=True), r"window=True: must be a positive int below 2\*\*31"),
     "window_large": (_window, dict(window=2**31), r"window=2147483648: must be a positive int below 2\*\*31"),
     "select_block_bool": (_selected, dict(select_block=True), r"select_block=True: must be a positive int"),
