@@ -16,11 +16,12 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nsa_jax.ops import blocks
 from nsa_jax.ops.blocks import NSAConfig
-from nsa_jax.ops.target import current_target, has_explicit_axes
+from nsa_jax.ops.target import current_target
 
 # Elements of one chunk's largest array, of which several are alive at once. On a CPU they should stay in cache (4 MiB
 # of float32 was twice as fast as 64 MiB); on a GPU every step of the loop should keep the device busy.
@@ -30,16 +31,23 @@ _CHUNK_ELEMENTS_ELSEWHERE = 2**24
 _DENSE_FACTOR = 4
 
 
+def _explicit_layout(array) -> NamedSharding | None:
+    """How an array is laid out where that is a part of its type; its mesh need not be in context."""
+    layout = jax.typeof(array).sharding
+    return layout if AxisType.Explicit in layout.mesh.axis_types else None
+
+
 def _laid_out_alike(*arrays):
     """The arrays, or None, with the first axis of all, the batch, laid out alike, where that is a part of types."""
-    if not has_explicit_axes():
-        return arrays
-    specs = [None if x is None else jax.typeof(x).sharding.spec for x in arrays]
-    batch = next((spec[0] for spec in specs if spec and spec[0]), None)
-    return tuple(
-        x if spec is None or spec[0] == batch else jax.sharding.reshard(x, P(batch, *spec[1:]))
-        for x, spec in zip(arrays, specs, strict=True)
-    )
+    layouts = [None if x is None else _explicit_layout(x) for x in arrays]
+    batch = next((layout.spec[0] for layout in layouts if layout and layout.spec[0]), None)
+
+    def moved(x, layout):
+        if layout is None or layout.spec[0] == batch:
+            return x
+        return jax.sharding.reshard(x, NamedSharding(layout.mesh, P(batch, *layout.spec[1:])))
+
+    return tuple(map(moved, arrays, layouts))
 
 
 class _Chunk(NamedTuple):
@@ -149,10 +157,10 @@ class _Gather:
 
     def load(self, array, chunk):
         # [B, K, J, l', H] as [B, Q, K, n, l', H], with batch and heads laid out alike; padding is masked below.
-        layout = None
-        if has_explicit_axes():
-            batch, heads = jax.typeof(array).sharding.spec[:2]
-            layout = P(batch, None, heads)
+        layout = _explicit_layout(array)
+        if layout is not None:
+            batch, heads = layout.spec[:2]
+            layout = NamedSharding(layout.mesh, P(batch, None, heads))
         picked = array.at[self._index(chunk)].get(mode="clip", out_sharding=layout)
         return picked.reshape(*picked.shape[:3], -1, picked.shape[-1])
 
@@ -165,8 +173,7 @@ class _Gather:
 
     def add(self, total, part, chunk):
         part = part.reshape(*chunk.lists.shape, self.select_block, part.shape[-1])
-        layout = jax.typeof(total).sharding.spec if has_explicit_axes() else None
-        return total.at[self._index(chunk)].add(part, mode="drop", out_sharding=layout)
+        return total.at[self._index(chunk)].add(part, mode="drop", out_sharding=_explicit_layout(total))
 
 
 def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 
@@ -250,7 +251,8 @@ def test_some_arrays_may_be_split_on_a_mesh_with_explicit_axes(split, select_blo
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-5)
 
 
-def test_heads_may_be_split_on_a_mesh_with_explicit_axes():
+@pytest.mark.parametrize("in_context", [True, False])
+def test_heads_may_be_split_on_a_mesh_with_explicit_axes(in_context):
     """Rows too long for masks: blocks are gathered, and their gradients added up chunk by chunk."""
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Explicit,))
     config = NSAConfig(4, 4, 4, 3, window=4)
@@ -263,7 +265,7 @@ def test_heads_may_be_split_on_a_mesh_with_explicit_axes():
 
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
     want = gradients(*arrays)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
         got = gradients(*(jax.device_put(x, NamedSharding(mesh, P(None, None, "heads"))) for x in arrays))
     assert all(x.sharding.spec[2] == "heads" for x in got)
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-4, rtol=1e-4)
