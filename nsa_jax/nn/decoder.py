@@ -240,7 +240,11 @@ class Decoder:
           ValueError: an argument has the wrong shape or dtype, a prompt is empty or longer than the cache, a token is
             none of the model's, or the cache holds tokens already.
         """
-        tokens, sizes = np.asarray(tokens), {"B": cache.lengths.shape[0]}
+        sizes = {"B": cache.lengths.shape[0]}
+        try:
+            tokens = np.asarray(tokens)
+        except ValueError:  # NumPy's says nothing of prompts
+            raise ValueError("tokens has rows of different lengths: pad them on the right, and give lengths") from None
         checks.integers("tokens", tokens, "BT", sizes, "the cache")
         batch, length = tokens.shape
         lengths = np.full((batch,), length, np.int32) if lengths is None else np.asarray(lengths)

@@ -366,6 +366,7 @@ def test_mistakes_are_named():
     row = np.zeros((1, 5), np.int32)
     for message, arguments in {
         "tokens has shape (5,): must have 2 dimensions": (row[0],),
+        "tokens has rows of different lengths: pad them on the right, and give lengths": ([[1, 2], [3]],),
         "tokens has shape (2, 5): dimension 0 (B) must be 1 to match the cache": (np.zeros((2, 5), np.int32),),
         "tokens has dtype float32: must be an integer type": (row.astype(np.float32),),
         "tokens has ids 0 to 31: must be 0 to 30": (row + 31 * (np.arange(5) == 4),),
