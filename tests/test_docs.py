@@ -7,6 +7,7 @@ Trees of files must list files. A block or command of another kind is an error: 
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import json
@@ -128,6 +129,7 @@ def _exists(dotted: str) -> bool:
 
 
 _FLAGS_OF_OTHERS = ("dependency",)  # of sbatch
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)  # what has a docstring
 
 
 def _commands_that_do_not_exist(text: str) -> list[str]:
@@ -168,6 +170,17 @@ def test_names_in_the_text_exist(page):
     source = "".join(path.read_text() for path in (ROOT / "nsa_jax").rglob("*.py"))
     unknown += [rule for rule in set(re.findall(r"\bR\d{3}\b", text)) if f'"{rule}"' not in source]
     unknown += _commands_that_do_not_exist(text)
+    assert not unknown
+
+
+def test_fields_that_docstrings_name_exist():
+    schema, unknown = default_config(), []
+    sections = "|".join(name for name, value in schema.items() if hasattr(value, "items"))
+    for path in (ROOT / "nsa_jax").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        told = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, _DOCUMENTED)]
+        for section, field in re.findall(rf"\bconfig\.({sections})\.(\w+)", "\n".join(told)):
+            unknown += [f"{path.name}: config.{section}.{field}"] * (not hasattr(schema[section], field))
     assert not unknown
 
 

@@ -38,7 +38,7 @@ class Prepared:
       config, workdir: the arguments; the path is absolute.
       pipeline: the data.
       setup: model, optimizer, mesh and shardings.
-      train_step, eval_step, health: the programs; no health metrics without `config.train.health_every`.
+      train_step, eval_step, health: the programs; no health metrics without `config.guards.health`.
       ramp: rows of a batch by step.
       sampler: draws a sample at a validation, if the config wants that.
       terminal: what a person sees.
