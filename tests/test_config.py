@@ -83,6 +83,7 @@ BAD = [
     ("optim.learning_rate", 0.0, "R003"),
     ("optim.learning_rate", float("nan"), "R003"),
     ("optim.b2", 1.0, "R003"),
+    ("optim.b1", 0.99999999, "R003"),
     ("optim.clip", float("inf"), "R003"),
     ("guards.min_gate_entropy", float("nan"), "R003"),
     ("guards.min_gate_entropy", -1.0, "R002"),
