@@ -141,7 +141,7 @@ def default_config() -> ConfigDict:
     t.grad_accum = 1  # micro-batches per optimizer step
     t.batch_ramp = ()  # ("1000:64", "5000:128"): 64 rows to step 1000, 128 to 5000, then batch_size; same micro-batch
     t.log_every = 10  # steps between log lines
-    t.eval_every = 500  # steps between validations; 0: only at the end
+    t.eval_every = 500  # steps between validations, beside those before the first step and after the last; 0: no others
     t.eval_batches = 16  # batches of each validation
     t.save_every = 500  # steps between checkpoints; 0: none
     t.keep_last = 3  # checkpoints kept besides the best
