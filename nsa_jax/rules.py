@@ -239,7 +239,8 @@ def _check_data(config: ConfigDict, found: Findings) -> None:
             found.error("R007", message, "set hf_streaming=False; tokens are read where they are")
         if one.val_files and one.source not in ("text", "tokens"):
             message = f"config.{path}.val_files={tuple(one.val_files)}: source {one.source} does not read files"
-            fix = "name the split with hf_val_split" if one.source == "hf" else "leave it empty; val_fraction holds out"
+            fix = "leave it empty" if one.source in GENERATED else "leave it empty; val_fraction holds out"
+            fix = "name the split with hf_val_split" if one.source == "hf" else fix
             found.error("R007", message, fix)
         if one.hf_val_split and (one.source != "hf" or one.hf_streaming):
             what = f"source {one.source} has no splits"

@@ -290,6 +290,14 @@ def test_the_fix_for_a_synthetic_source_beside_others_leaves_nothing_to_say():
     assert validate(overridden("data.source=stdlib", **QUICKSTART)) == []
 
 
+@pytest.mark.parametrize(("source", "holds_out"), [("stdlib", True), ("synthetic", False), ("task", False)])
+def test_held_out_files_of_a_source_without_files_are_refused_with_what_holds_out_instead(source, holds_out):
+    config = default_config()
+    config.data.source, config.data.val_files = source, ("held_out.txt",)
+    (problem,) = (problem for problem in validate(config) if "val_files" in problem.message)
+    assert problem.rule == "R007" and ("val_fraction" in problem.fix) is holds_out
+
+
 def test_files_beside_other_data_that_were_asked_for_are_no_error():
     """configs/extend.py has files; a flag may take a data set instead of them."""
     (problem,) = validate(overridden("data.files=a.txt", "data.source=hf", "data.hf_path=json"))
