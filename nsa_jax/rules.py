@@ -383,7 +383,10 @@ def _check_rows(config: ConfigDict, ramp: BatchRamp, found: Findings) -> None:
             f"config.train.batch_ramp={t.batch_ramp}: never reaches batch_size={t.batch_size} in {t.steps:,} steps"
         )
         found.warning("R010", message, "end its last stage before config.train.steps")
-    if rows != sorted(rows):
+    if (tokens := max(rows) * config.data.seq_len) >= 1 << 31 and max(rows) > ramp.final:
+        message = f"config.train.batch_ramp={t.batch_ramp}: {tokens:,} tokens in a step"
+        found.error("R010", message, f"use fewer than {1 << 31:,}: smaller batches or a smaller config.data.seq_len")
+    elif rows != sorted(rows):
         message = f"config.train.batch_ramp={t.batch_ramp}: batches shrink ({' to '.join(map(str, rows))} rows)"
         found.warning("R010", message, "let the rows of later stages grow, up to batch_size")
     weights = {name: fields.get("weight", 1.0) for name, fields in config.data.sources.items()}

@@ -354,6 +354,10 @@ DOUBTFUL = [
     ),
     (["train.batch_ramp=('10:16',)"], "batches shrink (16 to 8 rows)"),
     (
+        ["train.batch_ramp=('10:64000000',)"],
+        "R010 error: config.train.batch_ramp=('10:64000000',): 131,072,000,000 tokens in a step. Fix: use fewer than",
+    ),
+    (
         ["data.sources.a.weight=1e6", "data.sources.b.weight=1"],
         "R007 warning: config.data.sources.b.weight=1.0: 0.008 rows are expected in the whole run. Fix: raise it, or",
     ),
