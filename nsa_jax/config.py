@@ -237,7 +237,7 @@ _READ_BY = {
     **dict.fromkeys(("tasks", "task_length", "task_answers_only", "task_answer_weight"), ("task",)),
 }
 
-# Fields that have an effect only while another field has one of these values, or () another than its default.
+# Fields that have an effect only while another field has one of these values, or () is not 0.
 _NEEDS = {
     "data.tokenizer_path": ("data.tokenizer", ("hf",)),
     "data.tokenizer_eos": ("data.tokenizer", ("hf",)),
@@ -252,7 +252,15 @@ _NEEDS = {
     "optim.decay_fraction": ("optim.schedule", ("wsd",)),
     "optim.final_fraction": ("optim.schedule", tuple(x for x in CHOICES["optim.schedule"] if x != "constant")),
     "train.selection_queries": ("train.selection_loss", ()),
+    "train.keep_every": ("train.save_every", ()),
     "guards.spike_norm": ("guards.skip_spikes", ()),
+    "guards.early_stop_delta": ("guards.early_stop", ()),
+    "guards.stall_exit": ("guards.stall_seconds", ()),
+    "guards.selection_from": ("guards.min_selection_gain", ()),
+    **dict.fromkeys(
+        ("guards.min_gate_entropy", "guards.max_gate_share", "guards.max_collapsed", "guards.min_selection_gain"),
+        ("guards.health", (True,)),
+    ),
     "optim.learning_rate_factor.head": ("model.tie_embeddings", (False,)),
     "optim.weight_decay_factor.head": ("model.tie_embeddings", (False,)),
     **{
@@ -283,7 +291,7 @@ def _without_effect(config: ConfigDict) -> list[Problem]:
         problems.append(Problem("R063", severity, message, f"{fix}, or leave config.{name} {default}"))
 
     for name, (other, needed) in _NEEDS.items():
-        read = values[other] in needed if needed else values[other] != defaults[other]
+        read = values[other] in needed if needed else bool(values[other])
         if values[name] != defaults[name] and not read and name not in kept:
             to = f"={needed[0]!r}" if needed else ""
             report(name, f"config.{other}={values[other]!r}", f"set config.{other}{to}")
@@ -360,11 +368,10 @@ def validate(config: ConfigDict) -> list[Problem]:
     config, wrong, replaced = check_fields(config, default_config())
     # What a rule says about a field that has its default for the time being is not true.
     doubtful = re.compile(rf"\b(?:{'|'.join(map(re.escape, replaced))})\b") if replaced else None
-    broken = [
-        problem
-        for problem in broken_rules(config) + _without_effect(config)
-        if doubtful is None or not doubtful.search(problem.message)
-    ]
+    broken = broken_rules(config)
+    refused = {problem.message.partition("=")[0] for problem in broken if problem.severity == "error"}
+    broken += [problem for problem in _without_effect(config) if problem.message.partition("=")[0] not in refused]
+    broken = [problem for problem in broken if doubtful is None or not doubtful.search(problem.message)]
     return sorted(wrong + broken, key=lambda problem: (problem.severity != "error", problem.rule))
 
 

@@ -182,6 +182,15 @@ WITHOUT_EFFECT = [
         "train.selection_loss",
     ),
     (["guards.spike_norm=9"], "warning", "guards.spike_norm=9.0", "guards.skip_spikes=0", "guards.skip_spikes"),
+    (["guards.early_stop_delta=1"], "warning", "early_stop_delta=1.0", "guards.early_stop=0", "guards.early_stop"),
+    (
+        ["guards.stall_exit=True", "guards.stall_seconds=0"],
+        *("warning", "guards.stall_exit=True", "guards.stall_seconds=0.0", "guards.stall_seconds"),
+    ),
+    (
+        ["guards.max_collapsed=0.5", "guards.health=False"],
+        *("warning", "guards.max_collapsed=0.5", "guards.health=False", "guards.health=True"),
+    ),
     (
         ["model.rope_scaling.factor=2"],
         "warning",
@@ -204,6 +213,7 @@ READ = [
     ["data.source=hf", "data.hf_path=x", "data.hf_streaming=True", "data.shuffle_buffer=9", "data.stream_lanes=2"],
     ["optim.schedule=wsd", "optim.decay_fraction=0.5"],
     ["train.selection_loss=0.1", "train.selection_queries=8", "guards.skip_spikes=3", "guards.spike_norm=9"],
+    ["guards.stall_exit=True", "guards.min_selection_gain=0.1", "guards.selection_from=0.2", "train.keep_every=9"],
 ]
 
 
