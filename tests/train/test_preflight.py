@@ -359,6 +359,19 @@ def test_the_estimate_counts_the_logits_that_the_loss_keeps_at_once():
     assert 2 * chunk <= large.temporaries - small.temporaries < 2.5 * chunk
 
 
+def test_the_estimate_divides_what_tensor_splits():
+    """Almost all activations of a wide MLP are its own."""
+
+    def estimate(tensor):
+        config = tiny_config(model__mlp_dim=4096, model__vocab_size=64, model__remat="none", mesh__tensor=tensor)
+        made, mesh = memory.without_compiler(config, tensor, VOCAB)
+        return memory.estimate(made, "h100", mesh)
+
+    whole, half = estimate(1), estimate(2)
+    assert half.activations == pytest.approx(whole.activations / 2, rel=0.1)
+    assert half.temporaries == pytest.approx(whole.temporaries / 2, rel=0.1)
+
+
 def test_activations_with_the_shape_of_a_weight_are_counted():
     """A row of 8,192 tokens of nsa_1b: activations [1, T, D] beside weights [1, mlp_dim, D] of unrolled layers."""
 

@@ -211,6 +211,18 @@ def kept_activations(made: Setup) -> tuple[int, int]:
     return size[jax.memory.Space.Device], size[jax.memory.Space.Host]
 
 
+def _tensor_share(made: Setup, tensor: int) -> Setup:
+    """The setup of what one device of the axis `tensor` computes: its heads, and its part of MLP and vocabulary."""
+    if tensor == 1:
+        return made
+    m, share = made.model_config, made.config.copy_and_resolve_references()
+    with share.unlocked():
+        share.mesh.tensor = 1
+        for name in ("num_heads", "num_kv_heads", "mlp_dim", "vocab_size"):
+            share.model[name] = getattr(m, name) // tensor
+    return setup(share, share.model.vocab_size, list(made.mesh.devices.flat)[:: made.mesh.shape["tensor"]])
+
+
 def _fixed(made: Setup, mesh: AbstractMesh | None = None) -> dict[str, int]:
     """Bytes of everything whose size is plain from its shape; the state is that of one device of a mesh."""
     state = made.abstract_state
@@ -239,14 +251,15 @@ def estimate(made: Setup, gpu: str, mesh: AbstractMesh | None = None) -> Memory:
     The guess: one layer's activations twice over (what is recomputed, and its gradient), the chunk of logits and its
     gradient, and a copy of the largest parameter in the compute dtype and one in float32.
     """
-    with _tracing(made, gpu):
-        activations, on_host = kept_activations(made)
-    m, config = made.model_config, made.config
+    share = _tensor_share(made, (mesh or made.mesh).shape["tensor"])
+    with _tracing(share, gpu):
+        activations, on_host = kept_activations(share)
+    m, config = share.model_config, made.config
     rows = config.train.batch_size // config.train.grad_accum // made.batch_shards
     length = config.data.seq_len // (made.token_shards // made.batch_shards)
     width = 3 * m.mlp_dim + 4 * m.dim + 3 * m.num_heads * m.value_head_dim * 2 + 2 * m.num_heads * m.head_dim
     layer = 2 * rows * length * width * m.dtype.itemsize
-    largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.abstract_state["params"]))
+    largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(share.abstract_state["params"]))
     logits = 2 * logit_bytes(rows, length, m.vocab_size)
     fixed = _fixed(made, mesh)
     # The optimizer's averages come from the host when activations are no longer needed.
@@ -286,8 +299,9 @@ def _lower_train_step(made: Setup, gpu: str) -> Any:
 
 def _train_memory(made: Setup, gpu: str, program: Any) -> Memory:
     """Of the compiled train step."""
-    with _tracing(made, gpu):
-        activations, _ = kept_activations(made)
+    share = _tensor_share(made, made.mesh.shape["tensor"])
+    with _tracing(share, gpu):
+        activations, _ = kept_activations(share)
     planned, fixed = program.memory_analysis(), _fixed(made)
     total = planned.argument_size_in_bytes + planned.temp_size_in_bytes
     total += planned.output_size_in_bytes - planned.alias_size_in_bytes
