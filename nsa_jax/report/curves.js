@@ -98,6 +98,11 @@ function lossChart() {
     label: `Training and validation ${UNITS[state.unit][1]} over ${axisTitle()}; last of ${chosen().label}: ${digits(value)}`,
   };
 }
+// Of which checkpoint nsa_jax.evaluate told: the run may have gone on since.
+function evaluatedStep(run) {
+  const { step } = run.evaluation;
+  return typeof step === "number" ? `, step ${grouped(step)}` : "";
+}
 function positionChart() {
   const exp = state.unit === "perplexity",
     traces = [],
@@ -123,7 +128,7 @@ function positionChart() {
   let earlier = 0;
   DATA.runs.forEach((run, index) => {
     if (!state.shown[index]) return;
-    if (run.evaluation.position?.length) add(run, index, run.evaluation.position, "evaluation", { dash: "dash" });
+    if (run.evaluation.position?.length) add(run, index, run.evaluation.position, `evaluation${evaluatedStep(run)}`, { dash: "dash" });
     const found = run.validation.positions;
     found.forEach(({ step, bins }, order) => {
       const last = order === found.length - 1;
@@ -134,7 +139,7 @@ function positionChart() {
   });
   const marks = [];
   if (!many && earlier) marks.push(item("earlier", { tone: faded(colour(0)) }), item("last validation", { tone: colour(0) }));
-  if (evaluated) marks.push(item("nsa_jax.evaluate", { dash: "dash", tone: many ? token("--muted") : colour(0) }));
+  if (evaluated) marks.push(item(`nsa_jax.evaluate${many ? "" : evaluatedStep(chosen())}`, { dash: "dash", tone: many ? token("--muted") : colour(0) }));
   const window = chosen().config["model.nsa.window"];
   if (typeof window === "number" && traces.length)
     shapes.push({

@@ -478,7 +478,7 @@ function needles() {
     found.map(([task, cells]) =>
       chart(`needles-${task}`, {
         title: task === "needle" ? "Needle: one fact in the context" : "Needles: several facts in the context",
-        unit: "share of exact answers",
+        unit: `share of exact answers${evaluatedStep(chosen())}`,
         linked: false,
         follows: "run",
         make: () => {

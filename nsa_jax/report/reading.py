@@ -281,6 +281,7 @@ def _evaluation(workdir: Path, notes: list[str]) -> dict[str, Any]:
     totals = tasks.get("perplexity")
     position = tasks.get("position")
     return {
+        "step": as_whole(found.get("step")),
         "context": as_finite((position if isinstance(position, dict) else {}).get("context", found.get("context"))),
         "position": table("position", "bins", ("from", "to", "loss", "tokens")),
         "needles": {task: cells for task, cells in needles.items() if cells},

@@ -110,7 +110,7 @@ def write_full(path: Path, points: int = 5000) -> Path:
     bins = [{"from": n // 2, "to": n, "loss": 3 - math.log2(n) / 8, "tokens": 1000} for n in (1, 2, 4, 8, 64, 256)]
     cells = [{"length": n, "depth": d, "exact_match": d} for n in (64, 256) for d in (0.0, 1.0)]
     tasks = {"position": {"bins": bins}, "needle": {"cells": cells, "exact_match": 0.5}}
-    (path / "evaluation" / "evaluation.json").write_text(json.dumps({"context": 256, "tasks": tasks}))
+    (path / "evaluation" / "evaluation.json").write_text(json.dumps({"step": 4500, "context": 256, "tasks": tasks}))
     return path
 
 

@@ -115,7 +115,7 @@ def test_a_killed_run_is_read_up_to_its_last_whole_line(full):
                      (4500, "note", "checkpoint")]  # fmt: skip
     assert [sample["step"] for sample in run["samples"]] == [0, 500, 1000, 1500, 2000]
     assert [cell["exact_match"] for cell in run["evaluation"]["needles"]["needle"]] == [0, 1, 0, 1]
-    assert run["evaluation"]["position"][-1]["to"] == 256
+    assert run["evaluation"]["position"][-1]["to"] == 256 and run["evaluation"]["step"] == 4500
     assert {name: run["changed"][name] for name in ("model.nsa.window", "train.batch_size")} == {
         "model.nsa.window": default_config().model.nsa.window,
         "train.batch_size": default_config().train.batch_size,

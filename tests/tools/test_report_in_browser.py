@@ -147,8 +147,10 @@ def test_health_is_drawn_as_a_heat_map_of_every_figure(desk):
     assert "500 checks of 4 layers, every query read exactly" in desk.page.inner_text("#keys")
     position = desk.show("chart-position")["traces"]
     assert position[0]["y"][-1] == pytest.approx(2.0)  # of the evaluation; then of the last validation
+    assert "evaluation, step 4,500" in position[0]["name"]  # the run went on to step 5,000
     assert len(position) == 2 and position[1]["y"] == [2.5] * 6 and "step 5,000" in position[1]["name"]
     assert desk.show("needles-needle")["traces"][0]["z"] == [[0, 0], [1, 1]]
+    assert "exact answers, step 4,500" in desk.page.inner_text("#needles")
 
 
 def test_goodput_is_a_table_of_seconds_and_shares(desk):
