@@ -15,9 +15,11 @@ from flax import nnx
 import nsa_jax
 from nsa_jax import evaluate, export, generate, nn
 from nsa_jax.data.tokenizers import BPE_EOS, HuggingFaceTokenizer, train_bpe
+from nsa_jax.hub.convert import import_dense
 from nsa_jax.hub.export_files import Arrays
 from nsa_jax.loading import LoadError
 
+from .checkpoints import describe, write
 from .runs import small_config
 
 LLAMA = Path(__file__).parent / "tiny_llama"
@@ -169,6 +171,17 @@ def test_weight_maps_that_name_what_is_not_there_are_refused(sharded):
     index.write_text(json.dumps({"weight_map": {**dict(names), names[0][0]: "x" * 5000 + ".safetensors"}}))
     with pytest.raises(LoadError, match="cannot be loaded: .*File name too long"):
         nsa_jax.load(sharded)
+
+
+def test_arrays_of_a_shard_count_that_no_index_names(tmp_path):
+    described = describe("llama2")
+    write(tmp_path, described | {"attention_bias": True}, files=2)
+    index = tmp_path / "model.safetensors.index.json"
+    named = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {name: named[name] for name in named if "bias" not in name}}))
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(LoadError, match="8 arrays have no place in this model: .*k_proj.bias"):
+        import_dense(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"])
