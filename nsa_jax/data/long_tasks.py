@@ -26,6 +26,7 @@ NEEDLE = ("\n{key} = {value}\n", "\n{key} =", " {value}")  # fact, question, ans
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _LEXICON = 512
 _MOST = 9  # the task count: the highest number
+_KEYPAD_LEAST = 64  # tokens of its shortest row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,8 +283,8 @@ def _count(rng: np.random.Generator, keys: int) -> tuple[list[list[str]], list[Q
 
 def _character_tokens(tokenizer: Tokenizer, characters: str) -> np.ndarray:
     """A token for each character: int32 [len(characters)]. What a tokenizer puts before a word is left out."""
-    found = [int(tokenizer.encode_within(character)[-1]) for character in characters]
-    if len(set(found)) < len(found):
+    found = [int(i) for character in characters for i in tokenizer.encode_within(character)[-1:]]
+    if len(set(found)) < len(characters):
         what = "the task keypad needs a token of its own for each letter, digit and mark"
         raise DataError(f"tokenizer {tokenizer.name}", what, "use the tokenizer 'byte', or leave the task out")
     return np.array(found, np.int32)
@@ -309,8 +310,16 @@ class Keypad:
     blanks: str = " .,-"
 
     def least(self, tokenizer: Tokenizer) -> int:
-        """Tokens of the shortest row."""
-        return 64
+        """Tokens of the shortest row.
+
+        Raises:
+          DataError: the tokenizer does not have a token for each character.
+        """
+        self._ids(tokenizer)
+        return _KEYPAD_LEAST
+
+    def _ids(self, tokenizer: Tokenizer) -> np.ndarray:
+        return _character_tokens(tokenizer, self.digits + self.letters + self.blanks)
 
     def row(self, rng: np.random.Generator, length: int, tokenizer: Tokenizer, *, distance: int | None = None) -> Row:
         """One row; see `Task.row`.
@@ -319,9 +328,9 @@ class Keypad:
           ValueError: `length` is less than `least`, or `distance` is given.
           DataError: the tokenizer does not have a token for each character.
         """
-        if length < self.least(tokenizer) or distance is not None:
+        if length < _KEYPAD_LEAST or distance is not None:
             raise ValueError(f"length={length}, distance={distance}: keypad needs 64 tokens and takes no distance")
-        ids = _character_tokens(tokenizer, self.digits + self.letters + self.blanks)
+        ids = self._ids(tokenizer)
         count, each = len(self.digits), len(self.letters) // len(self.digits)
         digits, letters, blanks = np.split(ids, [count, count * (each + 1)])
         asked = max(length // 8, count)

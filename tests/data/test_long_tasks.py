@@ -94,8 +94,15 @@ def test_a_keypad_needs_a_token_for_each_character():
         def encode(self, text):
             return super().encode(text) // 2
 
-    with pytest.raises(DataError, match="keypad.*needs a token of its own"):
-        TASKS["keypad"].row(np.random.default_rng(0), 256, Halves())
+    class Words(ByteTokenizer):  # no token stands for a space, as in WordPiece vocabularies
+        def encode(self, text):
+            return super().encode(text.strip())
+
+    for tokenizer in (Halves(), Words()):
+        with pytest.raises(DataError, match="keypad.*needs a token of its own"):
+            TASKS["keypad"].row(np.random.default_rng(0), 256, tokenizer)
+        with pytest.raises(DataError, match="keypad.*needs a token of its own"):  # before the first row
+            TaskRows(tokenizer, {"keypad": 1.0}, 256, 0, "train")
     with pytest.raises(ValueError, match="length=63"):
         TASKS["keypad"].row(np.random.default_rng(0), 63, BYTES)
 
