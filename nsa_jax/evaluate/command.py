@@ -50,6 +50,7 @@ from nsa_jax.command_line import number, run_program, silence
 from nsa_jax.data import DataError, long_tasks
 from nsa_jax.data.sources import has_held_out
 from nsa_jax.data.synthetic import num_facts
+from nsa_jax.data.tokenizers import SyntheticTokenizer
 from nsa_jax.evaluate import long_context, retrieval
 from nsa_jax.evaluate.scoring import (
     HeldOut,
@@ -71,6 +72,7 @@ from nsa_jax.train.env import plain_config, write_json
 
 TASKS = ("validation", "perplexity", "position", "needle", "needle-multi", "recall", "far", "long", "context")
 _SAME_LOSS = 1e-3  # relative; kernels and precision of another machine may differ by less
+_TEXT_TASKS = ("needle", "needle-multi", "long")  # which ask questions in words
 HARNESS = "lm_eval:"  # before names of tasks of the lm-evaluation-harness
 
 
@@ -140,6 +142,9 @@ class Evaluation:
     def _check(self, task: str) -> None:
         """Raises DataError if the rows of a task cannot be made, before anything is computed."""
         data = self.config.data
+        if isinstance(self.tokenizer, SyntheticTokenizer) and (task in _TEXT_TASKS or task.startswith(HARNESS)):
+            fix = "use --tasks validation, or recall for runs of configs/recall.py"
+            raise DataError(f"--tasks {task}", "its questions are text, and the run's tokens are synthetic", fix)
         if task == "far":
             _ = self.far_task
         elif task == "context":

@@ -186,6 +186,18 @@ def test_rows_that_are_too_short_are_refused_or_left_out_before_anything_is_comp
         assert words in captured.err and "nats" not in captured.out
 
 
+def test_questions_in_words_are_not_asked_of_synthetic_tokens(tmp_path, text, monkeypatch, capsys):
+    """Their words became token ids by their lengths, and answers of as many letters counted as right."""
+    config = small_config()
+    config.data.source, config.data.synthetic, config.data.synthetic_vocab = "synthetic", "copy", 32
+    config.model.vocab_size = 32
+    write_run(tmp_path / "run", config)
+    monkeypatch.setattr(command, "score_documents", lambda *_, **__: pytest.fail("losses were computed"))
+    for task in ("needle", "needle-multi", "long", "lm_eval:arc_easy"):
+        assert evaluate.main([str(tmp_path / "run"), *text, f"--tasks=perplexity,{task}"]) == 2
+        assert f"--tasks {task}: its questions are text, and the run's tokens are synth" in capsys.readouterr().err
+
+
 def test_far_questions_that_a_run_cannot_ask_are_left_out(tmp_path, capsys):
     """A run whose windows reach over the whole row ended its evaluation there, and the long tasks were not run."""
     config = small_config()
