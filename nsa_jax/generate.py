@@ -83,7 +83,11 @@ def _write(text: str) -> None:
 
 
 def _run_once(
-    generator: Generator, prompt: str | bytes, args: argparse.Namespace, sampling: Sampling, shown: list[str]
+    generator: Generator,
+    prompt: str | Sequence[int],
+    args: argparse.Namespace,
+    sampling: Sampling,
+    shown: list[str],
 ) -> None:
     """Generates and prints; `shown` gets the pieces of the first sample's text as they are printed."""
 
@@ -188,12 +192,14 @@ def _generate(args: argparse.Namespace) -> None:
     if args.interactive:
         return _interact(generator, args, sampling)
     prompt = _prompt(args)
+    ids = generator.prompt_ids(prompt).tolist()
+    generator.check([ids])  # before it is printed
     if not prompt and not args.quiet:
-        begin = tokenizer.decode(generator.prompt_ids(""))
+        begin = tokenizer.decode(ids)
         print(f"empty prompt: a new document is started with {begin!r}", file=sys.stderr)
     elif not args.quiet:
         _write(prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt)
-    _run_once(generator, prompt, args, sampling, [])
+    _run_once(generator, ids, args, sampling, [])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -246,7 +246,8 @@ class Generator:
             raise PromptError(f"token id {outside} of a prompt: must be in [0, {vocab})")
         return ids.astype(np.int32)
 
-    def _check(self, prompts: list[np.ndarray]) -> None:
+    def check(self, prompts: Sequence[Sequence[int] | np.ndarray]) -> None:
+        """Raises PromptError if the ids of a prompt are none, or do not fit the context."""
         for index, prompt in enumerate(prompts):
             if not len(prompt):
                 raise PromptError(f"prompt {index} has no tokens; give text, or at least one id")
@@ -304,7 +305,7 @@ class Generator:
             self.stats = Stats()
             return []
         ids = [self.prompt_ids(prompt) for prompt in prompts]
-        self._check(ids)
+        self.check(ids)
         prompt_tokens = sum(map(len, ids))
         ids = [row for row in ids for _ in range(num_samples)]
         lengths = np.asarray([len(row) for row in ids], np.int32)

@@ -59,6 +59,13 @@ def test_a_tokenizer_with_ids_that_the_model_has_not_is_refused(model):
         Generator(model, SyntheticTokenizer(1000, copy=False))
 
 
+def test_a_prompt_that_is_refused_is_not_printed(tmp_path, capsys):
+    write_run(tmp_path, small_config())
+    assert generate.main([str(tmp_path), "--prompt", "a text", "--context", "6"]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and shown.err.startswith("error: the prompt has 6 tokens and the context holds 6")
+
+
 def test_a_reader_that_has_enough_ends_it_quietly(tmp_path):
     write_run(tmp_path / "run", small_config())
     program = [sys.executable, "-m", "nsa_jax.generate", str(tmp_path / "run"), "--prompt=a", "--quiet"]
