@@ -53,8 +53,9 @@ def explore_runs(paths: Sequence[str], text: str, max_tokens: int) -> Exploratio
       ValueError: the text is empty, or a model has no NSA layers.
     """
     found = None
-    for path in dict.fromkeys(paths):
-        name = Path(path).name if len({Path(p).name for p in paths}) == len(set(paths)) else path
+    names = {path: Path(path).absolute().name for path in paths}  # "." has the directory's
+    for path in names:
+        name = names[path] if len(set(names.values())) == len(names) else path
         for step, model, tokenizer in _undamaged(path):
             tokenizer.check_fits(model.config.vocab_size)
             if found is None:

@@ -83,6 +83,12 @@ def test_the_page_holds_every_checkpoint_of_both_runs(page):
     assert not re.search(r"https?://", text.split('id="data"')[0])
 
 
+def test_a_run_that_is_the_current_directory_has_its_name(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(runs / "one")
+    assert main([".", "--text", "../text.txt", "--html", str(tmp_path / "page.html")]) == 0
+    assert "<title>one: what is read</title>" in (tmp_path / "page.html").read_text()
+
+
 def test_what_cannot_be_explored_is_refused_with_what_to_do(runs, tmp_path, capsys):
     def refused(*arguments):
         assert main([*arguments, "--html", str(tmp_path / "out.html")]) == 2
