@@ -188,7 +188,8 @@ def _checked_sizes(config: ModelConfig, batch: int, capacity: int, lists: bool) 
         raise ValueError(
             f"capacity={capacity}: RoPE scaling of the kind 'dynamic' would turn the cached keys of rows beyond "
             f"original_length={scaling.original_length} tokens again; use a capacity of at most "
-            f"{scaling.original_length // config.nsa.select_block * config.nsa.select_block}, or 'yarn' or 'linear'"
+            f"{scaling.original_length // config.nsa.select_block * config.nsa.select_block} (of a Generator: context; "
+            "of python -m nsa_jax.generate: --context), or train with 'yarn' or 'linear'"
         )
     if lists and "nsa" not in config.kinds:
         kinds = "/".join(config.kinds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,15 @@ def test_a_prompt_that_is_refused_is_not_printed(tmp_path, capsys):
     assert generate.main([str(tmp_path), "--prompt", "a text", "--context", "6"]) == 2
     shown = capsys.readouterr()
     assert not shown.out and shown.err.startswith("error: the prompt has 6 tokens and the context holds 6")
+
+
+def test_rows_that_dynamic_scaling_would_turn_again_are_refused_with_a_context_that_works(tmp_path, capsys):
+    config = small_config()
+    config.model.rope_scaling.update({"kind": "dynamic", "factor": 2.0, "original_length": 40})
+    write_run(tmp_path, config)
+    assert generate.main([str(tmp_path), "--prompt", "ab"]) == 2
+    fix = re.search(r"use a capacity of at most (\d+) .*: (--context)\)", capsys.readouterr().err)
+    assert generate.main([str(tmp_path), "--prompt", "ab", fix[2], fix[1], "--max-tokens=40"]) == 0
 
 
 def test_a_reader_that_has_enough_ends_it_quietly(tmp_path):
