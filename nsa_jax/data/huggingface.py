@@ -11,6 +11,8 @@ from typing import Any
 from nsa_jax.data.documents import as_tuple, bounded, digest
 from nsa_jax.data.errors import DataError
 
+_READERS = ("arrow", "csv", "json", "pandas", "parquet", "text", "webdataset", "xml")  # no data sets: kinds of files
+
 
 class HuggingFaceSource:
     """Any dataset that `datasets.load_dataset` reads: from the hub, or local parquet, jsonl, text or csv files.
@@ -41,6 +43,12 @@ class HuggingFaceSource:
                 "config.data.hf_path=''",
                 "the hf source has no dataset",
                 "set a hub id such as HuggingFaceFW/fineweb-edu, or 'parquet' or 'json' with hf_data_files",
+            )
+        if path in _READERS and not as_tuple(data_files):  # load_dataset would look for files in the working directory
+            raise DataError(
+                f"config.data.hf_path={path!r}",
+                "is a kind of files, and hf_data_files names none",
+                "name files there, or make hf_path the directory that holds them",
             )
         self.path = os.path.expanduser(path)  # as `files`; shells leave the ~ of --config.data.hf_path=~/data
         self.config_name = name

@@ -303,6 +303,14 @@ def test_hf_unknown_split_and_missing_files_are_explained(tmp_path, write_rows, 
         HuggingFaceSource(path="")
 
 
+def test_a_kind_of_files_alone_reads_no_working_directory(tmp_path, write_rows, hf_home, documents, monkeypatch):
+    write_rows(tmp_path / "train", "json", documents[:10])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="hf_path='json'.*hf_data_files names none.*make hf_path the directory"):
+        HuggingFaceSource(path="json", streaming=True)
+    assert len(list(HuggingFaceSource(path="train").documents())) == 10
+
+
 @pytest.mark.parametrize("kind", [ConnectionError, "wrapped"])
 def test_unreachable_hub_points_to_local_files(monkeypatch, kind):
     import datasets
