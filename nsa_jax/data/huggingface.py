@@ -80,6 +80,13 @@ class HuggingFaceSource:
         Raises:
           DataError: the hub cannot be reached, the dataset or split does not exist, or it has no such column.
         """
+        for name, folder in (("state.json", ""), ("dataset_dict.json", f"{self.split.partition('[')[0]}/")):
+            if Path(self.path, name).is_file():
+                raise DataError(
+                    f"config.data.hf_path={self.path!r}",
+                    "was written by save_to_disk, which load_dataset does not read; only hf_tokens_field reads it",
+                    f"set hf_path='arrow' and hf_data_files=({str(Path(self.path, f'{folder}*.arrow'))!r},)",
+                )
         import datasets  # slow to import, and only this source needs it
 
         try:

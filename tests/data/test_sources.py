@@ -303,6 +303,18 @@ def test_hf_unknown_split_and_missing_files_are_explained(tmp_path, write_rows, 
         HuggingFaceSource(path="")
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_text_that_was_saved_to_disk_is_read_as_the_message_says(tmp_path, hf_home, documents, splits):
+    import datasets
+
+    saved, path = datasets.Dataset.from_dict({"text": documents[:10]}), str(tmp_path / "saved")
+    (datasets.DatasetDict({"train": saved, "test": saved.select([0])}) if splits else saved).save_to_disk(path)
+    with pytest.raises(DataError, match="save_to_disk") as found:
+        next(HuggingFaceSource(path=path).documents())
+    _, kind, _, files, _ = found.value.fix.split("'")
+    assert list(HuggingFaceSource(path=kind, data_files=(files,)).documents()) == documents[:10]
+
+
 def test_a_kind_of_files_alone_reads_no_working_directory(tmp_path, write_rows, hf_home, documents, monkeypatch):
     write_rows(tmp_path / "train", "json", documents[:10])
     monkeypatch.chdir(tmp_path)
