@@ -132,7 +132,7 @@ def default_config() -> ConfigDict:
     d.val_fraction = 0.01  # share of documents held out, chosen by a hash of their content
     d.val_files = ()  # text, tokens: files of held-out documents; no others are held out then
     d.cache_dir = ""  # tokenised corpus; default: ~/.cache/nsa_jax, or $NSA_JAX_CACHE; s3://, gs://: kept there, too
-    d.num_workers = 0  # grain worker processes; 0: threads in this process
+    d.num_workers = 0  # grain worker processes, not of streams; 0: threads in this process
     d.prefetch = 8  # batches prepared ahead
 
     c.train = t = ConfigDict()
@@ -295,6 +295,8 @@ def _without_effect(config: ConfigDict) -> list[Problem]:
         if values[name] != defaults[name] and not read and name not in kept:
             to = f"={needed[0]!r}" if needed else ""
             report(name, f"config.{other}={values[other]!r}", f"set config.{other}{to}")
+    if values["data.num_workers"] and values["data.hf_streaming"] and kinds == {"hf"}:
+        report("data.num_workers", "config.data.hf_streaming=True", "set config.data.hf_streaming=False")
     for name, because, fix in _without_parameters(config):
         if values[name] != defaults[name]:
             report(name, because, fix)

@@ -150,6 +150,10 @@ WITHOUT_EFFECT = [
     (["data.bpe_vocab_size=300"], "warning", "data.bpe_vocab_size=300", "data.tokenizer='byte'", "tokenizer='bpe'"),
     (["data.shuffle_buffer=9"], "warning", "data.shuffle_buffer=9", "data.hf_streaming=False", "hf_streaming=True"),
     (["data.stream_lanes=2"], "warning", "data.stream_lanes=2", "data.hf_streaming=False", "hf_streaming=True"),
+    (
+        ["data.num_workers=2", "data.source=hf", "data.hf_path=x", "data.hf_streaming=True"],
+        *("warning", "data.num_workers=2", "data.hf_streaming=True", "data.hf_streaming=False"),
+    ),
     (["data.tree_characters=9"], "warning", "data.tree_characters=9", "data.source='stdlib'", "data.source='trees'"),
     (["data.hf_name=x"], "warning", "data.hf_name='x'", "data.source='stdlib'", "data.source='hf'"),
     (["data.synthetic=copy"], "warning", "data.synthetic='copy'", "data.source='stdlib'", "data.source='synthetic'"),
@@ -200,6 +204,7 @@ WITHOUT_EFFECT = [
     ),
 ]
 READ = [
+    ["data.source=text", "data.files=a.txt", "data.num_workers=2"],
     ["data.source=text", "data.files=a.txt", "data.text_separator=%"],
     ["data.sources.a.source=text", "data.sources.b.source=stdlib", "data.files=a.txt"],
     ["data.source=text", "data.files=a.txt", "data.sources.a.weight=1", "data.sources.b.source=stdlib"],

@@ -251,7 +251,8 @@ def examine(config: ConfigDict, pipeline: Pipeline) -> DataReport:
     report.bigram_entropy = statistics.bigram_entropy(tokens)
     if first > 60:
         message = f"the first batch came after {first:.0f} s"
-        problems.append(Problem("R035", "warning", message, "look at the disk and config.data.num_workers"))
+        fix = "look at the disk and " + ("the network" if pipeline.streamed else "config.data.num_workers")
+        problems.append(Problem("R035", "warning", message, fix))
     text = printable(pipeline.tokenizer.decode(batches[0]["inputs"][0, : min(64, config.data.seq_len)]))
     counts = statistics.token_histogram(tokens, pipeline.tokenizer.vocab_size)
     top = np.argsort(counts)[::-1][:5]

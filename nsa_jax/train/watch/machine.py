@@ -78,8 +78,8 @@ class MachineGuards:
         self._waiting = self._waiting + 1 if waiting else 0
         self._waiting_seconds = self._waiting_seconds + seconds if waiting else 0.0
         if self._waiting >= _IN_A_ROW and self._waiting_seconds >= _SLOW_FOR:
-            message = f"{share:.0%} of the time is spent waiting for data; more config.data.num_workers, a faster disk"
-            self._alarm("data_wait", step, message)
+            fix = "more config.data.num_workers (of a stream: hf_streaming=False), a faster disk"
+            self._alarm("data_wait", step, f"{share:.0%} of the time is spent waiting for data; {fix}")
 
     def check_memory(self, step: int, name: str, used: int, limit: int) -> None:
         """Raises the alarm `memory_slope` if memory grows so that it will not last for the run."""
