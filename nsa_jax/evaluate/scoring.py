@@ -217,9 +217,14 @@ def data_of_the_run(config: ConfigDict, tokenizer: Tokenizer) -> Pipeline:
     """The data that a config names, in the tokens of a model.
 
     Raises:
-      DataError: they have another tokenizer now.
+      DataError: they are not on this machine, or have another tokenizer now.
     """
-    pipeline = make_pipeline(config)
+    try:
+        pipeline = make_pipeline(config)
+    except DataError as error:
+        # A model is evaluated as it was trained: no option here changes where its data lies.
+        fix = f"restore the data of the run, or name texts with --files (in training: {error.fix})"
+        raise DataError(error.where, error.what, fix) from error
     if pipeline.tokenizer.fingerprint != tokenizer.fingerprint:
         raise DataError(
             f"config.data.source={config.data.source!r}",

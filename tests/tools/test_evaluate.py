@@ -284,6 +284,14 @@ def test_command_line(tmp_path, capsys):
     assert "neither checkpoints" in capsys.readouterr().err
 
 
+def test_texts_can_be_named_where_the_data_of_a_run_are_not_on_this_machine(tmp_path, capsys):
+    config = small_config()
+    config.data.source, config.data.files = "text", (str(tmp_path / "gone" / "*.txt"),)
+    write_run(tmp_path / "run", config)
+    assert evaluate.main([str(tmp_path / "run")]) == EXIT_USAGE
+    assert "matches no file" in (shown := capsys.readouterr().err) and "name texts with --files" in shown
+
+
 def test_validation_that_cannot_be_repeated_is_refused(model, monkeypatch):
     config, token_bytes = small_config(), np.ones(260, np.int32)
     monkeypatch.setattr(scoring, "make_pipeline", lambda config: types.SimpleNamespace(tokenizer=ByteTokenizer()))
