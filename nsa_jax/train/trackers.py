@@ -185,10 +185,10 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def problems(names: Sequence[str]) -> list[Problem]:
+def problems(names: Sequence[str] | None) -> list[Problem]:
     """R058: the packages of the trackers that a config names can be imported."""
     found = []
-    for name in names:
+    for name in names or ():
         if name not in TRACKERS:
             continue  # R001 says so
         try:

@@ -57,9 +57,7 @@ def run(
     address = str(workdir) if scheme_of(str(workdir)) else ""
     problems = workdir_problems(address) if address else []
     workdir = local_directory(workdir, config.train.local_dir)
-    config_lib.check(config, problems + workdir_problems(workdir))
-    if missing := trackers.problems(config.train.trackers):
-        raise config_lib.ConfigError(missing)
+    config_lib.check(config, problems + workdir_problems(workdir) + trackers.problems(config.train.trackers))
     keep_compiled_programs(config.compilation_cache_dir, lines=profile is not None)
     made = None
     try:

@@ -142,6 +142,11 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused_at_the_start(tmp_
     assert len(caught.value.problems) == 1 and not (tmp_path / "run").exists()
     wrong = tiny_config(train__trackers=("wandb",), model__remat="no")  # R001 leaves the compilation out
     assert {"R001", "R058"} <= {problem.rule for problem in examine(wrong, tmp_path / "run").problems}
+    with pytest.raises(ConfigError) as caught:
+        run(wrong, tmp_path / "run", devices=one_device())
+    assert {"R001", "R058"} <= {problem.rule for problem in caught.value.problems}
+    with pytest.raises(ConfigError, match="R057 error: config.train.trackers=None"):
+        run(tiny_config(train__trackers=None), tmp_path / "run", devices=one_device())
 
 
 def wandb_records(path):
