@@ -280,7 +280,9 @@ def _cached_pipeline(
     if held_out_source is not None:
         if isinstance(source, _Unread):
             held_out_source = _Unread(held_out_source)
-        corpus = corpus.with_held_out(load(held_out_source, val_fraction=1.0))
+        with _naming("held-out documents"):
+            held_out_corpus = load(held_out_source, val_fraction=1.0)
+        corpus = corpus.with_held_out(held_out_corpus)
     if corpus.train.stats.tokens < data.seq_len + 1:
         raise DataError(
             f"training split of {source.name}",
@@ -335,7 +337,7 @@ def _mixture_pipeline(
     for name, part in alone.items():
         if part.data.source == "task":
             continue
-        with _naming_source(name):
+        with _naming(f"config.data.sources.{name}"):
             source = sources.make_source(part)
         found[name] = _Unread(source) if cached_only else source
     _check_apart(alone)
@@ -349,7 +351,7 @@ def _mixture_pipeline(
     for (name, part), exact in zip(alone.items(), schedule.shares, strict=True):
         # Orders of their own, for sources of equally many rows.
         part.seed = int.from_bytes(hashlib.blake2b(f"{config.seed} {name}".encode(), digest_size=3).digest(), "little")
-        with _naming_source(name):
+        with _naming(f"config.data.sources.{name}"):
             made = (
                 _cached_pipeline(part, share, found[name], tokenizer, lambda _: None)
                 if name in found
@@ -378,7 +380,7 @@ def _check_apart(alone: dict[str, ConfigDict]) -> None:
     for name, data in readers.items() if any(data.val_files for data in readers.values()) else ():
         trained |= dict.fromkeys(map(os.path.realpath, sources.TextSource(data.files).files), name)
     for name, data in readers.items():
-        with _naming_source(name):
+        with _naming(f"config.data.sources.{name}"):
             for file in sources.held_out_files(data) if data.val_files else ():
                 other = trained.get(os.path.realpath(file), name)
                 if other != name:
@@ -387,12 +389,12 @@ def _check_apart(alone: dict[str, ConfigDict]) -> None:
 
 
 @contextlib.contextmanager
-def _naming_source(name: str) -> Iterator[None]:
-    """Errors say which of several sources they are about."""
+def _naming(place: str) -> Iterator[None]:
+    """Errors say what they are about: which of several sources, or the held-out documents."""
     try:
         yield
     except DataError as error:
-        raise DataError(f"config.data.sources.{name}: {error.where}", error.what, error.fix) from error
+        raise DataError(f"{place}: {error.where}", error.what, error.fix) from error
 
 
 class _TrainingDocuments:

@@ -98,6 +98,13 @@ def test_a_file_is_either_trained_on_or_held_out(files, tmp_path):
     assert not list((tmp_path / "cache").rglob("meta.json"))  # told before anything was tokenised
 
 
+def test_held_out_files_without_text_are_told_from_those_that_are_trained_on(files):
+    config, held_out = files
+    held_out.write_text("\n")
+    with pytest.raises(DataError, match="held-out documents: source text: the corpus is empty"):
+        make_pipeline(config)
+
+
 def test_documents_in_both_are_counted_and_told(files, documents):
     config, held_out = files
     before = make_pipeline(config).fingerprint
