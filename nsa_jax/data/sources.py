@@ -360,6 +360,9 @@ class TextSource:
                 matches = [expanded]
             else:
                 matches = sorted(glob.glob(expanded, recursive=True))
+            if dangling := next((m for m in matches if os.path.islink(m) and not os.path.exists(m)), None):
+                what = f"is a link to {os.readlink(dangling)}, which does not exist"
+                raise DataError(dangling, what, "restore the file, or delete the link")
             matches = [m for m in matches if os.path.isfile(m)]
             if not matches:
                 what = "is a directory" if os.path.isdir(expanded) else f"matches no file (from {os.getcwd()})"

@@ -157,6 +157,13 @@ def test_text_without_files_or_matches_is_refused(tmp_path):
         TextSource((str(tmp_path),))
 
 
+def test_a_link_whose_file_is_gone_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "unmounted" / "b.txt")
+    with pytest.raises(DataError, match=r"b\.txt: is a link to .*unmounted/b.txt, which does not exist.*Fix:"):
+        TextSource((f"{tmp_path}/*.txt",))
+
+
 def _zst_cut_short():
     return zstandard.compress(b"some text that compresses " * 4000 + b"".join(b"%d " % i for i in range(9999)))[:-40]
 
