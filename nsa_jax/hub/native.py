@@ -230,8 +230,10 @@ def _save_tokenizer(tokenizer: Tokenizer, path: Path) -> bool:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return False
     tokenizer.save(path)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    settings = {"clean_up_tokenization_spaces": False, "model_input_names": ["input_ids", "attention_mask"]}
     settings |= {**tokenizer_settings(tokenizer), "eos_token": tokenizer.eos_token}
+    # Other classes put their own normalizer and words in the place of those of tokenizer.json, which is read here.
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     settings["pad_token"] = settings.get("pad_token") or tokenizer.eos_token
     (path / _SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return True

@@ -36,6 +36,7 @@ from nsa_jax.hub import families
 from nsa_jax.hub.convert import import_dense
 from nsa_jax.hub.native import export_native
 from nsa_jax.sampling import Sampling
+from tests.tools.test_first_words import sentencepiece
 
 LENGTH, VOCAB = 512, 96
 LLAMA3 = {
@@ -344,14 +345,17 @@ TEXTS = (
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention": "window"}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
-@pytest.mark.parametrize("kind", ["byte", "bpe"])
+@pytest.mark.parametrize("kind", ["byte", "bpe", "llama"])
 def test_the_readme_of_a_folder_loads_a_tokenizer_of_the_same_ids(tmp_path, kind, changes):
-    """AutoTokenizer splits texts for every Qwen2ForCausalLM as Qwen's tokenizer does."""
+    """AutoTokenizer splits texts for every Qwen2ForCausalLM as Qwen's tokenizer does; LlamaTokenizer has its way."""
     config = default_config()
     config.model.update({"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8})
     config.model.update({"attention": "dense", "compute_dtype": "float32"} | changes)
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     tokenizer = ByteTokenizer() if kind == "byte" else HuggingFaceTokenizer(train_bpe([page], 500), eos=BPE_EOS)
+    if kind == "llama":
+        tokenizer = sentencepiece()
+        tokenizer.settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}
     model = nn.Transformer(nn.ModelConfig.from_config(config, tokenizer.vocab_size), rngs=nnx.Rngs(3))
     export_native(model, tokenizer, config, tmp_path)
     (line,) = [line for line in (tmp_path / "README.md").read_text().splitlines() if line.startswith("tokenizer = ")]
