@@ -1,6 +1,7 @@
 """Tasks of EleutherAI's lm-evaluation-harness (`lm-eval`) on a model of nsa_jax; needs the `eval` extra.
 
-Rules, which are those of the harness's own `hf` backend with `add_bos_token=False`:
+Rules, which are those of the harness's own `hf` backend with `add_bos_token=False` and, for a tokenizer that has a
+beginning-of-text token, `prefix_token_id` of the end-of-document token:
 
 - Text is tokenized as in training: no beginning-of-text token is added.
 - A continuation without a context, and the first token of a rolling log-likelihood, follow the end-of-document token.
