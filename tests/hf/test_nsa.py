@@ -288,6 +288,7 @@ def test_new_models_can_be_made_of_the_config(plain):
     [
         ({"attention_mask": torch.tensor([[1, 1, 0, 1]])}, "padding on the left"),
         ({"attention_mask": torch.ones(1, 3)}, "has the shape"),
+        ({"attention_mask": torch.tensor([[1, 1, 2, 2]])}, "rows of several documents are not served"),
         ({"past_key_values": transformers.DynamicCache()}, "must be the NSACache"),
         ({"output_attentions": True}, "output_attentions"),
         ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids: must be 0, 1, 2"),

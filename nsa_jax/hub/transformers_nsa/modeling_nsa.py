@@ -176,6 +176,8 @@ class NSAModel(NSAPreTrainedModel):
             return torch.zeros(batch, dtype=torch.long, device=x.device) if known is None else known
         if mask.shape != (batch, length):
             raise ValueError(f"attention_mask has the shape {tuple(mask.shape)}: must be {(batch, length)}")
+        if ((mask != 0) & (mask != 1)).any():
+            raise ValueError("attention_mask: must hold zeros and ones; rows of several documents are not served")
         seen = mask.to(x.device).bool()
         start = (seen.cumsum(-1) == 0).sum(-1)
         holes = ~seen & (torch.arange(length, device=x.device) >= start[:, None])
