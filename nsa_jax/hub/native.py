@@ -61,9 +61,12 @@ def family_of(config: ModelConfig) -> tuple[str, str]:
       LoadError: there are none.
     """
     window, mixed = "window" in config.kinds, len(config.kinds) > 1
+    uneven = config.dim % config.num_heads != 0  # refused by LlamaConfig; a Mistral without a window is the same model
     found = _without_counterpart(config)
     if window and not found and not config.qk_norm and (config.out_bias or config.mlp_bias):
         found = ["window attention beside out_bias or mlp_bias"]
+    if uneven and not found and not config.qk_norm and (config.out_bias or config.mlp_bias):
+        found = [f"dim={config.dim}, no multiple of num_heads={config.num_heads}, beside out_bias or mlp_bias"]
     if mixed and not found and not config.qk_norm and not config.qkv_bias:
         found = ["window attention in some layers, but neither qk_norm nor qkv_bias"]
     if found:
@@ -75,7 +78,7 @@ def family_of(config: ModelConfig) -> tuple[str, str]:
         return "qwen3", "Qwen3ForCausalLM"
     if config.qkv_bias and not config.out_bias:
         return "qwen2", _QWEN2
-    return ("mistral", "MistralForCausalLM") if window else ("llama", "LlamaForCausalLM")
+    return ("mistral", "MistralForCausalLM") if window or uneven else ("llama", "LlamaForCausalLM")
 
 
 def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
@@ -111,8 +114,8 @@ def _dense_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
     window = "window" in config.kinds
     if kind.startswith("qwen"):
         found["use_sliding_window"] = window
-    if window:
-        found["sliding_window"] = config.nsa.window
+    if window or kind == "mistral":
+        found["sliding_window"] = config.nsa.window if window else None
     if window and kind.startswith("qwen"):
         # Layers before this one attend to the whole row, where nothing else is said of each.
         found["max_window_layers"] = config.layers_of("window")[0]

@@ -268,6 +268,7 @@ def test_exported_folders_have_our_logits_in_transformers(saved, tmp_path, reque
 
 OPTIONS = {
     "Llama": {},
+    "Mistral": {},
     "Qwen2": {"qkv_bias": True},
     "Qwen3": {"qk_norm": True, "tie_embeddings": False},
 }
@@ -280,6 +281,8 @@ def test_models_made_here_have_our_logits_in_transformers(family, tmp_path):
     config.model.update({"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16})
     config.model.update({"attention": "dense", "compute_dtype": "float32", "init_std": 0.3, "vocab_size": 320})
     config.model.update(OPTIONS[family])
+    if family == "Mistral":  # a Llama's width must be a multiple of its heads
+        config.model.update({"dim": 30})
     model = nn.Transformer(nn.ModelConfig.from_config(config, 257), rngs=nnx.Rngs(3))
     graphdef, params = nnx.split(model)
     leaves, tree = jax.tree.flatten(params)
