@@ -34,7 +34,7 @@ from ml_collections import ConfigDict
 from nsa_jax.command_line import number, override, run_program
 from nsa_jax.data import Tokenizer, load_tokenizer
 from nsa_jax.data.sources import TextSource
-from nsa_jax.data.tokenizers import ByteTokenizer
+from nsa_jax.data.tokenizers import TEMPLATES, ByteTokenizer
 from nsa_jax.evaluate.far_layers import FarLayers, far_layers
 from nsa_jax.evaluate.scoring import Scorer, score_documents
 from nsa_jax.fields import ConfigError, Problem
@@ -90,7 +90,7 @@ def _tokenizer(given: str | None, source: Path, config: ConfigDict) -> Tokenizer
     """The tokenizer that was asked for, or the checkpoint's own."""
     path = Path(given) if given else source / "tokenizer.json"
     if not given:
-        for name in TOKENIZER_FILES:
+        for name in (*TOKENIZER_FILES, *(str(file.relative_to(source)) for file in source.glob(TEMPLATES))):
             if os.path.lexists(source / name):
                 file_in(source, name)
     if given == "byte":

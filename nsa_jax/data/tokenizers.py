@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # tokenising processes import this module, and need not wait 
 BPE_TRAINING_BYTES = 64 << 20
 BPE_EOS = "<|endoftext|>"
 CONFIG_FILE = "tokenizer_config.json"  # in the folder of a tokenizer
+TEMPLATES = "additional_chat_templates/*.jinja"  # there, too: chat templates but the default, each named by its file
 _MOST_IDS = 1 << 24  # larger vocabularies are mistakes, and tables of their size would fill the memory
 # Of a tokenizer_config.json: what `save` writes itself, and what names code to be run, which nothing here does.
 _OWN_SETTINGS = ("kind", "eos_token", "fingerprint", "auto_map")
@@ -452,8 +453,8 @@ def _load_trained(directory: Path) -> Tokenizer:
 
 
 def _hf_tokenizer_files(path: str) -> tuple[str, dict[str, Any]]:
-    """Text of tokenizer.json, and the settings of tokenizer_config.json and chat_template.jinja beside it."""
-    template = None
+    """Text of tokenizer.json, and the settings of tokenizer_config.json and of files of chat templates beside it."""
+    template, others = None, {}
     local = Path(path).expanduser()
     if local.is_dir():
         local = local / "tokenizer.json"
@@ -464,6 +465,8 @@ def _hf_tokenizer_files(path: str) -> tuple[str, dict[str, Any]]:
             settings_text = settings_file.read_text(encoding="utf-8") if settings_file.is_file() else "{}"
             template_file = local.with_name("chat_template.jinja")
             template = template_file.read_text(encoding="utf-8") if template_file.is_file() else None
+            files = sorted(local.parent.glob(TEMPLATES))
+            others = {file.stem: file.read_text(encoding="utf-8") for file in files}
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise DataError(
@@ -492,6 +495,9 @@ def _hf_tokenizer_files(path: str) -> tuple[str, dict[str, Any]]:
     settings = settings if isinstance(settings, dict) else {}
     if template is not None:
         settings["chat_template"] = template
+    if others:
+        named = others if template is None else {"default": template, **others}
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
     if not settings.get("eos_token") or local.exists():
         special = _object_beside(path, "special_tokens_map.json")
         for name in _SPECIAL:

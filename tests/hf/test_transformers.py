@@ -368,14 +368,15 @@ def test_the_readme_of_a_folder_loads_a_tokenizer_of_the_same_ids(tmp_path, kind
         assert read.decode(read.encode(text)) == text
 
 
-def test_chat_templates_survive_both_ways(tmp_path):
+@pytest.mark.parametrize("several", [False, True])
+def test_chat_templates_survive_both_ways(tmp_path, several):
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
     words = {"</s>": 0, "<unk>": 1, **{chr(32 + i): i for i in range(2, 90)}}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     made.decoder = tokenizers.decoders.Fuse()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
-    fast.chat_template = template
+    fast.chat_template = {"default": template, "tool_use": template + "!"} if several else template
     make("qwen2").save_pretrained(tmp_path / "in")
     fast.save_pretrained(tmp_path / "in")
     assert convert.main([str(tmp_path / "in"), str(tmp_path / "here"), "--attention=dense"]) == 0
@@ -384,6 +385,7 @@ def test_chat_templates_survive_both_ways(tmp_path):
     messages = [{"role": "user", "content": "HELLO"}]
     want = fast.apply_chat_template(messages, tokenize=False)
     assert back.apply_chat_template(messages, tokenize=False) == want == "<user>HELLO</s>"
+    assert back.chat_template == fast.chat_template
     assert back.encode("HELLO") == fast.encode("HELLO")
     assert (back.eos_token, back.eos_token_id) == ("</s>", 0)
 

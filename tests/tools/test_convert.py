@@ -409,11 +409,13 @@ def test_a_whole_file_counts_beside_an_index_as_in_transformers(tmp_path, caplog
     assert "holds model.safetensors and model.safetensors.index.json: the first is read" in caplog.text
 
 
-def test_links_out_of_a_checkpoint_are_not_followed(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
+def test_links_out_of_a_checkpoint_are_not_followed(tmp_path, capsys, name):
     write(tmp_path / "in", describe("llama2"))
     letters(tmp_path / "in")
     (tmp_path / "secret").write_text("a secret")
-    (tmp_path / "in" / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "in" / name).symlink_to(tmp_path / "secret")
     assert convert.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 2
     assert "outside of the model's directory" in capsys.readouterr().err
 
