@@ -37,6 +37,12 @@ def _explicit_layout(array) -> NamedSharding | None:
     return layout if AxisType.Explicit in layout.mesh.axis_types else None
 
 
+def _zeros_like(array) -> jax.Array:
+    """In float32, laid out as the array; jnp.zeros_like forgets a mesh that is not in context in JAX 0.12."""
+    zeros, layout = jnp.zeros_like(array, jnp.float32), _explicit_layout(array)
+    return zeros if layout is None else jax.sharding.reshard(zeros, layout)
+
+
 def _laid_out_alike(*arrays):
     """The arrays, or None, with the first axis of all, the batch, laid out alike, where that is a part of types."""
     layouts = [None if x is None else _explicit_layout(x) for x in arrays]
@@ -253,7 +259,7 @@ def _attend_bwd(plan: _Plan, num_keys: int, residuals, cotangents):
         dkey = _dot(f"{plan.scores},bqkgh->{plan.keys}h", dscores, chunk.query)
         return (plan.add(totals[0], dkey, chunk), plan.add(totals[1], dvalue, chunk)), dquery
 
-    totals = (jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32))  # sharded as they are
+    totals = tuple(map(_zeros_like, (key, value)))
     (dkey, dvalue), dquery = _over_chunks(plan, body, totals, (rows, out, lse, dout))
     drows = _Chunk(dquery, None, None, None)  # type: ignore[arg-type]  # integers have no gradient
     return drows, dkey.astype(key.dtype), dvalue.astype(value.dtype)
