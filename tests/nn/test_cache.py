@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 import nsa_jax
 from nsa_jax import aot, nn
 from nsa_jax.nn.cache import capacity_bucket, memory_report
 from nsa_jax.nn.decoder import Decoder
 from nsa_jax.ops.rope import RopeScaling
-from nsa_jax.ops.target import Target, compile_for
+from nsa_jax.ops.target import Target
 from tests.nn.test_model_options import OPTIONS, fill
 
 SMALL = nsa_jax.NSAConfig(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12)
@@ -463,7 +464,8 @@ def test_the_kernels_of_a_step_are_lowered_once_for_all_layers(batch, attention)
         decoder = abstract_decoder(**fields, num_layers=num_layers, attention=attention, compute_dtype="bfloat16")
         cache = jax.eval_shape(lambda: nn.cache.init_cache(decoder.config, batch, 2048))
         tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        with compile_for(Target("gpu", (9, 0))):
+        mesh = jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+        with aot.tracing_for("h100", mesh):
             lowered = jax.jit(decoder.step).trace(decoder.params, cache, tokens).lower(lowering_platforms=("cuda",))
         return re.findall(r'name = "((?:nsa|dense)_decode\w*)"', lowered.as_text())
 
