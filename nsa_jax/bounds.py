@@ -77,7 +77,7 @@ RANGES = {
     "optim.learning_rate": (0.0, False, float("inf"), False),
     "optim.final_fraction": (0.0, True, 1.0, True),
     "optim.decay_fraction": (0.0, False, 1.0, True),
-    # Closer to 1 a decay soon is 1 in float32, and Adam's correction of the averages divides by zero.
+    # A decay closer to 1 can round to 1 in float32, and Adam's correction of the averages then divides by zero.
     "optim.b1": (0.0, True, 0.999999, True),
     "optim.b2": (0.0, True, 0.999999, True),
     "optim.momentum": (0.0, True, 1.0, False),

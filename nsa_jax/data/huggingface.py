@@ -11,7 +11,7 @@ from typing import Any
 from nsa_jax.data.documents import as_tuple, bounded, digest
 from nsa_jax.data.errors import DataError
 
-_READERS = ("arrow", "csv", "json", "pandas", "parquet", "text", "webdataset", "xml")  # no data sets: kinds of files
+_READERS = ("arrow", "csv", "json", "pandas", "parquet", "text", "webdataset", "xml")  # kinds of files, not data sets
 
 
 class HuggingFaceSource:

@@ -101,7 +101,7 @@ def _check_arrays(arrays: Arrays, config: ModelConfig) -> None:
 
 
 def _check_format(path: Path) -> None:
-    """Raises LoadError if a checkpoint's weights are there in another format alone, or are changes to another one's."""
+    """Raises LoadError if a checkpoint's weights are there in another format alone, or it holds an adapter."""
     names = {file.name for file in path.iterdir()} if path.is_dir() else set()
     if ADAPTER in names:
         raise LoadError(

@@ -240,7 +240,7 @@ class Arrays:
         names = [WHOLE] if found is None else sorted(set(found.values()))
         self._open = {name: self._open_file(name) for name in names}
         held = {name: set(file.keys()) for name, file in self._open.items()}
-        # Arrays that the index does not name count, too, as in transformers: they may have no place in the model.
+        # As in transformers, arrays count that the index does not name: those without a place in the model are refused.
         self.files = {name: file for file in names for name in sorted(held[file])} | (found or {})
         self._checksums = {name: self._read_checksums(name) for name in names}
         self._begins: dict[str, dict[str, int]] = {}

@@ -235,7 +235,7 @@ def _save_tokenizer(tokenizer: Tokenizer, path: Path) -> bool:
     tokenizer.save(path)
     settings = {"clean_up_tokenization_spaces": False, "model_input_names": ["input_ids", "attention_mask"]}
     settings |= {**tokenizer_settings(tokenizer), "eos_token": tokenizer.eos_token}
-    # Other classes put their own normalizer and words in the place of those of tokenizer.json, which is read here.
+    # Other classes, such as LlamaTokenizer, replace the normalizer and the special tokens of tokenizer.json.
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     settings["pad_token"] = settings.get("pad_token") or tokenizer.eos_token
     (path / _SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -243,7 +243,7 @@ class Decoder:
         sizes = {"B": cache.lengths.shape[0]}
         try:
             tokens = np.asarray(tokens)
-        except ValueError:  # NumPy's says nothing of prompts
+        except ValueError:  # NumPy's message does not name the argument
             raise ValueError("tokens has rows of different lengths: pad them on the right, and give lengths") from None
         checks.integers("tokens", tokens, "BT", sizes, "the cache")
         batch, length = tokens.shape

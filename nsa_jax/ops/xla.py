@@ -32,13 +32,13 @@ _DENSE_FACTOR = 4
 
 
 def _explicit_layout(array) -> NamedSharding | None:
-    """How an array is laid out where that is a part of its type; its mesh need not be in context."""
+    """The sharding of an array on a mesh with explicit axes, else None. The mesh need not be in context."""
     layout = jax.typeof(array).sharding
     return layout if AxisType.Explicit in layout.mesh.axis_types else None
 
 
 def _zeros_like(array) -> jax.Array:
-    """In float32, laid out as the array; jnp.zeros_like forgets a mesh that is not in context in JAX 0.12."""
+    """Zeros in float32, sharded as the array. In JAX 0.12 jnp.zeros_like ignores a mesh that is not in context."""
     zeros, layout = jnp.zeros_like(array, jnp.float32), _explicit_layout(array)
     return zeros if layout is None else jax.sharding.reshard(zeros, layout)
 

@@ -98,7 +98,7 @@ function lossChart() {
     label: `Training and validation ${UNITS[state.unit][1]} over ${axisTitle()}; last of ${chosen().label}: ${digits(value)}`,
   };
 }
-// Of which checkpoint nsa_jax.evaluate told: the run may have gone on since.
+// The step of the checkpoint that nsa_jax.evaluate read: the run may have gone on since.
 function evaluatedStep(run) {
   const { step } = run.evaluation;
   return typeof step === "number" ? `, step ${grouped(step)}` : "";

@@ -168,7 +168,7 @@ def make_train_step(setup: Setup, token_bytes) -> Callable[[State, Batch], tuple
         updates, opt_state = setup.optimizer.update(grads, state["opt_state"], params)
         new = {**state, "params": optax.apply_updates(params, updates), "opt_state": opt_state}
         if config.mesh.shard_optimizer:
-            # Otherwise the compiler also splits the averaged parameters, and gathers them beside the parameters.
+            # Without this constraint XLA splits the averaged parameters too, and gathers them beside the parameters.
             new["params"] = jax.lax.with_sharding_constraint(new["params"], P())
         if "ema" in state:
             new["ema"] = _moved_average(state["ema"], new["params"], state["step"], config.train.ema_decay)
