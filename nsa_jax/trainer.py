@@ -119,6 +119,9 @@ class _Interrupts:
 
     def __init__(self):
         self._count = 0
+
+    def begin(self) -> None:
+        """Where `heard` is listening: before that, nobody would answer."""
         signal.signal(signal.SIGINT, self._unwind)
 
     def heard(self, number: int) -> None:
@@ -294,8 +297,10 @@ def _main(argv: list[str]) -> int:
     from nsa_jax.train.compile_ahead import compiling
     from nsa_jax.train.errors import find_cause
 
+    interrupts = _Interrupts()
     try:
-        with stopping.listening(_Interrupts().heard):
+        with stopping.listening(interrupts.heard):
+            interrupts.begin()
             status, why = train(config, workdir if scheme_of(workdir) else str(Path(workdir).absolute()))
     except KeyboardInterrupt:
         processes.leave(EXIT_INTERRUPTED, "interrupted")

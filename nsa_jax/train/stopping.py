@@ -32,12 +32,13 @@ def listening(heard: Callable[[int], None]) -> Iterator[None]:
     """Calls `heard` with the number of each signal that has a Python handler, in a thread and at once.
 
     The handler itself waits until the main thread returns from compiled code, such as from compiling the train step.
+    Where the handler raises, `heard` has been called when this ends.
     """
     with contextlib.ExitStack() as stack:
-        if not _listeners:
-            stack.enter_context(_thread())
         _listeners.append(heard)
-        stack.callback(_listeners.pop)
+        stack.callback(_listeners.pop)  # after the thread has ended, which first tells what came before
+        if len(_listeners) == 1:
+            stack.enter_context(_thread())
         yield
 
 
@@ -73,7 +74,8 @@ def _thread() -> Iterator[None]:
                 yield
             finally:
                 signal.set_wakeup_fd(-1)
-        thread.join()
+                theirs.close()
+                thread.join()
 
 
 class Vote:

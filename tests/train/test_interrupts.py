@@ -156,6 +156,20 @@ def test_listeners_nest_and_leave_nothing_behind():
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_a_signal_whose_handler_raises_is_told_before_its_listener_leaves():
+    """Ctrl-C in Python code ended without a word: the listener had gone before the thread could run."""
+    heard = []
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGUSR2, interrupt)
+    with pytest.raises(KeyboardInterrupt), stopping.listening(heard.append):
+        signal.raise_signal(signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, previous)
+    assert heard == [signal.SIGUSR2]
+
+
 def _raise_and_wait(heard, count):
     signal.raise_signal(signal.SIGUSR2)
     end = time.monotonic() + 60
