@@ -56,6 +56,10 @@ _DECODE_PROGRAMS = 256
 # key/value heads have at most so many bytes.
 DECODE_READ_BYTES = 20 * 2**20
 
+# Reading so many takes no longer than what would spare it: twice as many blocks are read as well, and half as many
+# pairs are enough for one kernel where there are more bytes (generate_h200.json).
+DECODE_READ_FREELY = 6 * 2**20
+
 # From so many (query token, key/value head) pairs on, one kernel serves pairs with few blocks. With few pairs it is
 # slower than two (decode_many_rows.json).
 DECODE_PAIRS = 16
@@ -75,7 +79,7 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
     there are tiles, but up to 32, because summing many parts costs more than it saves. The window has at most
     half as many programs as an H200 holds.
 
-    From 128 pairs on, the window's keys are read in larger steps. Where one kernel serves a pair, two to four programs
+    From 128 pairs on, the window's keys are read in larger steps. Where one kernel serves a pair, two to eight programs
     share the listed blocks of up to 127 pairs of short rows, and a tile of keys and values has 32 KiB: 128 keys at head
     dim 64. In long rows, where four tiles are on their way, each pair has one program. What was measured is in
     decode_many_rows.json and decode_long_rows.json.
@@ -89,7 +93,8 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
     keys = 64 if row_bytes <= 512 else 32
     wanted = max(1, -(-_DECODE_PROGRAMS // pairs))
     tiles, long = -(-num_cmp // keys), num_cmp > DECODE_FEW_COMPRESSED
-    pair_parts = 1 if long or pairs >= 128 else min(4, max(2, _DECODE_PROGRAMS // 2 // pairs))
+    most = 4 if pairs >= DECODE_PAIRS else 8
+    pair_parts = 1 if long or pairs >= 128 else min(most, max(2, _DECODE_PROGRAMS // 2 // pairs))
     return DecodeConfig(
         keys=keys,
         compressed_parts=min(wanted, tiles, max(32, -(-tiles // 2))),
@@ -99,7 +104,7 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
         window_parts=min(max(1, wanted // 2), -(-config.window // keys)),
         window_keys=64 if pairs >= 128 and row_bytes <= 512 else 32,
         columns=2048,
-        rank_warps=8,
+        rank_warps=8 if num_cmp > 512 else 4,
         pair_parts=pair_parts,
         pair_window_parts=1,
         pair_keys=max(32, min(128, 1 << (32_768 // row_bytes).bit_length() - 1)),

@@ -441,10 +441,14 @@ def plan_decode(shape: Shape, num_split: int, config: NSAConfig, target: Target)
     split = decode_tiles.decode_config(pairs, num_split, config, row_bytes)
     num_blocks = shape.num_keys // config.select_block
     read = num_blocks * pairs * (config.select_block * row_bytes + 4 * shape.group * shape.value_dim)
-    few = num_blocks <= 4 * config.num_selected and num_split <= decode_tiles.DECODE_FEW_COMPRESSED
+    freely = read <= min(decode_tiles.DECODE_READ_FREELY, decode_tiles.DECODE_READ_BYTES)
+    n, most = config.num_selected, decode_tiles.DECODE_FEW_COMPRESSED
+    few = num_blocks <= 4 * n and num_split <= most
     fits = row_bytes <= 1024 and shape.group <= 16 and (few or not target.is_small)  # registers and shared memory
-    if fits and pairs >= (decode_tiles.DECODE_PAIRS if few else decode_tiles.DECODE_LONG_PAIRS):
+    enough = decode_tiles.DECODE_PAIRS if freely else decode_tiles.DECODE_PAIRS // 2
+    if fits and pairs >= (enough if few else decode_tiles.DECODE_LONG_PAIRS):
         return Choice("decode.pair", split, "many rows: one program makes the list and reads its blocks")
-    if few and read <= decode_tiles.DECODE_READ_BYTES:
+    some = num_blocks <= 8 * n and num_split <= 2 * most
+    if few and read <= decode_tiles.DECODE_READ_BYTES or some and freely:
         return Choice("decode.short", split, "few blocks: reading all takes less time than waiting for the list")
     return Choice("decode.step", split, "any GPU from sm80 on")

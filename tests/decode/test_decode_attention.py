@@ -205,6 +205,18 @@ def test_documents(serving):
     assert not np.allclose(out[2], decode(arrays, config=SMALL, serving="xla")[0][2], atol=1e-2)
 
 
+@pytest.mark.parametrize("serving", ["pair", "short", "step"])
+@pytest.mark.filterwarnings("ignore:.*interpret mode")
+def test_documents_that_begin_behind_tiles_of_compressed_blocks(serving):
+    config = dataclasses.replace(SMALL, num_selected=12)
+    arrays, full, last = filled_cache(config, (600, 700, 720), capacity=768)
+    start = jnp.asarray([[300], [560], [0]], jnp.int32)
+    out, info = decode(arrays, start, config=config, serving=serving)
+    want, lists = full_forward(full, last, config, start)
+    chex.assert_trees_all_close(np.asarray(out), want, atol=1e-5, rtol=1e-5)
+    same_blocks(info.block_indices, lists, (600, 700, 720), config)
+
+
 @pytest.mark.parametrize(("dtype", "implementation"), [(np.uint8, "xla"), (np.int8, "pallas")])
 @pytest.mark.filterwarnings("ignore:.*interpret mode")
 def test_lengths_are_integers_of_any_type(dtype, implementation):
@@ -319,21 +331,32 @@ def decode_shapes(batch, capacity, config=PAPER, num_heads=64, num_kv=4, dim=128
 
 
 def test_few_blocks_are_read_before_the_lists_are_known():
-    """Where rows have at most four times as many blocks as they list, and few in all; one kernel serves many rows."""
+    """Where rows have at most four times as many blocks as they list, eight times if those are little to read, and few
+    in all; one kernel serves many rows."""
 
     def planned(batch, capacity, dim=64, target=HOPPER):
         query, key_cmp, *_, key_slc, value_slc = decode_shapes(batch, capacity, num_heads=12, num_kv=2, dim=dim)[:5]
         return plan.plan_decode(plan.Shape.of(query, key_slc, value_slc), key_cmp.shape[1], PAPER, target)
 
     for capacity, kernels in (
-        (2048, ["short"] * 2 + ["pair"] * 3),
-        (4096, ["short"] * 2 + ["pair"] * 3),
-        (8192, ["step"] * 4 + ["pair"]),
+        (2048, ["short"] * 3 + ["pair"] * 3),
+        (4096, ["short"] * 2 + ["pair"] * 4),
+        (8192, ["short"] + ["step"] * 4 + ["pair"]),
+        (16384, ["step"] * 5 + ["pair"]),
     ):
-        assert [planned(batch, capacity).kernel for batch in (1, 7, 8, 16, 64)] == [f"decode.{k}" for k in kernels]
+        assert [planned(batch, capacity).kernel for batch in (1, 3, 4, 8, 16, 64)] == [f"decode.{k}" for k in kernels]
+    assert [planned(4, capacity).tiles.rank_warps for capacity in (8192, 16384)] == [4, 8]
     assert planned(64, 8192, target=Target("gpu", (8, 6))).kernel == "decode.step"  # has less shared memory
-    splits = {batch: planned(batch, 2048).tiles for batch in (8, 16, 32, 48, 64, 100)}
-    assert {batch: split.pair_parts for batch, split in splits.items()} == {8: 4, 16: 4, 32: 2, 48: 2, 64: 1, 100: 1}
+    splits = {batch: planned(batch, 2048).tiles for batch in (4, 8, 16, 32, 48, 64, 100)}
+    assert {batch: split.pair_parts for batch, split in splits.items()} == {
+        4: 8,
+        8: 4,
+        16: 4,
+        32: 2,
+        48: 2,
+        64: 1,
+        100: 1,
+    }
     assert {(x.pair_keys, x.num_warps, x.pair_stages) for x in splits.values()} == {(128, 4, 3)}
     assert [planned(64, 2048, dim).tiles.pair_keys for dim in (128, 192)] == [64, 32]  # what shared memory has room for
     groups = [plan.Shape(64, 1, 2048, 2 * group, 2, 64, 64, "bfloat16") for group in (16, 17)]

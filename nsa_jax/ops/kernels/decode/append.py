@@ -81,65 +81,64 @@ def _hidden(y_ref, offset, tail_ref, position_ref, w_ref, out_ref, begin, count:
         out_ref[pl.ds(at, size)] = acc.sum(0)
 
 
-def _turned_query(y_ref, base, turn_ref, at: int, size: int):
-    """Columns [at, at + size) of RoPE of heads that begin at base [rows] of the projection."""
+def _turned_columns(y_ref, base, turn_ref, at: int, size: int):
+    """Columns [at, at + size) of RoPE of a head that begins at `base` of the projection, or of heads, [rows, 1]."""
     half = turn_ref.shape[1]
     column = at + iota(size)
     first = column < half
     other = jnp.where(first, column + half, column - half)
     cos, sin = (turn_ref[i, jnp.minimum(column, other)] for i in range(2))
-    x, partner = (y_ref[base[:, None] + index[None, :]].astype(jnp.float32) for index in (column, other))
+    x, partner = (y_ref[base + index].astype(jnp.float32) for index in (column, other))
     return x * cos + jnp.where(first, -partner, partner) * sin
 
 
+def turned_query(y_ref, turn_ref, kv, group: int, h_dim: int, offsets, dtype):
+    """A token's query of one key/value head, as `PartSoftmax` takes it."""
+    head = jnp.minimum(iota(query_rows(group)), group - 1)
+    base = (offsets[0] + (kv * group + head) * h_dim)[:, None]
+    return [_turned_columns(y_ref, base, turn_ref, *piece).astype(dtype) for piece in pieces(h_dim)]
+
+
 def write_token(
-    y_ref, bias_ref, turn_ref, at, kv, q_ref, gates_ref, cache_refs, h_dim: int, v_dim: int, offsets, shared: bool
-):
-    """Writes a token's query [G, H], gates [3G], keys and values of one key/value head; returns the query as
-    `PartSoftmax` takes it.
+    query, y_ref, bias_ref, turn_ref, at, kv, q_ref, gates_ref, cache_refs, h_dim: int, offsets, shared: bool
+):  # fmt: skip
+    """Writes a token's query [G, H] from `turned_query`, gates [3G], keys and values of one key/value head.
 
     cache_refs: key_slc, value_slc, key_win, value_win, key_tail, value_tail; or key_slc, value_slc, key_tail if the
     branches share keys and values.
     """
     ks_ref, vs_ref, *ring_refs = cache_refs
     group = q_ref.shape[0]
-    at_query, at_key_raw, at_value_raw, at_key_slc, at_value_slc, at_key_win, at_value_win, at_gates = offsets
-    first, second = _halves(h_dim // 2)
-    head, query = jnp.minimum(iota(query_rows(group)), group - 1), []
-    for begin, size in pieces(h_dim):
-        turned = _turned_query(y_ref, at_query + (kv * group + head) * h_dim, turn_ref, begin, size)
-        query.append(turned.astype(q_ref.dtype))
-        q_ref[head, pl.ds(begin, size)] = query[-1]
+    _, at_key_raw, at_value_raw, at_key_slc, at_value_slc, at_key_win, at_value_win, at_gates = offsets
+    head = jnp.minimum(iota(query_rows(group)), group - 1)
+    for (begin, size), x in zip(pieces(h_dim), query, strict=True):
+        q_ref[head, pl.ds(begin, size)] = x
     gate = jnp.minimum(iota(pl.next_power_of_2(3 * group)), 3 * group - 1)
     logits = y_ref[at_gates + kv * 3 * group + gate].astype(jnp.float32) + bias_ref[gate].astype(jnp.float32)
     gates_ref[gate] = 1.0 / (1.0 + jnp.exp(-logits))
 
-    def keys(source, ref, slot, turn):
-        base = source + kv * h_dim
-        halves = y_ref[base + first], y_ref[base + second]
-        halves = _turned(halves[0], halves[1], turn_ref) if turn else halves
-        for half, value in zip((first, second), halves, strict=True):
-            ref[slot, half] = value.astype(ref.dtype)
+    def turned_key(source, ref, slot):
+        for begin, size in pieces(h_dim):
+            key = _turned_columns(y_ref, source + kv * h_dim, turn_ref, begin, size)
+            ref[slot, pl.ds(begin, size)] = key.astype(ref.dtype)
 
-    def values(source, ref, slot):
-        for begin, size in pieces(v_dim):
+    def as_it_is(source, ref, slot):
+        for begin, size in pieces(ref.shape[1]):
             index = begin + iota(size)
-            ref[slot, index] = y_ref[source + kv * v_dim + index].astype(ref.dtype)
+            ref[slot, index] = y_ref[source + kv * ref.shape[1] + index].astype(ref.dtype)
 
     @pl.when(at < ks_ref.shape[0])  # a full row stays as it is
-    def _():
-        keys(at_key_slc, ks_ref, at, True)
-        values(at_value_slc, vs_ref, at)
+    def _in_cache():
+        turned_key(at_key_slc, ks_ref, at)
+        as_it_is(at_value_slc, vs_ref, at)
         if shared:
             (kt_ref,) = ring_refs
         else:
             kw_ref, vw_ref, kt_ref, vt_ref = ring_refs
-            values(at_value_raw, vt_ref, at % vt_ref.shape[0])
-            keys(at_key_win, kw_ref, at % kw_ref.shape[0], True)
-            values(at_value_win, vw_ref, at % vw_ref.shape[0])
-        keys(at_key_raw, kt_ref, at % kt_ref.shape[0], False)
-
-    return query
+            as_it_is(at_value_raw, vt_ref, at % vt_ref.shape[0])
+            turned_key(at_key_win, kw_ref, at % kw_ref.shape[0])
+            as_it_is(at_value_win, vw_ref, at % vw_ref.shape[0])
+        as_it_is(at_key_raw, kt_ref, at % kt_ref.shape[0])
 
 
 def projection_offsets(num_heads: int, num_kv: int, h_dim: int, v_dim: int, shared: bool) -> tuple[int, ...]:
@@ -168,7 +167,8 @@ def _append_kernel(*refs, h_dim, v_dim, offsets, chunks, shared, config: NSAConf
     @pl.when(part < 0)
     def _():
         written = (ks_ref, vs_ref, *ring_refs)
-        write_token(y_ref, bias_ref, turn_ref, at, kv, q_ref, gates_ref, written, h_dim, v_dim, offsets, shared)
+        query = turned_query(y_ref, turn_ref, kv, q_ref.shape[0], h_dim, offsets, q_ref.dtype)
+        write_token(query, y_ref, bias_ref, turn_ref, at, kv, q_ref, gates_ref, written, h_dim, offsets, shared)
 
     _, complete = completes(lengths_ref, config)
     count = config.compress_block // chunks

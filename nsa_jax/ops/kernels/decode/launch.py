@@ -4,8 +4,9 @@ The kernels for short rows, for pairs, and for everything else (short.py, pair.p
 `Launch`. It says how the first kernel is launched, has the function of its programs, and adds the kernels that follow.
 `append_and_attend` also writes the new token into the cache: before a program attends, it does what append.py's does.
 
-Programs that share a (row, key/value head) pair all write its query, gates, token and compressed block, and none waits
-for another. That is safe because every place is written once by each of them, with the same bits:
+Of the programs that share a (row, key/value head) pair, those that read the new token or the compressed block that it
+completes write it before (`Launch.needs`), the token with its query and gates. None waits for another. That is safe
+because every place is written once by each of them, with the same bits:
 
 - Query, gates and token come from inputs that no program writes, the compressed block from these and the tails. In a
   tail only the new token's slot changes, and what is loaded from it is replaced by the projection. If the tail is a
@@ -46,37 +47,40 @@ def _attend_kernel(*refs, num_starts, num_queries, attend):
     attend(q_ref, gate_of, caches, outs, t, start)
 
 
-def _append_kernel(*refs, h_dim, v_dim, offsets, shared, attend, early_keys, config: NSAConfig):
+def _append_kernel(*refs, h_dim, v_dim, offsets, shared, launch, config: NSAConfig):
     """refs: lengths [1] before the token, projection [F], gate bias [3G], cos and sin [2, H/2], the caches in the order
     of `append.append_token`, compressed ones last (aliased), and segment_start [1]; out: query [G, H], gates [3G], the
-    caches, and those of `attend`."""
+    caches, and those of `launch.attend`."""
     lengths_ref, y_ref, bias_ref, turn_ref = refs[:4]
     held = 3 if shared else 6
     start_ref, q_ref, gates_ref, *others = refs[4 + held + 2 :]
     caches, compressed, outs = others[:held], others[held : held + 2], others[held + 2 :]
     read = (*compressed, *caches[:2], *(caches[:2] if shared else caches[2:4]))
-    early = pair.load_keys(compressed[0], early_keys) if early_keys else []
     at, kv = lengths_ref[0], pl.program_id(1)
-    query = append.write_token(
-        y_ref, bias_ref, turn_ref, at, kv, q_ref, gates_ref, caches, h_dim, v_dim, offsets, shared
-    )
+    t, start = jnp.minimum(at, caches[0].shape[0] - 1), jnp.maximum(start_ref[0], 0)
+    early = pair.load_keys(compressed[0], launch.early_keys) if launch.early_keys else []
+    needs_token, needs_block = launch.needs(t, start)
+    query = append.turned_query(y_ref, turn_ref, kv, q_ref.shape[0], h_dim, offsets, q_ref.dtype)
+
+    @pl.when(needs_token)
+    def _token():
+        append.write_token(query, y_ref, bias_ref, turn_ref, at, kv, q_ref, gates_ref, caches, h_dim, offsets, shared)
+
     newest = [(y_ref, offsets[1] + kv * h_dim, at), (y_ref, offsets[2] + kv * v_dim, at)]
     tails = (caches[2], caches[1]) if shared else caches[4:]
     _, complete = append.completes(lengths_ref, config)
 
-    @pl.when(complete)
+    @pl.when(complete & needs_block)
     def _emit():
         for role in range(2):
             append.emit(role, lengths_ref, turn_ref, tails, ((), ()), compressed, newest, config)
         barrier()
 
-    t, start = jnp.minimum(at, caches[0].shape[0] - 1), jnp.maximum(start_ref[0], 0)
-
     def gate_of(head, branch):
         return gates_ref[3 * head + branch]
 
     early = [pair.load_keys_again(early, compressed[0], complete)] if early else []
-    attend(query, gate_of, read, outs, t, start, *early)
+    launch.attend(query, gate_of, read, outs, t, start, *early)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "plan"))
@@ -143,8 +147,7 @@ def append_and_attend(
             v_dim=v_dim,
             offsets=offsets,
             shared=shared,
-            attend=launch.attend,
-            early_keys=launch.early_keys,
+            launch=launch,
             config=config,
         ),
         grid=launch.grid,

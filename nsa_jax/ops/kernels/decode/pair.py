@@ -171,9 +171,14 @@ def _attend_selected(
     barrier()
     rank(sum_ref, list_ref, t, start, widths=widths, num_cmp=num_cmp, capacity=k_ref.shape[0], config=config)
     barrier()
-    first, last = candidate_range(t, start, config)
-    begin, end = part_of(jnp.minimum(last - first + 1, config.num_selected), parts, part)
+    begin, end = _listed_part(t, start, part, parts, config)
     return attend_listed(softmax, k_ref, v_ref, list_ref, begin, end, t, start, config)
+
+
+def _listed_part(t, start, part, parts, config: NSAConfig):
+    """Places [begin, end) of the part-th of `parts` parts of a query's list."""
+    first, last = candidate_range(t, start, config)
+    return part_of(jnp.minimum(last - first + 1, config.num_selected), parts, part)
 
 
 class Launch:
@@ -185,7 +190,7 @@ class Launch:
     def __init__(self, rows, num_kv, group, num_cmp, capacity, dims, dtype, config: NSAConfig, tile: DecodeConfig):
         """The arguments are sizes: `rows` is B * T, num_cmp is C, capacity is S, and dims are (H, V)."""
         h_dim, v_dim = dims
-        keys, n, self.dtype = tile.pair_keys, config.num_selected, dtype
+        keys, n, self.dtype, self.config = tile.pair_keys, config.num_selected, dtype, config
         # Attention to the compressed blocks is a program of its own where several share a pair.
         parts, self.cut = tile.pair_parts, (1, tile.pair_window_parts)
         programs = 1 if parts == 1 else sum(self.cut) + parts
@@ -210,6 +215,16 @@ class Launch:
         if programs > 1:
             specs, shapes = partials(rows, num_kv, programs, group, v_dim)
             self.out_specs, self.out_shape = self.out_specs + specs, self.out_shape + shapes
+
+    def needs(self, t, start):
+        """Whether the program reads the token at position t, and whether it reads compressed blocks."""
+        part, parts = pl.program_id(0), self.grid[0] - sum(self.cut)
+        if self.grid[0] == 1:
+            return True, True
+        begin, end = _listed_part(t, start, part, parts, self.config)
+        _, last = _listed_part(t, start, 0, 1, self.config)
+        others = parts + self.cut[0]
+        return (part >= others) | ((part < parts) & (begin < end) & (end == last)), part < others
 
     def finish(self, outs, query, gates, caches, where: Positions):
         """Output [rows, N, V] and lists [rows, K, n] from what the kernel put out and gates [rows, N, 3]."""

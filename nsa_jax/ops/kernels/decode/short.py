@@ -110,6 +110,12 @@ class Launch:
         self.out_specs = [*specs, per_pair(group, self.columns)]
         self.out_shape = [*shapes, jax.ShapeDtypeStruct((rows, num_kv, group, self.columns), jnp.float32)]
 
+    def needs(self, t, start):
+        """Whether the program reads the token at position t, and whether it reads compressed blocks."""
+        part, (compressed, window) = pl.program_id(0), self.cut
+        newest = part - sum(self.cut) == t // self.config.select_block
+        return newest | ((part >= compressed) & (part < compressed + window)), part < compressed
+
     def finish(self, outs, query, gates, caches, where: Positions):
         """Output [rows, N, V] and lists [rows, K, n] from what the first kernel put out and gates [rows, N, 3]."""
         del query, caches

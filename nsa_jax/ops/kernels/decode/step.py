@@ -123,6 +123,11 @@ class Launch:
         _, num_kv, rows = self.grid
         return jax.ShapeDtypeStruct((rows, num_kv, *shape), dtype)
 
+    def needs(self, t, start):
+        """Whether the program reads the token at position t, and whether it reads compressed blocks."""
+        part, (compressed, _) = pl.program_id(0), self.cut
+        return part >= compressed, part < compressed
+
     def finish(self, outs, query, gates, caches, where: Positions):
         """Output [rows, N, V] and lists [rows, K, n] from what the first kernel put out and gates [rows, N, 3]."""
         acc, stats, scores = outs
