@@ -286,24 +286,29 @@ def two_gpu_rows() -> dict[str, list[str]]:
 
 
 def generation_rows() -> dict[str, list[str]]:
-    """As `attention_rows`, of a whole model's decode step: milliseconds with 1, 16 and 64 rows."""
+    """As `attention_rows`, of a whole model's decode step: milliseconds with 1 to 64 rows, – where not measured."""
     rows = [row for row in results("generate_h200")["rows"] if row["tokens_per_dispatch"] == 8]
     steps = {(row["attention"], row["context"], row["B"]): row for row in rows}
     contexts = sorted({context for _, context, _ in steps})
 
-    def cells(attention: str) -> list[str]:
-        rows = [[steps[attention, context, batch] for batch in (1, 16, 64)] for context in contexts]
-        return [" / ".join(digits(row["ms_per_step"]) for row in step) for step in rows]
+    def cells(attention: str, name: str, form: str, batches: tuple[int, ...]) -> list[str]:
+        found = [[steps.get((attention, context, batch)) for batch in batches] for context in contexts]
+        return [" / ".join(format(row[name], form) if row else "–" for row in step) for step in found]
 
-    most = [steps["nsa", c, 64]["tokens_per_s"] / steps["dense", c, 64]["tokens_per_s"] for c in contexts]
+    def ratios(batches: tuple[int, ...]) -> list[str]:
+        found = [[[steps.get((a, c, b)) for a in ("nsa", "dense")] for b in batches] for c in contexts]
+        times = [[[row and row["ms_per_step"] for row in pair] for pair in pairs] for pairs in found]
+        return [" / ".join(f"{nsa / dense:.2f}" if nsa and dense else "–" for nsa, dense in pairs) for pairs in times]
+
+    few, many = (1, 2, 4, 8), (16, 64)
     return {
-        "a step of the model with NSA: 1 / 16 / 64 rows, ms": cells("nsa"),
-        "a step of the model with dense attention: 1 / 16 / 64 rows, ms": cells("dense"),
-        "tokens/s with 64 rows, NSA / dense": [
-            " / ".join(f"{steps[attention, c, 64]['tokens_per_s']:,.0f}" for attention in ("nsa", "dense"))
-            for c in contexts
-        ],
-        "speed-up with 64 rows": [f"{gain:.1f}x" for gain in most],
+        "a step of the model with NSA: 1 / 2 / 4 / 8 rows, ms": cells("nsa", "ms_per_step", ".3f", few),
+        "a step of the model with dense attention: 1 / 2 / 4 / 8 rows, ms": cells("dense", "ms_per_step", ".3f", few),
+        "NSA's time over dense attention's: 1 / 2 / 4 / 8 rows": ratios(few),
+        "a step of the model with NSA: 16 / 64 rows, ms": cells("nsa", "ms_per_step", ".3f", many),
+        "a step of the model with dense attention: 16 / 64 rows, ms": cells("dense", "ms_per_step", ".3f", many),
+        "NSA's time over dense attention's: 16 / 64 rows": ratios(many),
+        "tokens/s with 64 rows, NSA": cells("nsa", "tokens_per_s", ",.0f", (64,)),
     }
 
 

@@ -113,6 +113,28 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
     )
 
 
+def decode_kernel(
+    pairs: int, num_blocks: int, num_cmp: int, read: int, config: NSAConfig, pair_fits: bool, long_pair_fits: bool
+) -> tuple[str, str]:
+    """The kernel of a decode step, "pair", "short" or "step" (files of ops/kernels/decode), and why it is that one.
+
+    Args:
+      pairs, num_cmp, config: those of `decode_config`.
+      num_blocks: selection blocks that a row can have.
+      read: bytes of all blocks of the batch, with what is stored of each.
+      pair_fits, long_pair_fits: whether the GPU has room for a program that serves a pair with few blocks, or with
+        any number of them.
+    """
+    freely = read <= min(DECODE_READ_FREELY, DECODE_READ_BYTES)
+    few, some = (num_blocks <= x * 4 * config.num_selected and num_cmp <= x * DECODE_FEW_COMPRESSED for x in (1, 2))
+    enough = DECODE_PAIRS // (1 if freely else 2) if few else DECODE_LONG_PAIRS
+    if pairs >= enough and (pair_fits if few else long_pair_fits):
+        return "pair", "many rows: one program makes the list and reads its blocks"
+    if (some and freely) or (few and read <= DECODE_READ_BYTES):
+        return "short", "few blocks: reading all takes less time than waiting for the list"
+    return "step", "any GPU from sm80 on"
+
+
 @dataclasses.dataclass(frozen=True)
 class ProductConfig:
     """Tiles of the product of few rows with weights.

@@ -441,14 +441,7 @@ def plan_decode(shape: Shape, num_split: int, config: NSAConfig, target: Target)
     split = decode_tiles.decode_config(pairs, num_split, config, row_bytes)
     num_blocks = shape.num_keys // config.select_block
     read = num_blocks * pairs * (config.select_block * row_bytes + 4 * shape.group * shape.value_dim)
-    freely = read <= min(decode_tiles.DECODE_READ_FREELY, decode_tiles.DECODE_READ_BYTES)
-    n, most = config.num_selected, decode_tiles.DECODE_FEW_COMPRESSED
-    few = num_blocks <= 4 * n and num_split <= most
-    fits = row_bytes <= 1024 and shape.group <= 16 and (few or not target.is_small)  # registers and shared memory
-    enough = decode_tiles.DECODE_PAIRS if freely else decode_tiles.DECODE_PAIRS // 2
-    if fits and pairs >= (enough if few else decode_tiles.DECODE_LONG_PAIRS):
-        return Choice("decode.pair", split, "many rows: one program makes the list and reads its blocks")
-    some = num_blocks <= 8 * n and num_split <= 2 * most
-    if few and read <= decode_tiles.DECODE_READ_BYTES or some and freely:
-        return Choice("decode.short", split, "few blocks: reading all takes less time than waiting for the list")
-    return Choice("decode.step", split, "any GPU from sm80 on")
+    fits = row_bytes <= 1024 and shape.group <= 16  # registers
+    fits_long = fits and not target.is_small  # shared memory
+    kernel, reason = decode_tiles.decode_kernel(pairs, num_blocks, num_split, read, config, fits, fits_long)
+    return Choice(f"decode.{kernel}", split, reason)
