@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 import nsa_jax
 from nsa_jax import aot
 from nsa_jax.ops import blocks, plan, reference
 from nsa_jax.ops import decode_tiles as tuning
 from nsa_jax.ops.decode import slot_positions
+from nsa_jax.ops.kernels.decode import pair, short, step
 from nsa_jax.ops.target import Target
 
 # Interpreted kernels are compiled for much longer than they run.
@@ -361,6 +363,35 @@ def test_few_blocks_are_read_before_the_lists_are_known():
     assert [planned(64, 2048, dim).tiles.pair_keys for dim in (128, 192)] == [64, 32]  # what shared memory has room for
     groups = [plan.Shape(64, 1, 2048, 2 * group, 2, 64, 64, "bfloat16") for group in (16, 17)]
     assert [plan.plan_decode(shape, 127, PAPER, HOPPER).kernel for shape in groups] == ["decode.pair", "decode.step"]
+
+
+@pytest.mark.parametrize(("t", "start"), [(0, 0), (1023, 0), (2047, 0), (2047, 1900), (700, 690), (1500, 1460)])
+def test_programs_that_read_the_new_token_write_it(t, start, monkeypatch):
+    """None waits for another, which the interpreter, in which they follow each other, does not show."""
+    tile = tuning.decode_config(4, 127, PAPER, 256)
+    args = 2, 2, 6, 127, 2048, (64, 64), jnp.bfloat16, PAPER, tile
+
+    def needs(kernel):
+        made, found = kernel.Launch(*args), []
+        for part in range(made.grid[0]):
+            monkeypatch.setattr(pl, "program_id", lambda axis, part=part: (part, 0, 0)[axis])
+            found.append([bool(x) for x in made.needs(jnp.int32(t), jnp.int32(start))])
+        return made, *np.transpose(found)
+
+    made, token, compressed = needs(short)
+    of_window = made.cut[0] + np.arange(made.cut[1])
+    assert set(np.flatnonzero(token)) == {*of_window, sum(made.cut) + t // 64}
+    assert set(np.flatnonzero(compressed)) == set(range(made.cut[0]))
+
+    made, token, compressed = needs(step)
+    assert token.tolist() == [part >= made.cut[0] for part in range(made.grid[0])] == (~compressed).tolist()
+
+    made, token, compressed = needs(pair)
+    listed = min(t // 64 - start // 64 + 1, PAPER.num_selected)  # the newest block is the last of them
+    parts = made.grid[0] - sum(made.cut)
+    each = -(-listed // parts)
+    assert set(np.flatnonzero(token)) == {(listed - 1) // each, made.grid[0] - 1} and parts == 8
+    assert compressed.tolist() == [True] * (parts + 1) + [False]
 
 
 @pytest.mark.parametrize(
