@@ -150,7 +150,7 @@ class Launch:
                 jax.ShapeDtypeStruct((rows, num_kv, n), jnp.int32),
                 jax.ShapeDtypeStruct((rows, num_heads, columns), jnp.float32),
             ],
-            num_warps=min(pl.next_power_of_2(pl.cdiv(numbers, 4096)), 4),
+            num_warps=min(pl.next_power_of_2(pl.cdiv(numbers, 4096)), 8),
             num_stages=1,
             name="nsa_decode_finish",
         )(*where.arrays(), gates, stats, scores, acc, stats)
