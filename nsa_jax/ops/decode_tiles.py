@@ -57,7 +57,7 @@ _DECODE_PROGRAMS = 256
 DECODE_READ_BYTES = 20 * 2**20
 
 # Reading so many takes no longer than what would spare it: twice as many blocks are read as well, and half as many
-# pairs are enough for one kernel where there are more bytes (generate_h200.json).
+# pairs are enough for one kernel where there are more bytes (`few_rows` in decode_many_rows.json).
 DECODE_READ_FREELY = 6 * 2**20
 
 # From so many (query token, key/value head) pairs on, one kernel serves pairs with few blocks. With few pairs it is

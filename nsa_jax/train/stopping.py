@@ -32,7 +32,7 @@ def listening(heard: Callable[[int], None]) -> Iterator[None]:
     """Calls `heard` with the number of each signal that has a Python handler, in a thread and at once.
 
     The handler itself waits until the main thread returns from compiled code, such as from compiling the train step.
-    Where the handler raises, `heard` has been called when this ends.
+    Where the handler raises, `heard` has been called when this ends, unless it ends within another one.
     """
     with contextlib.ExitStack() as stack:
         _listeners.append(heard)
@@ -74,7 +74,7 @@ def _thread() -> Iterator[None]:
                 yield
             finally:
                 signal.set_wakeup_fd(-1)
-                theirs.close()
+                theirs.shutdown(socket.SHUT_RDWR)  # also of what a forked process holds of it
                 thread.join()
 
 

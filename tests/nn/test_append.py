@@ -37,9 +37,8 @@ MEANS = {
 
 
 def build(changes, implementation):
-    config = nn.ModelConfig(
-        dim=24, mlp_dim=8, nsa=GEOMETRY, compute_dtype="float32", init_std=0.3, implementation=implementation, **changes
-    )
+    fields = dict(dim=24, mlp_dim=8, nsa=GEOMETRY, compute_dtype="float32", init_std=0.3) | changes
+    config = nn.ModelConfig(implementation=implementation, **fields)
     attention = nn.NSAttention(config, rngs=nnx.Rngs(0))
     attention.gate_bias[...] = jax.random.normal(jax.random.key(1), attention.gate_bias.shape)
     if config.qkv_bias:
@@ -134,6 +133,34 @@ def test_a_step_by_kernels_is_a_step_of_plain_operations(name, kernel, parts, mo
     # A program that shares a pair may find the new token's slots as they were or as another program left them.
     for found in (poisoned(layer, LENGTHS[:6], GEOMETRY), written):
         chex.assert_trees_all_equal(both(h, found, jnp.asarray(LENGTHS))[0], (got, written))
+
+
+@pytest.mark.parametrize("kernel", ["pair", "short", "step"])
+def test_the_newest_block_does_not_show_in_the_one_before(kernel, monkeypatch):
+    """Tiles are wider than blocks of 12 keys, and a program may find NaN where another one writes the token."""
+    chosen = decode_tiles.decode_config
+    monkeypatch.setattr(decode_tiles, "DECODE_PAIRS", 0 if kernel == "pair" else 1 << 30)
+    monkeypatch.setattr(decode_tiles, "DECODE_READ_BYTES", 0 if kernel == "step" else 1 << 30)
+    monkeypatch.setattr(decode_tiles, "decode_config", lambda *args: dataclasses.replace(chosen(*args), pair_parts=4))
+    geometry = dataclasses.replace(GEOMETRY, select_block=12)
+    layers = [
+        build(MEANS["shared_kv_mean"] | dict(nsa=geometry), implementation) for implementation in ("pallas", "xla")
+    ]
+    lengths = np.asarray([24, 36, 39, 48, 60, 71], np.int32)
+    keys = iter(jax.random.split(jax.random.key(3), 20))
+    shapes = caches._layer_shapes(layers[0].config, lengths.size, 72, lists=False)
+    layer = jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape, s.dtype), shapes)
+    h = jax.random.normal(next(keys), (lengths.size, 1, 24), jnp.float32)
+
+    @jax.jit
+    def step(layer):
+        start = jnp.zeros_like(lengths)
+        return [caches.step_attention(attention, h, layer, jnp.asarray(lengths), start, 72) for attention in layers]
+
+    assert caches._decode_plan(layers[0], layer, lengths.size).kernel == f"decode.{kernel}"
+    got, want = step(layer)
+    chex.assert_trees_all_close(got, want, atol=2e-5, rtol=2e-5)
+    chex.assert_trees_all_equal(step(poisoned(layer, lengths, geometry))[0], got)
 
 
 @pytest.mark.gpu

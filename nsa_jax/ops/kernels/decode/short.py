@@ -123,8 +123,8 @@ class Launch:
         group, columns, v_dim, parts = self.group, self.columns, self.v_dim, self.parts
         _, num_kv, rows = self.grid
         n, num_heads = self.config.num_selected, num_kv * group
-        # As few as have registers for all parts: warps that share a tile wait for each other in every sum.
-        numbers = (self.width + sum(map(pl.next_power_of_2, self.cut))) * v_dim
+        # As few as have registers for all parts and scores: warps that share a tile wait for each other in every sum.
+        numbers = (self.width + sum(map(pl.next_power_of_2, self.cut))) * v_dim + pl.next_power_of_2(group) * columns
 
         def of_group(*shape):
             return pl.BlockSpec((None, None, *shape), lambda s, h, r: (r, h // group, *(0 for _ in shape)))

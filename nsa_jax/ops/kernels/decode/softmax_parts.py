@@ -250,12 +250,17 @@ def attend_listed(softmax: PartSoftmax, k_ref, v_ref, list_ref, begin, end, t, s
             block = jnp.where(later, list_ref[jnp.minimum(first + j, last)], block)
             entry = jnp.where(later, first + j, entry)
         offset = column % width + i % steps * keys
-        position = block * config.select_block + offset
+        position = block * config.select_block + _within_block(offset, width, config)
         visible = (offset < config.select_block) & (entry < end) & (position >= start) & (position <= t)
         return softmax.step(carry, k_ref, v_ref, jnp.clip(position, 0, k_ref.shape[0] - 1), visible)[0]
 
     count = pl.cdiv(jnp.maximum(end - begin, 0), at_once) * steps
     return lax.fori_loop(0, count, body, softmax.init())
+
+
+def _within_block(offset, width: int, config: NSAConfig):
+    """Offsets in a tile of `width` keys; those behind the block are its last key's, as the next one may be half written."""
+    return offset if width == config.select_block else jnp.minimum(offset, config.select_block - 1)
 
 
 def selected_part(query, refs, block_of, begin, end, t, start, *, group, keys, scale, config: NSAConfig):
@@ -269,7 +274,7 @@ def selected_part(query, refs, block_of, begin, end, t, start, *, group, keys, s
 
     def body(i, carry):
         offset = (i % steps) * keys + iota(keys)
-        position = block_of(i // steps) * config.select_block + offset
+        position = block_of(i // steps) * config.select_block + _within_block(offset, steps * keys, config)
         visible = (offset < config.select_block) & (position >= start) & (position <= t)
         return softmax.step(carry, k_ref, v_ref, jnp.clip(position, 0, k_ref.shape[0] - 1), visible)[0]
 
