@@ -259,7 +259,7 @@ def attend_listed(softmax: PartSoftmax, k_ref, v_ref, list_ref, begin, end, t, s
 
 
 def _within_block(offset, width: int, config: NSAConfig):
-    """Offsets in a tile of `width` keys; those behind the block are its last key's, as the next one may be half written."""
+    """Offsets in a tile of `width` keys; behind the block its last one, because the next block may be half written."""
     return offset if width == config.select_block else jnp.minimum(offset, config.select_block - 1)
 
 
