@@ -291,25 +291,29 @@ def generation_rows() -> dict[str, list[str]]:
     steps = {(row["attention"], row["context"], row["B"]): row for row in rows}
     contexts = sorted({context for _, context, _ in steps})
 
-    def cells(attention: str, name: str, form: str, batches: tuple[int, ...]) -> list[str]:
-        found = [[steps.get((attention, context, batch)) for batch in batches] for context in contexts]
-        return [" / ".join(format(row[name], form) if row else "–" for row in step) for step in found]
+    def cells(value: Callable[[int, int], float], form: str, batches: tuple[int, ...]) -> list[str]:
+        def cell(context: int, batch: int) -> str:
+            try:
+                return format(value(context, batch), form)
+            except KeyError:
+                return "–"
 
-    def ratios(batches: tuple[int, ...]) -> list[str]:
-        found = [[[steps.get((a, c, b)) for a in ("nsa", "dense")] for b in batches] for c in contexts]
-        times = [[[row and row["ms_per_step"] for row in pair] for pair in pairs] for pairs in found]
-        return [" / ".join(f"{nsa / dense:.2f}" if nsa and dense else "–" for nsa, dense in pairs) for pairs in times]
+        return [" / ".join(cell(context, batch) for batch in batches) for context in contexts]
 
-    few, many = (1, 2, 4, 8), (16, 64)
-    return {
-        "a step of the model with NSA: 1 / 2 / 4 / 8 rows, ms": cells("nsa", "ms_per_step", ".3f", few),
-        "a step of the model with dense attention: 1 / 2 / 4 / 8 rows, ms": cells("dense", "ms_per_step", ".3f", few),
-        "NSA's time over dense attention's: 1 / 2 / 4 / 8 rows": ratios(few),
-        "a step of the model with NSA: 16 / 64 rows, ms": cells("nsa", "ms_per_step", ".3f", many),
-        "a step of the model with dense attention: 16 / 64 rows, ms": cells("dense", "ms_per_step", ".3f", many),
-        "NSA's time over dense attention's: 16 / 64 rows": ratios(many),
-        "tokens/s with 64 rows, NSA": cells("nsa", "tokens_per_s", ",.0f", (64,)),
-    }
+    def nsa(context: int, batch: int) -> float:
+        return steps["nsa", context, batch]["ms_per_step"]
+
+    def dense(context: int, batch: int) -> float:
+        return steps["dense", context, batch]["ms_per_step"]
+
+    out = {}
+    for batches in ((1, 2, 4, 8), (16, 64)):
+        rows_of = " / ".join(map(str, batches)) + " rows"
+        out[f"a step of the model with NSA: {rows_of}, ms"] = cells(nsa, ".3f", batches)
+        out[f"a step of the model with dense attention: {rows_of}, ms"] = cells(dense, ".3f", batches)
+        out[f"NSA's time over dense attention's: {rows_of}"] = cells(lambda *at: nsa(*at) / dense(*at), ".2f", batches)
+    rate = cells(lambda context, batch: steps["nsa", context, batch]["tokens_per_s"], ",.0f", (64,))
+    return out | {"tokens/s with 64 rows, NSA": rate}
 
 
 def all_rows() -> dict[str, list[str]]:

@@ -121,7 +121,7 @@ class _Interrupts:
         self._count = 0
 
     def begin(self) -> None:
-        """Where `heard` is listening: before that, nobody would answer."""
+        """Installs the handler. `heard` must be listening already, because it gives the answer."""
         signal.signal(signal.SIGINT, self._unwind)
 
     def heard(self, number: int) -> None:

@@ -56,8 +56,8 @@ _DECODE_PROGRAMS = 256
 # key/value heads have at most so many bytes.
 DECODE_READ_BYTES = 20 * 2**20
 
-# Reading so many takes no longer than what would spare it: twice as many blocks are read as well, and half as many
-# pairs are enough for one kernel where there are more bytes (`few_rows` in decode_many_rows.json).
+# If the batch has at most so many bytes, rows of twice as many blocks are read whole, too. If it has more, half of
+# DECODE_PAIRS are enough for the kernel of pairs (`few_rows` in decode_many_rows.json).
 DECODE_READ_FREELY = 6 * 2**20
 
 # From so many (query token, key/value head) pairs on, one kernel serves pairs with few blocks. With few pairs it is
@@ -104,7 +104,7 @@ def decode_config(pairs: int, num_cmp: int, config: NSAConfig, row_bytes: int) -
         window_parts=min(max(1, wanted // 2), -(-config.window // keys)),
         window_keys=64 if pairs >= 128 and row_bytes <= 512 else 32,
         columns=2048,
-        rank_warps=8 if num_cmp > 512 else 4,
+        rank_warps=8,
         pair_parts=pair_parts,
         pair_window_parts=1,
         pair_keys=max(32, min(128, 1 << (32_768 // row_bytes).bit_length() - 1)),
@@ -126,11 +126,12 @@ def decode_kernel(
         any number of them.
     """
     freely = read <= min(DECODE_READ_FREELY, DECODE_READ_BYTES)
-    few, some = (num_blocks <= x * 4 * config.num_selected and num_cmp <= x * DECODE_FEW_COMPRESSED for x in (1, 2))
+    few = num_blocks <= 4 * config.num_selected and num_cmp <= DECODE_FEW_COMPRESSED
+    twice_as_many = num_blocks <= 8 * config.num_selected and num_cmp <= 2 * DECODE_FEW_COMPRESSED
     enough = DECODE_PAIRS // (1 if freely else 2) if few else DECODE_LONG_PAIRS
     if pairs >= enough and (pair_fits if few else long_pair_fits):
         return "pair", "many rows: one program makes the list and reads its blocks"
-    if (some and freely) or (few and read <= DECODE_READ_BYTES):
+    if (twice_as_many and freely) or (few and read <= DECODE_READ_BYTES):
         return "short", "few blocks: reading all takes less time than waiting for the list"
     return "step", "any GPU from sm80 on"
 

@@ -32,11 +32,11 @@ def listening(heard: Callable[[int], None]) -> Iterator[None]:
     """Calls `heard` with the number of each signal that has a Python handler, in a thread and at once.
 
     The handler itself waits until the main thread returns from compiled code, such as from compiling the train step.
-    Where the handler raises, `heard` has been called when this ends, unless it ends within another one.
+    The outermost of these blocks ends after `heard` has been called for every signal, also where a handler raised.
     """
     with contextlib.ExitStack() as stack:
         _listeners.append(heard)
-        stack.callback(_listeners.pop)  # after the thread has ended, which first tells what came before
+        stack.callback(_listeners.pop)  # once the thread has told what came before
         if len(_listeners) == 1:
             stack.enter_context(_thread())
         yield
@@ -74,7 +74,7 @@ def _thread() -> Iterator[None]:
                 yield
             finally:
                 signal.set_wakeup_fd(-1)
-                theirs.shutdown(socket.SHUT_RDWR)  # also of what a forked process holds of it
+                theirs.shutdown(socket.SHUT_RDWR)  # ends the thread, even if a forked process holds a copy
                 thread.join()
 
 

@@ -347,7 +347,6 @@ def test_few_blocks_are_read_before_the_lists_are_known():
         (16384, ["step"] * 5 + ["pair"]),
     ):
         assert [planned(batch, capacity).kernel for batch in (1, 3, 4, 8, 16, 64)] == [f"decode.{k}" for k in kernels]
-    assert [planned(4, capacity).tiles.rank_warps for capacity in (8192, 16384)] == [4, 8]
     assert planned(64, 8192, target=Target("gpu", (8, 6))).kernel == "decode.step"  # has less shared memory
     splits = {batch: planned(batch, 2048).tiles for batch in (4, 8, 16, 32, 48, 64, 100)}
     assert {batch: split.pair_parts for batch, split in splits.items()} == {
@@ -363,6 +362,14 @@ def test_few_blocks_are_read_before_the_lists_are_known():
     assert [planned(64, 2048, dim).tiles.pair_keys for dim in (128, 192)] == [64, 32]  # what shared memory has room for
     groups = [plan.Shape(64, 1, 2048, 2 * group, 2, 64, 64, "bfloat16") for group in (16, 17)]
     assert [plan.plan_decode(shape, 127, PAPER, HOPPER).kernel for shape in groups] == ["decode.pair", "decode.step"]
+
+
+def test_few_warps_make_lists_from_few_scores():
+    def warps(group, num_cmp):
+        tile = tuning.decode_config(4, num_cmp, PAPER, 256)
+        return step.Launch(2, 2, group, num_cmp, 16 * (num_cmp + 1), (64, 64), jnp.bfloat16, PAPER, tile).warps
+
+    assert [warps(6, num_cmp) for num_cmp in (511, 1023, 8191)] == [4, 8, 8] and warps(16, 511) == 8
 
 
 @pytest.mark.parametrize(("t", "start"), [(0, 0), (1023, 0), (2047, 0), (2047, 1900), (700, 690), (1500, 1460)])

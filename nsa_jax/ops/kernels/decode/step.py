@@ -105,6 +105,8 @@ class Launch:
         self.scale = LOG2E * h_dim**-0.5
         most = max(16, 32_768 // pl.next_power_of_2(group))  # whose scores fit in registers
         self.columns = min(tile.columns, most, max(pl.next_power_of_2(num_cmp), 16))
+        # Of the kernel that makes the list: few warps add up few scores faster.
+        self.warps = min(tile.rank_warps, max(4, self.columns * pl.next_power_of_2(group) // 1024))
         step = max(tile.keys, self.columns)
         self.scored = pl.cdiv(num_cmp, step) * step
         self.cut = tile.compressed_parts, tile.window_parts
@@ -173,8 +175,6 @@ class Launch:
             specs, shapes = [*specs, per_pair(self.scored)], [*shapes, self._shape(self.scored)]
         widths = ranking_widths(blocks.num_selection_blocks(self.capacity, config.select_block), n)
         keys = min(tile.keys, max(16, pl.next_power_of_2(config.select_block)))
-        # So few only where registers hold the scores of all heads.
-        warps = max(tile.rank_warps, min(8, self.columns * pl.next_power_of_2(self.group) // 2048))
         scored_specs = self._scored_specs() if len(scored) > 1 else [per_pair(self.scored)]
         return triton_call(
             functools.partial(_selected_kernel, widths=widths, keys=keys, scale=self.scale, **sizes),
@@ -182,7 +182,7 @@ class Launch:
             in_specs=[*where.specs(), per_pair(*query.shape[2:]), cache(key), cache(value), *scored_specs],
             out_specs=specs,
             out_shape=shapes,
-            num_warps=warps,
+            num_warps=self.warps,
             num_stages=tile.num_stages,
             name="nsa_decode_selected",
         )(*where.arrays(), query, key, value, *scored)[:3]
